@@ -1,0 +1,154 @@
+"""The nouns the engine's parts share: a sequence, a step's plan, a step's result.
+
+Owns the vocabulary between scheduler, cache, runner and server, and nothing else: no tensors, no sockets, no clock.
+Intervals are half-open: a chunk computes the positions [start, end).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NewType
+
+import msgspec
+
+UnitId = NewType("UnitId", int)
+"""Index of a unit of the pool's buffer."""
+
+BlockId = NewType("BlockId", int)
+"""Physical KV block of one group: `unit * blocks_per_unit(group) + sub_block`. What block tables and kernels hold."""
+
+
+class FinishReason(str, enum.Enum):
+    """Why a sequence ended; the value is OpenAI's `finish_reason` where OpenAI has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to continue a sequence. Names, defaults and ranges are vLLM's; validated once at the edge, then trusted."""
+
+    max_tokens: int | None = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to generate, as the HTTP side hands it to the core (n > 1 has been fanned out into several)."""
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    cache_salt: str | None = None
+    lora_name: str | None = None
+    priority: int = 0
+    """Lower is served earlier; ties by arrival."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """The logprob of one position's token and of the likeliest alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 = the likeliest token of the vocabulary."""
+    top: list[tuple[int, float]]
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    """What one step added to one request. `finish_reason` is set exactly once, on the last output."""
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The id of `stop_token_ids` that ended it, as OpenAI-compatible servers report in `stop_reason`; None for eos."""
+    cached_tokens: int | None = None
+    """Prompt tokens taken from the prefix cache; on the first output of a request."""
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request inside the engine. The scheduler owns it; cache and runner read it and keep their own parts.
+
+    Invariants: `0 <= computed <= len(token_ids)`; the KV of positions [0, computed) is in the cache blocks of
+    `block_tables`; while running, `len(token_ids) - computed >= 1` before a step.
+    """
+
+    request: Request
+    token_ids: list[int]
+    prompt_len: int
+    arrival_s: float
+    computed: int = 0
+    cached_tokens: int = 0
+    block_tables: list[list[BlockId]] = field(default_factory=list)
+    """One list of physical blocks a group: entry i of group g holds positions [i * block_size, (i + 1) * block_size)."""
+    state_unit: UnitId | None = None
+    """The mutable recurrent-state unit of a running sequence on a model that has state; else None."""
+    preemptions: int = 0
+
+    @property
+    def output_len(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+
+@dataclass(slots=True)
+class Chunk:
+    """One sequence's share of a step: compute the positions [start, end) of `seq.token_ids`."""
+
+    seq: Sequence
+    start: int
+    end: int
+    samples: bool
+    """True where the chunk reaches the end of the known tokens, so that the step samples the next one."""
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What the runner does in one step. Chunks are ordered so that a block's owner stands before its sharers."""
+
+    chunks: list[Chunk]
+    state_restores: list[tuple[UnitId, UnitId]] = field(default_factory=list)
+    """(source checkpoint, destination sequence state), copied before anything is computed."""
+    state_resets: list[UnitId] = field(default_factory=list)
+    """State units to zero before anything is computed: sequences that start from nothing."""
+    state_checkpoints: list[tuple[UnitId, UnitId]] = field(default_factory=list)
+    """(source sequence state, destination checkpoint), copied after the step's compute."""
+    block_moves: list[tuple[int, BlockId, BlockId]] = field(default_factory=list)
+    """(group, source, destination) KV copies of a compaction, done before everything else."""
+
+    @property
+    def token_count(self) -> int:
+        return sum(chunk.end - chunk.start for chunk in self.chunks)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the runner found; `sampled[i]` belongs to `plan.chunks[i]` and is None where that chunk samples nothing."""
+
+    sampled: list[int | None]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """Chunk index -> logprobs of its sampled token, for sequences that asked."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """Chunk index -> logprobs of the prompt tokens start + 1 .. end (those that exist), for sequences that asked."""

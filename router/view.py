@@ -1,0 +1,95 @@
+"""The router's values: what the index answers and the policy reads. No I/O, no clock, no algorithm.
+
+A **holder** is one publisher stream: a worker, or one data-parallel rank of it. A **scope** separates prompts that
+can never share KV although their token ids are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NewType, Protocol
+
+HolderId = NewType("HolderId", int)
+PinId = NewType("PinId", int)
+
+GPU, CPU, STORAGE, REMOTE = "GPU", "CPU", "STORAGE", "REMOTE"
+TIERS = (GPU, CPU, STORAGE, REMOTE)
+"""Where a block can live, fastest first. Foreign names are mapped (CPU_PINNED -> CPU, DISK -> STORAGE, EXTERNAL -> REMOTE)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What besides the token ids decides whether a cached block can be reused."""
+
+    model: str
+    salt: str | None = None
+    lora: str | None = None
+    media: tuple[tuple[int, str], ...] = ()
+    """(absolute token position, content key) of images, audio ...: mixed into the prefix digest at their positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What one holder could reuse of a prompt. Token counts are block boundaries <= len(prompt) - 1."""
+
+    holder: HolderId
+    tokens: int
+    """Usable prefix: the largest p at which every announced group can resume, over all tiers."""
+    gpu_tokens: int
+    """The part of `tokens` that needs no load from a slower tier: the usable prefix counting GPU blocks only."""
+    tier_tokens: tuple[int, ...] = (0, 0, 0, 0)
+    """Tokens of [0, tokens) by the fastest tier that holds them, in the order of TIERS."""
+    pinned_tokens: int = 0
+    """Usable prefix when blocks promised by pins (requests in flight) count as resident. Always >= `tokens`."""
+
+
+@dataclass(slots=True)
+class IngestReport:
+    """What one payload did to the index."""
+
+    stored: int = 0
+    removed: int = 0
+    cleared: int = 0
+    parked: int = 0
+    unknown_removals: int = 0
+    unknown_events: int = 0
+    malformed: list[str] = field(default_factory=list)
+    """One message an event that could not be read; the others of the batch were applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStats:
+    holders: int
+    entries: int
+    """(holder, group, block) presences held."""
+    parked: int
+    pins: int
+    memory_bytes: int
+
+
+class PrefixIndex(Protocol):
+    """Every implementation passes tests/contracts/index_contract.py. Thread-safe: one writer thread, many readers."""
+
+    def add_holder(self, name: str, model: str) -> HolderId: ...
+
+    def remove_holder(self, holder: HolderId) -> None: ...
+
+    def clear(self, holder: HolderId) -> None:
+        """Forget everything the holder announced (restart, unrepaired gap). Pins stay."""
+
+    def ingest(self, holder: HolderId, payload: bytes) -> IngestReport:
+        """Decode one event-batch payload and apply it. A malformed event is reported and skipped, never raised."""
+
+    def match(self, token_ids: Sequence[int], scope: Scope) -> list[Match]:
+        """Usable prefix of every holder of `scope.model`; holders that hold nothing of the prompt may be left out."""
+
+    def pin(self, holder: HolderId, token_ids: Sequence[int], scope: Scope) -> PinId:
+        """Count the prompt as resident on `holder` (up to where it will be able to resume) until unpinned."""
+
+    def unpin(self, pin: PinId) -> None: ...
+
+    def stats(self) -> IndexStats: ...
+
+    def groups(self, holder: HolderId) -> list[dict[str, object]]:
+        """[{group_idx, kind, block_size, sliding_window, blocks, silent}] as learned from metadata and events."""
