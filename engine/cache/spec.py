@@ -1,0 +1,61 @@
+"""The shape of what a model keeps in the cache: attention groups, recurrent state, and the units they are cut into.
+
+Pure arithmetic; knows no tensors. Group 0 is full attention, then sliding window; state stands beside the groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FULL_ATTENTION = "full_attention"
+SLIDING_WINDOW = "sliding_window"
+MAMBA = "mamba"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """The attention layers that share one block table."""
+
+    kind: str
+    """FULL_ATTENTION or SLIDING_WINDOW: the `kv_cache_spec_kind` of the group's events."""
+    layers: tuple[int, ...]
+    """Model layer indices, in order; position in this tuple is the layer axis of the group's blocks."""
+    num_kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+    sliding_window: int | None = None
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K and V of one token over all layers of the group."""
+        return 2 * len(self.layers) * self.num_kv_heads * self.head_dim * self.dtype_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """The recurrent layers: one set of their states is what a checkpoint holds."""
+
+    layers: tuple[int, ...]
+    state_bytes: int
+    """Bytes of the states of all layers (conv tails and recurrent matrices), as the runner lays them out."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """Everything the pool must know about a model. `block_size` is the hash block size, in tokens; never inflated."""
+
+    block_size: int
+    groups: tuple[GroupSpec, ...]
+    state: StateSpec | None = None
+
+    def block_bytes(self, group: int) -> int:
+        return self.block_size * self.groups[group].token_bytes
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one unit: holds the state, or at least one block of any group."""
+        largest_block = max(self.block_bytes(g) for g in range(len(self.groups)))
+        return max(largest_block, self.state.state_bytes if self.state else 0)
+
+    def blocks_per_unit(self, group: int) -> int:
+        return self.unit_bytes // self.block_bytes(group)
