@@ -1,0 +1,25 @@
+"""Imported first by every Python script here: runs it in the clone's .venv (made on first use), with the clone importable.
+
+import _env  # noqa: F401  (first line of a script, before anything that is not in the standard library)
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON = ROOT / ".venv" / "bin" / "python"
+
+
+def _in_own_environment() -> bool:
+    return Path(sys.prefix).resolve() == (ROOT / ".venv").resolve()
+
+
+if not _in_own_environment() and "BLOCKCAST_NO_VENV" not in os.environ:
+    subprocess.run(["bash", "-c", f'source "{ROOT}/scripts/_setup"'], check=True)
+    os.execv(PYTHON, [str(PYTHON), *sys.argv])
+
+sys.path.insert(0, str(ROOT))
