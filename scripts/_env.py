@@ -1,6 +1,6 @@
-"""Imported first by every Python script here: runs it in the clone's .venv (made on first use), with the clone importable.
+"""Imported by every Python script here, before anything that is not in the standard library.
 
-import _env  # noqa: F401  (first line of a script, before anything that is not in the standard library)
+Runs the script in the clone's .venv (made on first use) with the clone's packages importable.
 """
 
 from __future__ import annotations

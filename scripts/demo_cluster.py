@@ -23,7 +23,7 @@ def free_port() -> int:
 
 
 def make_demo_model(family: str) -> Path:
-    """The seeded random checkpoint the demo serves; made once a machine. Large enough that its prefill costs something."""
+    """The seeded random checkpoint the demo serves, large enough that prefill costs something; made once a machine."""
     from engine.tiny_model import cached_model
 
     return Path(cached_model(family=family, preset="demo"))

@@ -68,7 +68,7 @@ def _texts(token_budget: int, model: Path) -> list[str]:
 def make_conversations(
     model: Path, count: int, turns: int, context_tokens: int, turn_tokens: int
 ) -> list[Conversation]:
-    """`count` conversations of `turns` turns; each has its own context. Raises ValueError if the repo has too little text."""
+    """`count` conversations of `turns` turns, each with its own context. ValueError if the repo has too little text."""
     contexts = _texts(context_tokens, model)
     snippets = _texts(turn_tokens, model)
     if len(contexts) < count:
@@ -89,7 +89,7 @@ def make_conversations(
 async def play(
     url: str, model: str, conversations: list[Conversation], on_outcome: Callable[[Outcome], None]
 ) -> list[Outcome]:
-    """Plays every conversation, turn after turn, `IN_FLIGHT` requests at a time, no pauses. Raises on any failed request."""
+    """Plays every turn of every conversation, `IN_FLIGHT` requests at a time, no pauses. Raises on a failed request."""
     waiting: asyncio.Queue[_Turn | None] = asyncio.Queue()
     for conversation in conversations:
         waiting.put_nowait(_Turn(conversation, [{"role": "system", "content": conversation.context}]))
