@@ -1,0 +1,206 @@
+"""Token ids -> text, a few tokens at a time, such that the pieces join to what a decode of the whole would give.
+
+Owns the incremental decoding and the stop strings of one sequence. Knows nothing of requests, HTTP or the engine;
+no I/O. Two decoders: byte-level BPE is decoded exactly, bytes first; every other tokenizer is decoded in a short
+sliding window of tokens. Text that a later token can still change (half a character, the beginning of a stop string)
+is held back, never emitted and taken back.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers import decoders
+
+REPLACEMENT = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    """Pieces returned by `push` and the last `flush`, joined, are the text of all ids pushed."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take the next ids; return the text that has become final."""
+
+    def flush(self) -> str:
+        """Return what was held back. Nothing may be pushed after it."""
+
+
+class TokenBytes(dict[int, bytes]):
+    """id -> the bytes that a byte-level tokenizer stands for; filled on first use, shared by all sequences.
+
+    Ids that the tokenizer does not know, and special tokens where they are skipped, are empty, as in its own decode.
+    """
+
+    def __init__(self, tokenizer: HFTokenizer, skip_special_tokens: bool) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._special: frozenset[int] = frozenset()
+        if skip_special_tokens:
+            added = tokenizer.get_added_tokens_decoder()
+            self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = None if token_id in self._special else self._tokenizer.id_to_token(token_id)
+        value = b"" if token is None else _byte_level_bytes(token)
+        self[token_id] = value
+        return value
+
+
+class ByteLevelDetokenizer:
+    """Exact: the bytes of the tokens through an incremental UTF-8 decoder that replaces what is not UTF-8."""
+
+    __slots__ = ("_decode", "_table")
+
+    def __init__(self, table: TokenBytes) -> None:
+        self._table = table
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        table = self._table
+        if len(token_ids) == 1:
+            return self._decode(table[token_ids[0]])
+        return self._decode(b"".join([table[token_id] for token_id in token_ids]))
+
+    def flush(self) -> str:
+        return self._decode(b"", True)
+
+
+class WindowDetokenizer:
+    """Any tokenizer: decode a window of recent tokens with and without the new ones; the difference is new text.
+
+    The window keeps the tokens of the last emitted piece as context, so that decoders which treat a first token apart
+    (a stripped leading space) or join bytes into characters see the same surroundings. A window that ends in the
+    replacement character may be half a character and is held back. (The method of TGI and vLLM.)
+    """
+
+    __slots__ = ("_context", "_context_text", "_decode", "_new")
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._context: list[int] = []
+        self._context_text = ""
+        self._new: list[int] = []
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        self._new.extend(token_ids)
+        text = self._decode(self._context + self._new)
+        if len(text) <= len(self._context_text) or text.endswith(REPLACEMENT):
+            return ""
+        piece = text[len(self._context_text) :]
+        self._context, self._new = self._new, []
+        self._context_text = self._decode(self._context)
+        return piece
+
+    def flush(self) -> str:
+        if not self._new:
+            return ""
+        text = self._decode(self._context + self._new)
+        self._new = []
+        return text[len(self._context_text) :]
+
+
+class DetokenizerFactory:
+    """Makes the detokenizer of each sequence; chosen once from the tokenizer's decoder."""
+
+    def __init__(self, tokenizer: HFTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tables: dict[bool, TokenBytes] = {}
+        self.is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
+
+    def new(self, skip_special_tokens: bool = True) -> Detokenizer:
+        if self.is_byte_level:
+            return ByteLevelDetokenizer(self._table(skip_special_tokens))
+        tokenizer = self._tokenizer
+
+        def decode(token_ids: list[int]) -> str:
+            return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+        return WindowDetokenizer(decode)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for by itself, special tokens spelled out: what logprobs show."""
+        if self.is_byte_level:
+            return self._table(False)[token_id]
+        return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+
+    def _table(self, skip_special_tokens: bool) -> TokenBytes:
+        table = self._tables.get(skip_special_tokens)
+        if table is None:
+            table = self._tables[skip_special_tokens] = TokenBytes(self._tokenizer, skip_special_tokens)
+        return table
+
+
+class StopStrings:
+    """Finds the first stop string in a growing text, whatever the pieces it grows by.
+
+    The first is the one that is complete earliest; of those that are complete at the same character, the longest.
+    Holds back the longest tail of the text that may be the beginning of a stop string, and nothing more.
+    """
+
+    __slots__ = ("_include", "_inner", "_longest", "_stops", "held")
+
+    def __init__(self, stops: Sequence[str], include: bool) -> None:
+        """`stops`: none empty. `include`: a stop string that is found stays in the text."""
+        assert all(stops), "an empty stop string would stop everything"
+        self._stops = tuple(stops)
+        self._include = include
+        self._longest = max(map(len, stops), default=0)
+        self._inner = frozenset(char for stop in stops for char in stop[:-1])
+        self.held = ""
+
+    def push(self, piece: str) -> tuple[str, str | None]:
+        """(text that is final, the stop string that was found or None). Nothing may be pushed after one was found."""
+        text = self.held + piece
+        found = self._first_stop(text)
+        if found is not None:
+            start, stop = found
+            self.held = ""
+            return text[: start + len(stop)] if self._include else text[:start], stop
+        keep = self._possible_start(text)
+        self.held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def release(self) -> str:
+        """What was held back, now that nothing follows."""
+        held, self.held = self.held, ""
+        return held
+
+    def _first_stop(self, text: str) -> tuple[int, str] | None:
+        best: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            start = text.find(stop)
+            if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
+                best = (start + len(stop), start, stop)
+        return None if best is None else (best[1], best[2])
+
+    def _possible_start(self, text: str) -> int:
+        """Length of the longest tail of `text` that is a proper beginning of a stop string."""
+        if not text or text[-1] not in self._inner:
+            return 0
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            tail = text[-length:]
+            if any(len(stop) > length and stop.startswith(tail) for stop in self._stops):
+                return length
+        return 0
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes (Radford et al. 2019): char -> byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    pairs = [(chr(byte), byte) for byte in printable] + [(chr(256 + i), byte) for i, byte in enumerate(others)]
+    return dict(pairs)
+
+
+_BYTE_OF = _byte_level_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    """Bytes of a token written in the byte-level alphabet; a token outside of it (an added one) stands for itself."""
+    try:
+        return bytes([_BYTE_OF[char] for char in token])
+    except KeyError:
+        return token.encode()
