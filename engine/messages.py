@@ -1,0 +1,115 @@
+"""What the HTTP process and the core process say to each other, and how messages are framed on their socket.
+
+A frame is a 4-byte big-endian length and a msgpack message. Both ends are ours and start together, so the format has
+no versions. Pure: no sockets here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Union
+
+import msgspec
+
+from engine.types import Request, RequestOutput
+
+_LENGTH = struct.Struct(">I")
+
+
+class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of the step loop. Counters only grow; token counts of the prefix cache are tokens looked up and hit."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_cache_usage: float = 0.0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    step_tokens: int = 0
+
+
+class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What loading found out; sent once, when the core is ready to serve."""
+
+    model_name: str
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    vocab_size: int
+    dtype: str
+    device: str
+    eos_token_ids: list[int]
+    groups: list[dict[str, object]]
+    """The answer of /kv_cache/groups."""
+    event_sources: dict[str, object]
+    """The answer of /kv_event_sources."""
+    prefix_caching: bool = True
+    default_sampling: dict[str, float | int] = {}
+    """Sampling parameters of the model's generation_config.json, under their request names."""
+
+
+# HTTP -> core
+class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
+    requests: list[Request]
+
+
+class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
+    request_ids: list[str]
+
+
+class ResetPrefixCache(msgspec.Struct, tag="reset", array_like=True, frozen=True):
+    call_id: int
+
+
+Command = Union[Add, Abort, ResetPrefixCache]
+
+
+# core -> HTTP
+class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
+    info: CoreInfo
+
+
+class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
+    """The core cannot start or go on; it ends after this message."""
+
+    message: str
+
+
+class Outputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
+    outputs: list[RequestOutput]
+    stats: CoreStats | None = None
+
+
+class ResetDone(msgspec.Struct, tag="reset_done", array_like=True, frozen=True):
+    call_id: int
+    done: bool
+    """False: refused, because running requests hold blocks."""
+
+
+Report = Union[Ready, Failed, Outputs, ResetDone]
+
+
+def frame(payload: bytes) -> bytes:
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class FrameReader:
+    """Cuts a byte stream into the payloads of its frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        while len(buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
+            end = start + _LENGTH.size + length
+            if len(buffer) < end:
+                break
+            yield bytes(buffer[start + _LENGTH.size : end])
+            start = end
+        del buffer[:start]

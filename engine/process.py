@@ -1,0 +1,218 @@
+"""The core process: runs the step loop over the model, the cache and the event publisher, and shares no thread with HTTP.
+
+Between steps the loop takes what has arrived on its socket without waiting; idle, it sleeps on the socket. It never
+waits for the socket to take bytes: what does not fit is kept and sent later (bounded by the tokens of the requests in
+flight). When the socket closes, for whatever reason, the process ends: no orphans.
+
+Knows nothing of HTTP, text or clients. The other end is `engine.client`; the messages are in `engine.messages`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+
+import msgspec
+
+from engine.assembly import Assembled, assemble
+from engine.config import ConfigError, EngineConfig
+from engine.messages import (
+    Abort,
+    Add,
+    Command,
+    Failed,
+    FrameReader,
+    Outputs,
+    Ready,
+    Report,
+    ResetDone,
+    frame,
+)
+from engine.types import FinishReason, RequestOutput
+
+STATS_PERIOD_S = 0.1
+
+_BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from engine.process import main; sys.exit(main(int(sys.argv[2])))"
+)
+
+log = logging.getLogger("engine.process")
+
+
+class CoreSocket:
+    """The core's end of the socket: reads without waiting unless told to, writes what fits and keeps the rest."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._reader = FrameReader()
+        self._decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._unsent = bytearray()
+        self.closed = False
+
+    def receive(self, wait: bool) -> list[Command]:
+        """The commands that have arrived; with `wait`, sleep until there is one (or the socket closes)."""
+        if wait:
+            self._wait()
+        commands: list[Command] = []
+        while not self.closed:
+            try:
+                data = self._sock.recv(1 << 20)
+            except (BlockingIOError, InterruptedError):
+                break
+            except ConnectionError:
+                data = b""
+            if not data:
+                self.closed = True
+                break
+            commands.extend(self._decoder.decode(payload) for payload in self._reader.feed(data))
+        return commands
+
+    def send(self, report: Report) -> None:
+        self._unsent += frame(self._encoder.encode(report))
+        self.flush()
+
+    def flush(self) -> None:
+        while self._unsent and not self.closed:
+            try:
+                sent = self._sock.send(self._unsent)
+            except (BlockingIOError, InterruptedError):
+                return
+            except ConnectionError:
+                self.closed = True
+                return
+            del self._unsent[:sent]
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until everything is sent: for a last message."""
+        end_s = time.monotonic() + timeout_s
+        while self._unsent and not self.closed and time.monotonic() < end_s:
+            select.select([], [self._sock], [], 0.1)
+            self.flush()
+
+    def _wait(self) -> None:
+        while not self.closed:
+            readable, _, _ = select.select([self._sock], [self._sock] if self._unsent else [], [])
+            self.flush()
+            if readable:
+                return
+
+
+class CoreLoop:
+    """Take commands, make a step, send what it produced; until the socket closes."""
+
+    def __init__(self, assembled: Assembled, link: CoreSocket) -> None:
+        self._assembled = assembled
+        self._core = assembled.core
+        self._link = link
+        self._refused: list[RequestOutput] = []
+
+    def run(self) -> None:
+        core, link = self._core, self._link
+        stats_due_s = 0.0
+        idle_told = False
+        while not link.closed:
+            busy = core.has_work()
+            if not busy and not idle_told:
+                link.send(Outputs([], self._assembled.stats()))
+            idle_told = not busy
+            for command in link.receive(wait=not busy):
+                self._obey(command)
+            outputs, self._refused = self._refused, []
+            if core.has_work():
+                outputs.extend(core.step(time.monotonic()))
+            now_s = time.monotonic()
+            stats = None
+            if now_s >= stats_due_s:
+                stats_due_s = now_s + STATS_PERIOD_S
+                stats = self._assembled.stats()
+            if outputs or stats is not None:
+                link.send(Outputs(outputs, stats))
+            else:
+                link.flush()
+
+    def _obey(self, command: Command) -> None:
+        if isinstance(command, Add):
+            for request in command.requests:
+                try:
+                    self._core.add(request, time.monotonic())
+                except ValueError as error:  # a request the cache can never hold; the reason goes to its client
+                    self._refused.append(
+                        RequestOutput(
+                            request_id=request.request_id,
+                            token_ids=[],
+                            finish_reason=FinishReason.ERROR,
+                            error=str(error),
+                        )
+                    )
+        elif isinstance(command, Abort):
+            for request_id in command.request_ids:
+                self._core.abort(request_id)
+        else:
+            self._link.send(ResetDone(command.call_id, self._core.reset_prefix_cache()))
+
+
+def start(config: EngineConfig) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start the core process; returns it and our end of the socket, on which `Ready` or `Failed` will arrive."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+    ours.sendall(frame(msgspec.msgpack.encode(config)))
+    return process, ours
+
+
+def main(fd: int) -> int:
+    """The core process's whole life. Signals are the HTTP process's affair: it drains, then closes the socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    sock = socket.socket(fileno=fd)
+    config = _receive_config(sock)
+    if config is None:
+        return 0
+    link = CoreSocket(sock)
+    try:
+        assembled = assemble(config)
+    except (ConfigError, OSError, ValueError, MemoryError, RuntimeError, ImportError) as error:
+        if os.environ.get("ENGINE_TRACEBACK"):
+            traceback.print_exc()
+        link.send(Failed(f"cannot start: {error}"))
+        link.drain(timeout_s=5)
+        return 1
+    try:
+        link.send(Ready(assembled.info))
+        CoreLoop(assembled, link).run()
+    except Exception as error:  # noqa: BLE001 - the last frame of the process: tell the other side, then end
+        traceback.print_exc()
+        link.send(Failed(f"the step loop failed: {type(error).__name__}: {error}"))
+        link.drain(timeout_s=5)
+        return 1
+    finally:
+        assembled.close()
+    return 0
+
+
+def _receive_config(sock: socket.socket) -> EngineConfig | None:
+    reader = FrameReader()
+    while True:
+        data = sock.recv(1 << 16)
+        if not data:
+            return None
+        for payload in reader.feed(data):
+            return msgspec.msgpack.decode(payload, type=EngineConfig)
