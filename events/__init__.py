@@ -1,1 +1,52 @@
+"""KV cache events: the wire format that engine and router share. docs/wire-format.md describes every byte."""
 
+from events.codec import decode_batch, encode_batch
+from events.errors import ConfigError, DecodeError, EventsError, InvariantError
+from events.hashing import BlockHash, block_hash, block_hashes, hash_keys, pack_token_ids, wire_keys
+from events.types import (
+    CPU,
+    FULL_ATTENTION,
+    FULL_ATTENTION_KINDS,
+    GPU,
+    KINDS,
+    MAMBA,
+    SLIDING_WINDOW,
+    STORAGE,
+    AllBlocksCleared,
+    BlockName,
+    BlockRemoved,
+    BlockStored,
+    DecodedBatch,
+    Event,
+    EventBatch,
+)
+
+__all__ = [
+    "CPU",
+    "FULL_ATTENTION",
+    "FULL_ATTENTION_KINDS",
+    "GPU",
+    "KINDS",
+    "MAMBA",
+    "SLIDING_WINDOW",
+    "STORAGE",
+    "AllBlocksCleared",
+    "BlockHash",
+    "BlockName",
+    "BlockRemoved",
+    "BlockStored",
+    "ConfigError",
+    "DecodeError",
+    "DecodedBatch",
+    "Event",
+    "EventBatch",
+    "EventsError",
+    "InvariantError",
+    "block_hash",
+    "block_hashes",
+    "decode_batch",
+    "encode_batch",
+    "hash_keys",
+    "pack_token_ids",
+    "wire_keys",
+]

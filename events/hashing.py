@@ -1,0 +1,100 @@
+"""The name our engine gives a block: a 64-bit hash chained over everything that decides whether its KV can be reused.
+
+Owns the byte layout that is hashed (docs/adr/0001 tells why 64 bits are enough) and the extra keys of a request.
+Refuses to know blocks, pools and devices. Invariant: two blocks with the same (parent, tokens, keys) have the same
+name on every machine and in every version; the golden vectors of the tests hold this.
+
+The bytes under one hash are `parent u64 | token count u32 | token ids u32 ... | (key length u32 | key utf-8) ...`,
+all little-endian. Both counts are there so that no two different inputs have the same bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import NewType
+
+from xxhash import xxh3_64_intdigest
+
+BlockHash = NewType("BlockHash", int)
+"""Unsigned 64 bits."""
+
+ROOT: BlockHash = BlockHash(xxh3_64_intdigest(b"blockcast block hash, version 1"))
+"""Stands for the parent of a prompt's first block. Never on the wire: there the parent is nil."""
+
+_TOKEN_BYTES = 4
+
+
+def _u32(value: int) -> bytes:
+    return value.to_bytes(4, "little")
+
+
+def pack_token_ids(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian uint32. Raises ValueError for an id outside [0, 2^32)."""
+    if isinstance(token_ids, array) and token_ids.typecode == "I":
+        packed = token_ids
+    else:
+        try:
+            packed = array("I", token_ids)
+        except OverflowError as error:
+            raise ValueError(f"token ids must be in [0, 2^32): {error}") from error
+    if sys.byteorder == "big":
+        packed = packed[:]
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _pack_keys(extra_keys: tuple[str, ...]) -> bytes:
+    encoded = [key.encode() for key in extra_keys]
+    return b"".join(_u32(len(key)) + key for key in encoded)
+
+
+def block_hash(parent: int | None, token_ids: Sequence[int], extra_keys: tuple[str, ...] = ()) -> BlockHash:
+    """The name of the block that holds `token_ids` after the block named `parent` (None: at the start of a prompt).
+
+    `token_ids` may be an `array("I")` or any sequence of ints in [0, 2^32); else ValueError.
+    """
+    head = ROOT if parent is None else parent
+    packed = pack_token_ids(token_ids)
+    count = _u32(len(packed) // _TOKEN_BYTES)
+    return BlockHash(xxh3_64_intdigest(head.to_bytes(8, "little") + count + packed + _pack_keys(extra_keys)))
+
+
+def block_hashes(
+    parent: int | None,
+    token_ids: Sequence[int],
+    block_size: int,
+    first_keys: tuple[str, ...] = (),
+    other_keys: tuple[str, ...] = (),
+) -> list[BlockHash]:
+    """The names of the full blocks of `token_ids`, chained from `parent`; a partial last block has no name.
+
+    `first_keys` are the extra keys of the first block of this run (pass `other_keys` again where the run does not
+    start a prompt), `other_keys` those of the others. Equal to calling `block_hash` block by block, and
+    several times faster.
+    """
+    packed = pack_token_ids(token_ids)
+    stride = block_size * _TOKEN_BYTES
+    count = _u32(block_size)
+    keys, other = _pack_keys(first_keys), _pack_keys(other_keys)
+    digest: int = ROOT if parent is None else parent
+    names: list[BlockHash] = []
+    for start in range(0, len(packed) - stride + 1, stride):
+        digest = xxh3_64_intdigest(digest.to_bytes(8, "little") + count + packed[start : start + stride] + keys)
+        names.append(BlockHash(digest))
+        keys = other
+    return names
+
+
+def hash_keys(lora_name: str | None, cache_salt: str | None, first_block: bool) -> tuple[str, ...]:
+    """What to pass as `extra_keys` for a block of a request: a salt and a LoRA of the same spelling stay different."""
+    keys = () if lora_name is None else ("lora:" + lora_name,)
+    return (*keys, "salt:" + cache_salt) if first_block and cache_salt is not None else keys
+
+
+def wire_keys(lora_name: str | None, cache_salt: str | None, first_block: bool) -> tuple[str, ...] | None:
+    """What stands in `BlockStored.extra_keys` for that block, as vLLM writes it: bare names, None for nothing."""
+    keys = () if lora_name is None else (lora_name,)
+    keys = (*keys, cache_salt) if first_block and cache_salt is not None else keys
+    return keys or None

@@ -1,0 +1,116 @@
+"""The nouns of the wire: what a worker says about its prefix cache, field by field as vLLM sends it.
+
+Owns the field names and their order. Refuses to know how they are encoded (codec), moved (publisher, feed) or what
+they mean for a prompt (the router's index). Invariant: the order of the fields is the order on the wire, in maps and
+in positional arrays; new fields are appended, never inserted.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+BlockName: TypeAlias = int | bytes
+"""How an engine names a block: an unsigned or signed 64-bit int or 32 raw bytes. Opaque: compared, never computed."""
+
+GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"
+"""Media that engines announce. Others occur in the field (DISK, REMOTE ...) and pass through."""
+
+FULL_ATTENTION = "full_attention"
+MLA_ATTENTION = "mla_attention"
+SLIDING_WINDOW = "sliding_window"
+SLIDING_WINDOW_MLA = "sliding_window_mla"
+MAMBA = "mamba"
+CHUNKED_LOCAL_ATTENTION = "chunked_local_attention"
+SINK_FULL_ATTENTION = "sink_full_attention"
+ENCODER_ONLY_ATTENTION = "encoder_only_attention"
+CROSS_ATTENTION = "cross_attention"
+UNKNOWN = "unknown"
+KINDS = (
+    FULL_ATTENTION,
+    MLA_ATTENTION,
+    SLIDING_WINDOW,
+    SLIDING_WINDOW_MLA,
+    MAMBA,
+    CHUNKED_LOCAL_ATTENTION,
+    SINK_FULL_ATTENTION,
+    ENCODER_ONLY_ATTENTION,
+    CROSS_ATTENTION,
+    UNKNOWN,
+)
+"""Values of `kv_cache_spec_kind`."""
+
+FULL_ATTENTION_KINDS = frozenset({FULL_ATTENTION, MLA_ATTENTION, SINK_FULL_ATTENTION})
+"""Kinds whose blocks hang from all blocks before them. An event without a kind (older engines) is one of these too."""
+
+
+class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", omit_defaults=True, gc=False):
+    """A run of consecutive blocks became resident.
+
+    Our engine sends `len(token_ids) == len(block_hashes) * block_size`, never empty; foreign engines send fewer hashes
+    for sliding-window and state groups, or none. The first seven fields are always on the wire, the others only where
+    they differ from None.
+    """
+
+    block_hashes: list[BlockName]
+    parent_block_hash: BlockName | None
+    """Name of the block before the first of the run; None where the run starts a prompt."""
+    token_ids: list[int]
+    block_size: int
+    """Tokens a block."""
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    """What besides the tokens went into each block's hash: LoRA name, cache salt (first block), media keys."""
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+    lookahead_token_ids: list[int] | None = None
+    cache_salt: str | None = None
+    """Salt of the whole run as SGLang sends it; vLLM and our engine put the salt into `extra_keys`."""
+
+
+class BlockRemoved(msgspec.Struct, tag_field="type", tag="BlockRemoved", omit_defaults=True, gc=False):
+    """Blocks left the cache, in this order."""
+
+    block_hashes: list[BlockName]
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", omit_defaults=True, gc=False):
+    """Every block of every group and medium left the cache."""
+
+
+Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+EVENT_TYPES: dict[str, type[BlockStored] | type[BlockRemoved] | type[AllBlocksCleared]] = {
+    "BlockStored": BlockStored,
+    "BlockRemoved": BlockRemoved,
+    "AllBlocksCleared": AllBlocksCleared,
+}
+
+
+class EventBatch(msgspec.Struct, array_like=True, gc=False):
+    """What one step of one data-parallel rank changed. `ts` is seconds since 1970 on the worker's clock."""
+
+    ts: float
+    events: list[Event]
+    data_parallel_rank: int | None = None
+
+
+class DecodedBatch(msgspec.Struct):
+    """A batch as read from foreign bytes: the events that could be read, and what could not."""
+
+    batch: EventBatch
+    malformed: list[str] = msgspec.field(default_factory=list)
+    """One message an event that was dropped because it could not be read."""
+    unknown: dict[str, int] = msgspec.field(default_factory=dict)
+    """How many events of each unknown type were skipped."""
