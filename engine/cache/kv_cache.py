@@ -1,0 +1,354 @@
+"""The engine's cache as the scheduler sees it: block tables of sequences over the pool and the prefix tree.
+
+The life of a block: `admit` takes what is cached and `grow` what is new; `reserve` names the blocks that the step
+finishes (pending: another request of the same step may share them); `commit`, after the compute, announces them or,
+where an identical block exists, redirects the table to it (late merge); `release` gives them up, tail first.
+
+Owns the tables' physical side. Refuses to know budgets, sampling and order of requests. Invariant: a sequence whose
+chain is not detached holds, for all its named positions, exactly the blocks that the tree names; so a parent is never
+freed before a live child.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from engine.cache.pool import Block, UnitPool
+from engine.cache.prefix import FULL, BlockName, Event, Node, PrefixTree
+from engine.cache.spec import CacheSpec
+from engine.types import BlockId, Chunk, Request, Sequence
+
+UNREAD = BlockId(0)
+"""What a sliding-window table holds for positions before the window: any valid block, since no kernel may read it."""
+
+
+class Chain:
+    """The cache's part of a running sequence, parallel to `seq.block_tables`."""
+
+    __slots__ = ("blocks", "committed", "detached", "merges", "nodes", "window_starts")
+
+    def __init__(self, kinds: int) -> None:
+        self.blocks: list[list[Block[Node] | None]] = [[] for _ in range(kinds)]
+        """Blocks held, by group and position; None where a sliding window has passed."""
+        self.nodes: list[Node] = []
+        """Node of every named block: those of [0, committed) are computed, the rest are of this step."""
+        self.committed = 0
+        self.merges: list[tuple[int, int, Block[Node]]] = []
+        """(group, index, the identical block): redirected at commit. A reference to it is held until then."""
+        self.detached = False
+        """Its further blocks stay unnamed: the cache was reset under it, or a hash collided."""
+        self.window_starts = [0] * kinds
+        """First block still held of each group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    units: int
+    live_units: int
+    """Units that the running sequences need, packed; `live_units / units` is the usage that operators watch."""
+    free_units: int
+
+
+class KVCache:
+    """One model's cache of `unit_count` units."""
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        unit_count: int,
+        *,
+        enable_prefix_caching: bool = True,
+        step_tokens_max: int | None = None,
+    ) -> None:
+        """`step_tokens_max` bounds what one step adds to a sequence, and so what a sliding-window group must hold."""
+        self.spec = spec
+        self.block_size = spec.block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._groups = range(len(spec.groups))
+        per_unit = [spec.blocks_per_unit(g) for g in self._groups] + [1] * (spec.state is not None)
+        # Blocks that a query at the first position of a block still sees behind it; None: all of them.
+        self._window_blocks = [
+            None if g.sliding_window is None else -(-(g.sliding_window - 1) // spec.block_size) for g in spec.groups
+        ]
+        self._step_blocks = None if step_tokens_max is None else -(-step_tokens_max // spec.block_size) + 1
+        self._has_windows = any(w is not None for w in self._window_blocks)
+        self.tree = PrefixTree(spec, lambda block: self.pool.drop(block))
+        self.pool: UnitPool[Node] = UnitPool(unit_count, per_unit, self.tree.forget)
+        self._chains: dict[Sequence, Chain] = {}
+        self._names: dict[Sequence, list[BlockName]] = {}
+
+    # ------------------------------------------------------------------ questions
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq in self._chains
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(len(self.pool.units), self.pool.live_units, self.pool.free_units)
+
+    @property
+    def token_capacity(self) -> int:
+        """Tokens that one sequence alone can hold."""
+        low, high = 0, (len(self.pool.units) * self.pool.blocks_per_unit[FULL] + 1) * self.block_size
+        while high - low > 1:  # fits(low), not fits(high)
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._fits_alone(middle) else (low, middle)
+        return low
+
+    def has_spare(self, spare_blocks: int) -> bool:
+        """Whether so many more tokens' worth of blocks could be live beside what is live now."""
+        return self.pool.can_allocate(self._demand(spare_blocks))
+
+    def match(self, seq: Sequence) -> list[Node]:
+        """The nodes of the longest prefix that `seq` can resume after, early sharing included; changes nothing."""
+        if not self.enable_prefix_caching or seq.request.params.prompt_logprobs is not None:
+            return []
+        count = (len(seq.token_ids) - 1) // self.block_size
+        names = self._name_blocks(seq, count)
+        nodes = self.tree.match(names if len(names) == count else names[:count], pending=True)
+        return nodes[: self._usable(nodes)]
+
+    # ------------------------------------------------------------------ a sequence's blocks
+
+    def admit(self, seq: Sequence, spare_blocks: int = 0) -> bool:
+        """Start a sequence on what the cache holds of it: fills its tables and sets `seq.computed`.
+
+        False, and nothing changed, when all its known tokens and `spare_blocks` more would not fit beside what is live.
+        """
+        assert seq not in self._chains
+        nodes = self.match(seq)
+        shared = sum(node.blocks[FULL].refs > 0 for node in nodes)  # type: ignore[union-attr]
+        if not self.has_spare(-(-len(seq.token_ids) // self.block_size) - shared + spare_blocks):
+            return False
+        chain = Chain(len(self._groups))
+        seq.block_tables = [[] for _ in self._groups]
+        for g in self._groups:
+            window = self._window_blocks[g]
+            start = 0 if window is None else max(0, len(nodes) - window)
+            held: list[Block[Node] | None] = [None] * start
+            for node in nodes[start:]:
+                block = node.blocks[g]
+                assert block is not None
+                self.pool.acquire(block)
+                held.append(block)
+            chain.blocks[g] = held
+            chain.window_starts[g] = start
+            seq.block_tables[g] = [UNREAD if block is None else block.id for block in held]
+        chain.nodes = nodes
+        chain.committed = len(nodes)
+        self._chains[seq] = chain
+        seq.computed = len(nodes) * self.block_size
+        return True
+
+    def grow(self, seq: Sequence, end: int) -> bool:
+        """Make the tables of `seq` cover the positions [0, end). On False nothing has changed."""
+        table = seq.block_tables[FULL]
+        wanted = -(-end // self.block_size)
+        if wanted <= len(table) and not self._has_windows:
+            return True
+        chain = self._chains[seq]
+        if self._has_windows:
+            self._pass_windows(seq, chain)
+        missing = wanted - len(table)
+        taken: list[list[Block[Node]]] = [[] for _ in self._groups]
+        for g in self._groups:
+            for _ in range(missing):
+                block = self.pool.allocate(g)
+                if block is None:
+                    for b in (b for blocks in reversed(taken) for b in reversed(blocks)):
+                        self.pool.release(b)
+                    return False
+                taken[g].append(block)
+        for g, blocks in enumerate(taken):
+            chain.blocks[g].extend(blocks)
+            seq.block_tables[g].extend(block.id for block in blocks)
+        return True
+
+    def reserve(self, seq: Sequence, end: int) -> None:
+        """Name the blocks that computing up to `end` finishes. Where an identical one exists, merge at commit."""
+        finished = end // self.block_size
+        chain = self._chains[seq]
+        first = len(chain.nodes)
+        if finished <= first or chain.detached or not self.enable_prefix_caching:
+            return
+        names = self._name_blocks(seq, finished)
+        for index in range(first, finished):
+            node = self.tree.ensure(names[index], chain.nodes[-1] if chain.nodes else None)
+            if node is None:
+                chain.detached = True
+                return
+            chain.nodes.append(node)
+            for g in self._groups:
+                own, known = chain.blocks[g][index], node.blocks[g]
+                if own is None or own is known:
+                    continue
+                if known is None:
+                    self.tree.attach(node, own)
+                else:
+                    self.pool.acquire(known)
+                    chain.merges.append((g, index, known))
+
+    def commit(self, chunks: list[Chunk]) -> None:
+        """The step's compute is done: announce what it finished, merge what it finished twice, advance `computed`."""
+        for chunk in chunks:
+            seq = chunk.seq
+            chain = self._chains[seq]
+            nodes = chain.nodes
+            if len(nodes) > chain.committed:
+                for g in self._groups:
+                    for node in nodes[chain.committed :]:
+                        block = node.blocks[g]
+                        if block is not None and block.pending and chain.blocks[g][node.depth] is block:
+                            self.tree.commit(block)
+                chain.committed = len(nodes)
+            if chain.merges:
+                self._merge(seq, chain)
+            seq.computed = chunk.end
+
+    def abandon(self, chunks: list[Chunk]) -> None:
+        """The step failed: none of its blocks may be trusted or announced. All its sequences must be released next."""
+        chains = [self._chains[chunk.seq] for chunk in chunks]
+        for chain in chains:
+            self._unpin_merges(chain)
+        for chain in reversed(chains):
+            for node in reversed(chain.nodes[chain.committed :]):
+                for g in reversed(self._groups):
+                    block = node.blocks[g]
+                    if block is not None and block.pending and chain.blocks[g][node.depth] is block:
+                        self.tree.withdraw(block)
+            del chain.nodes[chain.committed :]
+
+    def release(self, seq: Sequence) -> None:
+        """Give up everything that `seq` holds, its tail first so that it is evicted first."""
+        chain = self._chains.pop(seq)
+        assert not chain.merges
+        assert len(chain.nodes) == chain.committed, "released in the middle of a step"
+        for column in zip_longest(*(reversed(blocks) for blocks in reversed(chain.blocks))):
+            for block in column:
+                if block is not None:
+                    self.pool.release(block)
+        seq.block_tables = []
+        seq.computed = 0
+
+    def forget_names(self, seq: Sequence) -> None:
+        """Drop the memorised hashes of a request that is gone for good."""
+        self._names.pop(seq, None)
+
+    # ------------------------------------------------------------------ the whole cache
+
+    def reset(self) -> None:
+        """Forget every name. Sequences keep the blocks they hold, but what they finish from now on stays unnamed."""
+        for block in self.tree.clear():
+            if block.refs == 0:
+                self.pool.drop(block)
+        for seq, chain in self._chains.items():
+            chain.detached = True
+            chain.nodes = []
+            chain.committed = 0
+            self._unpin_merges(chain)
+
+    def take_events(self) -> list[Event]:
+        """What became resident and what left since the last call, in order."""
+        return self.tree.take_events()
+
+    def check_invariants(self) -> None:
+        self.pool.check_invariants()
+        self.tree.check_invariants()
+        refs: dict[Block[Node], int] = {}
+        for seq, chain in self._chains.items():
+            for g in self._groups:
+                held, table = chain.blocks[g], seq.block_tables[g]
+                assert [UNREAD if b is None else b.id for b in held] == table
+                assert all(b is not None for b in held[chain.window_starts[g] :])
+                for index, block in enumerate(held):
+                    if block is None:
+                        continue
+                    refs[block] = refs.get(block, 0) + 1
+                    assert block.kind == g
+                    if index < chain.committed:
+                        assert block.node is chain.nodes[index] or block.node is None
+            for _, _, block in chain.merges:
+                refs[block] = refs.get(block, 0) + 1
+        for unit in self.pool.units:
+            for block in unit.blocks:
+                assert block.refs == refs.get(block, 0), f"{block!r}: {refs.get(block, 0)} table entries"
+
+    # ------------------------------------------------------------------ inside
+
+    def _fits_alone(self, token_count: int) -> bool:
+        units = sum(
+            -(-count // n) for count, n in zip(self._demand(-(-token_count // self.block_size)), self.pool.blocks_per_unit)
+        )
+        return units <= len(self.pool.units)
+
+    def _demand(self, blocks: int) -> list[int]:
+        """Blocks of every kind that a sequence of so many blocks holds at once at most."""
+        counts = [
+            blocks if window is None or self._step_blocks is None else min(blocks, window + self._step_blocks)
+            for window in self._window_blocks
+        ]
+        return counts + [1] * (self.spec.state is not None)
+
+    def _name_blocks(self, seq: Sequence, count: int) -> list[BlockName]:
+        """Names of at least the first `count` blocks of `seq`; each is hashed once in a request's life."""
+        names = self._names.setdefault(seq, [])
+        size = self.block_size
+        for index in range(len(names), count):
+            parent = names[-1].hash if names else None
+            tokens = seq.token_ids[index * size : (index + 1) * size]
+            names.append(BlockName(parent, tokens, _extra_keys(seq.request, index), seq.request.lora_name))
+        return names
+
+    def _usable(self, nodes: list[Node]) -> int:
+        """The largest count of leading nodes after which every group can resume."""
+        count = len(nodes)
+        for g in self._groups:
+            window = self._window_blocks[g]
+            if window is None:
+                continue
+            while count:
+                missing = next((i for i in range(count - 1, max(0, count - window) - 1, -1) if not nodes[i].blocks[g]), None)
+                if missing is None:
+                    break
+                count = missing
+        return count
+
+    def _pass_windows(self, seq: Sequence, chain: Chain) -> None:
+        """Release the blocks that no query from position `seq.computed` on can see."""
+        for g in self._groups:
+            window = self.spec.groups[g].sliding_window
+            if window is None:
+                continue
+            start = max(0, seq.computed - window + 1) // self.block_size
+            held, table = chain.blocks[g], seq.block_tables[g]
+            for index in range(chain.window_starts[g], min(start, len(held))):
+                block = held[index]
+                assert block is not None
+                self.pool.release(block)
+                held[index] = None
+                table[index] = UNREAD
+            chain.window_starts[g] = max(chain.window_starts[g], min(start, len(held)))
+
+    def _unpin_merges(self, chain: Chain) -> None:
+        for _, _, block in chain.merges:
+            self.pool.release(block)
+        chain.merges.clear()
+
+    def _merge(self, seq: Sequence, chain: Chain) -> None:
+        for g, index, known in chain.merges:
+            own = chain.blocks[g][index]
+            assert own is not None
+            assert own is not known
+            chain.blocks[g][index] = known
+            seq.block_tables[g][index] = known.id
+            self.pool.release(own)
+        chain.merges.clear()
+
+
+def _extra_keys(request: Request, index: int) -> tuple[str, ...] | None:
+    """What besides the tokens tells a block apart, in vLLM's order: the adapter everywhere, the salt in block 0."""
+    keys = () if request.lora_name is None else (request.lora_name,)
+    if index == 0 and request.cache_salt is not None:
+        keys += (request.cache_salt,)
+    return keys or None

@@ -1,0 +1,287 @@
+"""The unit pool: one buffer, cut into units of equal bytes, each FREE or given to one kind.
+
+A **kind** is an attention group (its index in `CacheSpec.groups`) or, as the last kind, recurrent state. A unit of
+kind k holds N_k blocks (`blocks_per_unit`; 1 for state). A block is a **hole** (nobody's), **live** (`refs` > 0) or
+**cached** (no refs, but named in the prefix tree). A dense model is the case of one kind with N = 1.
+
+Owns which block is in which of these states, their age, and the order in which memory is taken. Refuses to know
+hashes, sequences, tensors and events: what a cached block means is the business of the `forget` callback, which is
+asked to give up a cached block (and whatever hangs from it) and answers by calling `drop`.
+
+Invariants (`check_invariants`): a unit is free or of one kind; every block of it is a hole, live or cached, and a unit
+whose blocks are all holes is free; the age lists hold exactly the cached blocks and the units without live blocks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from engine.types import BlockId, UnitId
+
+NodeT = TypeVar("NodeT")
+
+
+class Block(Generic[NodeT]):
+    """One block of a unit. `node` is its place in the prefix tree, None while it is not named there."""
+
+    __slots__ = ("id", "node", "pending", "refs", "stamp", "unit")
+
+    def __init__(self, unit: Unit[NodeT], slot: int, per_unit: int) -> None:
+        self.unit = unit
+        self.id = BlockId(unit.index * per_unit + slot)
+        self.refs = 0
+        self.node: NodeT | None = None
+        self.pending = False
+        """Named, but its content is computed only in the step being planned: not announced yet."""
+        self.stamp = 0
+        """When it last became cached; only compared with other stamps of the pool."""
+
+    @property
+    def kind(self) -> int:
+        assert self.unit.kind is not None
+        return self.unit.kind
+
+    def __repr__(self) -> str:
+        return f"Block({self.id}, kind={self.unit.kind}, refs={self.refs}, named={self.node is not None})"
+
+
+class Unit(Generic[NodeT]):
+    """One unit of the buffer. `holes` are the blocks nobody holds, taken from the end."""
+
+    __slots__ = ("blocks", "holes", "index", "kind", "live")
+
+    def __init__(self, index: int) -> None:
+        self.index = UnitId(index)
+        self.kind: int | None = None
+        self.blocks: list[Block[NodeT]] = []
+        self.holes: list[Block[NodeT]] = []
+        self.live = 0
+
+
+class UnitPool(Generic[NodeT]):
+    """Memory of one model's cache. `blocks_per_unit[k]` is N_k; a state kind, if any, comes last with N = 1."""
+
+    def __init__(
+        self, unit_count: int, blocks_per_unit: Sequence[int], forget: Callable[[Block[NodeT]], None]
+    ) -> None:
+        if unit_count < 1:
+            raise ValueError(f"unit_count: expected at least 1, got {unit_count}")
+        if not blocks_per_unit or min(blocks_per_unit) < 1:
+            raise ValueError(f"blocks_per_unit: expected at least one block of every kind, got {list(blocks_per_unit)}")
+        kinds = range(len(blocks_per_unit))
+        self.blocks_per_unit = tuple(blocks_per_unit)
+        self.units: list[Unit[NodeT]] = [Unit(i) for i in range(unit_count)]
+        self._free: list[Unit[NodeT]] = self.units[::-1]
+        self._forget = forget
+        self._clock = 0
+        self._live = [0] * len(blocks_per_unit)
+        self._live_units = 0  # sum over kinds of ceil(live / N): what an ideally packed pool would need
+        # Cached blocks of each kind, oldest first.
+        self._cached: list[OrderedDict[Block[NodeT], None]] = [OrderedDict() for _ in kinds]
+        # Units of each kind that hold no live block but a cached one, ordered by their newest block, oldest first.
+        self._idle: list[OrderedDict[Unit[NodeT], None]] = [OrderedDict() for _ in kinds]
+        # Units of each kind by their number of holes (1 .. N - 1).
+        self._with_holes: list[list[dict[Unit[NodeT], None]]] = [[{} for _ in range(n)] for n in blocks_per_unit]
+
+    # ------------------------------------------------------------------ questions
+
+    @property
+    def free_units(self) -> int:
+        return len(self._free)
+
+    @property
+    def live_units(self) -> int:
+        """Units that the live blocks need when packed: what no eviction and no compaction can give back."""
+        return self._live_units
+
+    def live_blocks(self, kind: int) -> int:
+        return self._live[kind]
+
+    def cached_blocks(self, kind: int) -> int:
+        return len(self._cached[kind])
+
+    def can_allocate(self, counts: Sequence[int]) -> bool:
+        """Whether `counts[k]` more live blocks of every kind k fit, counting what eviction and compaction free."""
+        units = sum(-(-(live + count) // n) for live, count, n in zip(self._live, counts, self.blocks_per_unit))
+        return units <= len(self.units)
+
+    # ------------------------------------------------------------------ changes
+
+    def allocate(self, kind: int) -> Block[NodeT] | None:
+        """A block of `kind` with one reference, or None when only compaction or nothing could give one.
+
+        Order: a hole in the fullest unit of the kind, a free unit, the oldest of what is cached: a block of the own
+        kind or a whole unit of another.
+        """
+        block = self._take_hole(kind)
+        if block is None:
+            if not self._free and not self._evict_for(kind):
+                return None
+            block = self._take_hole(kind)
+            if block is None:
+                unit = self._free.pop()
+                n = self.blocks_per_unit[kind]
+                unit.kind = kind
+                unit.blocks = [Block(unit, slot, n) for slot in range(n)]
+                unit.holes = unit.blocks[::-1]
+                block = unit.holes.pop()
+                if n > 1:
+                    self._with_holes[kind][n - 1][unit] = None
+        block.refs = 1
+        self._add_live(block)
+        return block
+
+    def acquire(self, block: Block[NodeT]) -> None:
+        """One more reference to a live or cached block."""
+        block.refs += 1
+        if block.refs == 1:
+            unit = block.unit
+            del self._cached[block.kind][block]
+            if unit.live == 0:
+                del self._idle[block.kind][unit]
+            self._add_live(block)
+
+    def release(self, block: Block[NodeT]) -> None:
+        """One reference less; without any, a named block becomes the youngest cached one, another a hole."""
+        assert block.refs > 0, f"{block!r} released more often than held"
+        block.refs -= 1
+        if block.refs:
+            return
+        kind, unit = block.kind, block.unit
+        self._count_live(kind, -1)
+        unit.live -= 1
+        if block.node is None:
+            self._make_hole(block)
+            if unit.kind is not None and unit.live == 0:
+                self._insert_idle(unit)
+            return
+        assert not block.pending, f"{block!r}: the last reference to a block being computed was released"
+        self._clock += 1
+        block.stamp = self._clock
+        self._cached[kind][block] = None
+        if unit.live == 0:
+            self._idle[kind][unit] = None
+
+    def drop(self, block: Block[NodeT]) -> None:
+        """Turn a cached block into a hole. The caller has taken it out of the prefix tree."""
+        assert block.refs == 0
+        assert block.node is None
+        kind, unit = block.kind, block.unit
+        del self._cached[kind][block]
+        self._make_hole(block)
+        if unit in self._idle[kind] and _newest(unit) < block.stamp:
+            del self._idle[kind][unit]
+            self._insert_idle(unit)
+
+    # ------------------------------------------------------------------ inside
+
+    def _count_live(self, kind: int, change: int) -> None:
+        n = self.blocks_per_unit[kind]
+        before = self._live[kind]
+        after = self._live[kind] = before + change
+        self._live_units += -(-after // n) + (-before // n)
+
+    def _add_live(self, block: Block[NodeT]) -> None:
+        self._count_live(block.kind, 1)
+        block.unit.live += 1
+
+    def _take_hole(self, kind: int) -> Block[NodeT] | None:
+        for holes, units in enumerate(self._with_holes[kind]):
+            if units:
+                unit = next(reversed(units))
+                del units[unit]
+                block = unit.holes.pop()
+                if holes > 1:
+                    self._with_holes[kind][holes - 1][unit] = None
+                if unit.live == 0:
+                    self._idle[kind].pop(unit, None)
+                return block
+        return None
+
+    def _make_hole(self, block: Block[NodeT]) -> None:
+        unit = block.unit
+        kind, holes = block.kind, len(unit.holes)
+        if holes:
+            del self._with_holes[kind][holes][unit]
+        unit.holes.append(block)
+        if holes + 1 < self.blocks_per_unit[kind]:
+            self._with_holes[kind][holes + 1][unit] = None
+            return
+        self._idle[kind].pop(unit, None)
+        unit.kind = None
+        unit.blocks, unit.holes = [], []
+        self._free.append(unit)
+
+    def _insert_idle(self, unit: Unit[NodeT]) -> None:
+        """Put a unit whose last live block became a hole where its newest cached block belongs by age."""
+        assert unit.kind is not None
+        idle = self._idle[unit.kind]
+        stamp = _newest(unit)
+        younger = []
+        for other in reversed(idle):
+            if _newest(other) < stamp:
+                break
+            younger.append(other)
+        idle[unit] = None
+        for other in reversed(younger):
+            idle.move_to_end(other)
+
+    def _evict_for(self, kind: int) -> bool:
+        """Give up the oldest cached thing that makes room for a block of `kind`; False when there is none."""
+        victim: Block[NodeT] | None = next(iter(self._cached[kind]), None)
+        age = victim.stamp if victim is not None else self._clock + 1
+        unit: Unit[NodeT] | None = None
+        for other, idle in enumerate(self._idle):
+            if other != kind and idle:
+                oldest = next(iter(idle))
+                if (stamp := _newest(oldest)) < age:
+                    unit, age = oldest, stamp
+        if unit is not None:
+            for block in list(unit.blocks):
+                if block.node is not None:
+                    self._forget(block)
+            return True
+        if victim is not None:
+            self._forget(victim)
+            return True
+        return False
+
+    # ------------------------------------------------------------------ proof
+
+    def check_invariants(self) -> None:
+        free = set(self._free)
+        assert len(free) == len(self._free)
+        live = [0] * len(self.blocks_per_unit)
+        cached: list[set[Block[NodeT]]] = [set() for _ in live]
+        idle: list[list[Unit[NodeT]]] = [[] for _ in live]
+        for unit in self.units:
+            if unit.kind is None:
+                assert unit in free
+                assert not unit.blocks
+                continue
+            assert unit not in free
+            n = self.blocks_per_unit[unit.kind]
+            assert len(unit.blocks) == n > len(unit.holes)
+            holes = set(unit.holes)
+            for block in unit.blocks:
+                assert (block in holes) == (block.refs == 0 and block.node is None), repr(block)
+            unit_live = sum(block.refs > 0 for block in unit.blocks)
+            assert unit.live == unit_live
+            live[unit.kind] += unit_live
+            cached[unit.kind].update(b for b in unit.blocks if b.refs == 0 and b.node is not None)
+            if unit_live == 0:
+                idle[unit.kind].append(unit)
+            if holes:
+                assert unit in self._with_holes[unit.kind][len(holes)]
+        assert live == self._live
+        assert self._live_units == sum(-(-c // n) for c, n in zip(live, self.blocks_per_unit)) <= len(self.units)
+        for kind, blocks in enumerate(self._cached):
+            assert set(blocks) == cached[kind]
+            assert [b.stamp for b in blocks] == sorted(b.stamp for b in blocks)
+            assert list(self._idle[kind]) == sorted(idle[kind], key=_newest)
+
+
+def _newest(unit: Unit[NodeT]) -> int:
+    return max(block.stamp for block in unit.blocks if block.node is not None)

@@ -1,0 +1,122 @@
+"""The engine: requests in, one step at a time, outputs and cache events out.
+
+Start reading here. A step is: the scheduler plans, the runner computes, the scheduler takes the result in, and what
+the cache gained or lost is published. The core is driven by one thread; it knows no sockets and no clock (`now` is an
+argument). The publisher must not block: it is called in the step loop, after the compute.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import msgspec
+
+from engine.cache.prefix import Event
+from engine.scheduler import Scheduler
+from engine.types import Request, RequestOutput, StepPlan, StepResult
+
+log = logging.getLogger(__name__)
+
+Publish = Callable[[list[Event]], None]
+
+
+class Runner(Protocol):
+    """Computes a step on a device. Any exception fails that step's requests and nothing else."""
+
+    def execute(self, plan: StepPlan) -> StepResult: ...
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges of now, and totals since the start."""
+
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    """Share of the cache's memory that running sequences hold, 0 .. 1; cached blocks that could be evicted are not in it."""
+    token_limit: int
+    """Tokens (prompt and output) that one sequence can have: the model's length or what the cache can hold."""
+    prefix_cache_queries: int
+    """Prompt tokens looked up."""
+    prefix_cache_hits: int
+    """Prompt tokens found."""
+    prompt_tokens: int
+    generated_tokens: int
+    preemptions: int
+    finished_requests: int
+    steps: int
+    failed_steps: int
+
+
+class EngineCore:
+    """The step loop over a scheduler and a runner."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, publish: Publish) -> None:
+        self.scheduler = scheduler
+        self._runner = runner
+        self._publish = publish
+        self._steps = 0
+        self._failed_steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do."""
+        return self.scheduler.has_work
+
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request. Raises RequestRefusedError, a ValueError, for one that can never be served."""
+        self.scheduler.add(request, now)
+
+    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """End requests; their last outputs (finish_reason ABORT). Unknown or finished ids are passed over."""
+        outputs = (self.scheduler.abort(request_id) for request_id in request_ids)
+        return [output for output in outputs if output is not None]
+
+    def step(self, now: float) -> list[RequestOutput]:
+        """Plan, compute and apply one step; what it added to each request."""
+        plan = self.scheduler.schedule()
+        if not plan.chunks:
+            self._publish_events()
+            return []
+        self._steps += 1
+        try:
+            result = self._runner.execute(plan)
+        except Exception as error:  # noqa: BLE001 - whatever a model raises must cost its step only, not the loop
+            log.exception("step %d failed; its %d requests end with an error", self._steps, len(plan.chunks))
+            self._failed_steps += 1
+            outputs = self.scheduler.fail(plan, f"the engine failed to compute a step: {type(error).__name__}: {error}")
+        else:
+            outputs = self.scheduler.apply(plan, result)
+        self._publish_events()
+        return outputs
+
+    def reset_prefix_cache(self) -> None:
+        """Forget everything that is cached, and say so at once. Running sequences keep what they hold."""
+        self.scheduler.cache.reset()
+        self._publish_events()
+
+    def stats(self) -> EngineStats:
+        usage, totals = self.scheduler.cache.usage, self.scheduler.totals
+        return EngineStats(
+            running=self.scheduler.running,
+            waiting=self.scheduler.waiting,
+            kv_cache_usage=usage.live_units / usage.units,
+            token_limit=self.scheduler.token_limit,
+            prefix_cache_queries=totals.prefix_queried_tokens,
+            prefix_cache_hits=totals.prefix_hit_tokens,
+            prompt_tokens=totals.prompt_tokens,
+            generated_tokens=totals.generated_tokens,
+            preemptions=totals.preemptions,
+            finished_requests=totals.finished,
+            steps=self._steps,
+            failed_steps=self._failed_steps,
+        )
+
+    def check_invariants(self) -> None:
+        self.scheduler.check_invariants()
+
+    def _publish_events(self) -> None:
+        events = self.scheduler.cache.take_events()
+        if events:
+            self._publish(events)

@@ -1,0 +1,349 @@
+"""Which sequences compute which positions in the next step.
+
+Continuous batching: every step mixes decodes and chunks of prefills under a token budget. Decodes go first (one token
+each), then started prefills, then waiting requests by (priority, arrival). When memory runs out, the running sequence
+that is last in that order is preempted: its blocks are released (most stay cached) and it is recomputed later.
+
+Owns the order of requests, the budget, and when a sequence ends. Refuses to know tensors, clocks and block contents.
+
+Starvation: `max_num_batched_tokens >= max_num_seqs`, so every running sequence advances in every step; the sequence
+first in order is never preempted, and no waiting request is overtaken by one behind it in the order.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+
+from engine.cache.kv_cache import KVCache
+from engine.types import (
+    Chunk,
+    FinishReason,
+    Request,
+    RequestOutput,
+    Sequence,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 4096
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens: expected at least max_num_seqs = {self.max_num_seqs} "
+                f"(one token for every running sequence), got {self.max_num_batched_tokens}"
+            )
+
+
+class RequestRefusedError(ValueError):
+    """The request can never be served here; the message says which limit it breaks."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters since the start."""
+
+    preemptions: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    finished: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A request's place in the order."""
+
+    seq: Sequence
+    order: tuple[int, float, int]
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    reported: bool = False
+    """Its first output, which carries the facts about the prompt, has been made."""
+    aborted: bool = False
+
+    def __lt__(self, other: _Entry) -> bool:
+        return self.order < other.order
+
+
+class Scheduler:
+    """Pure: requests and results in, plans and outputs out. `schedule` and `apply` (or `fail`) alternate."""
+
+    def __init__(self, config: SchedulerConfig, cache: KVCache) -> None:
+        self.config = config
+        self.cache = cache
+        self.totals = Totals()
+        self.token_limit = min(config.max_model_len, cache.token_capacity)
+        """The longest sequence, prompt and output together, that can ever be held."""
+        self._entries: dict[str, _Entry] = {}
+        self._waiting: list[_Entry] = []
+        self._running: list[_Entry] = []
+        self._arrivals = 0
+        self._plan: StepPlan | None = None
+        self._planned: list[_Entry] = []
+        self._spare_blocks = max(1, cache.pool.blocks_per_unit[0] * len(cache.pool.units) // 100)
+
+    # ------------------------------------------------------------------ questions
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._entries)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._entries
+
+    # ------------------------------------------------------------------ requests
+
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request. Raises RequestRefusedError for one that can never be served."""
+        length = len(request.token_ids)
+        if request.request_id in self._entries:
+            raise RequestRefusedError(f"request_id: {request.request_id!r} is already being served")
+        if not length:
+            raise RequestRefusedError("prompt: expected at least one token, got none")
+        if length >= self.config.max_model_len:
+            raise RequestRefusedError(
+                f"prompt: {length} tokens leave no room to generate: the model's maximum context length is "
+                f"{self.config.max_model_len} tokens (prompt and output together)"
+            )
+        if length >= self.token_limit:
+            raise RequestRefusedError(
+                f"prompt: {length} tokens can never fit: the KV cache holds {self.token_limit} tokens of one sequence "
+                "(prompt and output together)"
+            )
+        seq = Sequence(request=request, token_ids=list(request.token_ids), prompt_len=length, arrival_s=now)
+        entry = _Entry(seq, (request.priority, now, self._arrivals))
+        self._arrivals += 1
+        self._entries[request.request_id] = entry
+        insort(self._waiting, entry)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request at any time; None where it is not known (any more).
+
+        While a step is being computed its blocks stay (others of the step may share them); `apply` frees them.
+        """
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            return None
+        if self._plan is not None and entry in self._planned:
+            entry.aborted = True
+        else:
+            self._remove(entry)
+        return RequestOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
+
+    # ------------------------------------------------------------------ a step
+
+    def schedule(self) -> StepPlan:
+        """Decide the next step. Empty when nothing is running or admissible."""
+        assert self._plan is None, "schedule() before the last plan was applied or failed"
+        planned, preempted = self._continue_running()
+        budget = self.config.max_num_batched_tokens
+        for entry, chunk in planned:
+            budget -= chunk.end - chunk.start
+            self.cache.reserve(chunk.seq, chunk.end)
+        if not preempted:
+            self._admit(planned, budget)
+        self._planned = [entry for entry, _ in planned]
+        self._plan = StepPlan(chunks=[chunk for _, chunk in planned])
+        return self._plan
+
+    def apply(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
+        """Take in what the step computed: commits its blocks, appends tokens, ends what is finished."""
+        assert plan is self._plan
+        assert len(result.sampled) == len(plan.chunks)
+        entries, self._planned, self._plan = self._planned, [], None
+        self.cache.commit(plan.chunks)
+        outputs: list[RequestOutput] = []
+        for index, (entry, chunk) in enumerate(zip(entries, plan.chunks)):
+            if entry.aborted:
+                self._remove(entry)
+                continue
+            if chunk.seq.request.params.prompt_logprobs is not None and chunk.start < chunk.seq.prompt_len:
+                self._collect_prompt_logprobs(entry, result.prompt_logprobs.get(index))
+            if not chunk.samples:
+                continue
+            token = result.sampled[index]
+            assert token is not None, f"chunk {index} samples, but the result holds no token for it"
+            outputs.append(self._append(entry, token, result.logprobs.get(index)))
+        return outputs
+
+    def fail(self, plan: StepPlan, message: str) -> list[RequestOutput]:
+        """The step was not computed: end its requests with an error. Nothing of it is announced."""
+        assert plan is self._plan
+        entries, self._planned, self._plan = self._planned, [], None
+        self.cache.abandon(plan.chunks)
+        outputs = []
+        for entry in reversed(entries):
+            self._remove(entry)
+            if entry.aborted:
+                continue
+            del self._entries[entry.seq.request.request_id]
+            outputs.append(
+                RequestOutput(
+                    request_id=entry.seq.request.request_id,
+                    token_ids=[],
+                    finish_reason=FinishReason.ERROR,
+                    error=message,
+                )
+            )
+        return outputs[::-1]
+
+    # ------------------------------------------------------------------ deciding
+
+    def _continue_running(self) -> tuple[list[tuple[_Entry, Chunk]], bool]:
+        """Chunks for running sequences, decodes before prefills; and whether somebody had to be preempted."""
+        budget = self.config.max_num_batched_tokens
+        cache, size = self.cache, self.cache.block_size
+        chunks: dict[_Entry, Chunk] = {}
+        prefills: list[_Entry] = []
+        before = self.totals.preemptions
+        for entry in list(self._running):
+            seq = entry.seq
+            start = seq.computed
+            if len(seq.token_ids) - start > 1:
+                prefills.append(entry)
+            elif self._grow(entry, start + 1, chunks):
+                chunks[entry] = Chunk(seq, start, start + 1, True)
+        budget -= len(chunks)
+        for entry in prefills:
+            if budget < 1:
+                break
+            seq = entry.seq
+            end = min(len(seq.token_ids), seq.computed + budget)
+            if entry in self._running and self._grow(entry, end, chunks):
+                chunks[entry] = Chunk(seq, seq.computed, end, end == len(seq.token_ids))
+                budget = self.config.max_num_batched_tokens - sum(c.end - c.start for c in chunks.values())
+        for chunk in chunks.values():
+            assert all(len(table) >= -(-chunk.end // size) for table in chunk.seq.block_tables)
+        assert cache is self.cache
+        return list(chunks.items()), self.totals.preemptions > before
+
+    def _grow(self, entry: _Entry, end: int, chunks: dict[_Entry, Chunk]) -> bool:
+        """Find memory for `entry` up to `end`, preempting from the end of the order; False if it went itself."""
+        while True:
+            if entry.seq not in self.cache:
+                return False
+            if self.cache.grow(entry.seq, end):
+                return True
+            victim = self._running[-1]
+            chunks.pop(victim, None)
+            self._preempt(victim)
+            if victim is entry:
+                return False
+
+    def _preempt(self, entry: _Entry) -> None:
+        self._running.remove(entry)
+        self.cache.release(entry.seq)
+        entry.seq.preemptions += 1
+        entry.prompt_logprobs.clear()
+        self.totals.preemptions += 1
+        insort(self._waiting, entry)
+
+    def _admit(self, planned: list[tuple[_Entry, Chunk]], budget: int) -> None:
+        """Start waiting requests, in order, while budget, seats and memory last."""
+        while self._waiting and budget and len(self._running) < self.config.max_num_seqs:
+            entry = self._waiting[0]
+            seq = entry.seq
+            # Something is left for the running ones to grow into, else the newcomer would be preempted at once.
+            spare = self._spare_blocks if self._running else 0
+            if not self.cache.has_spare(spare + 1) or not self.cache.admit(seq, spare):
+                break
+            end = min(len(seq.token_ids), seq.computed + budget)
+            if not self.cache.grow(seq, end):
+                self.cache.release(seq)
+                break
+            self.cache.reserve(seq, end)
+            del self._waiting[0]
+            insort(self._running, entry)
+            if not seq.preemptions:
+                seq.cached_tokens = seq.computed
+                self.totals.prefix_queried_tokens += seq.prompt_len
+                self.totals.prefix_hit_tokens += seq.computed
+                self.totals.prompt_tokens += seq.prompt_len
+            chunk = Chunk(seq, seq.computed, end, end == len(seq.token_ids))
+            assert all(len(table) >= -(-end // self.cache.block_size) for table in seq.block_tables)
+            planned.append((entry, chunk))
+            budget -= end - seq.computed
+
+    # ------------------------------------------------------------------ applying
+
+    def _append(self, entry: _Entry, token: int, logprobs: TokenLogprobs | None) -> RequestOutput:
+        seq = entry.seq
+        request = seq.request
+        seq.token_ids.append(token)
+        self.totals.generated_tokens += 1
+        output = RequestOutput(request_id=request.request_id, token_ids=[token])
+        if logprobs is not None:
+            output.logprobs = [logprobs]
+        if not entry.reported:
+            entry.reported = True
+            output.cached_tokens = seq.cached_tokens
+            if request.params.prompt_logprobs is not None:
+                output.prompt_logprobs = [None, *entry.prompt_logprobs]
+        self._check_stop(seq, token, output)
+        if output.finish_reason is not None:
+            self._remove(entry)
+            del self._entries[request.request_id]
+            self.totals.finished += 1
+        return output
+
+    def _check_stop(self, seq: Sequence, token: int, output: RequestOutput) -> None:
+        params = seq.request.params
+        output_len = len(seq.token_ids) - seq.prompt_len
+        if output_len >= params.min_tokens:
+            if token in self.config.eos_token_ids and not params.ignore_eos:
+                output.finish_reason = FinishReason.STOP
+                return
+            if token in params.stop_token_ids:
+                output.finish_reason = FinishReason.STOP
+                output.stop_token_id = token
+                return
+        if len(seq.token_ids) >= self.token_limit or (params.max_tokens is not None and output_len >= params.max_tokens):
+            output.finish_reason = FinishReason.LENGTH
+
+    def _collect_prompt_logprobs(self, entry: _Entry, found: list[TokenLogprobs] | None) -> None:
+        if not entry.reported and found is not None:
+            entry.prompt_logprobs.extend(found)
+
+    def _remove(self, entry: _Entry) -> None:
+        """Take a request out of the queue it is in and give its blocks back."""
+        if entry.seq in self.cache:
+            self._running.remove(entry)
+            self.cache.release(entry.seq)
+        else:
+            self._waiting.remove(entry)
+        self.cache.forget_names(entry.seq)
+
+    # ------------------------------------------------------------------ proof
+
+    def check_invariants(self) -> None:
+        self.cache.check_invariants()
+        assert self._waiting == sorted(self._waiting)
+        assert self._running == sorted(self._running)
+        assert len(self._running) <= self.config.max_num_seqs
+        assert len(self._running) + len(self._waiting) == len(self._entries) + sum(e.aborted for e in self._running)
+        for entry in self._running:
+            assert entry.seq in self.cache
+            assert 0 <= entry.seq.computed < len(entry.seq.token_ids)
+        for entry in self._waiting:
+            assert entry.seq not in self.cache
+            assert entry.seq.computed == 0
