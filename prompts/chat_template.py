@@ -1,0 +1,296 @@
+"""A model's chat template: messages in, the prompt's text out, exactly as Hugging Face transformers renders it.
+
+Owns the Jinja environment (sandboxed: templates come from checkpoints and requests), the choice among named templates,
+and `continue_final_message`. Knows nothing of tokens or HTTP. Rendering is a pure function of its arguments, except
+where a template asks for the date (`strftime_now`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, Literal, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import jinja2.utils
+
+from prompts.errors import RequestError
+
+ContentFormat = Literal["string", "parts"]
+Message = dict[str, Any]
+
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+class ChatTemplateError(ValueError):
+    """A template that does not compile, or a model that has none."""
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks what the assistant wrote, for training masks; for inference it is transparent."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_render")
+        return [jinja2.nodes.CallBlock(call, [], [], body).set_lineno(lineno)]
+
+    def _render(self, caller: Any) -> str:
+        return str(caller())
+
+
+class _DictType:
+    """`dict` for templates: callable, without the type's attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """`tojson` without Jinja's HTML escapes: a prompt is not a page."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    env.filters["tojson"] = _tojson
+    env.globals["raise_exception"] = _raise_exception
+    env.globals["strftime_now"] = _strftime_now
+    env.globals["dict"] = _DictType()
+    return env
+
+
+class _Compiled:
+    """One template's source, compiled, and the form in which it wants `content`."""
+
+    def __init__(self, source: str) -> None:
+        env = _environment()
+        try:
+            tree = env.parse(source)
+            self.template = env.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ChatTemplateError(f"chat template, line {error.lineno}: {error.message}") from error
+        self.source = source
+        self.content_format: ContentFormat = _detect_content_format(tree)
+
+
+@lru_cache(maxsize=64)
+def _compile(source: str) -> _Compiled:
+    return _Compiled(source)
+
+
+class ChatTemplate:
+    """The templates of one model: usually one, sometimes several by name (`default`, `tool_use`, `rag`).
+
+    `variables` are the special tokens that templates read (`bos_token`, `eos_token` ...).
+    Raises ChatTemplateError when a template does not compile.
+    """
+
+    def __init__(self, templates: str | Mapping[str, str], variables: Mapping[str, str] | None = None) -> None:
+        self._templates = {"default": templates} if isinstance(templates, str) else dict(templates)
+        self._named = not isinstance(templates, str)
+        self._variables = dict(variables or {})
+        for source in self._templates.values():
+            _compile(source)
+
+    def source(self, override: str | None = None, *, has_tools: bool = False) -> str:
+        """The template that such a request uses; `override` is a template's text or the name of one of the model's."""
+        if override is not None:
+            return self._templates.get(override, override) if self._named else override
+        if has_tools and "tool_use" in self._templates:
+            return self._templates["tool_use"]
+        if "default" in self._templates:
+            return self._templates["default"]
+        raise RequestError(
+            f"this model has several chat templates and no default; name one of {sorted(self._templates)}",
+            param="chat_template",
+        )
+
+    def content_format(self, override: str | None = None, *, has_tools: bool = False) -> ContentFormat:
+        """Whether the template wants `content` as a string or loops over its parts."""
+        return self._compiled(self.source(override, has_tools=has_tools)).content_format
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] | None = None,
+        documents: Sequence[Message] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        **variables: Any,
+    ) -> str:
+        """The prompt's text, equal to transformers' `apply_chat_template(..., tokenize=False)`.
+
+        Raises RequestError for what the template refuses (`raise_exception`) or cannot render.
+        """
+        if not messages:
+            raise RequestError("messages: got an empty array, expected at least one message", param="messages")
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
+            )
+        compiled = self._compiled(self.source(chat_template, has_tools=tools is not None))
+        chat = [_with_reasoning({k: v for k, v in message.items() if v is not None}) for message in messages]
+        final_text: str | None = None
+        if continue_final_message:
+            field = continue_final_message if isinstance(continue_final_message, str) else "content"
+            final_text = _tag_final_message(chat, field, compiled.source)
+        context = {
+            **self._variables,
+            **variables,
+            "messages": chat,
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            text = compiled.template.render(context)
+        except jinja2.TemplateError as error:
+            raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, LookupError, RecursionError) as error:
+            # A template is a program over what the client sent: any of its failures is an answer to the client.
+            reason = f"{type(error).__name__}: {error}"
+            raise RequestError(f"the chat template failed on these messages: {reason}", param="messages") from error
+        return text if final_text is None else _cut_at_tag(text, final_text)
+
+    @staticmethod
+    def _compiled(source: str) -> _Compiled:
+        try:
+            return _compile(source)
+        except ChatTemplateError as error:
+            raise RequestError(str(error), param="chat_template") from error
+
+
+def _with_reasoning(message: Message) -> Message:
+    """Templates read an assistant's reasoning under three names; give them all (newest name last, as it wins)."""
+    reasoning = next((message[name] for name in _REASONING_FIELDS if message.get(name) is not None), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, "reasoning": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _tag_final_message(chat: list[Message], field: str, source: str) -> str:
+    """Append the tag to the text that the model should continue; `chat[-1]` is replaced by a tagged copy."""
+    param = "continue_final_message"
+    final = chat[-1].get(field)
+    if final is None:
+        raise RequestError(f'{param}: the last message has no "{field}" to continue', param=param)
+    fields = [f for f in _REASONING_FIELDS if chat[-1].get(f) == final] if field in _REASONING_FIELDS else [field]
+    if not any(f in source for f in fields):
+        raise RequestError(f'{param}: the chat template does not read "{field}"', param=param)
+    if isinstance(final, str):
+        chat[-1] = {**chat[-1], **dict.fromkeys(fields, final + _CONTINUE_TAG)}
+        return final
+    if isinstance(final, list):
+        for index in range(len(final) - 1, -1, -1):
+            part = final[index]
+            if isinstance(part, dict) and isinstance(part.get("text"), str):
+                tagged = {**part, "text": part["text"] + _CONTINUE_TAG}
+                chat[-1] = {**chat[-1], field: [*final[:index], tagged, *final[index + 1 :]]}
+                return str(part["text"])
+    raise RequestError(f"{param}: the last message has no text to continue", param=param)
+
+
+def _cut_at_tag(text: str, final_text: str) -> str:
+    """Drop the tag and all that the template wrote after it; where the template trimmed the message, trim too."""
+    bare = _CONTINUE_TAG.strip()
+    if final_text.strip() not in text or bare not in text:
+        raise RequestError(
+            "continue_final_message: the chat template does not show the last message as it was sent",
+            param="continue_final_message",
+        )
+    at = text.rindex(bare)
+    return text[:at] if text.startswith(_CONTINUE_TAG, at) else text[:at].rstrip()
+
+
+def _detect_content_format(tree: jinja2.nodes.Template) -> ContentFormat:
+    """`parts` where the template loops over a message's content, else `string` (vLLM's rule for `auto`).
+
+    Follows names: what is assigned from `messages`, the loop variables over it, what is assigned from their content.
+    """
+    messages_names, content_names = {"messages"}, set[str]()
+    message_names = {"message"}
+
+    def strip_filters(node: jinja2.nodes.Node | None) -> jinja2.nodes.Node | None:
+        while isinstance(node, (jinja2.nodes.Filter, jinja2.nodes.Getitem)) and not _is_key(node):
+            node = node.node
+        return node
+
+    def is_content(node: jinja2.nodes.Node | None) -> bool:
+        node = strip_filters(node)
+        if isinstance(node, jinja2.nodes.Name):
+            return node.name in content_names
+        owner = _key_owner(node, "content")
+        return (isinstance(owner, jinja2.nodes.Name) and owner.name in message_names) or _indexes(owner, messages_names)
+
+    for _ in range(3):  # names may be used in a block that stands before the one that assigns them
+        for loop in tree.find_all(jinja2.nodes.For):
+            source = strip_filters(loop.iter)
+            over_messages = isinstance(source, jinja2.nodes.Name) and source.name in messages_names
+            if over_messages and isinstance(loop.target, jinja2.nodes.Name):
+                message_names.add(loop.target.name)
+        for assign in tree.find_all(jinja2.nodes.Assign):
+            if not isinstance(assign.target, jinja2.nodes.Name):
+                continue
+            value = strip_filters(assign.node)
+            if isinstance(value, jinja2.nodes.Name) and value.name in messages_names:
+                messages_names.add(assign.target.name)
+            elif is_content(assign.node):
+                content_names.add(assign.target.name)
+    return "parts" if any(is_content(loop.iter) for loop in tree.find_all(jinja2.nodes.For)) else "string"
+
+
+def _is_key(node: jinja2.nodes.Node) -> bool:
+    """`x['name']`, as opposed to `x[0]` or `x[1:]`."""
+    return isinstance(node, jinja2.nodes.Getitem) and (
+        isinstance(node.arg, jinja2.nodes.Const) and isinstance(node.arg.value, str)
+    )
+
+
+def _key_owner(node: jinja2.nodes.Node | None, key: str) -> jinja2.nodes.Node | None:
+    """`x` of `x.key` or `x['key']`."""
+    if isinstance(node, jinja2.nodes.Getattr) and node.attr == key:
+        return node.node
+    if isinstance(node, jinja2.nodes.Getitem) and isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == key:
+        return node.node
+    return None
+
+
+def _indexes(node: jinja2.nodes.Node | None, names: set[str]) -> bool:
+    """`messages[0]`, `messages[loop.index0]` ..."""
+    return (
+        isinstance(node, jinja2.nodes.Getitem)
+        and isinstance(node.node, jinja2.nodes.Name)
+        and node.node.name in names
+        and not isinstance(node.arg, jinja2.nodes.Slice)
+    )

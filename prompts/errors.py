@@ -1,0 +1,55 @@
+"""What a client did wrong, in one type, and the one place where error bodies are made for both programs.
+
+The body is OpenAI's: `{"error": {"message", "type", "param", "code"}}`. Knows nothing of HTTP servers: an edge turns
+`status` and `body()` into a response.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class RequestError(Exception):
+    """A request that cannot be served as it was sent.
+
+    `param` names the field (`messages[2].content`), None where no single field is to blame. `code` is OpenAI's
+    machine-readable word (`model_not_found`, `context_length_exceeded` ...).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None,
+        code: str | int | None = None,
+        status: int = 400,
+        type: str = "invalid_request_error",
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+        self.status = status
+        self.type = type
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body, in OpenAI's form."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def bad_value(param: str, value: object, expectation: str) -> RequestError:
+    """The usual error: a field, the value it had, what would have been right."""
+    return RequestError(f"{param}: got {show(value)}, expected {expectation}", param=param)
+
+
+def show(value: object) -> str:
+    """A value as an error message may show it: JSON-like, short."""
+    names = {True: "true", False: "false", None: "null"}
+    if value is None or isinstance(value, bool):
+        return names[value]
+    if isinstance(value, dict):
+        return f"an object with {len(value)} keys"
+    if isinstance(value, list):
+        return f"an array of {len(value)} items" if value else "an empty array"
+    text = f'"{value}"' if isinstance(value, str) else repr(value)
+    return text if len(text) <= 80 else text[:76] + "..."

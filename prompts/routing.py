@@ -1,0 +1,150 @@
+"""What a router reads of a request body: the prompt and the few fields that decide where it should go.
+
+Lenient by design: a field of the wrong type reads as absent, because the worker will name the mistake better. Only
+bytes that are not a JSON object are refused. A body of 2 KB costs a few microseconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from prompts.errors import RequestError
+from prompts.schemas import MEDIA_PARTS, Message, Prompt, decode_json
+
+Kind = Literal["chat", "completion", "other"]
+
+
+class RoutingRequest(Struct, kw_only=True, frozen=True):
+    """The routing view of a body. `messages` is None where the body has none that could be rendered."""
+
+    kind: Kind
+    model: str | None = None
+    messages: list[Message] | None = None
+    prompt: Prompt | None = None
+    tools: list[Message] | None = None
+    documents: list[Message] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    reasoning_effort: str | None = None
+    truncate_prompt_tokens: int | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    stream: bool = False
+    max_tokens: int | None = None
+    """Most tokens the client lets one choice have; None where it sets no limit."""
+    n: int = 1
+    user: str | None = None
+    has_media: bool = False
+    """True where the prompt holds images or other media: only the text before the first can be routed on."""
+
+
+class _Body(Struct):
+    """Every field is Any: nothing a worker might accept is refused here."""
+
+    model: Any = None
+    messages: Any = None
+    prompt: Any = None
+    tools: Any = None
+    documents: Any = None
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+    add_generation_prompt: Any = None
+    continue_final_message: Any = None
+    add_special_tokens: Any = None
+    reasoning_effort: Any = None
+    truncate_prompt_tokens: Any = None
+    cache_salt: Any = None
+    priority: Any = None
+    stream: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    n: Any = None
+    user: Any = None
+
+
+_decoder = msgspec.json.Decoder(_Body)
+
+
+def parse_routing(path: str, data: bytes) -> RoutingRequest:
+    """Read what routing needs of a body sent to `path`. Raises RequestError only where the body is no JSON object."""
+    if not data.strip(b" \t\r\n").startswith(b"{"):
+        raise RequestError("the body is not valid JSON: expected an object", param=None)
+    body = decode_json(_decoder, data)
+    messages = _dicts(body.messages)
+    kind: Kind = "other"
+    if path.endswith("/chat/completions"):
+        kind = "chat"
+    elif path.endswith("/completions"):
+        kind = "completion"
+    limit = _int(body.max_completion_tokens)
+    n = _int(body.n)
+    return RoutingRequest(
+        kind=kind,
+        model=_str(body.model),
+        messages=messages or None,
+        prompt=_prompt(body.prompt),
+        tools=_dicts(body.tools),
+        documents=_dicts(body.documents),
+        chat_template=_str(body.chat_template),
+        chat_template_kwargs=body.chat_template_kwargs if isinstance(body.chat_template_kwargs, dict) else None,
+        add_generation_prompt=_bool(body.add_generation_prompt),
+        continue_final_message=_bool(body.continue_final_message),
+        add_special_tokens=_bool(body.add_special_tokens),
+        reasoning_effort=_str(body.reasoning_effort),
+        truncate_prompt_tokens=_int(body.truncate_prompt_tokens),
+        cache_salt=_str(body.cache_salt) or None,
+        priority=_int(body.priority) or 0,
+        stream=body.stream is True,
+        max_tokens=limit if limit is not None else _int(body.max_tokens),
+        n=n if n is not None and n > 0 else 1,
+        user=_str(body.user),
+        has_media=_has_media(messages),
+    )
+
+
+def _str(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _bool(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def _int(value: Any) -> int | None:
+    return value if type(value) is int else None
+
+
+def _dicts(value: Any) -> list[Message] | None:
+    """A list of objects, or None for anything else."""
+    return value if isinstance(value, list) and all(isinstance(item, dict) for item in value) else None
+
+
+def _prompt(value: Any) -> Prompt | None:
+    """One of the four prompt forms, judged by the first item; the tokenizing side checks the rest."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and (type(value[0]) is int or isinstance(value[0], (str, list))):
+        return value
+    return None
+
+
+def _has_media(messages: list[Message] | None) -> bool:
+    for message in messages or ():
+        content = message.get("content")
+        if isinstance(content, list):
+            for part in content:
+                if isinstance(part, dict) and is_media(part):
+                    return True
+    return False
+
+
+def is_media(part: Message) -> bool:
+    """Whether a content part is something other than text."""
+    kind = part.get("type")
+    return (isinstance(kind, str) and kind in MEDIA_PARTS) or (kind is None and ("image_url" in part))

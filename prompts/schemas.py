@@ -1,0 +1,329 @@
+"""Chat and completion bodies, as OpenAI's and vLLM's clients send them: strict for the engine, lenient for a router.
+
+Owns the field names, types, ranges and defaults (vLLM's), and the errors that name them. `parse_chat` and
+`parse_completion` refuse what an engine could not serve; unknown fields are ignored, as vLLM ignores them.
+`parse_routing` reads only what routing needs and refuses nothing but bytes that are not a JSON object: what else is
+wrong is for the worker to say. Refuses to know about tokens, templates and models.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from prompts.errors import RequestError, bad_value, show
+
+Json = Any
+Message = dict[str, Any]
+_ResponseFormat = Literal["text", "json_object", "json_schema", "structural_tag"]
+_RESPONSE_FORMATS = get_args(_ResponseFormat)
+Positive = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+TokenIdField = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Prompt = str | list[str] | list[TokenIdField] | list[list[TokenIdField]]
+
+MEDIA_PARTS = frozenset(
+    {"image_url", "image", "input_image", "image_pil", "image_embeds", "audio_url", "input_audio", "audio", "video_url",
+     "video", "input_video", "file", "input_file", "audio_embeds", "video_embeds"}
+)  # fmt: skip
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
+"""Part type -> the field that holds its text."""
+
+
+class StreamOptions(Struct, frozen=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(Struct, frozen=True):
+    type: _ResponseFormat
+    json_schema: Json = None
+
+
+class CommonRequest(Struct, kw_only=True, frozen=True):
+    """The fields that both endpoints share. None means "not given", as does an explicit null."""
+
+    model: str | None = None
+    # OpenAI's sampling parameters
+    temperature: Annotated[float, Meta(ge=0.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: dict[int, Annotated[float, Meta(ge=-100.0, le=100.0)]] | None = None
+    max_tokens: NonNegative | None = None
+    n: Positive | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    response_format: ResponseFormat | None = None
+    # vLLM's
+    best_of: Positive | None = None
+    use_beam_search: bool | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
+    length_penalty: float | None = None
+    min_tokens: NonNegative | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[TokenIdField] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=-1)] | None = None
+    allowed_token_ids: list[TokenIdField] | None = None
+    bad_words: list[str] | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    kv_transfer_params: dict[str, Json] | None = None
+    vllm_xargs: dict[str, Json] | None = None
+    logits_processors: list[Json] | None = None
+    structured_outputs: dict[str, Json] | None = None
+    guided_json: Json = None
+    guided_regex: Json = None
+    guided_choice: Json = None
+    guided_grammar: Json = None
+
+
+class ChatRequest(CommonRequest, kw_only=True, frozen=True):
+    """A body of `/v1/chat/completions`. `messages` are plain dicts whose role and content have been checked."""
+
+    messages: list[Message]
+    max_completion_tokens: NonNegative | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=-1)] | None = None
+    tools: list[Message] | None = None
+    tool_choice: str | dict[str, Json] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    echo: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[Message] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Json] | None = None
+    mm_processor_kwargs: dict[str, Json] | None = None
+    media_io_kwargs: dict[str, Json] | None = None
+
+
+class CompletionRequest(CommonRequest, kw_only=True, frozen=True):
+    """A body of `/v1/completions`."""
+
+    prompt: Prompt
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=-1)] | None = None
+    suffix: str | None = None
+    prompt_embeds: Json = None
+
+
+class _CompletionShape(CommonRequest, kw_only=True, frozen=True):
+    """CompletionRequest with `prompt` unread: its four forms share the type `list`, which is told apart by hand."""
+
+    prompt: Json = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=-1)] | None = None
+    suffix: str | None = None
+    prompt_embeds: Json = None
+
+
+_T = TypeVar("_T")
+_chat_decoder = msgspec.json.Decoder(ChatRequest)
+_completion_decoder = msgspec.json.Decoder(_CompletionShape)
+
+
+def parse_chat(data: bytes) -> ChatRequest:
+    """Read a chat body. Raises RequestError that names field, value and expectation."""
+    request = decode_json(_chat_decoder, data)
+    _check_messages(request.messages)
+    if request.add_generation_prompt and request.continue_final_message:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
+        )
+    if request.top_logprobs is not None and not request.logprobs:
+        raise RequestError('top_logprobs: expected only together with "logprobs": true', param="top_logprobs")
+    for index, tool in enumerate(request.tools or ()):
+        _check_tool(f"tools[{index}]", tool)
+    _check_common(request)
+    return request
+
+
+def parse_completion(data: bytes) -> CompletionRequest:
+    """Read a completion body. Raises RequestError that names field, value and expectation."""
+    shape = decode_json(_completion_decoder, data)
+    if shape.prompt is None:
+        raise RequestError("prompt: missing, expected a string or an array of token ids", param="prompt")
+    _check_prompt(shape.prompt)
+    _check_common(shape)
+    return CompletionRequest(**{name: getattr(shape, name) for name in shape.__struct_fields__})
+
+
+def decode_json(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:
+    """Decode a body, translating what msgspec says into a RequestError with field, value and expectation."""
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error), data) from None
+    except msgspec.DecodeError as error:
+        where = f" after {len(data)} bytes" if "truncated" in str(error) else ""
+        raise RequestError(f"the body is not valid JSON: {error}{where}", param=None) from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not valid JSON: {_utf8_reason(data, error)}", param=None) from None
+    except RecursionError:
+        raise RequestError("the body is not usable JSON: it is nested too deeply", param=None) from None
+
+
+def _utf8_reason(data: bytes, error: UnicodeDecodeError) -> str:
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as whole:  # msgspec counts from the start of the string it was reading
+        error = whole
+    return f"invalid UTF-8 at byte {error.start}"
+
+
+def _field_error(message: str, data: bytes) -> RequestError:
+    """msgspec's "Expected `int`, got `str` - at `$.n`" with the value that was there."""
+    expectation, _, path = message.partition(" - at ")
+    is_key = path.startswith("`key` in ")
+    path = path.removeprefix("`key` in ").strip("`")
+    field = path.removeprefix("$").removeprefix(".") or None
+    if expectation.startswith("Object missing required field"):
+        name = expectation.split("`")[1]
+        full = f"{field}.{name}" if field else name
+        return RequestError(f"{full}: missing, expected this field to be given", param=full)
+    if field is None:
+        return RequestError(f"the body: {_lower(expectation)}", param=None)
+    if is_key:
+        return RequestError(f"{field}: a key is wrong: {_lower(expectation.replace('`', ''))}", param=field)
+    found = _value_at(data, field)
+    shown = "" if found is UNSET else f"got {show(found)}, "
+    if expectation.startswith("Invalid enum value"):
+        expectation = f"expected one of {', '.join(_RESPONSE_FORMATS)}"
+    # "Expected `int`, got `str`": the value says the second half better.
+    wanted = expectation.split(", got")[0] if shown else expectation
+    return RequestError(f"{field}: {shown}{_lower(wanted.replace('`', ''))}", param=field)
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def _value_at(data: bytes, field: str) -> Json | UnsetType:
+    try:
+        value: Json = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return UNSET  # what comes after the wrong field is wrong too
+    for part in field.replace("[", ".[").split("."):
+        if part.startswith("["):
+            index = part[1:-1]
+            if not isinstance(value, list) or not index.isdigit():
+                return UNSET  # "[...]": a key of a dict, or an element that msgspec does not number
+            value = value[int(index)]
+        elif isinstance(value, dict) and part in value:
+            value = value[part]
+        else:
+            return UNSET
+    return value
+
+
+def _check_common(request: CommonRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise RequestError('stream_options: expected only together with "stream": true', param="stream_options")
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if any(not stop for stop in stops):
+        raise bad_value("stop", "", "strings of at least one character")
+    limit = request.max_tokens
+    if limit is not None and request.min_tokens is not None and request.min_tokens > limit:
+        raise bad_value("min_tokens", request.min_tokens, f"at most max_tokens ({limit})")
+
+
+def _check_messages(messages: list[Message]) -> None:
+    if not messages:
+        raise bad_value("messages", messages, "at least one message")
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            raise bad_value(f"{where}.role", role, "a string such as system, user, assistant or tool")
+        content = message.get("content")
+        if isinstance(content, list):
+            for number, part in enumerate(content):
+                _check_part(f"{where}.content[{number}]", part)
+        elif content is not None and not isinstance(content, str):
+            raise bad_value(f"{where}.content", content, "a string, an array of parts, or null")
+        calls = message.get("tool_calls")
+        if calls is not None:
+            _check_tool_calls(f"{where}.tool_calls", calls)
+
+
+def _check_part(where: str, part: Json) -> None:
+    if isinstance(part, str):
+        return  # vLLM takes bare strings among the parts
+    if not isinstance(part, dict):
+        raise bad_value(where, part, "an object with a type, or a string")
+    kind = part.get("type")
+    if isinstance(kind, str) and kind in TEXT_PARTS:
+        name = TEXT_PARTS[kind]
+        if not isinstance(part.get(name), str):
+            raise bad_value(f"{where}.{name}", part.get(name), "a string")
+    elif not (isinstance(kind, str) and kind in MEDIA_PARTS):
+        raise bad_value(f"{where}.type", kind, "text")
+
+
+def _check_tool_calls(where: str, calls: Json) -> None:
+    if not isinstance(calls, list):
+        raise bad_value(where, calls, "an array of tool calls")
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise bad_value(f"{where}[{index}]", call, 'an object with "function": {"name": ..., "arguments": ...}')
+        arguments = function.get("arguments")
+        if arguments is not None and not isinstance(arguments, (str, dict)):
+            raise bad_value(f"{where}[{index}].function.arguments", arguments, "a string of JSON")
+
+
+def _check_tool(where: str, tool: Message) -> None:
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise bad_value(f"{where}.function", function, "an object with a name")
+    if not isinstance(function.get("name"), str):
+        raise bad_value(f"{where}.function.name", function.get("name"), "a string")
+
+
+def _check_prompt(prompt: Json) -> None:
+    """A string, strings, token ids, or arrays of token ids; never empty."""
+    forms = "a string, an array of strings, an array of token ids or an array of arrays of token ids"
+    if isinstance(prompt, str):
+        return
+    if not isinstance(prompt, list):
+        raise bad_value("prompt", prompt, forms)
+    if not prompt:
+        raise bad_value("prompt", prompt, f"{forms}, not empty")
+    if isinstance(prompt[0], str):
+        for index, text in enumerate(prompt):
+            if not isinstance(text, str):
+                raise bad_value(f"prompt[{index}]", text, "a string, as the first item is one")
+    elif isinstance(prompt[0], list):
+        for index, ids in enumerate(prompt):
+            if not isinstance(ids, list) or not ids:
+                raise bad_value(
+                    f"prompt[{index}]", ids, "a non-empty array of token ids, as the first item is an array"
+                )
+            _check_ids(f"prompt[{index}]", ids)
+    else:
+        _check_ids("prompt", prompt)
+
+
+def _check_ids(where: str, ids: list[Json]) -> None:
+    for index, token_id in enumerate(ids):
+        if type(token_id) is not int or not 0 <= token_id < 2**32:
+            raise bad_value(f"{where}[{index}]", token_id, "a token id (an integer >= 0)")

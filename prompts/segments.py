@@ -1,0 +1,263 @@
+"""Exact caching of what a tokenizer makes of the text between special tokens.
+
+A tokenizer of Hugging Face's `tokenizers` first cuts its input at added tokens (leftmost, longest first), then
+normalizes, pre-tokenizes and encodes each piece by itself. So the ids of a prompt are the concatenation of the ids of
+its **segments**, a segment being a special token and the text up to the next one, and a chat whose earlier turns are
+cached costs only its new turn.
+
+Where that does not hold for a tokenizer, `plan_segments` says why and there is no cache for it: the rules are in
+`_why_not`, and sample texts are encoded both ways before a plan is given out. Invariant: ids are identical to
+a plain full encode. Memory is bounded in bytes, least recently used first.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer as HfTokenizer
+
+CACHE_BYTES_DEFAULT = 64 * 2**20
+_ENTRY_BYTES = 200
+"""What an entry costs besides its text and ids: dict slot, object headers."""
+_RANDOM_STATE_KEYS = ("dropout",)
+
+
+@dataclass(frozen=True)
+class SegmentPlan:
+    """How one tokenizer's input may be cut. `pattern` finds every added token; cuts are before those in `cuts`."""
+
+    pattern: re.Pattern[str]
+    cuts: frozenset[str]
+    prefix: tuple[int, ...] | None
+    """Ids that `add_special_tokens` puts before and after a text; None where it does anything else."""
+    suffix: tuple[int, ...] | None
+
+    def split(self, text: str) -> list[str]:
+        """The segments of `text`, in order; their concatenation is `text`."""
+        starts = [m.start() for m in self.pattern.finditer(text) if m.group() in self.cuts]
+        if not starts or starts[0] != 0:
+            starts.insert(0, 0)
+        starts.append(len(text))
+        return [text[a:b] for a, b in zip(starts, starts[1:]) if a < b]
+
+
+@dataclass(frozen=True)
+class SegmentStats:
+    """Counters since start; `tokens` are of whole prompts."""
+
+    hits: int
+    misses: int
+    hit_tokens: int
+    miss_tokens: int
+    entries: int
+    used_bytes: int
+    max_bytes: int
+
+
+def encode_plain(hf: HfTokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """A full encode. Of the library's calls this one is the fastest, and the only one that releases the GIL."""
+    ids: list[int] = hf.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids
+
+
+class SegmentCache:
+    """Segment text -> ids, bounded by bytes. Thread-safe; encoding happens outside the lock."""
+
+    def __init__(self, hf: HfTokenizer, plan: SegmentPlan, *, max_bytes: int = CACHE_BYTES_DEFAULT) -> None:
+        self._hf = hf
+        self._plan = plan
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[str, list[int]] = OrderedDict()
+        self._used_bytes = 0
+        self._lock = threading.Lock()
+        self._hits = self._misses = self._hit_tokens = self._miss_tokens = 0
+        # One int object an id, shared by all entries: an id costs 8 bytes instead of 40.
+        self._ints = list(range(max(hf.get_vocab(with_added_tokens=True).values(), default=0) + 1))
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int] | None:
+        """Ids of `text`, or None where this plan cannot add the special tokens."""
+        plan = self._plan
+        if add_special_tokens and (plan.prefix is None or plan.suffix is None):
+            return None
+        out: list[int] = list(plan.prefix or ()) if add_special_tokens else []
+        segments = plan.split(text)
+        found = self._look_up(segments)
+        missing = [segment for segment, ids in zip(segments, found) if ids is None]
+        made = self._encode_missing(missing) if missing else {}
+        for segment, ids in zip(segments, found):
+            out.extend(made[segment] if ids is None else ids)
+        if add_special_tokens:
+            out.extend(plan.suffix or ())
+        return out
+
+    def _look_up(self, segments: Sequence[str]) -> list[list[int] | None]:
+        entries = self._entries
+        with self._lock:
+            found = [entries.get(segment) for segment in segments]
+            for segment, ids in zip(segments, found):
+                if ids is None:
+                    self._misses += 1
+                else:
+                    self._hits += 1
+                    self._hit_tokens += len(ids)
+                    entries.move_to_end(segment)
+        return found
+
+    def _encode_missing(self, missing: Iterable[str]) -> dict[str, list[int]]:
+        unique = list(dict.fromkeys(missing))
+        ints = self._ints
+        encodings = self._hf.encode_batch_fast(unique, add_special_tokens=False)
+        made = {segment: [ints[i] for i in encoding.ids] for segment, encoding in zip(unique, encodings)}
+        with self._lock:
+            for segment, ids in made.items():
+                self._miss_tokens += len(ids)
+                self._insert(segment, ids)
+        return made
+
+    def _insert(self, segment: str, ids: list[int]) -> None:
+        cost = _cost(segment, ids)
+        if segment in self._entries or cost > self._max_bytes // 4:
+            return  # one prompt must not empty the cache
+        self._entries[segment] = ids
+        self._used_bytes += cost
+        while self._used_bytes > self._max_bytes:
+            old_segment, old_ids = self._entries.popitem(last=False)
+            self._used_bytes -= _cost(old_segment, old_ids)
+
+    def stats(self) -> SegmentStats:
+        with self._lock:
+            return SegmentStats(
+                hits=self._hits,
+                misses=self._misses,
+                hit_tokens=self._hit_tokens,
+                miss_tokens=self._miss_tokens,
+                entries=len(self._entries),
+                used_bytes=self._used_bytes,
+                max_bytes=self._max_bytes,
+            )
+
+    def check_invariants(self) -> None:
+        """For tests: the byte count is the sum over the entries and within its bound."""
+        with self._lock:
+            assert self._used_bytes == sum(_cost(segment, ids) for segment, ids in self._entries.items())
+            assert self._used_bytes <= self._max_bytes
+
+
+def _cost(segment: str, ids: list[int]) -> int:
+    width = 1 if segment.isascii() else 4
+    return _ENTRY_BYTES + width * len(segment) + 8 * len(ids)
+
+
+def plan_segments(hf: HfTokenizer) -> SegmentPlan | str:
+    """How to cut this tokenizer's input, or why it must not be cut. Conservative: a doubt is a no."""
+    spec: dict[str, Any] = json.loads(hf.to_str())
+    reason = _why_not(spec)
+    if reason is not None:
+        return reason
+    literal = [token for token in spec["added_tokens"] if not token["normalized"] and token["content"]]
+    looks_around = any(t["lstrip"] or t["rstrip"] or t["single_word"] for t in spec["added_tokens"])
+    cuts = frozenset(token["content"] for token in literal if _can_cut(token, looks_around))
+    if not cuts:
+        return "no added token at whose edges its input may be cut"
+    pattern = re.compile(_trie_pattern([token["content"] for token in literal]))
+    prefix, suffix = _affixes(hf, sorted(cuts)[0]) or (None, None)
+    plan = SegmentPlan(pattern, cuts, prefix, suffix)
+    wrong = _self_check(hf, plan, [token["content"] for token in spec["added_tokens"]])
+    return plan if wrong is None else wrong
+
+
+def _why_not(spec: dict[str, Any]) -> str | None:
+    """Properties of a tokenizer.json under which pieces are not encoded independently of each other."""
+    model = spec.get("model") or {}
+    if any(model.get(key) for key in _RANDOM_STATE_KEYS):
+        return "its model drops merges at random"
+    if spec.get("truncation") or spec.get("padding"):
+        return "it truncates or pads"
+    return None
+
+
+def _can_cut(token: dict[str, Any], looks_around: bool) -> bool:
+    """Whether the text before and after this added token is encoded without regard to it.
+
+    Where other added tokens look at their neighbours (lstrip and rstrip take whitespace, single_word asks for a word's
+    edge), a cutting token must look to them like the end of the text: neither whitespace nor a word's character.
+    """
+    content: str = token["content"]
+    if token["lstrip"] or token["rstrip"] or token["single_word"]:
+        return False
+    edges = content[0] + content[-1]
+    plain_edges = not any(c.isspace() or c.isalnum() or c == "_" for c in edges)
+    # Short tokens (a newline, two spaces) are everywhere in text: exact, but not worth a segment.
+    return (plain_edges or not looks_around) and len(content) >= 3 and not content.isspace()
+
+
+def _trie_pattern(words: Iterable[str]) -> str:
+    """A regular expression that matches the longest of `words` at the leftmost place, fast also for thousands."""
+    root: dict[str, Any] = {}
+    for word in words:
+        node = root
+        for char in word:
+            node = node.setdefault(char, {})
+        node[""] = {}
+
+    def build(node: dict[str, Any]) -> str:
+        # Walk chains without branches in a loop, so that the depth of recursion is that of the branching.
+        chain = ""
+        while len(node) == 1 and "" not in node:
+            ((char, node),) = node.items()
+            chain += re.escape(char)
+        ends = "" in node
+        branches = [re.escape(char) + build(child) for char, child in sorted(node.items()) if char]
+        if not branches:
+            return chain
+        return f"{chain}(?:{'|'.join(branches)}){'?' if ends else ''}"
+
+    return build(root)
+
+
+def _affixes(hf: HfTokenizer, special: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """What add_special_tokens puts around a text, where it is the same for every text."""
+    probe = f"{special}a b"
+    core = encode_plain(hf, probe, add_special_tokens=False)
+    full = encode_plain(hf, probe, add_special_tokens=True)
+    candidates = [i for i in range(len(full) - len(core) + 1) if full[i : i + len(core)] == core]
+    for at in candidates:
+        prefix, suffix = full[:at], full[at + len(core) :]
+        texts = ("", "x", special, f"one{special}two", f"{special}{special} three ")
+        if all(
+            encode_plain(hf, text, add_special_tokens=True)
+            == prefix + encode_plain(hf, text, add_special_tokens=False) + suffix
+            for text in texts
+        ):
+            return tuple(prefix), tuple(suffix)
+    return None
+
+
+_SAMPLES = (
+    "Hello world", " leading", "trailing ", "  two  spaces  ", "\n\nlines\n", "a", "", " ", "\n", "▁low ▁line",
+    "don't 123,456.78 $x_1", "héllo Ünïcode é ﬁ ½", "日本語 テスト 한국어", "🙂👍🏽 emoji", "\t tab\r\n", "snake_case CamelCase",
+)  # fmt: skip
+
+
+def _self_check(hf: HfTokenizer, plan: SegmentPlan, added: Sequence[str]) -> str | None:
+    """Encode sample chats both ways; the first difference is the reason not to use the plan."""
+    cuts = sorted(plan.cuts)
+    tokens = [*cuts[:4], *cuts[-2:], *added[:4], *added[-4:]]
+    texts = ["".join(a + b for a, b in zip(_SAMPLES, _cycle(tokens, shift))) for shift in range(len(tokens))]
+    texts += ["".join(b + a for a, b in zip(_SAMPLES, _cycle(tokens, shift))) for shift in range(len(tokens))]
+    texts += [first + second for first in tokens for second in tokens[:6]]
+    for text in texts:
+        pieces = [encode_plain(hf, segment, add_special_tokens=False) for segment in plan.split(text)]
+        if [i for ids in pieces for i in ids] != encode_plain(hf, text, add_special_tokens=False):
+            return f"cutting changed the ids of a sample text ({text[:40]!r}...)"
+    return None
+
+
+def _cycle(tokens: Sequence[str], shift: int) -> list[str]:
+    return [tokens[(i + shift) % len(tokens)] for i in range(len(_SAMPLES))]

@@ -1,0 +1,54 @@
+"""What the engine cannot do yet: refused where ignoring it would change the answer, ignored where it would not."""
+
+from __future__ import annotations
+
+from prompts.errors import RequestError, bad_value
+from prompts.schemas import MEDIA_PARTS, ChatRequest, CommonRequest, CompletionRequest
+
+
+def check_supported(request: ChatRequest | CompletionRequest, *, trust_chat_template: bool = False) -> None:
+    """Raise RequestError for the first field whose effect the engine does not have.
+
+    `trust_chat_template` lets a request bring its own template (vLLM's `--trust-request-chat-template`): a template is a
+    program, and a request could make it run long.
+    """
+    _check_common(request)
+    if isinstance(request, ChatRequest):
+        _check_chat(request, trust_chat_template)
+        return
+    if request.suffix:
+        raise bad_value("suffix", request.suffix, "no suffix: insertion is not supported")
+    if request.prompt_embeds is not None:
+        raise RequestError("prompt_embeds: embeddings as prompts are not supported", param="prompt_embeds")
+    if request.echo and request.stream and request.logprobs is not None and request.n not in (None, 1):
+        raise RequestError("echo: not supported together with stream, logprobs and n > 1", param="echo")
+
+
+def _check_common(request: CommonRequest) -> None:
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise bad_value("best_of", request.best_of, f"n ({request.n or 1}): choosing the best is not supported")
+    if request.use_beam_search:
+        raise bad_value("use_beam_search", True, "false: beam search is not supported")
+    form = request.response_format
+    if form is not None and form.type != "text":
+        raise bad_value("response_format.type", form.type, '"text": constrained output is not supported')
+    for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
+        if getattr(request, name) is not None:
+            raise RequestError(f"{name}: constrained output is not supported", param=name)
+    for name in ("allowed_token_ids", "bad_words", "logits_processors"):
+        if getattr(request, name):
+            raise RequestError(f"{name}: not supported", param=name)
+
+
+def _check_chat(request: ChatRequest, trust_chat_template: bool) -> None:
+    for index, message in enumerate(request.messages):
+        content = message.get("content")
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, dict) and part.get("type") in MEDIA_PARTS:
+                where = f"messages[{index}].content[{number}]"
+                raise bad_value(f"{where}.type", part["type"], '"text": this model reads text only')
+    choice = request.tool_choice
+    if choice is not None and choice not in ("none", "auto"):
+        raise bad_value("tool_choice", choice, '"none" or "auto": a forced tool call is not supported')
+    if request.chat_template is not None and not trust_chat_template:
+        raise RequestError("chat_template: this server does not take templates from requests", param="chat_template")

@@ -1,0 +1,291 @@
+"""A checkpoint's tokenizer and chat template: text, messages and requests in, token ids out.
+
+Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json, the chat template's files and the eos ids of
+generation_config.json and config.json. Needs neither torch nor transformers, so a router can run it; ids equal those
+of transformers' `PreTrainedTokenizerFast` on the same files. Thread-safe; encoding releases the GIL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, processors
+from tokenizers import Tokenizer as HfTokenizer
+
+from prompts.chat_template import ChatTemplate, ChatTemplateError
+from prompts.errors import RequestError, bad_value
+from prompts.messages import ChatPrompt, render_chat
+from prompts.schemas import CompletionRequest, Prompt
+from prompts.segments import CACHE_BYTES_DEFAULT, SegmentCache, SegmentPlan, SegmentStats, encode_plain, plan_segments
+
+# Callers encode in threads of their own; the library's pool would only fight them, and it warns at every fork.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class TokenizerError(ValueError):
+    """A checkpoint's tokenizer is missing or malformed; the message says which file and what is wrong."""
+
+
+class Tokenizer:
+    """Immutable after loading. Build with `Tokenizer.load`."""
+
+    def __init__(
+        self,
+        hf: HfTokenizer,
+        *,
+        named_tokens: dict[str, str],
+        template: ChatTemplate | None,
+        eos_token_ids: tuple[int, ...],
+        cache_bytes: int = CACHE_BYTES_DEFAULT,
+    ) -> None:
+        self._hf = hf
+        self._template = template
+        self.named_tokens = named_tokens
+        """`bos_token`, `eos_token` ... as the config names them: token texts."""
+        self.eos_token_ids = eos_token_ids
+        """Every id that ends a generation: the tokenizer's eos first, then generation_config's (else config's)."""
+        self.bos_token_id = self._named_id("bos_token")
+        self.eos_token_id = self._named_id("eos_token")
+        vocabulary = hf.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        """Largest id + 1, added tokens included."""
+        self.special_ids = frozenset(i for i, t in hf.get_added_tokens_decoder().items() if t.special)
+        plan = plan_segments(hf) if cache_bytes > 0 else "it was not asked for"
+        self.no_cache_reason = plan if isinstance(plan, str) else None
+        """Why this tokenizer has no segment cache; None where it has one."""
+        self._cache = SegmentCache(hf, plan, max_bytes=cache_bytes) if isinstance(plan, SegmentPlan) else None
+
+    @classmethod
+    def load(
+        cls, path: str | Path, chat_template: str | None = None, *, cache_bytes: int = CACHE_BYTES_DEFAULT
+    ) -> Tokenizer:
+        """Load from a checkpoint's folder.
+
+        `chat_template` replaces the model's: a file's path, or the template itself. `cache_bytes` bounds the segment
+        cache, 0 turns it off. Raises TokenizerError.
+        """
+        folder = Path(path)
+        hf = _load_backend(folder)
+        config = _read_json(folder / "tokenizer_config.json")
+        named = _add_configured_tokens(hf, folder, config)
+        _set_bos_eos(hf, config, named)
+        hf.no_truncation()
+        hf.no_padding()
+        try:
+            template = _load_template(folder, config, chat_template, named)
+        except ChatTemplateError as error:
+            raise TokenizerError(f"{folder}: {error}") from error
+        eos_ids = _eos_ids(hf, folder, named)
+        return cls(hf, named_tokens=named, template=template, eos_token_ids=eos_ids, cache_bytes=cache_bytes)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text; special tokens written in it are read as such. The list is the caller's own."""
+        try:
+            if self._cache is not None:
+                ids = self._cache.encode(text, add_special_tokens=add_special_tokens)
+                if ids is not None:
+                    return ids
+            return encode_plain(self._hf, text, add_special_tokens=add_special_tokens)
+        except (UnicodeEncodeError, TypeError) as error:  # a lone surrogate; the library says TypeError
+            raise RequestError(f"the text cannot be encoded as UTF-8: {error}", param=None) from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids. Bytes that are not (yet) UTF-8 come out as U+FFFD; unknown ids as nothing."""
+        return str(self._hf.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def chat_text(self, request: ChatPrompt) -> str:
+        """The prompt's text as the chat template writes it. Raises RequestError."""
+        if self._template is None:
+            raise RequestError(
+                "this model has no chat template: start the server with --chat-template, or use /v1/completions",
+                param="messages",
+            )
+        return render_chat(self._template, request)
+
+    def chat_ids(self, request: ChatPrompt) -> list[int]:
+        """Prompt ids of a chat; with media, those of the text before the first image. Raises RequestError."""
+        return self.encode(self.chat_text(request), add_special_tokens=bool(request.add_special_tokens))
+
+    def completion_ids(self, request: CompletionRequest | Any) -> list[list[int]]:
+        """Ids of each prompt of a completion request (or of its routing view). Token ids pass through, checked."""
+        return self.prompt_ids(request.prompt, request.add_special_tokens is not False)
+
+    def prompt_ids(self, prompt: Prompt | None, add_special_tokens: bool = True) -> list[list[int]]:
+        """Ids of each prompt in any of the four forms. Raises RequestError for ids outside the vocabulary."""
+        if isinstance(prompt, str):
+            return [self.encode(prompt, add_special_tokens)]
+        if not isinstance(prompt, list) or not prompt:
+            raise bad_value("prompt", prompt, "a string, strings, token ids or arrays of token ids")
+        if isinstance(prompt[0], int):
+            return [self._checked("prompt", prompt)]
+        return [
+            self.encode(item, add_special_tokens) if isinstance(item, str) else self._checked(f"prompt[{index}]", item)
+            for index, item in enumerate(prompt)
+        ]
+
+    def _checked(self, where: str, ids: Any) -> list[int]:
+        if not isinstance(ids, list) or not ids:
+            raise bad_value(where, ids, "a non-empty array of token ids")
+        for index, token_id in enumerate(ids):
+            if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
+                raise bad_value(f"{where}[{index}]", token_id, f"a token id in [0, {self.vocab_size})")
+        return ids
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling (`Ġthe`), None for an id that has none."""
+        token: str | None = self._hf.id_to_token(token_id)
+        return token
+
+    def token_to_id(self, token: str) -> int | None:
+        token_id: int | None = self._hf.token_to_id(token)
+        return token_id
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        return self._template
+
+    def cache_stats(self) -> SegmentStats | None:
+        """Counters of the segment cache; None where this tokenizer has none."""
+        return None if self._cache is None else self._cache.stats()
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.named_tokens.get(name)
+        return None if token is None else self.token_to_id(token)
+
+
+def _load_backend(folder: Path) -> HfTokenizer:
+    file = folder / "tokenizer.json"
+    if not folder.is_dir():
+        raise TokenizerError(f"{folder}: no such folder, expected a checkpoint with a tokenizer.json")
+    if not file.is_file():
+        others = [p.name for p in (*folder.glob("*.model"), *folder.glob("*.gguf"), *folder.glob("tekken.json"))]
+        if others:
+            raise TokenizerError(
+                f"{folder}: has {', '.join(sorted(others))} but no tokenizer.json; convert it once with transformers: "
+                f"AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})"
+            )
+        raise TokenizerError(f"{folder}: no tokenizer.json")
+    try:
+        return HfTokenizer.from_file(str(file))
+    except Exception as error:
+        raise TokenizerError(f"{file}: {error}") from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The file's object; an absent file is an empty one."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, OSError) as error:
+        raise TokenizerError(f"{file}: {error}") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{file}: expected a JSON object")
+    return value
+
+
+def _token_text(value: Any) -> str | None:
+    """A token in a config is a string, or an object with its content and flags."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) and text else None
+
+
+def _added_token(value: Any, *, special: bool) -> AddedToken:
+    if not isinstance(value, dict):
+        return AddedToken(value, special=special, normalized=False)
+    flags = {name: bool(value.get(name, False)) for name in ("single_word", "lstrip", "rstrip")}
+    is_special = bool(value.get("special", special))
+    return AddedToken(value["content"], normalized=bool(value.get("normalized", not is_special)),
+                      special=is_special, **flags)  # fmt: skip
+
+
+def _add_configured_tokens(hf: HfTokenizer, folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Add to `hf` the tokens that only the configs name; return the named ones."""
+    sources = dict(config)
+    decoder = config.get("added_tokens_decoder")
+    if not isinstance(decoder, dict):
+        decoder = {}
+        sources.update(_read_json(folder / "special_tokens_map.json"))
+    named = {name: text for name in _NAMED_TOKENS if (text := _token_text(sources.get(name))) is not None}
+    known = {token.content for token in hf.get_added_tokens_decoder().values()}
+    configured = [decoder[key] for key in sorted(decoder, key=int)]
+    wanted = [_added_token(value, special=False) for value in configured if _token_text(value)]
+    extra = sources.get("additional_special_tokens") or sources.get("extra_special_tokens") or []
+    extra = list(extra.values()) if isinstance(extra, dict) else extra
+    flags = {_token_text(value): value for value in configured}
+    for value in [*(sources.get(name) for name in named), *extra]:
+        text = _token_text(value)
+        if text is not None:
+            wanted.append(_added_token(flags.get(text, value), special=True))
+    for token in wanted:
+        if token.content not in known:
+            known.add(token.content)
+            hf.add_special_tokens([token]) if token.special else hf.add_tokens([token])
+    return named
+
+
+def _set_bos_eos(hf: HfTokenizer, config: dict[str, Any], named: dict[str, str]) -> None:
+    """`add_bos_token` / `add_eos_token`, where the config has them, replace the file's post-processor."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    around: list[str] = []
+    for name in ("bos", "eos"):
+        wanted = config.get(f"add_{name}_token") and f"{name}_token" in named
+        around.append(named[f"{name}_token"] if wanted else "")
+    bos, eos = around
+    tokens = [(token, hf.token_to_id(token)) for token in around if token]
+    single = [f"{bos}:0"] * bool(bos) + ["$A:0"] + [f"{eos}:0"] * bool(eos)
+    pair = [*single, *([f"{bos}:1"] * bool(bos)), "$B:1", *([f"{eos}:1"] * bool(eos))]
+    hf.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=tokens)
+
+
+def _load_template(
+    folder: Path, config: dict[str, Any], override: str | None, named: dict[str, str]
+) -> ChatTemplate | None:
+    """`override`, else the checkpoint's own: chat_template.jinja, then tokenizer_config, then chat_template.json."""
+    if override is not None:
+        return ChatTemplate(_read_override(override), named)
+    files = {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
+    if files:
+        sources = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+        return ChatTemplate(sources["default"] if list(sources) == ["default"] else sources, named)
+    found = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(found, list):
+        return ChatTemplate({item["name"]: item["template"] for item in found}, named)
+    if found is None or isinstance(found, (str, dict)):
+        return None if found is None else ChatTemplate(found, named)
+    raise TokenizerError(f"{folder}: chat_template: got {type(found).__name__}, expected a string or named templates")
+
+
+def _read_override(override: str) -> str:
+    if any(mark in override for mark in "{}\n"):
+        return override
+    try:
+        return Path(override).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise TokenizerError(
+            f"chat template {override!r} is neither a template nor a readable file: {error}"
+        ) from error
+
+
+def _eos_ids(hf: HfTokenizer, folder: Path, named: dict[str, str]) -> tuple[int, ...]:
+    own = hf.token_to_id(named["eos_token"]) if "eos_token" in named else None
+    ids: list[Any] = [own]
+    for name in ("generation_config.json", "config.json"):
+        config = _read_json(folder / name)
+        text_config = config.get("text_config")
+        value = config.get("eos_token_id")
+        if value is None and isinstance(text_config, dict):
+            value = text_config.get("eos_token_id")
+        if value is not None:
+            ids += value if isinstance(value, list) else [value]
+            break
+    return tuple(dict.fromkeys(i for i in ids if type(i) is int))
