@@ -18,6 +18,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from tokenizers import Tokenizer as HfTokenizer
@@ -44,7 +45,7 @@ class SegmentPlan:
         if not starts or starts[0] != 0:
             starts.insert(0, 0)
         starts.append(len(text))
-        return [text[a:b] for a, b in zip(starts, starts[1:]) if a < b]
+        return [text[a:b] for a, b in pairwise(starts) if a < b]
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,8 @@ def _affixes(hf: HfTokenizer, special: str) -> tuple[tuple[int, ...], tuple[int,
 
 _SAMPLES = (
     "Hello world", " leading", "trailing ", "  two  spaces  ", "\n\nlines\n", "a", "", " ", "\n", "▁low ▁line",
-    "don't 123,456.78 $x_1", "héllo Ünïcode é ﬁ ½", "日本語 テスト 한국어", "🙂👍🏽 emoji", "\t tab\r\n", "snake_case CamelCase",
+    "don't 123,456.78 $x_1", "héllo Ünïcode é ﬁ ½", "日本語 テスト 한국어", "🙂👍🏽 emoji",
+    "\t tab\r\n", "snake_case CamelCase",
 )  # fmt: skip
 
 

@@ -9,8 +9,8 @@ from prompts.schemas import MEDIA_PARTS, ChatRequest, CommonRequest, CompletionR
 def check_supported(request: ChatRequest | CompletionRequest, *, trust_chat_template: bool = False) -> None:
     """Raise RequestError for the first field whose effect the engine does not have.
 
-    `trust_chat_template` lets a request bring its own template (vLLM's `--trust-request-chat-template`): a template is a
-    program, and a request could make it run long.
+    `trust_chat_template` lets a request bring its own template (vLLM's `--trust-request-chat-template`): a template
+    is a program, and a request could make it run long.
     """
     _check_common(request)
     if isinstance(request, ChatRequest):
