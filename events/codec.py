@@ -80,7 +80,7 @@ def decode_batch(payload: bytes) -> DecodedBatch:
 
 def _decode_event(raw: msgspec.Raw, unknown: dict[str, int]) -> Event | None:
     """One event in either form; None, and counted in `unknown`, where its type is not known."""
-    value = msgspec.msgpack.decode(raw, strict=False)
+    value = msgspec.msgpack.decode(raw)
     if isinstance(value, list):
         kind, fields = _named_fields(value)
     elif isinstance(value, dict):

@@ -1,0 +1,70 @@
+"""What `--kv-events-config` accepts: vLLM's keys, defaults and addresses.
+
+Owns parsing and the address rules (bind or connect, one port a data-parallel rank). Opens nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from events.errors import ConfigError
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where and how a worker publishes. Parsed once, by `parse`; fields and defaults are vLLM's."""
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["zmq", "null"] | None = None
+    """None: "zmq" where events are enabled, else "null"."""
+    endpoint: str = "tcp://*:5557"
+    """Where events are published. Rank r uses the port + r."""
+    replay_endpoint: str | None = None
+    """Where missed batches and snapshots are asked for; always bound. None: not offered."""
+    buffer_steps: Count = 10_000
+    """Batches kept for replay."""
+    hwm: Count = 100_000
+    """Messages ZeroMQ queues for one slow subscriber before it drops; 0 = no limit."""
+    max_queue_size: Annotated[int, msgspec.Meta(ge=1)] = 100_000
+    """Batches that may wait for the publisher's thread; beyond it the oldest is not sent live (replay still has it)."""
+    topic: str = ""
+
+    @property
+    def enabled(self) -> bool:
+        return self.enable_kv_cache_events and self.publisher != "null"
+
+    @classmethod
+    def parse(cls, text: str) -> KVEventsConfig:
+        """Read the JSON of `--kv-events-config`. Raises ConfigError naming the key that is wrong."""
+        try:
+            return msgspec.json.decode(text.encode(), type=cls)
+        except (msgspec.MsgspecError, UnicodeError) as error:
+            known = ", ".join(cls.__struct_fields__)
+            raise ConfigError(f"--kv-events-config {text!r}: {error}; known keys: {known}") from error
+
+
+def should_bind(endpoint: str) -> bool:
+    """vLLM's rule: bind where the address is a wildcard or local to the machine, else connect to it."""
+    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+
+
+def rank_endpoint(endpoint: str, rank: int) -> str:
+    """The address of data-parallel rank `rank`: port + rank for tcp, a suffix for ipc and inproc.
+
+    Raises ConfigError for another transport and for a tcp address without a usable port.
+    """
+    if endpoint.startswith(("ipc://", "inproc://")):
+        return endpoint if rank == 0 else f"{endpoint}_dp{rank}"
+    if not endpoint.startswith("tcp://"):
+        raise ConfigError(f"endpoint {endpoint!r}: expected tcp://, ipc:// or inproc://")
+    host, _, port = endpoint.rpartition(":")
+    if host == "tcp" or not (port == "*" or port.isdigit()):
+        raise ConfigError(f"endpoint {endpoint!r}: expected tcp://HOST:PORT")
+    if port in ("*", "0"):
+        return endpoint  # the system chooses a port for every rank
+    if not 0 < int(port) + rank < 65536:
+        raise ConfigError(f"endpoint {endpoint!r}: port + data-parallel rank {rank} is not a port")
+    return f"{host}:{int(port) + rank}"

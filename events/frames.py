@@ -1,0 +1,73 @@
+"""The ZeroMQ frames around a payload: live messages, replay requests and replies, the snapshot extension.
+
+Owns the byte layout of every message; sockets and meaning are elsewhere. docs/wire-format.md has the tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from events.errors import DecodeError
+
+SEQ_BYTES = 8
+END_SEQ = 2**64 - 1
+"""Sequence number of the marker that ends every reply; its payload is empty."""
+SNAPSHOT_SEQ = 2**64 - 2
+"""As a start_seq: asks for the resident set. As the seq of a reply: a chunk of it."""
+
+
+class LiveFrame(NamedTuple):
+    topic: bytes
+    seq: int
+    payload: bytes
+
+
+class ReplyFrame(NamedTuple):
+    seq: int
+    payload: bytes
+
+    @property
+    def is_end(self) -> bool:
+        return self.seq == END_SEQ
+
+
+def pack_seq(seq: int) -> bytes:
+    return seq.to_bytes(SEQ_BYTES, "big")
+
+
+def _seq(frame: bytes) -> int:
+    if len(frame) != SEQ_BYTES:
+        raise DecodeError(f"sequence frame: expected {SEQ_BYTES} bytes, got {len(frame)}: {frame[:16]!r}")
+    return int.from_bytes(frame, "big")
+
+
+def parse_live(frames: Sequence[bytes]) -> LiveFrame:
+    """`[topic, seq, payload]`. Raises DecodeError for any other shape."""
+    if len(frames) != 3:
+        raise DecodeError(f"live message: expected 3 frames (topic, seq, payload), got {len(frames)}")
+    return LiveFrame(frames[0], _seq(frames[1]), frames[2])
+
+
+def request_frames(start_seq: int) -> list[bytes]:
+    """What a DEALER sends to ask for replay from `start_seq`, or for a snapshot (SNAPSHOT_SEQ)."""
+    return [b"", pack_seq(start_seq)]
+
+
+def parse_request(frames: Sequence[bytes]) -> tuple[bytes, int]:
+    """(peer identity, start_seq) of what a ROUTER received: `[identity, "", start_seq]`. Raises DecodeError."""
+    if len(frames) != 3 or frames[1]:
+        raise DecodeError(f"replay request: expected frames identity, empty, start_seq; got {len(frames)} frames")
+    return frames[0], _seq(frames[2])
+
+
+def reply_frames(identity: bytes, topic: bytes, seq: int, payload: bytes) -> list[bytes]:
+    """One reply as the ROUTER sends it, with the topic, as current vLLM does."""
+    return [identity, b"", topic, pack_seq(seq), payload]
+
+
+def parse_reply(frames: Sequence[bytes]) -> ReplyFrame:
+    """What a DEALER received: `["", topic, seq, payload]`, or without the topic (older vLLM). Raises DecodeError."""
+    if len(frames) not in (3, 4) or frames[0]:
+        raise DecodeError(f"replay reply: expected frames empty, (topic,) seq, payload; got {len(frames)} frames")
+    return ReplyFrame(_seq(frames[-2]), frames[-1])

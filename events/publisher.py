@@ -1,0 +1,316 @@
+"""Publishes a worker's cache events: a step loop hands over lists of events and never waits.
+
+A shell: owns the PUB and ROUTER sockets, the thread that serves them and the clock; the ring, the shadow of the
+resident set and the frames are pure and live elsewhere. What happens on which thread:
+
+* `publish`, on the caller's: the batch gets its sequence number and its place in the ring, then waits in a queue.
+* the publisher's thread: applies the batch to the shadow, encodes it, sends it, answers replay and snapshot requests.
+
+Invariants: every published batch reaches the shadow, in order, also when it is not sent live; a batch that is not sent
+live is in the ring first, so subscribers see a gap and repair it; at most `max_queue_size` batches wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import uuid
+from collections import deque
+from dataclasses import dataclass
+
+import zmq
+
+from events.config import KVEventsConfig, rank_endpoint, should_bind
+from events.errors import ConfigError, DecodeError, InvariantError
+from events.frames import SNAPSHOT_SEQ, parse_request, reply_frames
+from events.replies import Reply, replay_reply, snapshot_reply
+from events.resident import ResidentSet
+from events.ring import Entry, Ring
+from events.sources import EventSource, GroupInfo
+from events.types import Event, EventBatch
+
+logger = logging.getLogger(__name__)
+
+REPLIES_MAX = 64
+"""Replies under way at once; further requests wait in their socket."""
+REPLY_SLICE = 128
+"""Messages of replies sent before live batches get their turn again."""
+LIVE_SLICE = 256
+REPLY_STALL_S = 30.0
+"""A peer that takes nothing for so long loses its reply."""
+
+
+@dataclass
+class PublisherStats:
+    published: int = 0
+    dropped_live: int = 0
+    """Batches that were not sent live because the queue was full; replay has them."""
+    replays: int = 0
+    snapshots: int = 0
+    broken_invariants: int = 0
+
+
+class EventPublisher:
+    """One publisher stream of one data-parallel rank.
+
+    Raises ConfigError if the configuration is off or an address cannot be used. `close` it to flush and to free the
+    addresses. `publish` may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        config: KVEventsConfig,
+        dp_rank: int = 0,
+        *,
+        model: str | None = None,
+        block_size: int | None = None,
+        groups: tuple[GroupInfo, ...] = (),
+        legacy: bool = False,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    ) -> None:
+        if not config.enabled:
+            raise ConfigError("--kv-events-config: enable_kv_cache_events is false, there is nothing to publish")
+        self.config = config
+        self.dp_rank = dp_rank
+        self.epoch = uuid.uuid4().hex
+        self.stats = PublisherStats()
+        self._model, self._block_size, self._groups = model, block_size, groups
+        self._legacy = legacy
+        self._topic = config.topic.encode()
+
+        self._lock = threading.Lock()  # guards the ring and the queue; held for microseconds
+        self._ring = Ring(config.buffer_steps)
+        self._queue: deque[Entry] = deque()
+        self._shadow_lock = threading.Lock()  # guards the shadow and `_applied`
+        self._shadow = ResidentSet()
+        self._applied: Entry | None = None
+
+        self._replies: deque[Reply] = deque()
+        self._closing = False
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._wake_sent = False
+
+        self._own_context = context is None
+        self._context = context or zmq.Context()
+        self._open_sockets()
+        self._thread = threading.Thread(target=self._run, name=f"kv-events-{dp_rank}", daemon=True)
+        self._thread.start()
+
+    # The caller's side
+
+    def publish(self, events: list[Event]) -> None:
+        """Announce what a step changed. The list and its events belong to the publisher from here on."""
+        if not events:
+            return
+        batch = EventBatch(time.time(), events, self.dp_rank)
+        with self._lock:
+            if self._closing:
+                raise RuntimeError("publish after close")
+            self._queue.append(self._ring.append(batch))
+            self.stats.published += 1
+            overflow = len(self._queue) > self.config.max_queue_size
+            if not self._wake_sent:
+                self._wake()
+        if overflow:
+            self._drop_oldest()
+
+    def source(self) -> EventSource:
+        """This stream's entry in `GET /kv_event_sources`."""
+        return EventSource(
+            data_parallel_rank=self.dp_rank,
+            endpoint=self._endpoint,
+            replay_endpoint=self._replay_endpoint,
+            topic=self.config.topic,
+            epoch=self.epoch,
+            snapshot=self._replay_endpoint is not None,
+            model=self._model,
+            block_size=self._block_size,
+            groups=self._groups,
+        )
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """Send what waits, then close; waits at most about twice `linger_s`. Safe to call twice."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            self._linger_ms = int(linger_s * 1000)
+            self._wake()
+        self._thread.join()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        if self._own_context:
+            self._context.term()
+
+    def _wake(self) -> None:
+        """Call with `_lock` held, so that the pipe is still open."""
+        self._wake_sent = True
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes the thread too
+            os.write(self._wake_write, b"\0")
+
+    def _drop_oldest(self) -> None:
+        """The queue is full: take the shadow's work off it instead of waiting, and leave the live send out.
+
+        Does nothing while the publisher's thread holds the shadow; the queue then exceeds its bound for that moment.
+        """
+        if not self._shadow_lock.acquire(blocking=False):
+            return
+        try:
+            if len(self._queue) > self.config.max_queue_size:
+                self._apply(self._queue.popleft())
+                self.stats.dropped_live += 1
+        finally:
+            self._shadow_lock.release()
+
+    # The publisher's thread
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake_read, zmq.POLLIN)
+        replay = self._replay
+        if replay is not None:
+            poller.register(replay, zmq.POLLIN)
+        wait_ms: int | None = None
+        while True:
+            ready = dict(poller.poll(wait_ms))
+            if self._wake_read in ready:
+                os.read(self._wake_read, 4096)
+                self._wake_sent = False
+            more = self._send_live()
+            if self._closing and not more:
+                break
+            if replay is not None:
+                if replay in ready:
+                    self._accept_requests(replay)
+                blocked = self._send_replies(replay)
+                wait_ms = 0 if more else (5 if blocked else 0) if self._replies else None
+            else:
+                wait_ms = 0 if more else None
+        self._close_sockets()
+
+    def _send_live(self) -> bool:
+        """Send a slice of what waits; True where more waits."""
+        for _ in range(LIVE_SLICE):
+            with self._shadow_lock:
+                if not self._queue:
+                    return False
+                entry = self._queue.popleft()
+                self._apply(entry)
+            payload = entry.payload(self._legacy)
+            self._pub.send_multipart([self._topic, entry.seq.to_bytes(8, "big"), payload])
+        return bool(self._queue)
+
+    def _apply(self, entry: Entry) -> None:
+        """Update the shadow. The caller holds its lock."""
+        try:
+            self._shadow.apply(entry.events())
+        except InvariantError as error:
+            self.stats.broken_invariants += 1
+            if self.stats.broken_invariants == 1:
+                logger.error("cache events break their guarantees (seq %d): %s; counted from now on", entry.seq, error)
+        self._applied = entry
+
+    def _accept_requests(self, replay: zmq.Socket[bytes]) -> None:
+        while len(self._replies) < REPLIES_MAX:
+            try:
+                frames = replay.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                identity, start_seq = parse_request(frames)
+            except DecodeError as error:
+                logger.warning("ignored a message on the replay socket: %s", error)
+                continue
+            self._replies.append(self._reply(identity, start_seq))
+
+    def _reply(self, identity: bytes, start_seq: int) -> Reply:
+        now = time.monotonic()
+        if start_seq == SNAPSHOT_SEQ:
+            self.stats.snapshots += 1
+            with self._shadow_lock:
+                blocks, last = self._shadow.blocks(), self._applied
+            return Reply(identity, snapshot_reply(blocks, last, self.dp_rank, time.time(), self._legacy), now)
+        self.stats.replays += 1
+        with self._lock:
+            entries = self._ring.since(start_seq)
+        # What has not reached the shadow yet is still to be sent live.
+        last_seq = self._applied.seq if self._applied else -1
+        return Reply(identity, replay_reply([e for e in entries if e.seq <= last_seq], self._legacy), now)
+
+    def _send_replies(self, replay: zmq.Socket[bytes]) -> bool:
+        """Send a slice of the replies under way, in turns; True where every peer is busy."""
+        blocked = 0
+        for _ in range(REPLY_SLICE):
+            if not self._replies or blocked >= len(self._replies):
+                break
+            reply = self._replies.popleft()
+            message = reply.peek()
+            if message is None:
+                continue
+            try:
+                replay.send_multipart(reply_frames(reply.identity, self._topic, *message), zmq.NOBLOCK)
+            except zmq.Again:
+                blocked += 1
+                if time.monotonic() - reply.progress_at < REPLY_STALL_S:
+                    self._replies.append(reply)
+                else:
+                    logger.warning("gave up a replay reply: the peer took nothing for %.0f s", REPLY_STALL_S)
+                continue
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                continue  # the peer left
+            blocked = 0
+            reply.advance(time.monotonic())
+            self._replies.append(reply)
+        return bool(self._replies) and blocked >= len(self._replies)
+
+    # Sockets
+
+    def _open_sockets(self) -> None:
+        self._linger_ms = 0
+        self._pub = self._context.socket(zmq.PUB)
+        self._replay: zmq.Socket[bytes] | None = None
+        self._replay_endpoint: str | None = None
+        try:
+            self._pub.sndhwm = self.config.hwm
+            endpoint = rank_endpoint(self.config.endpoint, self.dp_rank)
+            self._endpoint = _attach(self._pub, endpoint, bind=should_bind(endpoint))
+            if self.config.replay_endpoint is not None:
+                self._replay = self._context.socket(zmq.ROUTER)
+                # Without this a ROUTER drops what a slow peer cannot take, in the middle of a reply.
+                self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                endpoint = rank_endpoint(self.config.replay_endpoint, self.dp_rank)
+                self._replay_endpoint = _attach(self._replay, endpoint, bind=True)
+        except (zmq.ZMQError, ConfigError) as error:
+            self._close_sockets()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+            if self._own_context:
+                self._context.term()
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"--kv-events-config: cannot use endpoint {endpoint!r}: {error}") from error
+
+    def _close_sockets(self) -> None:
+        self._pub.close(self._linger_ms)
+        if self._replay is not None:
+            self._replay.close(self._linger_ms)
+
+
+def _attach(socket: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
+    """Bind or connect; the address others can be told (a system-chosen port filled in, wildcards kept)."""
+    if "[" in endpoint or "::" in endpoint:
+        socket.setsockopt(zmq.IPV6, 1)
+    if not bind:
+        socket.connect(endpoint)
+        return endpoint
+    socket.bind(endpoint)
+    bound = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(bound, bytes)
+    return bound.rstrip(b"\0").decode().replace("tcp://0.0.0.0:", "tcp://*:")

@@ -1,0 +1,73 @@
+"""What goes over the replay socket in answer to one request, as (seq, payload) pairs in order.
+
+Pure: a reply is an iterator over things that no longer change, so it can be sent in slices between live batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from events.codec import encode_batch
+from events.frames import END_SEQ, SNAPSHOT_SEQ
+from events.resident import ResidentBlock, snapshot_events
+from events.ring import Entry
+from events.types import BlockStored, Event, EventBatch
+
+Message = tuple[int, bytes]
+
+SNAPSHOT_CHUNK_BLOCKS = 1024
+"""A snapshot chunk is closed when it holds at least so many blocks."""
+
+
+def replay_reply(entries: Iterable[Entry], legacy: bool = False) -> Iterator[Message]:
+    """The batches themselves, then the end marker."""
+    for entry in entries:
+        yield entry.seq, entry.payload(legacy)
+    yield END_SEQ, b""
+
+
+def snapshot_reply(
+    blocks: list[ResidentBlock], last: Entry | None, dp_rank: int | None, ts: float, legacy: bool = False
+) -> Iterator[Message]:
+    """The resident set in chunks, then `last`, the batch it is true for, as replay would send it; then the end marker.
+
+    Nothing was ever published where `last` is None: the bare end marker then says so.
+    """
+    if last is not None:
+        events: list[Event] = []
+        block_count = 0
+        for event in snapshot_events(blocks):
+            events.append(event)
+            block_count += _block_count(event)
+            if block_count >= SNAPSHOT_CHUNK_BLOCKS:
+                yield SNAPSHOT_SEQ, encode_batch(EventBatch(ts, events, dp_rank), legacy)
+                events, block_count = [], 0
+        if events:
+            yield SNAPSHOT_SEQ, encode_batch(EventBatch(ts, events, dp_rank), legacy)
+        yield last.seq, last.payload(legacy)
+    yield END_SEQ, b""
+
+
+def _block_count(event: BlockStored) -> int:
+    return len(event.block_hashes)
+
+
+class Reply:
+    """A reply on its way to one peer."""
+
+    __slots__ = ("_messages", "_next", "identity", "progress_at")
+
+    def __init__(self, identity: bytes, messages: Iterator[Message], now: float) -> None:
+        self.identity = identity
+        self.progress_at = now
+        """When the peer last took something (monotonic seconds)."""
+        self._messages = messages
+        self._next: Message | None = next(messages, None)
+
+    def peek(self) -> Message | None:
+        """The message to send next; None at the end."""
+        return self._next
+
+    def advance(self, now: float) -> None:
+        self._next = next(self._messages, None)
+        self.progress_at = now
