@@ -13,9 +13,9 @@ from typing import Protocol
 
 import msgspec
 
-from engine.cache.prefix import Event
 from engine.scheduler import Scheduler
 from engine.types import Request, RequestOutput, StepPlan, StepResult
+from events import Event
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     waiting: int
     kv_cache_usage: float
-    """Share of the cache's memory that running sequences hold, 0 .. 1; cached blocks that could be evicted are not in it."""
+    """Share of the cache's memory that running sequences hold, 0 .. 1, without what could be evicted."""
     token_limit: int
     """Tokens (prompt and output) that one sequence can have: the model's length or what the cache can hold."""
     prefix_cache_queries: int
@@ -82,7 +82,7 @@ class EngineCore:
         self._steps += 1
         try:
             result = self._runner.execute(plan)
-        except Exception as error:  # noqa: BLE001 - whatever a model raises must cost its step only, not the loop
+        except Exception as error:
             log.exception("step %d failed; its %d requests end with an error", self._steps, len(plan.chunks))
             self._failed_steps += 1
             outputs = self.scheduler.fail(plan, f"the engine failed to compute a step: {type(error).__name__}: {error}")

@@ -157,7 +157,7 @@ class Scheduler:
         assert self._plan is None, "schedule() before the last plan was applied or failed"
         planned, preempted = self._continue_running()
         budget = self.config.max_num_batched_tokens
-        for entry, chunk in planned:
+        for _, chunk in planned:
             budget -= chunk.end - chunk.start
             self.cache.reserve(chunk.seq, chunk.end)
         if not preempted:
@@ -317,7 +317,9 @@ class Scheduler:
                 output.finish_reason = FinishReason.STOP
                 output.stop_token_id = token
                 return
-        if len(seq.token_ids) >= self.token_limit or (params.max_tokens is not None and output_len >= params.max_tokens):
+        if len(seq.token_ids) >= self.token_limit or (
+            params.max_tokens is not None and output_len >= params.max_tokens
+        ):
             output.finish_reason = FinishReason.LENGTH
 
     def _collect_prompt_logprobs(self, entry: _Entry, found: list[TokenLogprobs] | None) -> None:

@@ -11,13 +11,15 @@ freed before a live child.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 
 from engine.cache.pool import Block, UnitPool
-from engine.cache.prefix import FULL, BlockName, Event, Node, PrefixTree
+from engine.cache.prefix import FULL, HashBlock, Node, PrefixTree
 from engine.cache.spec import CacheSpec
-from engine.types import BlockId, Chunk, Request, Sequence
+from engine.types import BlockId, Chunk, Sequence
+from events import Event, block_hashes, hash_keys, wire_keys
 
 UNREAD = BlockId(0)
 """What a sliding-window table holds for positions before the window: any valid block, since no kernel may read it."""
@@ -76,12 +78,16 @@ class KVCache:
         self.tree = PrefixTree(spec, lambda block: self.pool.drop(block))
         self.pool: UnitPool[Node] = UnitPool(unit_count, per_unit, self.tree.forget)
         self._chains: dict[Sequence, Chain] = {}
-        self._names: dict[Sequence, list[BlockName]] = {}
+        self._names: dict[Sequence, list[HashBlock]] = {}
 
     # ------------------------------------------------------------------ questions
 
     def __contains__(self, seq: Sequence) -> bool:
         return seq in self._chains
+
+    def sequences(self) -> Iterable[Sequence]:
+        """The sequences that hold blocks."""
+        return self._chains
 
     @property
     def usage(self) -> Usage:
@@ -242,7 +248,7 @@ class KVCache:
         for block in self.tree.clear():
             if block.refs == 0:
                 self.pool.drop(block)
-        for seq, chain in self._chains.items():
+        for chain in self._chains.values():
             chain.detached = True
             chain.nodes = []
             chain.committed = 0
@@ -278,7 +284,8 @@ class KVCache:
 
     def _fits_alone(self, token_count: int) -> bool:
         units = sum(
-            -(-count // n) for count, n in zip(self._demand(-(-token_count // self.block_size)), self.pool.blocks_per_unit)
+            -(-count // n)
+            for count, n in zip(self._demand(-(-token_count // self.block_size)), self.pool.blocks_per_unit)
         )
         return units <= len(self.pool.units)
 
@@ -290,14 +297,25 @@ class KVCache:
         ]
         return counts + [1] * (self.spec.state is not None)
 
-    def _name_blocks(self, seq: Sequence, count: int) -> list[BlockName]:
+    def _name_blocks(self, seq: Sequence, count: int) -> list[HashBlock]:
         """Names of at least the first `count` blocks of `seq`; each is hashed once in a request's life."""
         names = self._names.setdefault(seq, [])
-        size = self.block_size
-        for index in range(len(names), count):
-            parent = names[-1].hash if names else None
-            tokens = seq.token_ids[index * size : (index + 1) * size]
-            names.append(BlockName(parent, tokens, _extra_keys(seq.request, index), seq.request.lora_name))
+        known, size, request = len(names), self.block_size, seq.request
+        if count <= known:
+            return names
+        lora, salt = request.lora_name, request.cache_salt
+        tokens = seq.token_ids[known * size : count * size]
+        hashes = block_hashes(
+            names[-1].hash if names else None,
+            tokens,
+            size,
+            hash_keys(lora, salt, first_block=not known),
+            hash_keys(lora, salt, first_block=False),
+        )
+        first_keys, other_keys = wire_keys(lora, salt, first_block=not known), wire_keys(lora, salt, first_block=False)
+        for index, hash_ in enumerate(hashes):
+            keys = other_keys if index else first_keys
+            names.append(HashBlock(hash_, tokens[index * size : (index + 1) * size], keys, lora))
         return names
 
     def _usable(self, nodes: list[Node]) -> int:
@@ -308,7 +326,9 @@ class KVCache:
             if window is None:
                 continue
             while count:
-                missing = next((i for i in range(count - 1, max(0, count - window) - 1, -1) if not nodes[i].blocks[g]), None)
+                missing = next(
+                    (i for i in range(count - 1, max(0, count - window) - 1, -1) if not nodes[i].blocks[g]), None
+                )
                 if missing is None:
                     break
                 count = missing
@@ -344,11 +364,3 @@ class KVCache:
             seq.block_tables[g][index] = known.id
             self.pool.release(own)
         chain.merges.clear()
-
-
-def _extra_keys(request: Request, index: int) -> tuple[str, ...] | None:
-    """What besides the tokens tells a block apart, in vLLM's order: the adapter everywhere, the salt in block 0."""
-    keys = () if request.lora_name is None else (request.lora_name,)
-    if index == 0 and request.cache_salt is not None:
-        keys += (request.cache_salt,)
-    return keys or None

@@ -63,9 +63,7 @@ class Unit(Generic[NodeT]):
 class UnitPool(Generic[NodeT]):
     """Memory of one model's cache. `blocks_per_unit[k]` is N_k; a state kind, if any, comes last with N = 1."""
 
-    def __init__(
-        self, unit_count: int, blocks_per_unit: Sequence[int], forget: Callable[[Block[NodeT]], None]
-    ) -> None:
+    def __init__(self, unit_count: int, blocks_per_unit: Sequence[int], forget: Callable[[Block[NodeT]], None]) -> None:
         if unit_count < 1:
             raise ValueError(f"unit_count: expected at least 1, got {unit_count}")
         if not blocks_per_unit or min(blocks_per_unit) < 1:

@@ -13,35 +13,36 @@ its parent; Stored and Removed of one (group, hash) alternate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from engine.cache.pool import Block
 from engine.cache.spec import MAMBA, CacheSpec
-from events.hashing import block_hash
-from events.types import AllBlocksCleared, BlockRemoved, BlockStored
+from events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
 
-Event = BlockStored | BlockRemoved | AllBlocksCleared
-MEDIUM = "GPU"
 FULL = 0
 """The kind of the full-attention group: the one whose chain of blocks carries everything else."""
 
 
-class BlockName:
-    """What a hash block of a prefix is called, before and whether or not anything holds it."""
+class HashBlock:
+    """One hash block of some prefix: what it is called, whether or not anything holds it."""
 
     __slots__ = ("extra_keys", "hash", "lora_name", "token_ids")
 
     def __init__(
-        self,
-        parent: int | None,
-        token_ids: Sequence[int],
-        extra_keys: tuple[str, ...] | None = None,
-        lora_name: str | None = None,
+        self, hash_: int, token_ids: Sequence[int], extra_keys: tuple[str, ...] | None, lora_name: str | None
     ) -> None:
+        self.hash = hash_
         self.token_ids = tuple(token_ids)
         self.extra_keys = extra_keys
         self.lora_name = lora_name
-        self.hash = int(block_hash(parent, self.token_ids, extra_keys or ()))
+
+    def equals(self, other: HashBlock) -> bool:
+        """Whether tokens and keys are equal; the hash alone proves nothing."""
+        return self is other or (
+            self.token_ids == other.token_ids
+            and self.extra_keys == other.extra_keys
+            and self.lora_name == other.lora_name
+        )
 
 
 class Node:
@@ -49,7 +50,7 @@ class Node:
 
     __slots__ = ("blocks", "children", "depth", "hash", "name", "parent")
 
-    def __init__(self, name: BlockName, parent: Node | None, kinds: int) -> None:
+    def __init__(self, name: HashBlock, parent: Node | None, kinds: int) -> None:
         self.name = name
         self.hash = name.hash
         self.parent = parent
@@ -75,17 +76,18 @@ class PrefixTree:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def find(self, name: BlockName, parent: Node | None) -> Node | None:
+    def nodes(self) -> Iterable[Node]:
+        """Every node, parents before children."""
+        return self._nodes.values()
+
+    def find(self, name: HashBlock, parent: Node | None) -> Node | None:
         """The node of that name below `parent`, verified: equal hash, tokens, keys and parent."""
         node = self._nodes.get(name.hash)
         if node is None or node.parent is not parent:
             return None
-        known = node.name
-        if known is not name and (known.token_ids != name.token_ids or known.extra_keys != name.extra_keys):
-            return None
-        return node
+        return node if node.name.equals(name) else None
 
-    def match(self, names: Sequence[BlockName], *, pending: bool) -> list[Node]:
+    def match(self, names: Sequence[HashBlock], *, pending: bool) -> list[Node]:
         """The longest chain of nodes for `names`; with `pending`, also those that this step is about to compute."""
         nodes: list[Node] = []
         parent: Node | None = None
@@ -97,7 +99,7 @@ class PrefixTree:
             parent = node
         return nodes
 
-    def ensure(self, name: BlockName, parent: Node | None) -> Node | None:
+    def ensure(self, name: HashBlock, parent: Node | None) -> Node | None:
         """The node of that name below `parent`, made if need be. None when its hash belongs to another prefix."""
         node = self.find(name, parent)
         if node is None:
@@ -143,10 +145,9 @@ class PrefixTree:
                 b for node in reversed(below) for b in (*node.blocks[FULL + 1 :], node.blocks[FULL]) if b is not None
             ]
         for victim in doomed:
-            node = victim.node
-            assert node is not None
+            assert victim.node is not None
             assert not victim.pending
-            self._log.removed(victim.kind, node)
+            self._log.removed(victim.kind, victim.node)
             self._unname(victim)
             self._drop(victim)
 
@@ -234,7 +235,7 @@ class EventLog:
         stored, kind, nodes = entry
         hashes: list[int | bytes] = [node.hash for node in nodes]
         if not stored:
-            return BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=kind)
+            return BlockRemoved(block_hashes=hashes, medium=GPU, group_idx=kind)
         first, (kind_name, window) = nodes[0], self._kinds[kind]
         token_ids = [token for node in nodes for token in node.name.token_ids]
         assert len(token_ids) == len(hashes) * self._block_size
@@ -244,7 +245,7 @@ class EventLog:
             token_ids=token_ids,
             block_size=self._block_size,
             lora_id=None,
-            medium=MEDIUM,
+            medium=GPU,
             lora_name=first.name.lora_name,
             extra_keys=[node.name.extra_keys for node in nodes],
             group_idx=kind,
