@@ -147,6 +147,11 @@ class Tokenizer:
         return token_id
 
     @property
+    def hf(self) -> HfTokenizer:
+        """The library's tokenizer, for incremental decoding. Not to be changed."""
+        return self._hf
+
+    @property
     def chat_template(self) -> ChatTemplate | None:
         return self._template
 
