@@ -14,7 +14,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ServiceModel:
-    """How long a worker takes: the prior that learning starts from. ROUTING.md's symbols are in brackets."""
+    """How long a worker takes: the prior that learning starts from. docs/routing.md's symbols are in brackets."""
 
     prefill_s_per_token: float = 1e-4
     """[a] seconds to prefill one token at an empty context."""

@@ -1,103 +1,464 @@
 """The router's core, sans IO: stimuli in, instructions out.
 
 Every method that changes state takes `now` (seconds of one monotonic clock, never going back) and returns the
-instructions that follow from it, in order; the shell performs them. The core is single-threaded: the shell calls it
-from one thread. The index behind it may be fed by another.
+instructions that follow from it, in order; the shell performs them. Single-threaded: the shell calls it from one
+thread; the index behind it may be fed by another.
+
+A request's life: `route` -> Forward (in flight), Hold (kept in the reordering queue) or Refuse (forgotten at once). In
+flight it ends by `finished`, `aborted` or `failed`, the last of which may start another attempt. Held it ends by a
+Forward, a Refuse or `aborted`, at the latest one tick after its deadline. Invariants: a request is held or in flight,
+never both; in flight it has exactly one entry in the tracker and at most one pin; when all have ended, every counter of
+load is zero and no pin outlives its grace.
 """
 
 from __future__ import annotations
 
+import random
+from collections import Counter, deque
 from dataclasses import dataclass
 
+from router.choose import Choice, Chooser
 from router.config import CoreConfig
-from router.messages import Decision, FailureKind, Forward, Hold, Instruction, Refuse, RouteRequest, Usage
-from router.view import PrefixIndex
-from router.workers import ServedModel, Worker, WorkerSpec
+from router.held import HeldQueue
+from router.history import chain_keys
+from router.messages import (
+    Decision,
+    FailureKind,
+    Forward,
+    Hold,
+    Instruction,
+    Refuse,
+    RouteRequest,
+    Usage,
+    WorkerLost,
+)
+from router.registry import Registry
+from router.status import CoreSnapshot, Totals, worker_row
+from router.tracker import LoadTracker
+from router.view import HolderId, PinId, PrefixIndex
+from router.watchdog import Watchdog
+from router.workers import ServedModel, Worker, WorkerSpec, WorkerState
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that is held or in flight."""
+
+    request: RouteRequest
+    arrived_s: float
+    attempt: int = 0
+    tried: frozenset[str] = frozenset()
+    decision: Decision | None = None
+    """Set while in flight."""
+    holder: HolderId | None = None
+    pin: PinId | None = None
+    first_token_seen: bool = False
 
 
 class RouterCore:
-    """Interface agreed with the edge; see each method."""
+    """Chooses a worker for each request and keeps the books. See the module's docstring."""
 
-    def __init__(self, index: PrefixIndex, config: CoreConfig, *, seed: int = 0) -> None: ...
+    def __init__(self, index: PrefixIndex, config: CoreConfig, *, seed: int = 0) -> None:
+        self.config = config
+        self.index = index
+        self.tracker = LoadTracker(config.service, config.cost, config.learn)
+        self.registry = Registry(index, self.tracker, config)
+        self.watchdog = Watchdog()
+        self.counters: Counter[str] = Counter()
+        self._chooser = Chooser(index, self.registry, self.tracker, config, random.Random(seed))
+        self._live: dict[str, _Live] = {}
+        self._held = HeldQueue(config.queue)
+        self._next_try_s = 0.0
+        self._grace: deque[tuple[float, HolderId, PinId]] = deque()
+        """Pins of ended requests, in the order of release."""
+        self._retry_budget = float(config.retry.budget_min)
+        self._totals: dict[str, Totals] = {}
 
     # Workers -----------------------------------------------------------------------------------------------------
+    @property
+    def workers(self) -> dict[str, Worker]:
+        """worker_id -> worker. Read only."""
+        return self.registry.workers
+
     def add_worker(self, spec: WorkerSpec, now: float, *, up: bool = True) -> Worker:
-        """Register (or update, same worker_id) a worker and its holders in the index."""
+        """Register a worker and its holders in the index, or update what is known of it (same worker_id)."""
+        if self.registry.remakes_targets(spec):
+            self._release_pins(self.registry.workers[spec.worker_id].holders)
+        return self.registry.add(spec, up=up)
 
     def remove_worker(self, worker_id: str, now: float) -> list[Instruction]:
         """Forget it at once. Its requests in flight stay known until the edge reports their end."""
+        worker = self.registry.workers.get(worker_id)
+        if worker is None:
+            return []
+        self._release_pins(worker.holders)
+        self.registry.remove(worker_id)
+        self.watchdog.forget(worker_id)
+        return self._try_held(now)
 
-    def worker_up(self, worker_id: str, now: float) -> list[Instruction]: ...
+    def worker_up(self, worker_id: str, now: float) -> list[Instruction]:
+        """A health check succeeded."""
+        worker = self.registry.workers.get(worker_id)
+        if worker is None or not self.registry.breaker.success(worker):
+            return []
+        self.registry.changed()
+        return self._try_held(now)
 
     def worker_down(self, worker_id: str, now: float, reason: str) -> list[Instruction]:
-        """Out of the candidates and out of the index at once."""
+        """A health check failed for good: out of the candidates at once, and out of the index (WorkerLost)."""
+        worker = self.registry.workers.get(worker_id)
+        if worker is None or worker.state is WorkerState.DRAINING:
+            return []
+        was_down = worker.state in (WorkerState.DOWN, WorkerState.PROBING)
+        self.registry.breaker.down(worker, now, reason)
+        self.registry.changed()
+        if was_down:
+            return []
+        return [self._lost(worker), *self._try_held(now)]
 
-    def drain(self, worker_id: str, now: float, *, on: bool = True) -> list[Instruction]: ...
-
-    @property
-    def workers(self) -> dict[str, Worker]: ...
+    def drain(self, worker_id: str, now: float, *, on: bool = True) -> list[Instruction]:
+        """Stop (or resume) giving a worker new work; what it has goes on. Raises KeyError where it is unknown."""
+        worker = self.registry.workers[worker_id]
+        worker.state = WorkerState.DRAINING if on else WorkerState.UP
+        worker.state_reason = "drained by an operator" if on else ""
+        self.registry.changed()
+        return self._try_held(now)
 
     def resolve_model(self, name: str) -> ServedModel | None:
         """What a client's model name means (base model, LoRA), or None where no worker serves it."""
+        return self.registry.resolve_model(name)
 
     # A request's life --------------------------------------------------------------------------------------------
-    def route(self, request: RouteRequest, now: float, *, explain: bool = False) -> Forward | Hold | Refuse: ...
+    def route(self, request: RouteRequest, now: float, *, explain: bool = False) -> Forward | Hold | Refuse:
+        """Place a new request. `explain` fills the decision's candidates. The request id must not be live."""
+        assert request.request_id not in self._live, f"request {request.request_id} is already known"
+        if len(self._live) >= self.config.requests_max:
+            self.counters["refused"] += 1
+            return Refuse(request.request_id, 429, "too_many_requests", "The router is full.", 1.0)
+        self._retry_budget = min(
+            self._retry_budget + self.config.retry.budget_ratio, 10.0 * max(self.config.retry.budget_min, 1)
+        )
+        live = _Live(request, now)
+        self._live[request.request_id] = live
+        placed = self._place(live, now, explain=explain)
+        return self._refuse(live, placed) if isinstance(placed, Refuse) else placed
 
     def explain(self, request: RouteRequest, now: float) -> Decision | Refuse:
-        """What `route` would decide, with every candidate's terms; changes nothing."""
+        """What `route` would decide, with every candidate's terms. Changes no book."""
+        candidates = self.registry.candidates(request, frozenset())
+        if isinstance(candidates, Refuse):
+            return candidates
+        choice = self._chooser.choose(request, candidates, now, peek=True)
+        return self._chooser.decision(request, choice, now, explain=True)
 
     def first_token(self, request_id: str, now: float) -> list[Instruction]:
-        """The first byte of the answer's body came (streams only)."""
+        """The first byte of the answer's content came (call it for streams only)."""
+        live = self._live.get(request_id)
+        if live is None or live.decision is None:
+            return []
+        live.first_token_seen = True
+        flight = self.tracker.first_token(request_id, now)
+        if flight is None:
+            return []
+        self._alive(live.decision.worker)
+        return self._try_held(now)
 
     def progress(self, request_id: str, output_tokens: int) -> None:
-        """Tokens generated so far, where the edge counts them (SSE chunks): refines decode context."""
+        """Tokens generated so far, where the edge counts them (SSE chunks): refines the decode load."""
+        self.tracker.progress(request_id, output_tokens)
 
-    def finished(self, request_id: str, usage: Usage | None, now: float) -> list[Instruction]: ...
-
-    def failed(self, request_id: str, kind: FailureKind, now: float) -> list[Instruction]:
-        """The first instruction is about this request: Forward (retry), Hold or Refuse (give up)."""
+    def finished(self, request_id: str, usage: Usage | None, now: float) -> list[Instruction]:
+        """The whole answer was passed on."""
+        live = self._live.pop(request_id, None)
+        if live is None or live.decision is None:
+            return []
+        self.counters["finished"] += 1
+        self._end_attempt(live, now, computed=True)
+        self._alive(live.decision.worker)
+        if usage is not None:
+            self._account(live, usage, now)
+        return self._try_held(now)
 
     def aborted(self, request_id: str, now: float) -> list[Instruction]:
-        """The client left, in flight or held; the edge cancels upstream by itself."""
+        """The client left, held or in flight; the edge cancels upstream by itself."""
+        live = self._live.pop(request_id, None)
+        if live is None:
+            return []
+        self.counters["aborted"] += 1
+        if live.decision is None:
+            self._held.drop(request_id)
+            return []
+        self._end_attempt(live, now, computed=live.first_token_seen)
+        return self._try_held(now)
+
+    def failed(self, request_id: str, kind: FailureKind, now: float) -> list[Instruction]:
+        """An attempt failed. Before the first byte the request gets another worker while tries and budget last: the
+        first Forward, Hold or Refuse is about it. After the first byte (STREAM) it is forgotten without one."""
+        live = self._live.get(request_id)
+        if live is None or live.decision is None:
+            return []
+        worker_id = live.decision.worker
+        self._end_attempt(live, now, computed=live.first_token_seen)
+        instructions: list[Instruction] = []
+        worker = self.registry.workers.get(worker_id)
+        if worker is not None and kind is not FailureKind.OVERLOADED:
+            fatal = kind is FailureKind.CONNECT
+            went_down = self.registry.breaker.failure(worker, now, reason=f"{kind.value} failure", fatal=fatal)
+            self.registry.changed()
+            if went_down and fatal:
+                instructions.append(self._lost(worker))
+        elif worker is not None and worker.probe == request_id:
+            worker.probe = None
+            self.registry.changed()
+        if kind is FailureKind.STREAM or live.first_token_seen:
+            del self._live[request_id]
+            self.counters["failed"] += 1
+            return instructions + self._try_held(now)
+        live.decision = None
+        live.tried |= {worker_id}
+        live.attempt += 1
+        instructions.insert(0, self._retry(live, kind, now))
+        return instructions + self._try_held(now)
 
     def tick(self, now: float) -> list[Instruction]:
-        """Call at `next_tick()` or a little later: deadlines, held requests, grace periods, breakers."""
+        """Deadlines, held requests, grace periods, breakers. Call at `next_tick()` or a little later."""
+        self.tracker.advance(now)
+        while self._grace and self._grace[0][0] <= now:
+            self.index.unpin(self._grace.popleft()[2])
+        for worker in self.registry.workers.values():
+            if worker.state is WorkerState.DOWN and now >= worker.open_until_s:
+                self.registry.breaker.half_open(worker, now)
+                self.registry.changed()
+        instructions: list[Instruction] = []
+        for request_id, refuse in self._held.due(now):
+            instructions.append(self._expire(self._live[request_id], now, refuse=refuse))
+        return instructions + self._try_held(now)
 
-    def next_tick(self) -> float | None: ...
+    def next_tick(self) -> float | None:
+        """When `tick` will next have something to do; None while nothing is pending."""
+        times = [w.open_until_s for w in self.registry.workers.values() if w.state is WorkerState.DOWN]
+        if self._grace:
+            times.append(self._grace[0][0])
+        if len(self._held):
+            times.append(self._next_try_s)
+            deadline = self._held.next_deadline()
+            if deadline is not None:
+                times.append(deadline)
+        return min(times, default=None)
+
+    # Placing -----------------------------------------------------------------------------------------------------
+    def _place(
+        self, live: _Live, now: float, *, explain: bool = False, may_hold: bool = True
+    ) -> Forward | Hold | Refuse:
+        """Choose, then commit or hold. On a Refuse the caller calls `_refuse`, or finds another answer."""
+        self.tracker.advance(now)
+        candidates = self.registry.candidates(live.request, live.tried)
+        if isinstance(candidates, Refuse):
+            return candidates
+        choice = self._chooser.choose(live.request, candidates, now)
+        target = choice.cost.targets[choice.winner]
+        if may_hold and self.config.queue.enabled and self.config.policy == "kv":
+            wait_s = target.slow * target.queue_s(now, self.config.cost.progress_cap)
+            if wait_s > self.config.queue.hold_above_s:
+                return self._hold(live, choice, now)
+        self._held.drop(live.request.request_id)
+        return self._commit(live, choice, now, explain=explain)
+
+    def _commit(self, live: _Live, choice: Choice, now: float, *, explain: bool) -> Forward:
+        """Send it: count it, pin its prefix, remember its session."""
+        request = live.request
+        decision = self._chooser.decision(
+            request, choice, now, explain=explain, attempt=live.attempt, waited_s=now - live.arrived_s
+        )
+        target = choice.cost.targets[choice.winner]
+        self._chooser.rotate()
+        self.tracker.route(
+            request.request_id,
+            target,
+            prompt_tokens=request.prompt_tokens,
+            cached_tokens=decision.predicted_cached_tokens,
+            stream=request.stream,
+            now=now,
+        )
+        if request.token_ids is not None:
+            history = self.registry.histories.get(target.name)
+            if history is not None:
+                history.insert(chain_keys(request.token_ids, request.scope))
+            else:
+                live.holder = target.holder
+                live.pin = self.index.pin(target.holder, request.token_ids, request.scope)
+        if request.session is not None:
+            self._chooser.sessions.put(request.session, target.name, now)
+        worker = self.registry.workers[target.worker_id]
+        if worker.state is WorkerState.PROBING:
+            worker.probe = request.request_id
+            self.registry.changed()
+        live.decision = decision
+        totals = self._totals.setdefault(target.name, Totals())
+        totals.routed += 1
+        self.counters["routed"] += 1
+        return Forward(request.request_id, decision)
+
+    # The reordering queue ----------------------------------------------------------------------------------------
+    def _hold(self, live: _Live, choice: Choice, now: float) -> Hold | Refuse:
+        request, config = live.request, self.config.queue
+        known = request.request_id in self._held
+        target = choice.cost.targets[choice.winner]
+        if not known and self._held.full:
+            wait_s = target.slow * target.queue_s(now, self.config.cost.progress_cap)
+            return Refuse(request.request_id, 429, "queue_full", "The router's queue is full.", max(1.0, wait_s))
+        deadline_s = request.deadline_s if request.deadline_s is not None else live.arrived_s + config.wait_s_max
+        self._held.put(
+            request.request_id,
+            priority=request.priority,
+            work_s=target.slow * target.prefill_seconds(request.prompt_tokens, choice.cost.cached[choice.winner]),
+            arrived_s=live.arrived_s,
+            deadline_s=deadline_s,
+            refuse=request.deadline_s is not None,
+        )
+        if not known:
+            self.counters["held"] += 1
+            if len(self._held) == 1:
+                self._next_try_s = now + config.tick_s
+        return Hold(request.request_id, deadline_s, len(self._held))
+
+    def _try_held(self, now: float) -> list[Instruction]:
+        """Try the first few held requests again; each that is placed or refused yields an instruction."""
+        config = self.config.queue
+        if not len(self._held):
+            return []
+        self.tracker.advance(now)
+        self._next_try_s = now + config.tick_s
+        instructions: list[Instruction] = []
+        for request_id in self._held.first(config.tries):
+            if not self._any_free(now):
+                break
+            live = self._live[request_id]
+            placed = self._place(live, now)
+            if isinstance(placed, Refuse):
+                placed = self._refuse(live, placed)
+            if not isinstance(placed, Hold):
+                instructions.append(placed)
+        return instructions
+
+    def _any_free(self, now: float) -> bool:
+        """Whether any target's wait is short enough that a held request could go there."""
+        limit, cap = self.config.queue.hold_above_s, self.config.cost.progress_cap
+        return any(t.slow * t.queue_s(now, cap) <= limit for t in self.tracker.targets.values())
+
+    def _expire(self, live: _Live, now: float, *, refuse: bool) -> Forward | Refuse:
+        """A held request's deadline came."""
+        self._held.drop(live.request.request_id)
+        if refuse:
+            message = "The request's deadline passed while it waited in the router."
+            return self._refuse(live, Refuse(live.request.request_id, 503, "deadline", message, 1.0))
+        self.counters["deadline_forwards"] += 1
+        placed = self._place(live, now, may_hold=False)
+        assert not isinstance(placed, Hold)
+        return self._refuse(live, placed) if isinstance(placed, Refuse) else placed
+
+    # Ends --------------------------------------------------------------------------------------------------------
+    def _retry(self, live: _Live, kind: FailureKind, now: float) -> Forward | Hold | Refuse:
+        retry = self.config.retry
+        request_id = live.request.request_id
+        if live.attempt < retry.attempts_max and self._retry_budget >= 1.0:
+            self._retry_budget -= 1.0
+            placed = self._place(live, now)
+            if not isinstance(placed, Refuse):
+                self.counters["retried"] += 1
+                return placed
+        status, code = 502, "upstream_failed"
+        if kind is FailureKind.OVERLOADED:
+            status, code = 429, "upstream_overloaded"
+        elif kind is FailureKind.TIMEOUT:
+            status, code = 504, "upstream_timeout"
+        message = f"The worker failed ({kind.value}) and no other could be tried."
+        return self._refuse(live, Refuse(request_id, status, code, message, self.registry.retry_after_s(now)))
+
+    def _refuse(self, live: _Live, refusal: Refuse) -> Refuse:
+        self._held.drop(live.request.request_id)
+        self._live.pop(live.request.request_id, None)
+        self.counters["refused"] += 1
+        return refusal
+
+    def _end_attempt(self, live: _Live, now: float, *, computed: bool) -> None:
+        """Take an attempt off the books. What was computed stays pinned for a grace period: its events are coming."""
+        self.tracker.end(live.request.request_id, now)
+        if live.pin is not None and live.holder is not None:
+            if computed:
+                self._grace.append((now + self.config.pin_grace_s, live.holder, live.pin))
+            else:
+                self.index.unpin(live.pin)
+        live.pin = live.holder = None
+
+    def _release_pins(self, holders: list[HolderId]) -> None:
+        """The holders are about to go."""
+        gone = set(holders)
+        for live in self._live.values():
+            if live.holder in gone and live.pin is not None:
+                self.index.unpin(live.pin)
+                live.pin = live.holder = None
+        kept: deque[tuple[float, HolderId, PinId]] = deque()
+        for entry in self._grace:
+            if entry[1] in gone:
+                self.index.unpin(entry[2])
+            else:
+                kept.append(entry)
+        self._grace = kept
+
+    def _alive(self, worker_id: str) -> None:
+        worker = self.registry.workers.get(worker_id)
+        if (
+            worker is not None
+            and (worker.failures or worker.state is not WorkerState.UP)
+            and (self.registry.breaker.success(worker))
+        ):
+            self.registry.changed()
+
+    def _lost(self, worker: Worker) -> WorkerLost:
+        for target in self.registry.targets_of(worker.worker_id):
+            history = self.registry.histories.get(target.name)
+            if history is not None:
+                history.clear()
+        return WorkerLost(worker.worker_id)
+
+    def _account(self, live: _Live, usage: Usage, now: float) -> None:
+        """Compare the engine's figures with what was predicted."""
+        decision = live.decision
+        assert decision is not None
+        totals = self._totals.get(decision.terms.worker)
+        if totals is not None and usage.cached_tokens is not None:
+            totals.predicted_cached_tokens += decision.predicted_cached_tokens
+            totals.reported_cached_tokens += usage.cached_tokens
+        self.watchdog.finished(
+            decision.worker,
+            counted_tokens=live.request.prompt_tokens if live.request.token_ids is not None else None,
+            prompt_tokens=usage.prompt_tokens,
+            predicted_cached=decision.predicted_cached_tokens,
+            cached_tokens=usage.cached_tokens,
+        )
 
     # Seeing ------------------------------------------------------------------------------------------------------
-    def snapshot(self, now: float) -> CoreSnapshot: ...
+    def snapshot(self, now: float) -> CoreSnapshot:
+        """What `/workers` and `/metrics` show. Changes nothing but estimated first tokens."""
+        self.tracker.advance(now)
+        cap = self.config.cost.progress_cap
+        rows = [
+            worker_row(worker, target, self._totals.get(target.name, Totals()), self.tracker, self.watchdog, now, cap)
+            for worker in self.registry.workers.values()
+            for target in self.registry.targets_of(worker.worker_id)
+        ]
+        return CoreSnapshot(rows, len(self._held), len(self._live) - len(self._held), dict(self.counters))
 
-
-@dataclass(frozen=True, slots=True)
-class WorkerSnapshot:
-    """One row of `/workers`."""
-
-    worker_id: str
-    url: str
-    state: str
-    state_reason: str
-    models: list[str]
-    roles: list[str]
-    cache_view: str
-    prefilling: int
-    decoding: int
-    queue_s: float
-    utilisation: float
-    slow: float
-    learned: dict[str, float]
-    """prefill_s_per_token, quadratic_tokens, step_s, decode_factor, observations."""
-    predicted_cached_tokens: int
-    reported_cached_tokens: int
-    alarms: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class CoreSnapshot:
-    """Everything `/workers` and `/metrics` show of the core."""
-
-    workers: list[WorkerSnapshot]
-    held: int
-    in_flight: int
-    counters: dict[str, int]
-    """routed, held, refused, retried, finished, failed, aborted, deadline_forwards ..."""
+    def check_invariants(self) -> None:
+        """Books agree with each other; called by tests after every stimulus."""
+        self.tracker.check_invariants()
+        self._held.check_invariants()
+        for request_id, live in self._live.items():
+            held = request_id in self._held
+            assert held == (live.decision is None), f"{request_id} is held={held} with decision {live.decision}"
+            assert held != (request_id in self.tracker.requests), f"{request_id}: held and in flight, or neither"
+            assert live.pin is None or not held
+        assert set(self.tracker.requests) <= set(self._live)
+        deadlines = [entry[0] for entry in self._grace]
+        assert deadlines == sorted(deadlines)

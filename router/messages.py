@@ -15,7 +15,7 @@ from router.view import Scope
 
 @dataclass(slots=True)
 class RouteRequest:
-    """One request that needs a worker. `model` is the name the client asked for; `scope.model` the base model it means."""
+    """One request that needs a worker. `model` is the name the client asked for, `scope.model` its base model."""
 
     request_id: str
     model: str
@@ -68,7 +68,7 @@ class FailureKind(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What one candidate's price is made of; ROUTING's symbols. Seconds unless the name says tokens."""
+    """What one candidate's price is made of; docs/routing.md's symbols. Seconds unless the name says tokens."""
 
     worker: str
     cached_tokens: int
@@ -126,7 +126,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Keep the request; a later instruction will forward or refuse it, at the latest at `deadline_s` (plus one tick)."""
+    """Keep the request; a later instruction will forward or refuse it, by `deadline_s` plus one tick."""
 
     request_id: str
     deadline_s: float
@@ -141,9 +141,17 @@ class Refuse:
     request_id: str
     status: int
     code: str
-    """Stable machine-readable reason: no_worker, unknown_model, unknown_worker, context_length_exceeded, queue_full, ..."""
+    """Stable machine-readable reason: no_worker, unknown_model, unknown_worker, context_length_exceeded, queue_full,
+    too_many_requests, deadline, upstream_failed, upstream_overloaded, upstream_timeout."""
     message: str
     retry_after_s: float | None = None
 
 
-Instruction = Forward | Hold | Refuse
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """A worker died: drop its entries from the index and resynchronise its stream when it returns (the feed's job)."""
+
+    worker_id: str
+
+
+Instruction = Forward | Hold | Refuse | WorkerLost

@@ -138,7 +138,7 @@ def why_not_usable(worker: Worker) -> str | None:
         return None
     if worker.state is WorkerState.PROBING:
         return None if worker.probe is None else "probing"
-    return worker.state.value
+    return str(worker.state.value)
 
 
 def merge_models(workers: Iterable[Worker]) -> dict[str, ServedModel]:

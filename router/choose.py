@@ -1,0 +1,156 @@
+"""From an eligible pool to a winner: reads the index and the books, prices, applies the configured policy.
+
+Changes nothing but chance and the rotation of ties; the core commits what it decides.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from router.config import CoreConfig
+from router.history import chain_keys
+from router.messages import Decision, RouteRequest, Terms
+from router.policy import (
+    KvCost,
+    choose_least_requests,
+    choose_random,
+    choose_round_robin,
+    choose_sticky,
+    load_seconds,
+    sticky_key,
+)
+from router.registry import Registry
+from router.sessions import Sessions
+from router.tracker import LoadTracker, Target
+from router.view import PrefixIndex
+
+
+@dataclass(slots=True)
+class Choice:
+    """A priced set of candidates and the winner."""
+
+    cost: KvCost
+    winner: int
+    resident: list[int]
+    """Tokens of each candidate's h that events (or history) vouch for."""
+
+
+class Chooser:
+    """Prices candidates and picks one."""
+
+    def __init__(
+        self, index: PrefixIndex, registry: Registry, tracker: LoadTracker, config: CoreConfig, rng: random.Random
+    ) -> None:
+        self._index = index
+        self._registry = registry
+        self._tracker = tracker
+        self._config = config
+        self._rng = rng
+        self._rotation = 0
+        self.sessions = Sessions(config.session_ttl_s, config.sessions_max)
+
+    def rotate(self) -> None:
+        """A choice was committed: the next tie goes to the next in turn."""
+        self._rotation += 1
+
+    def choose(self, request: RouteRequest, candidates: list[Target], now: float, *, peek: bool = False) -> Choice:
+        """Price the candidates and pick one by the configured policy. `peek`: leave chance as it is."""
+        cached, resident, loads = self._hits(request, candidates)
+        cost = KvCost(
+            candidates,
+            cached,
+            loads,
+            prompt_tokens=request.prompt_tokens,
+            utilisation_factor=self._tracker.utilisation_factor(now),
+            now=now,
+            config=self._config.cost,
+        )
+        winner = self._affine(request, candidates, now)
+        if winner is None:
+            winner = self._by_policy(request, candidates, cost, random.Random(0) if peek else self._rng)
+        return Choice(cost, winner, resident)
+
+    def _by_policy(self, request: RouteRequest, candidates: list[Target], cost: KvCost, rng: random.Random) -> int:
+        policy = self._config.policy
+        rotation = self._rotation
+        if policy == "kv":
+            return cost.choose(rotation)
+        if policy == "round_robin":
+            return choose_round_robin(candidates, rotation)
+        if policy == "random":
+            return choose_random(candidates, rng)
+        key = sticky_key(request.session, request.token_ids) if policy == "sticky" else None
+        if key is not None:
+            return choose_sticky(candidates, key)
+        return choose_least_requests(candidates, rotation)
+
+    def _affine(self, request: RouteRequest, candidates: list[Target], now: float) -> int | None:
+        """The candidate this session was sent to before, where affinity is on."""
+        if not self._config.session_affinity or request.session is None:
+            return None
+        name = self.sessions.get(request.session, now)
+        if name is None:
+            return None
+        return next((i for i, target in enumerate(candidates) if target.name == name), None)
+
+    def _hits(self, request: RouteRequest, candidates: list[Target]) -> tuple[list[int], list[int], list[float] | None]:
+        """(h, the part of it that is resident, load seconds or None) of every candidate."""
+        if request.token_ids is None:
+            nothing = [0] * len(candidates)
+            return nothing, nothing, None
+        matches = {match.holder: match for match in self._index.match(request.token_ids, request.scope)}
+        cached, resident = [], []
+        loads: list[float] | None = None
+        histories = self._registry.histories
+        keys = chain_keys(request.token_ids, request.scope) if histories else []
+        for i, target in enumerate(candidates):
+            if histories and target.name in histories:
+                tokens = histories[target.name].match(keys)
+                cached.append(tokens)
+                resident.append(tokens)
+                continue
+            match = matches.get(target.holder)
+            if match is None:
+                cached.append(0)
+                resident.append(0)
+                continue
+            cached.append(match.pinned_tokens if match.pinned_tokens > match.tokens else match.tokens)
+            resident.append(match.tokens)
+            if match.tokens > match.gpu_tokens:
+                if loads is None:
+                    loads = [0.0] * len(candidates)
+                loads[i] = load_seconds(match, self._config.cost)
+        return cached, resident, loads
+
+    def decision(
+        self,
+        request: RouteRequest,
+        choice: Choice,
+        now: float,
+        *,
+        explain: bool,
+        attempt: int = 0,
+        waited_s: float = 0.0,
+    ) -> Decision:
+        """The choice as a value, with every candidate's terms where an explanation was asked for."""
+        cost, winner = choice.cost, choice.winner
+        target = cost.targets[winner]
+        terms = cost.terms(winner, choice.resident[winner])
+        decision = Decision(
+            request_id=request.request_id,
+            worker=target.worker_id,
+            rank=target.rank,
+            attempt=attempt,
+            prompt_tokens=request.prompt_tokens,
+            predicted_cached_tokens=terms.cached_tokens,
+            predicted_ttft_s=terms.ttft_s,
+            terms=terms,
+            decided_s=now,
+            waited_s=waited_s,
+        )
+        if explain:
+            priced: list[Terms] = [cost.terms(i, choice.resident[i]) for i in range(len(cost.targets))]
+            decision.candidates = sorted(priced, key=lambda t: t.cost)
+            decision.not_eligible = self._registry.why_not(request)
+        return decision

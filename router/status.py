@@ -1,0 +1,92 @@
+"""What the core shows of itself: the rows of `/workers`, the sums behind `/metrics`. Values and their assembly only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from router.tracker import LoadTracker, Target
+from router.watchdog import Watchdog
+from router.workers import CacheView, Worker
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSnapshot:
+    """One row of `/workers`: a worker, or one data-parallel rank of it."""
+
+    worker_id: str
+    target: str
+    url: str
+    state: str
+    state_reason: str
+    models: list[str]
+    roles: list[str]
+    cache_view: str
+    prefilling: int
+    decoding: int
+    queue_s: float
+    utilisation: float
+    slow: float
+    learned: dict[str, float]
+    """prefill_s_per_token, quadratic_tokens, step_s, decode_request_s, observations."""
+    routed: int
+    predicted_cached_tokens: int
+    reported_cached_tokens: int
+    alarms: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSnapshot:
+    """Everything `/workers` and `/metrics` show of the core."""
+
+    workers: list[WorkerSnapshot]
+    held: int
+    in_flight: int
+    counters: dict[str, int]
+
+
+@dataclass(slots=True)
+class Totals:
+    """Running sums of a target since it was added."""
+
+    routed: int = 0
+    predicted_cached_tokens: int = 0
+    reported_cached_tokens: int = 0
+
+
+def worker_row(
+    worker: Worker,
+    target: Target,
+    totals: Totals,
+    tracker: LoadTracker,
+    watchdog: Watchdog,
+    now: float,
+    progress_cap: float,
+) -> WorkerSnapshot:
+    """One target's row."""
+    service = target.service
+    return WorkerSnapshot(
+        worker_id=worker.worker_id,
+        target=target.name,
+        url=worker.spec.url,
+        state=worker.state.value,
+        state_reason=worker.state_reason,
+        models=sorted(worker.models),
+        roles=sorted(worker.spec.roles),
+        cache_view=worker.spec.cache_view.value,
+        prefilling=len(target.prefills),
+        decoding=target.decode_requests,
+        queue_s=target.queue_s(now, progress_cap),
+        utilisation=tracker.utilisation(target, now),
+        slow=target.slow,
+        learned={
+            "prefill_s_per_token": service.prefill_s_per_token,
+            "quadratic_tokens": service.quadratic_tokens,
+            "step_s": service.step_s,
+            "decode_request_s": service.decode_request_s,
+            "observations": target.speed.observations,
+        },
+        routed=totals.routed,
+        predicted_cached_tokens=totals.predicted_cached_tokens,
+        reported_cached_tokens=totals.reported_cached_tokens,
+        alarms=watchdog.alarms(worker.worker_id, expects_events=worker.spec.cache_view is CacheView.EVENTS),
+    )

@@ -1,0 +1,417 @@
+"""How busy each worker is, from the router's own bookkeeping: the cost's Q, U, slow, n_dec and ctx.
+
+A **target** is what a request can be sent to: a worker, or one data-parallel rank of it. Owns what is in flight on each
+target and what was learned of its speed. Refuses to know why a target was chosen, caches, sockets and clocks.
+
+Invariants (`check_invariants`): a target's sums equal the sums over its requests; a request is in exactly one phase;
+after every request ended, every sum is zero.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import math
+from dataclasses import dataclass
+
+from router.config import CostConfig, LearnConfig, ServiceModel
+from router.learn import Observation, SpeedEstimate
+from router.view import HolderId
+
+_MERGE_S = 0.004
+"""First tokens this close together came out of one engine step: one observation."""
+_RESCALE_WINDOWS = 20.0
+
+
+class Phase(enum.Enum):
+    """PREFILL until the first token was seen (or estimated), then DECODE."""
+
+    PREFILL = 0
+    DECODE = 1
+
+
+@dataclass(slots=True)
+class InFlight:
+    """One routed request."""
+
+    request_id: str
+    target: Target
+    prompt_tokens: int
+    cached_tokens: int
+    prefill_s: float
+    routed_s: float
+    stream: bool
+    phase: Phase = Phase.PREFILL
+    context_tokens: int = 0
+    decodes_at_route: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLoad:
+    """One router's part of a target's load, as it tells its peers. Times are on the receiver's clock."""
+
+    prefill_s: float = 0.0
+    oldest_prefill_s: float = 0.0
+    oldest_routed_s: float = 0.0
+    head_since_s: float = 0.0
+    decode_requests: int = 0
+    decode_context: int = 0
+    utilisation: float = 0.0
+    updated_s: float = 0.0
+
+
+class Target:
+    """The load of one target. Read by the policy; changed only by the `LoadTracker`."""
+
+    __slots__ = (
+        "context_tokens",
+        "decode_requests",
+        "head_since_s",
+        "holder",
+        "name",
+        "open_interval",
+        "peer",
+        "prefill_rate",
+        "prefill_s",
+        "prefills",
+        "quadratic_rate",
+        "rank",
+        "requests",
+        "service",
+        "slow",
+        "speed",
+        "utilisation_scaled",
+        "worker_id",
+    )
+
+    def __init__(self, worker_id: str, rank: int | None, holder: HolderId, speed: SpeedEstimate) -> None:
+        self.worker_id = worker_id
+        self.rank = rank
+        self.holder = holder
+        self.name = worker_id if rank is None else f"{worker_id}#{rank}"
+        self.speed = speed
+        self.service: ServiceModel = speed.model()
+        self.prefill_rate = 0.0
+        """a"""
+        self.quadratic_rate = 0.0
+        """a / (2 * Lq)"""
+        self.prefills: dict[str, InFlight] = {}
+        """Routed and without a first token, in the order of routing."""
+        self.prefill_s = 0.0
+        self.head_since_s = 0.0
+        """When the worker turned to its present oldest prefill: the last first token seen, or the end of one ahead."""
+        self.requests = 0
+        self.decode_requests = 0
+        self.context_tokens = 0
+        self.slow = 1.0
+        self.utilisation_scaled = 0.0
+        self.peer: SharedLoad | None = None
+        """The sum of what other routers have in flight here."""
+        self.open_interval: _Interval | None = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Recompute what is derived from the service model and the decode load."""
+        service = self.service
+        self.prefill_rate = service.prefill_s_per_token
+        self.quadratic_rate = service.prefill_s_per_token / (2.0 * service.quadratic_tokens)
+        requests, context = self.decode_requests, self.context_tokens
+        if self.peer is not None:
+            requests += self.peer.decode_requests
+            context += self.peer.decode_context
+        step_overhead = service.step_s + service.decode_request_s * requests + service.decode_context_s * context
+        self.slow = 1.0 + step_overhead / (service.prefill_s_per_token * service.step_tokens)
+
+    def prefill_seconds(self, prompt_tokens: int, cached_tokens: int) -> float:
+        """P."""
+        quadratic = prompt_tokens * prompt_tokens - cached_tokens * cached_tokens
+        return self.prefill_rate * (prompt_tokens - cached_tokens) + self.quadratic_rate * quadratic
+
+    def queue_s(self, now: float, progress_cap: float) -> float:
+        """Q: routed prefill that is still to be done, with the oldest one's progress taken off."""
+        total, since, oldest_s, oldest_routed_s = self.prefill_s, self.head_since_s, 0.0, math.inf
+        if self.prefills:
+            oldest = next(iter(self.prefills.values()))
+            oldest_s, oldest_routed_s = oldest.prefill_s, oldest.routed_s
+        peer = self.peer
+        if peer is not None and peer.prefill_s > 0.0:
+            total += peer.prefill_s
+            since = max(since, peer.head_since_s)
+            if peer.oldest_routed_s < oldest_routed_s:
+                oldest_s, oldest_routed_s = peer.oldest_prefill_s, peer.oldest_routed_s
+        if total <= 0.0 or oldest_routed_s is math.inf:
+            return 0.0
+        progress = min((now - max(since, oldest_routed_s)) / self.slow, progress_cap * oldest_s)
+        return max(0.0, total - max(progress, 0.0))
+
+
+@dataclass(slots=True)
+class _Interval:
+    """First tokens of one engine step, before they are learned from."""
+
+    start_s: float
+    end_s: float
+    uncached_tokens: int
+    quadratic: float
+    decode_requests: float
+    decode_context: float
+    usable: bool
+
+
+class LoadTracker:
+    """Bookkeeping at route, first token, finish, failure; learning; the load other routers told of."""
+
+    def __init__(self, service: ServiceModel, cost: CostConfig, learn: LearnConfig) -> None:
+        self._service = service
+        self._cost = cost
+        self._learn = learn
+        self.targets: dict[str, Target] = {}
+        self.requests: dict[str, InFlight] = {}
+        self._epoch_s: float | None = None
+        self._estimates: list[tuple[float, str]] = []
+        """Heap of (estimated first token, request) of requests that do not stream."""
+        self._peers: dict[str, dict[str, SharedLoad]] = {}
+        """router -> target name -> load."""
+
+    # Targets -----------------------------------------------------------------------------------------------------
+    def add_target(
+        self, worker_id: str, rank: int | None, holder: HolderId, *, service: ServiceModel | None = None
+    ) -> Target:
+        """A new target starts at the median speed of those already known, unless its constants are given."""
+        ratios = sorted(t.speed.ratios[0] for t in self.targets.values() if t.speed.observations >= 8)
+        start = ratios[len(ratios) // 2] if ratios and service is None else 1.0
+        target = Target(
+            worker_id, rank, holder, SpeedEstimate(service or self._service, self._learn, start_ratio=start)
+        )
+        self.targets[target.name] = target
+        self._apply_peers(target)
+        return target
+
+    def remove_target(self, name: str) -> None:
+        """Its requests in flight stay known by id until they end; they no longer count anywhere."""
+        self.targets.pop(name, None)
+
+    # A request's life --------------------------------------------------------------------------------------------
+    def route(
+        self, request_id: str, target: Target, *, prompt_tokens: int, cached_tokens: int, stream: bool, now: float
+    ) -> InFlight:
+        """Count a request where it was sent."""
+        assert request_id not in self.requests, f"request {request_id} is already in flight"
+        flight = InFlight(
+            request_id=request_id,
+            target=target,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            prefill_s=target.prefill_seconds(prompt_tokens, cached_tokens),
+            routed_s=now,
+            stream=stream,
+            decodes_at_route=target.decode_requests,
+        )
+        if not stream:
+            wait_s = target.slow * (target.queue_s(now, self._cost.progress_cap) + flight.prefill_s)
+            heapq.heappush(self._estimates, (now + wait_s, request_id))
+        self.requests[request_id] = flight
+        target.prefills[request_id] = flight
+        target.prefill_s += flight.prefill_s
+        target.requests += 1
+        window = self._cost.utilisation_window_s
+        target.utilisation_scaled += flight.prefill_s / window * math.exp((now - self._epoch(now)) / window)
+        return flight
+
+    def first_token(self, request_id: str, now: float) -> InFlight | None:
+        """PREFILL -> DECODE, seen; None where the request is unknown or already decoding."""
+        flight = self.requests.get(request_id)
+        if flight is None or flight.phase is Phase.DECODE:
+            return None
+        self._observe(flight, now)
+        self._start_decode(flight, now)
+        return flight
+
+    def progress(self, request_id: str, output_tokens: int) -> None:
+        """A decoding request's context has grown to its prompt plus `output_tokens`."""
+        flight = self.requests.get(request_id)
+        if flight is None or flight.phase is not Phase.DECODE:
+            return
+        context = flight.prompt_tokens + output_tokens
+        flight.target.context_tokens += context - flight.context_tokens
+        flight.context_tokens = context
+        flight.target.refresh()
+
+    def end(self, request_id: str, now: float) -> InFlight | None:
+        """Finished, failed or aborted: every count it had goes. None where it is unknown."""
+        flight = self.requests.pop(request_id, None)
+        if flight is None:
+            return None
+        target = flight.target
+        target.requests -= 1
+        if flight.phase is Phase.PREFILL:
+            if self._leave_prefill(flight):
+                target.head_since_s = now
+        else:
+            target.decode_requests -= 1
+            target.context_tokens -= flight.context_tokens
+        target.refresh()
+        return flight
+
+    def advance(self, now: float) -> None:
+        """Let requests that do not stream pass their estimated first token. Call before reading any load."""
+        estimates = self._estimates
+        while estimates and estimates[0][0] <= now:
+            at_s, request_id = heapq.heappop(estimates)
+            flight = self.requests.get(request_id)
+            if flight is not None and flight.phase is Phase.PREFILL and not flight.stream:
+                self._start_decode(flight, at_s)
+
+    def _start_decode(self, flight: InFlight, now: float) -> None:
+        target = flight.target
+        self._leave_prefill(flight)
+        target.head_since_s = max(target.head_since_s, now)
+        flight.phase = Phase.DECODE
+        flight.context_tokens = flight.prompt_tokens
+        target.decode_requests += 1
+        target.context_tokens += flight.context_tokens
+        target.refresh()
+
+    def _leave_prefill(self, flight: InFlight) -> bool:
+        """Take a request's P off; True where it was the oldest."""
+        target = flight.target
+        was_oldest = next(iter(target.prefills)) == flight.request_id
+        del target.prefills[flight.request_id]
+        # Recomputed when empty, so that rounding never accumulates.
+        target.prefill_s = target.prefill_s - flight.prefill_s if target.prefills else 0.0
+        return was_oldest
+
+    # Utilisation -------------------------------------------------------------------------------------------------
+    def utilisation_factor(self, now: float) -> float:
+        """U of a target at `now` = its `utilisation_scaled` * this (plus what peers told)."""
+        return math.exp(-(now - self._epoch(now)) / self._cost.utilisation_window_s)
+
+    def utilisation(self, target: Target, now: float) -> float:
+        """U, other routers' share included."""
+        own = target.utilisation_scaled * self.utilisation_factor(now)
+        return own + (target.peer.utilisation if target.peer is not None else 0.0)
+
+    def _epoch(self, now: float) -> float:
+        """Decay is kept as one growing factor for all; start over before it overflows."""
+        window = self._cost.utilisation_window_s
+        if self._epoch_s is None:
+            self._epoch_s = now
+        elif now - self._epoch_s > _RESCALE_WINDOWS * window:
+            factor = math.exp(-(now - self._epoch_s) / window)
+            for target in self.targets.values():
+                target.utilisation_scaled *= factor
+            self._epoch_s = now
+        return self._epoch_s
+
+    # Learning ----------------------------------------------------------------------------------------------------
+    def _observe(self, flight: InFlight, now: float) -> None:
+        """Time from when the worker turned to this request until its first token: one observation, or part of one."""
+        if not flight.stream:
+            return
+        target = flight.target
+        oldest = next(iter(target.prefills)) == flight.request_id
+        alone = target.peer is None or target.peer.prefill_s <= 0.0
+        uncached = flight.prompt_tokens - flight.cached_tokens
+        quadratic = float(flight.prompt_tokens**2 - flight.cached_tokens**2)
+        interval = target.open_interval
+        if interval is not None and now - interval.end_s <= _MERGE_S:
+            interval.end_s = now
+            interval.uncached_tokens += uncached
+            interval.quadratic += quadratic
+            interval.usable = interval.usable and alone
+            return
+        self.learn_pending(target)
+        target.open_interval = _Interval(
+            start_s=max(target.head_since_s, flight.routed_s),
+            end_s=now,
+            uncached_tokens=uncached,
+            quadratic=quadratic,
+            decode_requests=target.decode_requests,
+            decode_context=target.context_tokens,
+            usable=oldest and alone,
+        )
+
+    def learn_pending(self, target: Target) -> None:
+        """Close the open interval and learn from it."""
+        interval = target.open_interval
+        target.open_interval = None
+        if interval is None or not interval.usable:
+            return
+        target.speed.observe(
+            Observation(
+                elapsed_s=interval.end_s - interval.start_s,
+                uncached_tokens=interval.uncached_tokens,
+                quadratic=interval.quadratic,
+                steps=max(1.0, interval.uncached_tokens / target.service.step_tokens),
+                decode_requests=interval.decode_requests,
+                decode_context=interval.decode_context,
+            )
+        )
+        target.service = target.speed.model()
+        target.refresh()
+
+    # Other routers -----------------------------------------------------------------------------------------------
+    def share(self, target: Target, now: float) -> SharedLoad:
+        """This router's own part of a target's load."""
+        oldest = next(iter(target.prefills.values()), None)
+        return SharedLoad(
+            prefill_s=target.prefill_s,
+            oldest_prefill_s=oldest.prefill_s if oldest else 0.0,
+            oldest_routed_s=oldest.routed_s if oldest else now,
+            head_since_s=target.head_since_s,
+            decode_requests=target.decode_requests,
+            decode_context=target.context_tokens,
+            utilisation=target.utilisation_scaled * self.utilisation_factor(now),
+            updated_s=now,
+        )
+
+    def set_peer(self, router: str, loads: dict[str, SharedLoad]) -> None:
+        """Replace what `router` has in flight, by target name; an empty dict forgets the router."""
+        names = set(self._peers.get(router, ())) | set(loads)
+        if loads:
+            self._peers[router] = loads
+        else:
+            self._peers.pop(router, None)
+        for name in names:
+            target = self.targets.get(name)
+            if target is not None:
+                self._apply_peers(target)
+
+    def update_peer(self, router: str, name: str, load: SharedLoad) -> None:
+        """Replace what `router` has in flight on one target."""
+        self._peers.setdefault(router, {})[name] = load
+        target = self.targets.get(name)
+        if target is not None:
+            self._apply_peers(target)
+
+    def _apply_peers(self, target: Target) -> None:
+        loads = [known[target.name] for known in self._peers.values() if target.name in known]
+        if not loads:
+            target.peer = None
+        else:
+            busy = [load for load in loads if load.prefill_s > 0.0]
+            oldest = min(busy, key=lambda load: load.oldest_routed_s) if busy else loads[0]
+            target.peer = SharedLoad(
+                prefill_s=sum(load.prefill_s for load in busy),
+                oldest_prefill_s=oldest.oldest_prefill_s,
+                oldest_routed_s=oldest.oldest_routed_s,
+                head_since_s=max(load.head_since_s for load in loads),
+                decode_requests=sum(load.decode_requests for load in loads),
+                decode_context=sum(load.decode_context for load in loads),
+                utilisation=sum(load.utilisation for load in loads),
+                updated_s=min(load.updated_s for load in loads),
+            )
+        target.refresh()
+
+    # Truth -------------------------------------------------------------------------------------------------------
+    def check_invariants(self) -> None:
+        """Every sum equals what it sums."""
+        for target in self.targets.values():
+            flights = [f for f in self.requests.values() if f.target is target]
+            decoding = [f for f in flights if f.phase is Phase.DECODE]
+            waiting = [f.request_id for f in flights if f.phase is Phase.PREFILL]
+            assert target.requests == len(flights), f"{target.name}: {target.requests} requests, {len(flights)} known"
+            assert sorted(target.prefills) == sorted(waiting), f"{target.name}: prefills differ"
+            assert math.isclose(target.prefill_s, sum(f.prefill_s for f in target.prefills.values()), abs_tol=1e-6)
+            assert target.decode_requests == len(decoding), f"{target.name}: decode count"
+            assert target.context_tokens == sum(f.context_tokens for f in decoding), f"{target.name}: context"
