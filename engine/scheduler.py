@@ -153,7 +153,7 @@ class Scheduler:
     # ------------------------------------------------------------------ a step
 
     def schedule(self) -> StepPlan:
-        """Decide the next step. Empty when nothing is running or admissible."""
+        """Decide the next step. A plan with chunks must be applied or failed; one without asks for nothing."""
         assert self._plan is None, "schedule() before the last plan was applied or failed"
         planned, preempted = self._continue_running()
         budget = self.config.max_num_batched_tokens
@@ -162,9 +162,10 @@ class Scheduler:
             self.cache.reserve(chunk.seq, chunk.end)
         if not preempted:
             self._admit(planned, budget)
-        self._planned = [entry for entry, _ in planned]
-        self._plan = StepPlan(chunks=[chunk for _, chunk in planned])
-        return self._plan
+        plan = StepPlan(chunks=[chunk for _, chunk in planned])
+        if planned:
+            self._planned, self._plan = [entry for entry, _ in planned], plan
+        return plan
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Take in what the step computed: commits its blocks, appends tokens, ends what is finished."""
@@ -212,10 +213,10 @@ class Scheduler:
     def _continue_running(self) -> tuple[list[tuple[_Entry, Chunk]], bool]:
         """Chunks for running sequences, decodes before prefills; and whether somebody had to be preempted."""
         budget = self.config.max_num_batched_tokens
-        cache, size = self.cache, self.cache.block_size
+        size = self.cache.block_size
         chunks: dict[_Entry, Chunk] = {}
         prefills: list[_Entry] = []
-        before = self.totals.preemptions
+        preemptions = self.totals.preemptions
         for entry in list(self._running):
             seq = entry.seq
             start = seq.computed
@@ -234,8 +235,7 @@ class Scheduler:
                 budget = self.config.max_num_batched_tokens - sum(c.end - c.start for c in chunks.values())
         for chunk in chunks.values():
             assert all(len(table) >= -(-chunk.end // size) for table in chunk.seq.block_tables)
-        assert cache is self.cache
-        return list(chunks.items()), self.totals.preemptions > before
+        return list(chunks.items()), self.totals.preemptions > preemptions
 
     def _grow(self, entry: _Entry, end: int, chunks: dict[_Entry, Chunk]) -> bool:
         """Find memory for `entry` up to `end`, preempting from the end of the order; False if it went itself."""

@@ -66,8 +66,7 @@ def test_sequences_that_generate_the_same_text_end_up_on_the_same_blocks() -> No
     bench.add("b", [1, 2, 3], max_tokens=20)
     for _ in range(10):
         bench.step()
-    tables = [c for c in bench.device.plans[-1]]
-    assert [name for name, _, _ in tables] == ["a", "b"]
+    assert [name for name, _, _ in bench.device.plans[-1]] == ["a", "b"]
     chains = {seq.request.request_id: seq.block_tables[0] for seq in bench.cache.sequences()}
     common = len(bench.outputs["b"]) // 4
     assert common >= 2
@@ -258,8 +257,8 @@ def test_a_request_that_can_never_fit_is_refused_and_one_that_fills_the_cache_en
     bench.assert_correct()
     assert len(bench.outputs["b"]) == 1
     assert len(bench.outputs["c"]) == 6
+    bench.add("d", [1])
     with pytest.raises(RequestRefusedError, match="already being served"):
-        bench.add("d", [1])
         bench.add("d", [1])
 
 
@@ -272,7 +271,7 @@ def test_preemption_recomputes_the_last_in_order_and_everybody_finishes() -> Non
     stats = bench.core.stats()
     assert stats.preemptions > 0
     assert stats.finished_requests == 4
-    assert list(bench.ends)[0] == "r0"
+    assert next(iter(bench.ends)) == "r0"
 
 
 def test_priority_then_arrival() -> None:

@@ -1,0 +1,159 @@
+"""Random histories of the whole core on the fake device: every block read is right, every event true, none starve."""
+
+from __future__ import annotations
+
+from fake_device import EOS, Bench
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from engine.cache.kv_cache import KVCache
+from engine.cache.spec import FULL_ATTENTION, SLIDING_WINDOW, CacheSpec, GroupSpec
+from engine.scheduler import RequestRefusedError, SchedulerConfig
+from engine.types import StepPlan
+
+
+def full(bytes_scale: int = 1) -> GroupSpec:
+    return GroupSpec(kind=FULL_ATTENTION, layers=(0,), num_kv_heads=bytes_scale, head_dim=8, dtype_bytes=2)
+
+
+def sliding(window: int, bytes_scale: int = 1) -> GroupSpec:
+    return GroupSpec(
+        kind=SLIDING_WINDOW,
+        layers=(1,),
+        num_kv_heads=bytes_scale,
+        head_dim=8,
+        dtype_bytes=2,
+        sliding_window=window,
+    )
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> CacheSpec:
+    groups = [full()]
+    if draw(st.booleans()):
+        groups.append(sliding(draw(st.integers(1, 9))))
+    return CacheSpec(block_size=draw(st.integers(1, 4)), groups=tuple(groups))
+
+
+class CoreMachine(RuleBasedStateMachine):
+    @initialize(
+        spec=specs(),
+        units=st.integers(6, 30),
+        max_num_seqs=st.integers(1, 4),
+        extra_budget=st.integers(0, 20),
+        max_model_len=st.integers(8, 40),
+        eos=st.booleans(),
+    )
+    def start(
+        self, spec: CacheSpec, units: int, max_num_seqs: int, extra_budget: int, max_model_len: int, eos: bool
+    ) -> None:
+        budget = max_num_seqs + extra_budget
+        config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=max_model_len,
+            eos_token_ids=frozenset({EOS}) if eos else frozenset(),
+        )
+        self.bench = Bench(KVCache(spec, units, step_tokens_max=budget), config)
+        self.count = 0
+        self.texts: list[list[int]] = [[]]
+
+    @rule(
+        data=st.data(),
+        tail=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+        twins=st.integers(1, 3),
+        max_tokens=st.integers(1, 12),
+        priority=st.integers(0, 1),
+        salt=st.sampled_from([None, None, "s"]),
+        logprobs=st.sampled_from([None, None, None, 1]),
+    )
+    def add(
+        self,
+        data: st.DataObject,
+        tail: list[int],
+        twins: int,
+        max_tokens: int,
+        priority: int,
+        salt: str | None,
+        logprobs: int | None,
+    ) -> None:
+        """New text, or a continuation of what was said before; several at once, as n > 1 makes them."""
+        text = data.draw(st.sampled_from(self.texts)) + tail
+        for _ in range(twins):
+            name = f"r{self.count}"
+            self.count += 1
+            try:
+                self.bench.add(
+                    name,
+                    text,
+                    max_tokens=max_tokens,
+                    priority=priority,
+                    cache_salt=salt,
+                    prompt_logprobs=logprobs,
+                )
+            except RequestRefusedError:
+                assert len(text) >= self.bench.core.scheduler.token_limit
+
+    @rule(times=st.integers(1, 6))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            for output in self.bench.step():
+                if output.finish_reason is not None:
+                    name = output.request_id
+                    self.texts.append(self.bench.requests[name].token_ids + self.bench.outputs[name])
+                    self.texts = self.texts[-6:]
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        if self.count:
+            self.bench.abort(f"r{data.draw(st.integers(0, self.count - 1))}")
+
+    @rule(data=st.data())
+    def abort_in_the_middle_of_a_step(self, data: st.DataObject) -> None:
+        if not self.count:
+            return
+        victim = f"r{data.draw(st.integers(0, self.count - 1))}"
+
+        def act(plan: StepPlan) -> None:
+            self.bench.abort(victim)
+
+        self._during_step(act)
+
+    @rule()
+    def reset_in_the_middle_of_a_step(self) -> None:
+        self._during_step(lambda plan: self.bench.core.reset_prefix_cache())
+
+    @rule()
+    def failing_step(self) -> None:
+        self.bench.device.fail_next = True
+        self.bench.step()
+        self.bench.device.fail_next = False
+
+    @rule()
+    def reset(self) -> None:
+        self.bench.core.reset_prefix_cache()
+
+    @rule()
+    def drain(self) -> None:
+        self.bench.drain()
+
+    @invariant()
+    def honest(self) -> None:
+        if hasattr(self, "bench"):
+            self.bench.check()
+            self.bench.assert_correct()
+
+    def teardown(self) -> None:
+        if hasattr(self, "bench"):
+            self.bench.drain()
+            self.bench.assert_correct()
+
+    def _during_step(self, act: object) -> None:
+        self.bench.device.on_execute = act  # type: ignore[assignment]
+        self.bench.step()
+        self.bench.device.on_execute = lambda plan: None
+
+
+TestCore = CoreMachine.TestCase
+TestCore.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
