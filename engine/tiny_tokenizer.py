@@ -1,0 +1,118 @@
+"""The tokenizer of the built-in random models: byte-level BPE with ChatML's special tokens and a Qwen-style template.
+
+Its merges lie in data/tiny_merges.txt, trained once on this repository's text (`scripts/make_tiny_model
+--train-tokenizer`), so that ids stay the same when the sources change. Merges are ordered, so a smaller vocabulary is a
+prefix of a larger one. Any text encodes and decodes without loss.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+MERGES_FILE = Path(__file__).parent / "data" / "tiny_merges.txt"
+VOCAB_SIZE = 4096
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+PLAIN_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+"""Added tokens that stay visible in decoded text, as in Qwen's vocabularies."""
+_ADDED = (*SPECIAL_TOKENS, *PLAIN_TOKENS)
+_BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+# Words with their leading space, numbers in groups of at most three, punctuation with the line breaks after it.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+CHAT_TEMPLATE = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n' }}
+{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+{{- '# Tools\\n\\nYou may call these functions:\\n<tools>' }}
+{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+{{- '\\n</tools>\\n\\nAnswer a call with <tool_call>{\"name\": ..., \"arguments\": ...}</tool_call>.<|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+{%- elif message.role != 'system' or not loop.first %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n<tool_call>\\n{\"name\": \"' + call.function.name + '\", \"arguments\": ' + (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""  # noqa: E501 - a template's lines are what they are
+
+
+def train_merges(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> list[tuple[str, str]]:
+    """Train BPE merges for a vocabulary of `vocab_size` ids, bytes and added tokens included."""
+    tokenizer = _backend([])
+    count = vocab_size - len(_ADDED)
+    trainer = trainers.BpeTrainer(vocab_size=count, initial_alphabet=_BYTES, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return [(a, b) for a, b in json.loads(tokenizer.to_str())["model"]["merges"]]
+
+
+def build_tokenizer(vocab_size: int = VOCAB_SIZE) -> Tokenizer:
+    """The tokenizer with at most `vocab_size` ids. Raises ValueError where the bytes alone do not fit."""
+    smallest = len(_BYTES) + len(_ADDED)
+    if vocab_size < smallest:
+        raise ValueError(f"vocab_size: got {vocab_size}, expected at least {smallest} (bytes and special tokens)")
+    lines = MERGES_FILE.read_text(encoding="utf-8").splitlines()[: vocab_size - smallest]
+    tokenizer = _backend([(a, b) for a, _, b in (line.partition(" ") for line in lines)])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in PLAIN_TOKENS])
+    return tokenizer
+
+
+def _backend(merges: list[tuple[str, str]]) -> Tokenizer:
+    vocab = {token: index for index, token in enumerate([*_BYTES, *(a + b for a, b in merges)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def write_tokenizer(folder: Path, vocab_size: int, max_position: int) -> dict[str, int]:
+    """Write tokenizer.json and tokenizer_config.json; return the ids of the special tokens."""
+    tokenizer = build_tokenizer(min(vocab_size, VOCAB_SIZE))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    decoder = {
+        index: {
+            "content": token.content,
+            "lstrip": token.lstrip,
+            "normalized": token.normalized,
+            "rstrip": token.rstrip,
+            "single_word": token.single_word,
+            "special": token.special,
+        }
+        for index, token in sorted(tokenizer.get_added_tokens_decoder().items())
+    }
+    config = {
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "added_tokens_decoder": {str(index): token for index, token in decoder.items()},
+        "bos_token": None,
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": "<|im_end|>",
+        "model_max_length": max_position,
+        "pad_token": "<|endoftext|>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": None,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
+    return {token: index for index, token in ((i, t["content"]) for i, t in decoder.items()) if token in SPECIAL_TOKENS}
