@@ -37,6 +37,8 @@ class CostConfig:
     beta_scale: float = 2.0
     """[beta = beta_scale * min(U / max(1 - U, 0.1), 9)] weight of new prefill against waiting, as the pool fills."""
     beta_max_ratio: float = 9.0
+    beta_min: float = 0.1
+    """Floor of beta: on an idle pool, prefilling a prefix twice must save this part of it to be worth it."""
     utilisation_weight: float = 0.1
     """Seconds of price for each unit of a worker's own utilisation: spreads what is otherwise equal."""
     utilisation_window_s: float = 60.0

@@ -24,7 +24,7 @@ STICKY_TOKENS = 256
 def beta_of(mean_utilisation: float, config: CostConfig) -> float:
     """How much more a second of new prefill weighs than a second of waiting: it also delays whoever comes next."""
     ratio = mean_utilisation / max(1.0 - mean_utilisation, 0.1)
-    return config.beta_scale * min(ratio, config.beta_max_ratio)
+    return max(config.beta_scale * min(ratio, config.beta_max_ratio), config.beta_min)
 
 
 def load_seconds(match: Match, config: CostConfig) -> float:

@@ -1,0 +1,506 @@
+"""The router's core against a naive index: decisions by hand, and books that never leak whatever the order of stimuli."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from router.config import CoreConfig, HealthConfig, LearnConfig, QueueConfig, RetryConfig, ServiceModel
+from router.core import RouterCore
+from router.messages import FailureKind, Forward, Hold, Refuse, RouteRequest, Usage, WorkerLost
+from router.view import HolderId, IndexStats, IngestReport, Match, PinId, Scope
+from router.workers import CacheView, ServedModel, WorkerSpec, WorkerState
+
+
+class NaiveIndex:
+    """Block size 1: a holder holds a set of prefixes; pins are prefixes too."""
+
+    def __init__(self) -> None:
+        self.models: dict[HolderId, str] = {}
+        self.resident: dict[HolderId, set[tuple[int, ...]]] = {}
+        self.pins: dict[PinId, tuple[HolderId, tuple[int, ...]]] = {}
+        self._next = 0
+
+    def add_holder(self, name: str, model: str) -> HolderId:
+        self._next += 1
+        holder = HolderId(self._next)
+        self.models[holder] = model
+        self.resident[holder] = set()
+        return holder
+
+    def remove_holder(self, holder: HolderId) -> None:
+        assert all(h != holder for h, _ in self.pins.values()), "a pin outlives its holder"
+        del self.models[holder], self.resident[holder]
+
+    def clear(self, holder: HolderId) -> None:
+        self.resident[holder].clear()
+
+    def ingest(self, holder: HolderId, payload: bytes) -> IngestReport:
+        raise NotImplementedError
+
+    def store(self, holder: HolderId, tokens: Sequence[int]) -> None:
+        for end in range(1, len(tokens) + 1):
+            self.resident[holder].add(tuple(tokens[:end]))
+
+    def match(self, token_ids: Sequence[int], scope: Scope) -> list[Match]:
+        found = []
+        for holder, model in self.models.items():
+            if model != scope.model:
+                continue
+            pinned = {t[:end] for h, t in self.pins.values() if h == holder for end in range(1, len(t) + 1)}
+            tokens = self._walk(token_ids, self.resident[holder])
+            both = self._walk(token_ids, self.resident[holder] | pinned)
+            if both:
+                found.append(Match(holder, tokens, tokens, (tokens, 0, 0, 0), both))
+        return found
+
+    @staticmethod
+    def _walk(token_ids: Sequence[int], known: set[tuple[int, ...]]) -> int:
+        length = 0
+        while length < len(token_ids) - 1 and tuple(token_ids[: length + 1]) in known:
+            length += 1
+        return length
+
+    def pin(self, holder: HolderId, token_ids: Sequence[int], scope: Scope) -> PinId:
+        assert holder in self.models
+        self._next += 1
+        self.pins[PinId(self._next)] = (holder, tuple(token_ids))
+        return PinId(self._next)
+
+    def unpin(self, pin: PinId) -> None:
+        del self.pins[pin]
+
+    def stats(self) -> IndexStats:
+        return IndexStats(len(self.models), 0, 0, len(self.pins), 0)
+
+    def groups(self, holder: HolderId) -> list[dict[str, object]]:
+        return []
+
+
+MODEL = "m"
+
+
+def spec(name: str, **changes: object) -> WorkerSpec:
+    base = WorkerSpec(worker_id=name, url=f"http://{name}", models=(ServedModel(MODEL, MODEL, max_model_len=100_000),))
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def request(request_id: str, tokens: Sequence[int] | None = None, **changes: object) -> RouteRequest:
+    count = len(tokens) if tokens is not None else 10
+    base = RouteRequest(request_id, MODEL, Scope(MODEL), tokens, count)
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def make(names: str = "ab", config: CoreConfig | None = None, **changes: object) -> tuple[RouterCore, NaiveIndex]:
+    index = NaiveIndex()
+    core = RouterCore(index, config or CoreConfig())
+    for name in names:
+        core.add_worker(spec(name, **changes), 0.0)
+    return core, index
+
+
+def sent_to(result: object) -> str:
+    assert isinstance(result, Forward), result
+    return result.decision.worker
+
+
+def test_goes_where_the_prefix_is_cached() -> None:
+    core, index = make(config=CoreConfig(learn=LearnConfig(enabled=False)))
+    prompt = list(range(1000))
+    index.store(core.workers["b"].holders[0], prompt[:800])
+    result = core.route(request("r", prompt), 1.0)
+    assert sent_to(result) == "b"
+    assert isinstance(result, Forward)
+    assert result.decision.predicted_cached_tokens == 800
+    # P = a * ((L - h) + (L^2 - h^2) / (2 Lq)), by hand
+    assert result.decision.terms.prefill_s == pytest.approx(1e-4 * (200 + (1000**2 - 800**2) / 100_000))
+    assert result.decision.terms.slow == pytest.approx(1 + 0.012 / (1e-4 * 2048))
+
+
+def test_a_burst_with_one_prefix_stays_together_until_the_queue_costs_more() -> None:
+    core, _ = make("abcd", CoreConfig(service=ServiceModel(prefill_s_per_token=1e-3, step_tokens=200)))
+    prompt = list(range(200))
+    workers = [sent_to(core.route(request(f"r{i}", prompt + [5000 + i] * 4), 1.0)) for i in range(40)]
+    assert workers[0] == workers[1] == workers[2]
+    assert len(set(workers)) > 1, "a hot prefix spreads when waiting costs more than prefilling it again"
+
+
+def test_ties_rotate() -> None:
+    core, _ = make("abc")
+    first = {sent_to(core.route(request(f"r{i}", [i] * 5), float(i * 100_000))) for i in range(1)}
+    for i in range(1, 3):
+        core.finished(f"r{i - 1}", None, i * 1e5 - 1)
+        first.add(sent_to(core.route(request(f"r{i}", [i] * 5), i * 1e5)))
+    assert first == {"a", "b", "c"}
+
+
+def test_pins_outlive_a_finish_by_the_grace_and_an_early_abort_by_nothing() -> None:
+    core, index = make("a")
+    core.route(request("r1", [1, 2, 3]), 0.0)
+    core.first_token("r1", 0.1)
+    core.finished("r1", None, 0.2)
+    assert len(index.pins) == 1
+    wake = core.next_tick()
+    assert wake == pytest.approx(1.2)
+    core.tick(1.2)
+    assert not index.pins
+    core.route(request("r2", [1, 2, 3]), 2.0)
+    core.aborted("r2", 2.1)
+    assert not index.pins
+
+
+def test_retry_goes_elsewhere_then_gives_up() -> None:
+    core, _ = make("abc", CoreConfig(health=HealthConfig(failures_to_open=5)))
+    tried = [sent_to(core.route(request("r", [1, 2, 3]), 0.0))]
+    for _ in range(2):
+        (again,) = core.failed("r", FailureKind.RESET, 0.1)
+        tried.append(sent_to(again))
+    assert sorted(tried) == ["a", "b", "c"]
+    (refusal,) = core.failed("r", FailureKind.RESET, 0.2)
+    assert isinstance(refusal, Refuse)
+    assert refusal.status == 502
+    assert not core.tracker.requests
+
+
+def test_nothing_is_retried_after_the_first_byte() -> None:
+    core, _ = make()
+    core.route(request("r", [1, 2, 3]), 0.0)
+    core.first_token("r", 0.1)
+    assert core.failed("r", FailureKind.STREAM, 0.2) == []
+    assert not core.tracker.requests
+
+
+def test_a_refused_connection_takes_the_worker_out_and_says_so() -> None:
+    core, _ = make()
+    dead = sent_to(core.route(request("r", [1, 2, 3]), 0.0))
+    instructions = core.failed("r", FailureKind.CONNECT, 0.1)
+    other = sent_to(instructions[0])
+    assert other != dead
+    assert WorkerLost(dead) in instructions
+    for i in range(10):
+        assert sent_to(core.route(request(f"x{i}", [i]), 0.2)) == other
+    core.tick(1.2)
+    assert core.workers[dead].state is WorkerState.PROBING
+    assert core.worker_up(dead, 1.3) == []
+    assert core.workers[dead].state is WorkerState.UP
+
+
+def test_the_retry_budget_ends_a_storm() -> None:
+    config = CoreConfig(retry=RetryConfig(budget_min=3, budget_ratio=0.0), health=HealthConfig(failures_to_open=10_000))
+    core, _ = make("abcd", config)
+    outcomes: Counter[str] = Counter()
+    for i in range(20):
+        core.route(request(f"r{i}", [i]), 0.0)
+        for instruction in core.failed(f"r{i}", FailureKind.SERVER_ERROR, 0.1):
+            outcomes[type(instruction).__name__] += 1
+    assert outcomes == {"Forward": 3, "Refuse": 17}
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "code"),
+    [
+        ({"model": "other"}, 404, "unknown_model"),
+        ({"worker": "zz"}, 404, "unknown_worker"),
+        ({"role": "prefill"}, 404, "unknown_role"),
+        ({"prompt_tokens": 200_000, "token_ids": None}, 400, "context_length_exceeded"),
+    ],
+)
+def test_refusals_name_what_is_wrong(changes: dict[str, object], status: int, code: str) -> None:
+    core, _ = make()
+    refusal = core.route(request("r", [1, 2], **changes), 0.0)
+    assert isinstance(refusal, Refuse)
+    assert (refusal.status, refusal.code) == (status, code)
+    core.check_invariants()
+
+
+def test_eligibility_comes_before_cost() -> None:
+    core, index = make("ab")
+    core.add_worker(spec("c", roles=frozenset({"big"})), 0.0)
+    prompt = list(range(100))
+    index.store(core.workers["a"].holders[0], prompt)
+    assert sent_to(core.route(request("r1", prompt, worker="b"), 0.0)) == "b"
+    assert sent_to(core.route(request("r2", prompt, role="big"), 0.0)) == "c"
+    core.drain("a", 0.0)
+    assert sent_to(core.route(request("r3", prompt), 0.0)) != "a"
+    core.drain("a", 0.0, on=False)
+    core.add_worker(spec("a", models=(ServedModel(MODEL, MODEL, max_model_len=50),)), 0.0)
+    assert sent_to(core.route(request("r4", prompt), 0.0)) != "a"
+
+
+def test_models_merge_and_loras_resolve() -> None:
+    core, _ = make("a")
+    core.add_worker(spec("b", models=(ServedModel("n", "n"), ServedModel("tuned", "n", lora="tuned"))), 0.0)
+    assert set(core.registry.models()) == {"m", "n", "tuned"}
+    assert core.resolve_model("tuned") == ServedModel("tuned", "n", lora="tuned")
+    tuned = replace(request("r", [1, 2]), model="tuned", scope=Scope("n", lora="tuned"))
+    assert sent_to(core.route(tuned, 0.0)) == "b"
+
+
+def test_session_affinity_keeps_a_session_while_its_worker_lives() -> None:
+    core, _ = make("abcd", CoreConfig(session_affinity=True))
+    first = sent_to(core.route(request("r0", [1], session="s"), 0.0))
+    for i in range(1, 8):
+        assert sent_to(core.route(request(f"r{i}", [i] * 50, session="s"), 0.0)) == first
+    core.worker_down(first, 0.1, "test")
+    assert sent_to(core.route(request("r9", [1], session="s"), 0.2)) != first
+
+
+def test_sticky_moves_only_the_lost_workers_sessions() -> None:
+    core, _ = make("abcd", CoreConfig(policy="sticky"))
+    before = {f"s{i}": sent_to(core.route(request(f"r{i}", [1], session=f"s{i}"), 0.0)) for i in range(40)}
+    assert set(before.values()) == set("abcd")
+    core.worker_down("a", 1.0, "test")
+    for i, (session, worker) in enumerate(before.items()):
+        now = sent_to(core.route(request(f"x{i}", [1], session=session), 1.0))
+        assert now == worker or worker == "a"
+
+
+def test_a_worker_without_events_is_known_by_what_was_sent_there() -> None:
+    core, _ = make("ab", cache_view=CacheView.HISTORY, cache_tokens=64 * 40)
+    prompt = list(range(64 * 30 + 1))
+    first = core.route(request("r0", prompt), 0.0)
+    core.finished("r0", None, 1.0)
+    again = core.route(request("r1", prompt), 100.0)
+    assert sent_to(again) == sent_to(first)
+    assert isinstance(again, Forward)
+    assert again.decision.predicted_cached_tokens == 64 * 30
+    core.finished("r1", None, 101.0)
+    other = [10_000 + i for i in range(64 * 30)]
+    core.route(request("r2", other, worker=sent_to(first)), 200.0)
+    explained = core.explain(request("r3", prompt), 201.0)
+    assert not isinstance(explained, Refuse)
+    by_worker = {t.worker: t.cached_tokens for t in explained.candidates}
+    assert by_worker[sent_to(first)] < 64 * 30, "the older prompt was evicted in part"
+
+
+def test_data_parallel_ranks_are_candidates_of_their_own() -> None:
+    core, index = make("a", ranks=2)
+    prompt = list(range(500))
+    index.store(core.workers["a"].holders[1], prompt)
+    result = core.route(request("r", prompt), 0.0)
+    assert isinstance(result, Forward)
+    assert (result.decision.worker, result.decision.rank, result.decision.terms.worker) == ("a", 1, "a#1")
+
+
+def test_explain_changes_nothing_and_agrees_with_route() -> None:
+    core, index = make("abc")
+    prompt = list(range(300))
+    index.store(core.workers["c"].holders[0], prompt[:200])
+    core.drain("b", 0.0)
+    explained = core.explain(request("r", prompt), 0.0)
+    assert not isinstance(explained, Refuse)
+    assert [t.worker for t in explained.candidates] == ["c", "a"]
+    assert explained.not_eligible == {"b": "draining"}
+    assert not core.tracker.requests
+    assert not index.pins
+    result = core.route(request("r", prompt), 0.0, explain=True)
+    assert isinstance(result, Forward)
+    assert result.decision.candidates == explained.candidates
+
+
+HOLDING = CoreConfig(queue=QueueConfig(enabled=True, hold_above_s=0.5, requests_max=3, wait_s_max=5.0))
+
+
+def test_held_requests_go_at_a_first_token_the_cheapest_first() -> None:
+    core, _ = make("a", HOLDING)
+    assert isinstance(core.route(request("big", None, prompt_tokens=8000), 0.0), Forward)
+    assert isinstance(core.route(request("long", None, prompt_tokens=4000), 0.0), Hold)
+    assert isinstance(core.route(request("short", None, prompt_tokens=100), 0.0), Hold)
+    assert core.tick(0.1) == []
+    core.check_invariants()
+    instructions = core.first_token("big", 1.0)
+    assert [i.request_id for i in instructions if isinstance(i, Forward)] == ["short", "long"]
+    assert all(isinstance(i, Forward) and i.decision.waited_s == 1.0 for i in instructions)
+
+
+def test_priority_beats_work_in_the_held_queue() -> None:
+    core, _ = make("a", HOLDING)
+    core.route(request("big", None, prompt_tokens=20_000), 0.0)
+    core.route(request("short", None, prompt_tokens=6000), 0.0)
+    core.route(request("urgent", None, prompt_tokens=8000, priority=-1), 0.0)
+    instructions = core.first_token("big", 3.0)
+    assert [i.request_id for i in instructions if isinstance(i, Forward)] == ["urgent"]
+
+
+def test_the_held_queue_is_bounded_and_keeps_its_deadlines() -> None:
+    core, _ = make("a", HOLDING)
+    core.route(request("big", None, prompt_tokens=90_000), 0.0)
+    held = [core.route(request(f"h{i}", None, prompt_tokens=50), 0.0) for i in range(2)]
+    dated = core.route(request("dated", None, prompt_tokens=50, deadline_s=2.0), 0.0)
+    assert all(isinstance(h, Hold) for h in [*held, dated])
+    refused = core.route(request("h3", None), 0.0)
+    assert isinstance(refused, Refuse)
+    assert (refused.status, refused.code) == (429, "queue_full")
+    assert refused.retry_after_s is not None
+    assert refused.retry_after_s > 1.0
+    (late,) = core.tick(2.0)
+    assert isinstance(late, Refuse)
+    assert (late.request_id, late.code) == ("dated", "deadline")
+    done = core.tick(5.0)
+    assert sorted(sent_to(i) for i in done) == ["a", "a"], "without a deadline of its own it is sent after the wait"
+
+
+def test_usage_feeds_the_watchdog() -> None:
+    core, _ = make("a")
+    for i in range(50):
+        core.route(request(f"r{i}", list(range(i, i + 30))), float(i))
+        core.first_token(f"r{i}", i + 0.1)
+        core.finished(f"r{i}", Usage(prompt_tokens=37, cached_tokens=0), i + 0.2)
+    alarms = core.snapshot(60.0).workers[0].alarms
+    assert any(alarm.startswith("prompt_tokens:") for alarm in alarms)
+
+
+class Books(RuleBasedStateMachine):
+    """Any order of stimuli: books agree after each, a dead worker is never chosen, all is zero at the end."""
+
+    NAMES = "abc"
+
+    @initialize(queue=st.booleans(), policy=st.sampled_from(["kv", "kv", "round_robin", "least_requests", "sticky"]))
+    def start(self, queue: bool, policy: str) -> None:
+        config = CoreConfig(
+            policy=policy, queue=QueueConfig(enabled=queue, hold_above_s=0.05, requests_max=5, wait_s_max=3.0)
+        )
+        self.core, self.index = make(self.NAMES, config)
+        self.now = 0.0
+        self.count = 0
+        self.open: dict[str, str] = {}
+        """request -> "held" or "sent", as the edge knows it."""
+        self.started: set[str] = set()
+        self.held_since: dict[str, float] = {}
+
+    def apply(self, instructions: Sequence[object]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, Forward):
+                state = self.core.workers[instruction.decision.worker].state
+                assert state in (WorkerState.UP, WorkerState.PROBING), f"sent to a worker that is {state}"
+                self.open[instruction.request_id] = "sent"
+                self.held_since.pop(instruction.request_id, None)
+            elif isinstance(instruction, Hold):
+                self.open[instruction.request_id] = "held"
+                self.held_since.setdefault(instruction.request_id, self.now)
+            elif isinstance(instruction, Refuse):
+                self.open.pop(instruction.request_id, None)
+                self.started.discard(instruction.request_id)
+                self.held_since.pop(instruction.request_id, None)
+
+    def pick(self, data: st.DataObject, kinds: Sequence[str] = ("sent",)) -> str:
+        return data.draw(st.sampled_from(sorted(r for r, state in self.open.items() if state in kinds)))
+
+    @rule(
+        tokens=st.integers(1, 3000),
+        family=st.integers(0, 2),
+        stream=st.booleans(),
+        blind=st.booleans(),
+        priority=st.integers(0, 1),
+    )
+    def route(self, tokens: int, family: int, stream: bool, blind: bool, priority: int) -> None:
+        self.count += 1
+        prompt = None if blind else [family] * min(tokens, 12)
+        changes = {"prompt_tokens": tokens} if blind else {}
+        new = request(f"r{self.count}", prompt, stream=stream, priority=priority, **changes)
+        self.apply([self.core.route(new, self.now)])
+
+    @precondition(lambda self: "sent" in self.open.values())
+    @rule(data=st.data())
+    def first_token(self, data: st.DataObject) -> None:
+        request_id = self.pick(data)
+        self.started.add(request_id)
+        self.apply(self.core.first_token(request_id, self.now))
+
+    @precondition(lambda self: "sent" in self.open.values())
+    @rule(data=st.data(), tokens=st.integers(1, 500))
+    def progress(self, data: st.DataObject, tokens: int) -> None:
+        self.core.progress(self.pick(data), tokens)
+
+    @precondition(lambda self: "sent" in self.open.values())
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        request_id = self.pick(data)
+        del self.open[request_id]
+        self.apply(self.core.finished(request_id, Usage(10, 5, 3), self.now))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = self.pick(data, ("sent", "held"))
+        del self.open[request_id]
+        self.held_since.pop(request_id, None)
+        self.apply(self.core.aborted(request_id, self.now))
+
+    @precondition(lambda self: "sent" in self.open.values())
+    @rule(data=st.data(), kind=st.sampled_from(list(FailureKind)))
+    def fail(self, data: st.DataObject, kind: FailureKind) -> None:
+        request_id = self.pick(data)
+        gone = kind is FailureKind.STREAM or request_id in self.started
+        instructions = self.core.failed(request_id, kind, self.now)
+        if gone:
+            del self.open[request_id]
+        else:
+            mine = [i for i in instructions if getattr(i, "request_id", None) == request_id]
+            assert mine, "a request that failed before its first byte is answered"
+        self.apply(instructions)
+
+    @rule(name=st.sampled_from(NAMES), what=st.sampled_from(["up", "down", "drain", "undrain", "remove", "add"]))
+    def worker(self, name: str, what: str) -> None:
+        core = self.core
+        if what == "add":
+            core.add_worker(spec(name), self.now)
+        elif name not in core.workers:
+            return
+        elif what == "up":
+            self.apply(core.worker_up(name, self.now))
+        elif what == "down":
+            self.apply(core.worker_down(name, self.now, "test"))
+        elif what in ("drain", "undrain"):
+            self.apply(core.drain(name, self.now, on=what == "drain"))
+        else:
+            self.apply(core.remove_worker(name, self.now))
+
+    @rule(seconds=st.sampled_from([0.001, 0.05, 0.4, 2.0]))
+    def wait(self, seconds: float) -> None:
+        end = self.now + seconds
+        while (wake := self.core.next_tick()) is not None and wake <= end:
+            self.now = max(self.now, wake)
+            self.apply(self.core.tick(self.now))
+            if self.core.next_tick() == wake:
+                break
+        self.now = end
+        self.apply(self.core.tick(self.now))
+
+    @invariant()
+    def consistent(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        self.core.check_invariants()
+        assert set(self.core.tracker.requests) == {r for r, state in self.open.items() if state == "sent"}
+        for request_id, since in self.held_since.items():
+            assert self.now - since <= 3.0 + 0.05, f"{request_id} has been held for too long"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        while self.open:
+            request_id = next(iter(self.open))
+            del self.open[request_id]
+            self.held_since.pop(request_id, None)
+            end = self.core.aborted(request_id, self.now)
+            self.apply(end)
+        self.core.tick(self.now + 10.0)
+        self.core.check_invariants()
+        assert not self.core.tracker.requests
+        assert not self.index.pins
+        for target in self.core.tracker.targets.values():
+            assert (target.requests, target.decode_requests, target.context_tokens) == (0, 0, 0)
+            assert target.prefill_s == 0.0
+        snapshot = self.core.snapshot(self.now + 10.0)
+        assert (snapshot.held, snapshot.in_flight) == (0, 0)
+
+
+TestBooks = Books.TestCase
+TestBooks.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
