@@ -4,8 +4,21 @@ from events.codec import decode_batch, encode_batch
 from events.config import KVEventsConfig
 from events.errors import ConfigError, DecodeError, EventsError, InvariantError
 from events.hashing import BlockHash, block_hash, block_hashes, hash_keys, pack_token_ids, wire_keys
+from events.instructions import (
+    Apply,
+    Clear,
+    Gap,
+    Instruction,
+    Malformed,
+    Origin,
+    RequestReplay,
+    RequestSnapshot,
+    Restarted,
+    Stale,
+)
 from events.publisher import EventPublisher
 from events.sources import EventSource, GroupInfo, default_sources, encode_sources, parse_sources
+from events.stream import Join, Phase, StreamConfig, StreamState, StreamStats
 from events.types import (
     CPU,
     FULL_ATTENTION,
@@ -34,10 +47,12 @@ __all__ = [
     "SLIDING_WINDOW",
     "STORAGE",
     "AllBlocksCleared",
+    "Apply",
     "BlockHash",
     "BlockName",
     "BlockRemoved",
     "BlockStored",
+    "Clear",
     "ConfigError",
     "DecodeError",
     "DecodedBatch",
@@ -46,9 +61,22 @@ __all__ = [
     "EventPublisher",
     "EventSource",
     "EventsError",
+    "Gap",
     "GroupInfo",
+    "Instruction",
     "InvariantError",
+    "Join",
     "KVEventsConfig",
+    "Malformed",
+    "Origin",
+    "Phase",
+    "RequestReplay",
+    "RequestSnapshot",
+    "Restarted",
+    "Stale",
+    "StreamConfig",
+    "StreamState",
+    "StreamStats",
     "block_hash",
     "block_hashes",
     "decode_batch",

@@ -1,0 +1,455 @@
+"""One publisher stream, followed exactly: what to apply, what to ask for again, when to forget everything.
+
+A sans-IO state machine: stimuli are method calls with the time as an argument, answers are lists of instructions, and
+nothing is performed here. `feed.py` and the router drive it; simulations drive it without sockets. It refuses to know
+what a payload means.
+
+Invariants. Between two `Clear`s the applied payloads are a snapshot true for seq S followed by S + 1, S + 2 ... of one
+publisher process, or (where there is no snapshot) a run of consecutive batches. At most one request is outstanding;
+a new one replaces it. Everything buffered is bounded, and what overflows becomes a gap that is repaired.
+
+    phase     leaves when                                             to
+    LIVE      a gap, a reconnect, a doubtful frame, silence           REPAIR
+    REPAIR    replayed from the last seen batch, bytes equal          LIVE
+              the last seen batch is other bytes or gone              SNAPSHOT (after Clear)
+    SNAPSHOT  chunks and S came                                       LIVE
+              the publisher has none                                  REBUILD
+    REBUILD   the whole ring was replayed                             LIVE
+    any       nobody answers                                          LIVE, empty, from the next live batch on
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
+
+from events.frames import SNAPSHOT_SEQ
+from events.instructions import (
+    Apply,
+    Clear,
+    Gap,
+    Instruction,
+    Malformed,
+    Origin,
+    RequestReplay,
+    RequestSnapshot,
+    Restarted,
+    Stale,
+)
+
+
+class Join(enum.Enum):
+    """What a stream does when it starts without history."""
+
+    SNAPSHOT = "snapshot"
+    """Ask for the resident set; where there is none, replay the ring."""
+    RING = "ring"
+    """Replay the ring from its oldest batch."""
+    LIVE = "live"
+    """Take what comes from now on. After a restart or an uncovered gap the ring is replayed all the same."""
+
+
+NO_REPLAY = "the publisher offers no replay"
+
+
+class Phase(enum.Enum):
+    LIVE = "live"
+    REPAIR = "repair"
+    SNAPSHOT = "snapshot"
+    REBUILD = "rebuild"
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    join: Join = Join.SNAPSHOT
+    can_ask: bool = True
+    """False where the publisher has no replay endpoint."""
+    buffer_frames_max: int = 20_000
+    buffer_bytes_max: int = 256 << 20
+    recent_max: int = 1024
+    """Applied batches whose bytes are remembered (as digests) to tell a repetition from a restart."""
+    request_timeout_s: float = 5.0
+    """Longest silence of a publisher that owes a reply."""
+    attempts_max: int = 3
+    tail_check_s: float = 1.0
+    """After so much silence the publisher is asked once whether the last batch seen is its last."""
+
+
+@dataclass
+class StreamStats:
+    applied: int = 0
+    gaps: int = 0
+    stale: int = 0
+    restarts: int = 0
+    clears: int = 0
+    requests: int = 0
+    snapshots: int = 0
+    overflowed: int = 0
+
+
+def digest(payload: bytes) -> int:
+    """What is remembered of an applied payload."""
+    return xxh3_64_intdigest(payload)
+
+
+class StreamState:
+    """The state of one stream. Call `connected` first; every method returns what to do, in order.
+
+    `resume` = (last seq, digest of its payload) continues after a restart of the subscriber.
+    """
+
+    def __init__(self, config: StreamConfig | None = None, resume: tuple[int, int] | None = None) -> None:
+        self.config = config or StreamConfig()
+        self.stats = StreamStats()
+        self.phase = Phase.LIVE
+        self.online = False
+        self._next: int | None = None
+        self._recent: OrderedDict[int, int] = OrderedDict()
+        self._buffer: dict[int, bytes] = {}
+        self._buffer_bytes = 0
+        self._highest: int | None = None
+        self._joined = resume is not None
+        if resume is not None:
+            self._next = resume[0] + 1
+            self._recent[resume[0]] = resume[1]
+        self._epoch: str | None = None
+        self._restarted_since_epoch = False
+        self._held = self._joined  # something was applied since the last Clear
+        self._request_id = 0
+        self._deadline: float | None = None
+        self._attempts = 0
+        self._rejoins = 0
+        self._unverified = False  # REPAIR: the last seen batch has not come back yet
+        self._tail_check = False  # REPAIR: only a check after silence, nothing is known to be missing
+        self._snapshot_seqs = 0  # SNAPSHOT: batches that came; exactly one ends a snapshot
+        self._activity_at: float | None = None  # LIVE: when to count the silence from; None: checked already
+
+    @property
+    def position(self) -> tuple[int, int] | None:
+        """(last applied seq, digest of its payload), to be passed as `resume`; None before the first batch."""
+        if self._next is None or self._next == 0 or self._next - 1 not in self._recent:
+            return None
+        return self._next - 1, self._recent[self._next - 1]
+
+    # Stimuli
+
+    def connected(self, now: float) -> list[Instruction]:
+        """The subscription is up, for the first time or again. Call before handing over what came on it."""
+        self.online = True
+        self._forget_buffer()
+        self._attempts = self._rejoins = 0
+        if not self._joined:
+            self._joined = True
+            if self.config.join is Join.LIVE:
+                return []
+            return self._rejoin(now)
+        if self.phase in (Phase.SNAPSHOT, Phase.REBUILD):
+            return [*self._clear("reconnected while joining"), *self._rejoin(now)]
+        return self._repair(now)
+
+    def disconnected(self) -> list[Instruction]:
+        """The subscription is down. What is held stays; the caller decides whether the publisher is dead."""
+        self.online = False
+        self._deadline = None
+        return []
+
+    def live(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
+        """A batch came on the subscription."""
+        if not self.online:
+            return []  # older than the reconnect that is coming; replay has it
+        if seq >= SNAPSHOT_SEQ:
+            return [Malformed(f"live message with the reserved seq {seq}")]
+        self._activity_at = now
+        if self._next is not None and seq < self._next:
+            return self._old(seq, payload, now)
+        if self.phase is Phase.LIVE:
+            if self._next is None or seq == self._next:
+                return [self._apply(seq, payload, Origin.LIVE)]
+            self._keep(seq, payload)
+            self.stats.gaps += 1
+            return [Gap(self._next, seq), *self._repair(now)]
+        known = self._buffer.get(seq)
+        if known is None:
+            self._keep(seq, payload)
+            return []
+        if known == payload:
+            return self._stale(seq)
+        return self._restarted(f"two different batches with seq {seq}", now, seq, payload)
+
+    def reply(self, request_id: int, seq: int, payload: bytes, now: float) -> list[Instruction]:
+        """One message of the reply to a request, in the order it came; not the end marker."""
+        if self._deadline is None or request_id != self._request_id:
+            return []
+        self._deadline = now + self.config.request_timeout_s
+        if self.phase is Phase.SNAPSHOT:
+            return self._snapshot_reply(seq, payload)
+        if seq >= SNAPSHOT_SEQ:
+            return []
+        if self.phase is Phase.REBUILD:
+            return self._rebuild_reply(seq, payload)
+        return self._repair_reply(seq, payload, now)
+
+    def reply_end(self, request_id: int, now: float) -> list[Instruction]:
+        """The end marker of a reply came."""
+        if self._deadline is None or request_id != self._request_id:
+            return []
+        self._deadline = None
+        if self.phase is Phase.SNAPSHOT:
+            if self._snapshot_seqs == 1:
+                self.stats.snapshots += 1
+                return self._synced(now)
+            # None offered, or something else came instead of it: the ring is all there is.
+            return [*self._clear("no snapshot"), *self._rebuild(now)]
+        if self.phase is Phase.REBUILD and self._next is None:
+            self._next = min(self._buffer, default=0)
+        if self.phase is Phase.REPAIR and self._unverified and not self._tail_check:
+            assert self._next is not None
+            return self._restarted(f"the publisher does not know seq {self._next - 1}", now)
+        return self._synced(now)
+
+    def request_failed(self, request_id: int, now: float, reason: str = "no answer") -> list[Instruction]:
+        """The request got no (complete) answer."""
+        if self._deadline is None or request_id != self._request_id:
+            return []
+        self._deadline = None
+        self._attempts += 1
+        exhausted = self._attempts >= self.config.attempts_max
+        if self.phase is Phase.REPAIR and self._tail_check:
+            return self._synced(now)
+        if self.phase is Phase.REPAIR:
+            return self._give_up(reason, now) if exhausted else self._repair(now)
+        if self.phase is Phase.SNAPSHOT:
+            if exhausted:
+                self._attempts = 0
+                return [*self._clear(reason), *self._rebuild(now)]
+            return [*self._clear(reason), *self._ask_snapshot(now)]
+        return self._give_up(reason, now) if exhausted else [*self._clear(reason), *self._rebuild(now)]
+
+    def epoch(self, epoch: str, now: float) -> list[Instruction]:
+        """The worker says which start of the publisher this is."""
+        before, self._epoch = self._epoch, epoch
+        known, self._restarted_since_epoch = self._restarted_since_epoch, False
+        if before is None or before == epoch or known or not self.online:
+            return []
+        return self._restarted(f"epoch {before} became {epoch}", now)
+
+    def tick(self, now: float) -> list[Instruction]:
+        """Time passed: call a few times a second."""
+        if not self.online:
+            return []
+        if self._deadline is not None:
+            if now < self._deadline:
+                return []
+            return self.request_failed(self._request_id, now, f"no answer in {self.config.request_timeout_s:g} s")
+        silent = self._activity_at is not None and now - self._activity_at >= self.config.tail_check_s
+        if self.phase is Phase.LIVE and silent and self._next is not None and self.config.can_ask:
+            self._activity_at = None
+            instructions = self._repair(now)
+            self._tail_check = True
+            return instructions
+        return []
+
+    # Replies, by phase
+
+    def _repair_reply(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
+        assert self._next is not None
+        if self._unverified:
+            if seq < self._next - 1:
+                return []
+            if seq > self._next - 1:
+                return self._uncovered(f"replay begins at seq {seq}, seq {self._next - 1} is no longer kept", now)
+            if self._recent.get(seq) != digest(payload):
+                return self._restarted(f"seq {seq} is another batch than before", now)
+            self._unverified = False
+            return []
+        if seq < self._next:
+            return []
+        if seq > self._next:
+            return self._uncovered(f"replay jumps from seq {self._next} to {seq}", now)
+        self._attempts = 0
+        return [self._apply(seq, payload, Origin.REPLAY)]
+
+    def _rebuild_reply(self, seq: int, payload: bytes) -> list[Instruction]:
+        if self._next is None or seq == self._next:
+            return [self._apply(seq, payload, Origin.REPLAY)]
+        if seq < self._next:
+            return []
+        return [*self._clear(f"replay jumps from seq {self._next} to {seq}"), self._apply(seq, payload, Origin.REPLAY)]
+
+    def _snapshot_reply(self, seq: int, payload: bytes) -> list[Instruction]:
+        if seq == SNAPSHOT_SEQ and self._snapshot_seqs == 0:
+            self._held = True
+            return [Apply(None, payload, Origin.SNAPSHOT)]
+        self._snapshot_seqs += 1
+        self._next = seq + 1
+        self._recent[seq] = digest(payload)
+        return []
+
+    # Moves between phases
+
+    def _repair(self, now: float) -> list[Instruction]:
+        """Ask for everything from the last seen batch on, that batch included, to compare it."""
+        self._tail_check = False
+        if self._next is None:
+            self.phase = Phase.LIVE
+            return []
+        if not self.config.can_ask:
+            return self._give_up(NO_REPLAY, now)
+        self.phase = Phase.REPAIR
+        self._unverified = self._next > 0
+        return [RequestReplay(self._ask(now), max(0, self._next - 1))]
+
+    def _rejoin(self, now: float) -> list[Instruction]:
+        """Get the state from nothing; the caller has cleared."""
+        self._rejoins += 1
+        if not self.config.can_ask or self._rejoins > self.config.attempts_max:
+            return self._give_up(
+                "the publisher offers no replay" if not self.config.can_ask else "cannot catch up", now
+            )
+        self._attempts = 0
+        return self._ask_snapshot(now) if self.config.join is Join.SNAPSHOT else self._rebuild(now)
+
+    def _ask_snapshot(self, now: float) -> list[Instruction]:
+        self.phase = Phase.SNAPSHOT
+        self._snapshot_seqs = 0
+        return [RequestSnapshot(self._ask(now))]
+
+    def _rebuild(self, now: float) -> list[Instruction]:
+        self.phase = Phase.REBUILD
+        return [RequestReplay(self._ask(now), 0)]
+
+    def _ask(self, now: float) -> int:
+        self._request_id += 1
+        self._deadline = now + self.config.request_timeout_s
+        self.stats.requests += 1
+        return self._request_id
+
+    def _synced(self, now: float) -> list[Instruction]:
+        """A reply is complete: apply what was buffered meanwhile, and see whether anything is still missing."""
+        instructions: list[Instruction] = []
+        for seq in sorted(self._buffer):
+            assert self._next is not None
+            if seq > self._next:
+                break
+            payload = self._buffer.pop(seq)
+            self._buffer_bytes -= len(payload)
+            if seq == self._next:
+                instructions.append(self._apply(seq, payload, Origin.LIVE))
+            elif seq in self._recent and self._recent[seq] != digest(payload):
+                return [*instructions, *self._restarted(f"seq {seq} is another batch than before", now, seq, payload)]
+            else:
+                instructions += self._stale(seq)
+        self._unverified = False
+        if self._highest is not None and self._next is not None and self._highest >= self._next:
+            self._attempts += 1
+            if self._attempts > self.config.attempts_max:
+                return [*instructions, *self._uncovered(f"replay never brings seq {self._next}", now)]
+            return [*instructions, *self._repair(now)]
+        if self.phase is not Phase.REPAIR or not self._tail_check:
+            self._activity_at = now
+        self._settle()
+        return instructions
+
+    def _uncovered(self, reason: str, now: float) -> list[Instruction]:
+        """The missing batches are gone for good, so nothing that is held can be trusted."""
+        return [*self._clear(reason), *self._rejoin(now)]
+
+    def _restarted(self, reason: str, now: float, seq: int | None = None, payload: bytes = b"") -> list[Instruction]:
+        """Another process publishes now; (seq, payload) is the batch of it that gave it away, if one did."""
+        self.stats.restarts += 1
+        self._restarted_since_epoch = True
+        self._forget_buffer()
+        if seq is not None:
+            self._keep(seq, payload)
+        return [Restarted(reason), *self._clear(reason), *self._rejoin(now)]
+
+    def _give_up(self, reason: str, now: float) -> list[Instruction]:
+        """Nobody can say what was missed: start empty with the newest consecutive batches at hand."""
+        instructions = self._clear(reason)
+        self._deadline = None
+        run: list[int] = []
+        for seq in sorted(self._buffer):
+            if run and seq != run[-1] + 1:
+                run = []
+            run.append(seq)
+        if run and run[-1] == self._highest:
+            instructions += [self._apply(seq, self._buffer[seq], Origin.LIVE) for seq in run]
+        elif self._highest is not None:
+            self._next = self._highest + 1
+        self._activity_at = now
+        self._settle()
+        return instructions
+
+    def _settle(self) -> None:
+        self._forget_buffer()
+        self.phase = Phase.LIVE
+        self._deadline = None
+        self._attempts = self._rejoins = 0
+        self._tail_check = self._unverified = False
+
+    def _old(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
+        """A live batch from the past: a repetition, or the first sign of a restarted publisher."""
+        seen = self._recent.get(seq)
+        if seen == digest(payload):
+            return self._stale(seq)
+        if seen is not None:
+            return self._restarted(f"seq {seq} is another batch than before", now, seq, payload)
+        self._keep(seq, payload)
+        return self._repair(now) if self.phase is Phase.LIVE else []
+
+    # Small moves
+
+    def _apply(self, seq: int, payload: bytes, origin: Origin) -> Apply:
+        assert self._next is None or seq == self._next, (self._next, seq)
+        self._next = seq + 1
+        self._held = True
+        self._recent[seq] = digest(payload)
+        while len(self._recent) > self.config.recent_max:
+            self._recent.popitem(last=False)
+        self.stats.applied += 1
+        return Apply(seq, payload, origin)
+
+    def _clear(self, reason: str) -> list[Instruction]:
+        self._next = None
+        self._recent.clear()
+        if not self._held:
+            return []
+        self._held = False
+        self.stats.clears += 1
+        return [Clear(reason)]
+
+    def _stale(self, seq: int) -> list[Instruction]:
+        self.stats.stale += 1
+        return [Stale(seq)]
+
+    def _keep(self, seq: int, payload: bytes) -> None:
+        self._highest = seq if self._highest is None else max(self._highest, seq)
+        self._buffer_bytes -= len(self._buffer.pop(seq, b""))
+        full = len(self._buffer) >= self.config.buffer_frames_max
+        if full or self._buffer_bytes + len(payload) > self.config.buffer_bytes_max:
+            self.stats.overflowed += 1
+            return
+        self._buffer[seq] = payload
+        self._buffer_bytes += len(payload)
+
+    def _forget_buffer(self) -> None:
+        self._buffer.clear()
+        self._buffer_bytes = 0
+        self._highest = None
+
+    def check_invariants(self) -> None:
+        """For tests: raises AssertionError where the state contradicts itself."""
+        assert self._buffer_bytes == sum(map(len, self._buffer.values()))
+        assert len(self._buffer) <= self.config.buffer_frames_max
+        assert len(self._recent) <= self.config.recent_max + 1
+        if self.phase is Phase.LIVE:
+            assert not self._buffer
+            assert self._deadline is None
+        elif self.online:
+            assert self._deadline is not None
+        if self._buffer:
+            assert self._highest is not None
+            assert self._highest >= max(self._buffer)

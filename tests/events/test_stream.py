@@ -1,0 +1,394 @@
+"""The stream machine against a network that loses, repeats, reorders, and publishers that restart."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from events import (
+    Apply,
+    Clear,
+    Gap,
+    Instruction,
+    Join,
+    Origin,
+    Phase,
+    RequestReplay,
+    RequestSnapshot,
+    Restarted,
+    Stale,
+    StreamConfig,
+    StreamState,
+)
+from events.frames import SNAPSHOT_SEQ
+
+
+@dataclass
+class Publisher:
+    """A model producer: a set that toggles, its ring, and whether it serves snapshots (ours does, vLLM does not)."""
+
+    epoch: int
+    ring_size: int
+    snapshots: bool
+    resident: set[int] = field(default_factory=set)
+    batches: list[bytes] = field(default_factory=list)
+
+    def toggle(self, key: int) -> tuple[int, bytes]:
+        op = "-" if key in self.resident else "+"
+        self.resident ^= {key}
+        self.batches.append(f"{self.epoch}:{len(self.batches)}:{op}{key}".encode())
+        return len(self.batches) - 1, self.batches[-1]
+
+    def replay(self, start: int) -> list[tuple[int, bytes]]:
+        first = max(start, len(self.batches) - self.ring_size, 0)
+        return [(seq, self.batches[seq]) for seq in range(first, len(self.batches))]
+
+    def snapshot(self) -> list[tuple[int, bytes]]:
+        if not self.snapshots or not self.batches:
+            return []
+        chunks = [(SNAPSHOT_SEQ, f"{self.epoch}:s:+{key}".encode()) for key in sorted(self.resident)]
+        return [*chunks, (len(self.batches) - 1, self.batches[-1])]
+
+
+class Follower:
+    """A subscriber around StreamState: keeps the set, checks what it is told to apply."""
+
+    def __init__(self, config: StreamConfig) -> None:
+        self.stream = StreamState(config)
+        self.held: set[int] = set()
+        self.request: RequestReplay | RequestSnapshot | None = None
+        self.applied: list[tuple[int | None, bytes]] = []
+        self.notices: list[Instruction] = []
+
+    def perform(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, Apply):
+                self._apply(instruction)
+            elif isinstance(instruction, Clear):
+                self.held.clear()
+                self.applied.clear()
+            elif isinstance(instruction, RequestReplay | RequestSnapshot):
+                self.request = instruction
+            else:
+                self.notices.append(instruction)
+        self.stream.check_invariants()
+
+    def _apply(self, apply: Apply) -> None:
+        epoch, _, change = apply.payload.decode().split(":")
+        for seq, payload in self.applied:
+            assert payload.decode().split(":")[0] == epoch, "two processes mixed without a Clear"
+            if apply.seq is not None and seq is not None:
+                assert apply.seq > seq
+        if self.applied and self.applied[-1][0] is not None:
+            assert apply.seq == self.applied[-1][0] + 1, "a hole without a Clear"
+        self.applied.append((apply.seq, apply.payload))
+        key = int(change[1:])
+        if change[0] == "+":
+            self.held.add(key)
+        else:
+            self.held.discard(key)
+
+
+class World:
+    """One publisher, one follower, and a wire between them."""
+
+    def __init__(self, config: StreamConfig, ring_size: int, snapshots: bool) -> None:
+        self.config = config
+        self.ring_size, self.snapshots = ring_size, snapshots
+        self.now = 0.0
+        self.publisher = Publisher(0, ring_size, snapshots)
+        self.follower = Follower(config)
+        self.wire: list[tuple[int, bytes]] = []
+        self.replies: tuple[int, list[tuple[int, bytes] | None]] | None = None
+
+    def connect(self) -> None:
+        self.wire.clear()
+        self.replies = None
+        self.follower.perform(self.follower.stream.connected(self.now))
+
+    def restart(self) -> None:
+        """Another process; the connection breaks and comes back later (`connect`)."""
+        self.publisher = Publisher(self.publisher.epoch + 1, self.ring_size, self.snapshots)
+        self.wire.clear()
+        self.replies = None
+        self.follower.perform(self.follower.stream.disconnected())
+
+    def serve(self) -> None:
+        """The publisher reads the follower's request, if there is one."""
+        request, self.follower.request = self.follower.request, None
+        if request is None or not self.config.can_ask:
+            return
+        if isinstance(request, RequestReplay):
+            answer = self.publisher.replay(request.start_seq)
+        else:
+            answer = self.publisher.snapshot()
+        self.replies = (request.request_id, [*answer, None])
+
+    def deliver_reply(self) -> None:
+        if self.replies is None:
+            return
+        request_id, messages = self.replies
+        message = messages.pop(0)
+        if message is None:
+            self.replies = None
+            self.follower.perform(self.follower.stream.reply_end(request_id, self.now))
+        else:
+            self.follower.perform(self.follower.stream.reply(request_id, *message, self.now))
+
+    def deliver(self, index: int = 0, keep: bool = False) -> None:
+        if self.wire:
+            seq, payload = self.wire[index % len(self.wire)]
+            if not keep:
+                del self.wire[index % len(self.wire)]
+            self.follower.perform(self.follower.stream.live(seq, payload, self.now))
+
+    def settle(self) -> None:
+        """No more faults: deliver everything, answer everything, let time pass."""
+        if not self.follower.stream.online:
+            self.connect()
+        for _ in range(200):
+            while self.wire:
+                self.deliver()
+            self.serve()
+            while self.replies is not None:
+                self.deliver_reply()
+            self.now += 0.5
+            self.follower.perform(self.follower.stream.tick(self.now))
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("publish"), st.integers(0, 7)),
+        st.tuples(st.just("deliver"), st.integers(0, 3)),
+        st.tuples(st.just("repeat"), st.integers(0, 3)),
+        st.tuples(st.just("lose"), st.integers(0, 3)),
+        st.tuples(st.just("serve"), st.just(0)),
+        st.tuples(st.just("reply"), st.integers(1, 4)),
+        st.tuples(st.just("lose_reply"), st.just(0)),
+        st.tuples(st.just("reconnect"), st.just(0)),
+        st.tuples(st.just("restart"), st.just(0)),
+        st.tuples(st.just("connect"), st.just(0)),
+        st.tuples(st.just("wait"), st.integers(1, 6)),
+    ),
+    max_size=80,
+)
+
+
+def run(world: World, script: list[tuple[str, int]]) -> None:
+    for action, value in script:
+        if action == "publish":
+            batch = world.publisher.toggle(value)
+            if world.follower.stream.online:
+                world.wire.append(batch)
+        elif action == "deliver":
+            world.deliver(value)
+        elif action == "repeat":
+            world.deliver(value, keep=True)
+        elif action == "lose" and world.wire:
+            del world.wire[value % len(world.wire)]
+        elif action == "serve":
+            world.serve()
+        elif action == "reply":
+            for _ in range(value):
+                world.deliver_reply()
+        elif action == "lose_reply":
+            world.replies = None
+        elif action == "reconnect":
+            world.follower.perform(world.follower.stream.disconnected())
+            world.connect()
+        elif action == "restart":
+            world.restart()
+        elif action == "connect" and not world.follower.stream.online:
+            world.connect()
+        elif action == "wait":
+            world.now += value
+            world.follower.perform(world.follower.stream.tick(world.now))
+
+
+@settings(max_examples=400, deadline=None)
+@given(steps, st.sampled_from([2, 5, 1000]), st.sampled_from([2, 1024]), st.sampled_from([3, 1000]))
+def test_snapshot_publisher_ends_exact(
+    script: list[tuple[str, int]], ring_size: int, recent_max: int, buffer_max: int
+) -> None:
+    """Guarantees 6 and 7 seen from outside: whatever the network did, once quiet both sides hold the same."""
+    config = StreamConfig(recent_max=recent_max, buffer_frames_max=buffer_max)
+    world = World(config, ring_size, snapshots=True)
+    world.connect()
+    run(world, script)
+    world.settle()
+    assert world.follower.held == world.publisher.resident
+    assert world.follower.stream.phase is Phase.LIVE
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps, st.sampled_from([2, 5, 1000]), st.sampled_from(list(Join)))
+def test_ring_publisher_never_leaves_a_false_hit(script: list[tuple[str, int]], ring_size: int, join: Join) -> None:
+    """Without snapshots (vLLM) a short ring may lose blocks, but what is held is resident; a full ring is exact."""
+    world = World(StreamConfig(join=join), ring_size, snapshots=False)
+    world.connect()
+    run(world, script)
+    world.settle()
+    assert world.follower.held <= world.publisher.resident
+    if ring_size == 1000 and join is not Join.LIVE:
+        assert world.follower.held == world.publisher.resident
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps)
+def test_without_replay_only_consecutive_batches_are_held(script: list[tuple[str, int]]) -> None:
+    script = [step for step in script if step[0] != "restart"]  # an idle restart cannot be seen without replay
+    world = World(StreamConfig(can_ask=False), 0, snapshots=False)
+    world.connect()
+    run(world, script)
+    assert world.follower.request is None
+    assert world.follower.stream.phase is Phase.LIVE
+
+
+def live_follower(count: int, config: StreamConfig | None = None) -> World:
+    """A world in which `count` batches were published and applied live."""
+    world = World(config or StreamConfig(), 1000, snapshots=True)
+    world.connect()
+    world.serve()
+    while world.replies:
+        world.deliver_reply()
+    world.serve()
+    while world.replies:
+        world.deliver_reply()
+    for key in range(count):
+        seq, payload = world.publisher.toggle(key)
+        world.follower.perform(world.follower.stream.live(seq, payload, world.now))
+    assert len(world.follower.held) == count
+    return world
+
+
+def test_gap_is_asked_from_the_last_seen_batch_and_filled() -> None:
+    world = live_follower(3)
+    world.publisher.toggle(10)
+    seq, payload = world.publisher.toggle(11)
+    instructions = world.follower.stream.live(seq, payload, 0.0)
+    assert instructions == [Gap(3, 4), RequestReplay(instructions[1].request_id, 2)]  # type: ignore[union-attr]
+    world.follower.perform(instructions)
+    world.settle()
+    assert world.follower.held == world.publisher.resident
+
+
+def test_restart_of_an_idle_publisher_is_noticed() -> None:
+    world = live_follower(5)
+    world.restart()
+    world.settle()
+    assert any(isinstance(notice, Restarted) for notice in world.follower.notices)
+    assert world.follower.held == set()
+
+
+def test_restart_whose_new_seq_is_already_higher_is_noticed() -> None:
+    world = live_follower(5)
+    world.restart()
+    for key in range(20, 40):
+        world.publisher.toggle(key)
+    world.connect()
+    seq, payload = world.publisher.toggle(50)
+    world.wire.append((seq, payload))
+    world.settle()
+    assert any(isinstance(notice, Restarted) for notice in world.follower.notices)
+    assert world.follower.held == world.publisher.resident
+
+
+def test_a_blip_keeps_everything_and_asks_once() -> None:
+    world = live_follower(5)
+    before = world.follower.stream.stats.clears
+    world.follower.perform(world.follower.stream.disconnected())
+    world.publisher.toggle(9)
+    world.settle()
+    assert world.follower.stream.stats.clears == before
+    assert world.follower.held == world.publisher.resident
+
+
+def test_repeated_batch_is_stale() -> None:
+    world = live_follower(5)
+    assert world.follower.stream.live(2, world.publisher.batches[2], 0.0) == [Stale(2)]
+
+
+def test_a_known_seq_with_other_bytes_is_a_restart() -> None:
+    world = live_follower(5)
+    instructions = world.follower.stream.live(2, b"1:2:+9", 0.0)
+    assert [type(i) for i in instructions] == [Restarted, Clear, RequestSnapshot]
+
+
+def test_lost_last_batch_is_found_by_the_check_after_silence() -> None:
+    world = live_follower(5)
+    world.publisher.toggle(77)  # never on the wire
+    world.settle()
+    assert 77 in world.follower.held
+    requests = world.follower.stream.stats.requests
+    world.settle()
+    assert world.follower.stream.stats.requests == requests, "one check a silence, not a poll"
+
+
+def test_changed_epoch_clears_and_an_equal_one_does_not() -> None:
+    world = live_follower(5)
+    assert world.follower.stream.epoch("a", 0.0) == []
+    assert world.follower.stream.epoch("a", 0.0) == []
+    assert [type(i) for i in world.follower.stream.epoch("b", 0.0)] == [Restarted, Clear, RequestSnapshot]
+
+
+def test_publisher_that_never_answers_ends_cleared_and_live() -> None:
+    world = live_follower(5)
+    world.publisher.toggle(6)
+    seq, payload = world.publisher.toggle(7)
+    world.follower.perform(world.follower.stream.live(seq, payload, world.now))
+    for _ in range(20):
+        world.now += 6
+        world.follower.perform(world.follower.stream.tick(world.now))
+        if world.follower.stream.phase is Phase.LIVE:
+            break
+    assert world.follower.held == {7}
+    assert world.follower.stream.position is not None
+
+
+def test_resume_continues_from_the_saved_position() -> None:
+    world = live_follower(5)
+    position = world.follower.stream.position
+    assert position is not None
+    for key in range(10, 14):
+        world.publisher.toggle(key)
+    second = StreamState(StreamConfig(join=Join.LIVE), resume=position)
+    (request,) = second.connected(0.0)
+    assert isinstance(request, RequestReplay)
+    got: list[Instruction] = []
+    for seq, payload in world.publisher.replay(request.start_seq):
+        got += second.reply(request.request_id, seq, payload, 0.0)
+    got += second.reply_end(request.request_id, 0.0)
+    assert [(i.seq, i.origin) for i in got if isinstance(i, Apply)] == [(s, Origin.REPLAY) for s in range(5, 9)]
+
+
+def test_a_ring_in_answer_to_a_snapshot_request_is_not_taken_for_one() -> None:
+    """A publisher that reads the reserved start_seq as a signed number replays everything."""
+    world = World(StreamConfig(), 1000, snapshots=False)
+    for key in range(4):
+        world.publisher.toggle(key)
+    world.connect()
+    request = world.follower.request
+    assert isinstance(request, RequestSnapshot)
+    for seq, payload in world.publisher.replay(0):
+        world.follower.perform(world.follower.stream.reply(request.request_id, seq, payload, 0.0))
+    world.follower.perform(world.follower.stream.reply_end(request.request_id, 0.0))
+    world.settle()
+    assert world.follower.held == world.publisher.resident
+
+
+@pytest.mark.slow
+def test_many_seeds() -> None:
+    for seed in range(3000):
+        rng = random.Random(seed)
+        actions = ["publish"] * 6 + ["deliver"] * 5 + ["lose", "repeat", "serve", "reply", "lose_reply", "reconnect"]
+        actions += ["restart", "connect", "wait"]
+        script = [(rng.choice(actions), rng.randint(1, 6)) for _ in range(rng.randint(10, 300))]
+        world = World(StreamConfig(recent_max=rng.choice([1, 4, 1024])), rng.choice([2, 10, 1000]), snapshots=True)
+        world.connect()
+        run(world, script)
+        world.settle()
+        assert world.follower.held == world.publisher.resident, f"seed {seed}"
