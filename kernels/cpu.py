@@ -1,0 +1,272 @@
+"""The CPU backend: few, large torch operations a layer, no Python loop over tokens and none over decoding sequences.
+
+Decoding sequences attend together: their context is gathered by token row (so that no byte outside a context is ever
+read: what lies in the unused part of a block may be anything, NaN included) and the query heads that share a KV head
+are folded into the query axis. Sequences of very different length go into separate buckets, so that padding stays
+under the bucket's real size. Prefill chunks attend one by one. All index arithmetic happens once a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from kernels.interface import IntArray, PagedKV, Ragged, slot_rows
+from kernels.reference import ReferenceKernels
+
+BUCKET_SLACK_ROWS = 512
+"""Padding that is cheaper than another bucket's operations, in token rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBucket:
+    """Decoding sequences that attend in one operation."""
+
+    queries: torch.Tensor | None
+    """Their indices in the batch; None: they are the first `count`, in order."""
+    count: int
+    context: int
+    rows: torch.Tensor
+    """[count * context] K rows of layer 0; past a sequence's own context its last row is repeated."""
+    valid: torch.Tensor | None
+    """[count, context] True where a row is in the sequence's (windowed) context; None: all are."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """One sequence's queries [start, end) of the batch."""
+
+    start: int
+    end: int
+    rows: torch.Tensor | None
+    """[context] K rows of layer 0; None: the chunk is its whole context, K and V are at hand."""
+    seen: torch.Tensor | None
+    """[queries, context] True where a query sees a key; None: plain causal."""
+
+
+@dataclass(slots=True)
+class CpuPlan:
+    slots: torch.Tensor
+    buckets: list[DecodeBucket]
+    chunks: list[PrefillChunk]
+    masks: dict[tuple[int, torch.dtype], torch.Tensor]
+    """Additive masks made so far, by bucket (0 .. ) or chunk (-1 ..) and dtype."""
+
+
+class CpuKernels(ReferenceKernels):
+    """Implements `interface.Kernels`. One instance serves one step loop: it owns gather buffers."""
+
+    name = "cpu"
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._buffers: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
+
+    def plan_attention(self, batch: Ragged, block_table: IntArray, kv: PagedKV, window: int | None) -> CpuPlan:  # type: ignore[override]
+        slots = torch.from_numpy(slot_rows(batch, block_table, kv))
+        buckets = [
+            _bucket(batch, block_table, kv, window, members)
+            for members in _bucket_members(batch.context_lens[: batch.decode_count], window)
+        ]
+        starts = batch.query_starts.tolist()
+        chunks = [
+            _chunk(starts[i], starts[i + 1], int(batch.context_lens[i]), block_table[i], kv, window)
+            for i in range(batch.decode_count, len(batch.context_lens))
+        ]
+        return CpuPlan(slots, buckets, chunks, {})
+
+    def attention(  # type: ignore[override]
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: PagedKV, layer: int, plan: CpuPlan, scale: float
+    ) -> torch.Tensor:
+        rows = kv.rows()
+        k_rows, v_rows = rows[layer * kv.layer_rows :], rows[layer * kv.layer_rows + kv.block_size :]
+        k_rows.index_copy_(0, plan.slots, k.reshape(-1, kv.row_elems))
+        v_rows.index_copy_(0, plan.slots, v.reshape(-1, kv.row_elems))
+        out: torch.Tensor | None = None
+        for i, bucket in enumerate(plan.buckets):
+            part = self._decode(q, k_rows, v_rows, kv, bucket, self._mask(plan, i, bucket.valid, q.dtype), scale)
+            if bucket.count == q.shape[0]:
+                return part
+            out = torch.empty_like(q) if out is None else out
+            if bucket.queries is None:
+                out[: bucket.count] = part
+            else:
+                out[bucket.queries] = part
+        for i, chunk in enumerate(plan.chunks):
+            mask = self._mask(plan, -1 - i, chunk.seen, q.dtype)
+            part = self._prefill(q, k, v, k_rows, v_rows, kv, chunk, mask, scale)
+            if chunk.end - chunk.start == q.shape[0]:
+                return part
+            out = torch.empty_like(q) if out is None else out
+            out[chunk.start : chunk.end] = part
+        assert out is not None, "a batch has at least one query"
+        return out
+
+    def _decode(
+        self,
+        q: torch.Tensor,
+        k_rows: torch.Tensor,
+        v_rows: torch.Tensor,
+        kv: PagedKV,
+        bucket: DecodeBucket,
+        mask: torch.Tensor | None,
+        scale: float,
+    ) -> torch.Tensor:
+        count, heads, dim = bucket.count, q.shape[1], q.shape[2]
+        queries = q[:count] if bucket.queries is None else q[bucket.queries]
+        folded = queries.reshape(count, kv.num_kv_heads, heads // kv.num_kv_heads, dim)
+        shape = (count, bucket.context, kv.num_kv_heads, dim)
+        keys = self._gather("k", k_rows, bucket.rows).view(shape).transpose(1, 2)
+        values = self._gather("v", v_rows, bucket.rows).view(shape).transpose(1, 2)
+        mask = None if mask is None else mask[:, None, None]
+        return F.scaled_dot_product_attention(folded, keys, values, mask, scale=scale).reshape(count, heads, dim)
+
+    def _prefill(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_rows: torch.Tensor,
+        v_rows: torch.Tensor,
+        kv: PagedKV,
+        chunk: PrefillChunk,
+        mask: torch.Tensor | None,
+        scale: float,
+    ) -> torch.Tensor:
+        queries = q[chunk.start : chunk.end].transpose(0, 1)[None]
+        if chunk.rows is None:
+            keys, values = k[chunk.start : chunk.end], v[chunk.start : chunk.end]
+        else:
+            shape = (chunk.rows.shape[0], kv.num_kv_heads, kv.head_dim)
+            keys = self._gather("k", k_rows, chunk.rows).view(shape)
+            values = self._gather("v", v_rows, chunk.rows).view(shape)
+        part = F.scaled_dot_product_attention(
+            queries,
+            keys.transpose(0, 1)[None],
+            values.transpose(0, 1)[None],
+            mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=q.shape[1] != kv.num_kv_heads,
+        )
+        return part[0].transpose(0, 1)
+
+    def _gather(self, which: str, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """rows[index] in a buffer that is used again by the next gather of the same name."""
+        count, width = index.shape[0], rows.shape[1]
+        key = (which, width, rows.dtype)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape[0] < count:
+            buffer = self._buffers[key] = torch.empty(max(count, 4096), width, dtype=rows.dtype)
+        return torch.index_select(rows, 0, index, out=buffer[:count])
+
+    def _mask(self, plan: CpuPlan, which: int, seen: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """The additive mask of a bucket or chunk, made once a step."""
+        if seen is None:
+            return None
+        mask = plan.masks.get((which, dtype))
+        if mask is None:
+            mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+            plan.masks[which, dtype] = mask
+        return mask
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False) -> torch.Tensor:
+        if zero_centred:
+            return super().rms_norm(x, weight, eps, zero_centred)
+        if weight.dim() > 1:
+            return F.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = residual.add_(x)
+        return self.rms_norm(residual, weight, eps, zero_centred), residual
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+        tokens, heads, dim = x.shape
+        if cos.shape[-1] != dim:
+            return super().rotate(x, cos, signed_sin)
+        swapped = x.reshape(tokens, heads, 2, dim // 2).flip(2).view(tokens, heads, dim)
+        return torch.mul(x, cos[:, None]).addcmul_(swapped, signed_sin[:, None])
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    def gelu_tanh_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def _bucket_members(context_lens: IntArray, window: int | None) -> list[IntArray]:
+    """Split decoding sequences so that padding costs at most as much as the real rows, plus a little slack."""
+    count = len(context_lens)
+    if count == 0:
+        return []
+    lens = context_lens if window is None else np.minimum(context_lens, window)
+    if int(lens.max()) * count <= 2 * int(lens.sum()) + BUCKET_SLACK_ROWS:
+        return [np.arange(count)]
+    members: list[IntArray] = []
+    order = np.argsort(-lens, kind="stable")
+    start = 0
+    while start < count:
+        floor = min(int(lens[order[start]]) // 2, int(lens[order[start]]) - BUCKET_SLACK_ROWS // count)
+        end = start + int(np.searchsorted(-lens[order[start:]], -floor, side="right"))
+        members.append(order[start:end])
+        start = end
+    return members
+
+
+def _token_rows(blocks: IntArray, kv: PagedKV) -> IntArray:
+    """K rows of layer 0 of every token of the blocks: [..., blocks] -> [..., blocks * block_size]."""
+    rows = kv.block_rows(blocks)[..., None] + np.arange(kv.block_size)
+    return rows.reshape(*blocks.shape[:-1], -1)
+
+
+def _bucket(
+    batch: Ragged, block_table: IntArray, kv: PagedKV, window: int | None, members: IntArray
+) -> DecodeBucket:
+    lens = batch.context_lens[members]
+    first = np.zeros_like(lens) if window is None else np.maximum(lens - window, 0)
+    shown = lens - first
+    context = int(shown.max())
+    offsets = np.arange(context)
+    same_length = int(shown.min()) == context
+    at = first[:, None] + (offsets if same_length else np.minimum(offsets, shown[:, None] - 1))
+    if window is None and same_length:
+        rows = _token_rows(block_table[members, : -(-context // kv.block_size)], kv)[:, :context]
+    else:
+        block_index, offset = np.divmod(at, kv.block_size)
+        rows = kv.block_rows(np.take_along_axis(block_table[members], block_index, 1)) + offset
+    in_order = bool((members == np.arange(len(members))).all())
+    return DecodeBucket(
+        queries=None if in_order else torch.from_numpy(members),
+        count=len(members),
+        context=context,
+        rows=torch.from_numpy(np.ascontiguousarray(rows).reshape(-1)),
+        valid=None if same_length else torch.from_numpy(offsets < shown[:, None]),
+    )
+
+
+def _chunk(start: int, end: int, context: int, blocks: IntArray, kv: PagedKV, window: int | None) -> PrefillChunk:
+    queries = end - start
+    first = 0 if window is None else max(0, context - queries - window + 1)
+    whole = queries == context
+    rows = None
+    if not whole:
+        rows = _token_rows(blocks[first // kv.block_size : -(-context // kv.block_size)], kv)
+        skip = first % kv.block_size
+        rows = rows[skip : skip + context - first]
+    seen = None
+    if not whole or (window is not None and window < context):
+        query_at = np.arange(context - queries, context)[:, None]
+        key_at = np.arange(first, context)[None]
+        visible = key_at <= query_at
+        if window is not None:
+            visible &= key_at > query_at - window
+        seen = torch.from_numpy(visible)
+    return PrefillChunk(start, end, None if rows is None else torch.from_numpy(np.ascontiguousarray(rows)), seen)

@@ -1,0 +1,175 @@
+"""What a backend of kernels offers, and the shapes it works on: one ragged batch over strided views of the unit pool.
+
+Owns the layout of KV inside the pool's buffer and the description of a step's batch. Knows no models, no requests, no
+scheduler. There is no global context: everything a kernel reads is an argument, and what a backend wants to know about
+a batch it computes once a step (`plan_attention`) and gets back at every layer.
+
+Invariants: in a batch, sequences with one query come first ([0, decode_count)); a query's KV is written before any
+query of the batch reads it, because `attention` stores the whole batch's K and V before it attends; nothing outside
+the positions [0, context_len) of a sequence is ever read into a result, whatever bytes lie there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """The KV blocks of one attention group inside the pool's buffer.
+
+    Block b is sub-block `b % blocks_per_unit` of unit `b // blocks_per_unit`; a block is laid out
+    `[layer][K/V][token][kv-head][dim]`. A unit's length is a whole number of token rows.
+    """
+
+    buffer: torch.Tensor
+    """The pool's buffer as the cache's dtype, one axis: [units * unit_elems]."""
+    unit_elems: int
+    blocks_per_unit: int
+    block_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        assert self.unit_elems % self.row_elems == 0
+        assert self.blocks_per_unit * self.block_elems <= self.unit_elems
+
+    @property
+    def row_elems(self) -> int:
+        """Elements of one token's K (or V) in one layer."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def block_elems(self) -> int:
+        return 2 * self.num_layers * self.block_size * self.row_elems
+
+    @property
+    def layer_rows(self) -> int:
+        """Token rows between the K of one layer and the K of the next; V lies `block_size` rows after K."""
+        return 2 * self.block_size
+
+    def rows(self) -> torch.Tensor:
+        """The whole buffer as token rows: [rows, kv_heads * dim]."""
+        return self.buffer.view(-1, self.row_elems)
+
+    def layer_views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Strided K and V of one layer: [units, blocks_per_unit, block_size, kv_heads, dim] each."""
+        units = self.buffer.numel() // self.unit_elems
+        shape = (units, self.blocks_per_unit, self.block_size, self.num_kv_heads, self.head_dim)
+        strides = (self.unit_elems, self.block_elems, self.row_elems, self.head_dim, 1)
+        start = self.buffer.storage_offset() + layer * self.layer_rows * self.row_elems
+        k = self.buffer.as_strided(shape, strides, start)
+        v = self.buffer.as_strided(shape, strides, start + self.block_size * self.row_elems)
+        return k, v
+
+    def block_rows(self, blocks: IntArray) -> IntArray:
+        """Row of the first token of each block (layer 0, K), for any shape of `blocks`."""
+        unit_rows, block_rows = self.unit_elems // self.row_elems, self.block_elems // self.row_elems
+        if self.blocks_per_unit == 1:
+            return blocks * unit_rows
+        return (blocks // self.blocks_per_unit) * unit_rows + (blocks % self.blocks_per_unit) * block_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """A step's batch: the queries of all sequences in a row, on the host. Sequences with one query come first."""
+
+    query_starts: IntArray
+    """[sequences + 1]: the queries of sequence i are the tokens [query_starts[i], query_starts[i + 1])."""
+    context_lens: IntArray
+    """[sequences]: KV length of each sequence, its queries included; the queries are its last positions."""
+    positions: IntArray
+    """[tokens]: position of each query in its sequence."""
+    decode_count: int
+    """Sequences [0, decode_count) have exactly one query."""
+
+    @staticmethod
+    def of(starts: list[int], ends: list[int]) -> Ragged:
+        """The batch whose sequence i computes the positions [starts[i], ends[i]); one-query sequences must lead."""
+        first, last = np.array(starts, np.int64), np.array(ends, np.int64)
+        lens = last - first
+        query_starts = np.zeros(len(starts) + 1, np.int64)
+        np.cumsum(lens, out=query_starts[1:])
+        single = lens == 1
+        decode_count = int(single.sum())
+        assert single[:decode_count].all(), "sequences with one query come first"
+        if decode_count == len(starts):
+            return Ragged(query_starts, last, first, decode_count)
+        offset = np.repeat(first - query_starts[:-1], lens)
+        return Ragged(query_starts, last, np.arange(query_starts[-1]) + offset, decode_count)
+
+    @property
+    def token_count(self) -> int:
+        return int(self.query_starts[-1])
+
+    def sequence_of_token(self) -> IntArray:
+        """[tokens]: index of the sequence each query belongs to."""
+        return np.repeat(np.arange(len(self.context_lens)), np.diff(self.query_starts))
+
+
+def slot_rows(batch: Ragged, block_table: IntArray, kv: PagedKV) -> IntArray:
+    """[tokens]: the row where the K of each query goes in layer 0. `block_table` is [sequences, blocks]."""
+    block_index, offset = np.divmod(batch.positions, kv.block_size)
+    return kv.block_rows(block_table[batch.sequence_of_token(), block_index]) + offset
+
+
+class Kernels(Protocol):
+    """The operations of a step. All tensors are on the backend's device; `tokens` is the ragged batch's axis."""
+
+    name: str
+    device: torch.device
+
+    def plan_attention(self, batch: Ragged, block_table: IntArray, kv: PagedKV, window: int | None) -> Any:
+        """What `attention` needs to know of this batch, once a step for each group and window.
+
+        `block_table`: [sequences, blocks], the blocks of each sequence in order; entries past a sequence's context are
+        ignored. `window`: a query sees the last `window` positions, its own included; None sees all.
+        """
+        ...
+
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: PagedKV, layer: int, plan: Any, scale: float
+    ) -> torch.Tensor:
+        """Store k and v of the whole batch in the cache's layer, then attend causally over the cached context.
+
+        q: [tokens, heads, dim], k and v: [tokens, kv_heads, dim], heads a multiple of kv_heads. Returns
+        [tokens, heads, dim] in q's dtype. `layer` is the position in the group's layer axis.
+        """
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False) -> torch.Tensor:
+        """Root mean square norm of the last axis in fp32, times `weight` (times `1 + weight` where zero-centred).
+
+        `weight` is [dim], or [heads, dim] for a norm of its own for each head. Zhang and Sennrich, 2019.
+        """
+        ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of x + residual, x + residual). May write the sum into `residual`."""
+        ...
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+        """Rotary embedding (Su et al., 2021) of the first R dims of each head, halves rotated against each other.
+
+        x: [tokens, heads, dim]; cos and signed_sin: [tokens, R] with R <= dim, where the first half of signed_sin is
+        -sin and the second +sin, so that the result is x * cos + swapped(x) * signed_sin.
+        """
+        ...
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """SwiGLU: silu(first half of the last axis) * second half."""
+        ...
+
+    def gelu_tanh_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """GeGLU with the tanh approximation: gelu(first half of the last axis) * second half."""
+        ...

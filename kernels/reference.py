@@ -1,0 +1,119 @@
+"""The reference backend: plain torch, one sequence at a time, any device and any float dtype. Obviously right, slow.
+
+Every other backend is tested against this one. Attention and norms are computed in fp32 (in fp64 for fp64 inputs).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from kernels.interface import IntArray, PagedKV, Ragged
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype sums are taken in: fp64 stays, everything else becomes fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePlan:
+    batch: Ragged
+    block_table: IntArray
+    window: int | None
+
+
+class ReferenceKernels:
+    """Implements `interface.Kernels`."""
+
+    name = "reference"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def plan_attention(self, batch: Ragged, block_table: IntArray, kv: PagedKV, window: int | None) -> ReferencePlan:
+        return ReferencePlan(batch, block_table, window)
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv: PagedKV,
+        layer: int,
+        plan: ReferencePlan,
+        scale: float,
+    ) -> torch.Tensor:
+        batch = plan.batch
+        k_cache, v_cache = kv.layer_views(layer)
+        spans = list(zip(batch.query_starts[:-1].tolist(), batch.query_starts[1:].tolist(), strict=True))
+        for i, (start, end) in enumerate(spans):
+            units, subs, offsets = self._places(plan, kv, i, int(batch.context_lens[i]) - (end - start))
+            k_cache[units, subs, offsets] = k[start:end]
+            v_cache[units, subs, offsets] = v[start:end]
+        out = torch.empty_like(q)
+        for i, (start, end) in enumerate(spans):
+            units, subs, offsets = self._places(plan, kv, i, 0)
+            out[start:end] = attend(
+                q[start:end], k_cache[units, subs, offsets], v_cache[units, subs, offsets], plan.window, scale
+            )
+        return out
+
+    def _places(
+        self, plan: ReferencePlan, kv: PagedKV, sequence: int, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Unit, sub-block and offset of the positions [first, context) of a sequence."""
+        positions = torch.arange(first, int(plan.batch.context_lens[sequence]))
+        blocks = torch.from_numpy(plan.block_table[sequence])[positions // kv.block_size]
+        places = (blocks // kv.blocks_per_unit, blocks % kv.blocks_per_unit, positions % kv.block_size)
+        units, subs, offsets = (place.to(self.device) for place in places)
+        return units, subs, offsets
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False) -> torch.Tensor:
+        value = x.to(wide(x.dtype))
+        value = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + eps)
+        gain = weight.to(value.dtype)
+        return (value * (gain + 1 if zero_centred else gain)).to(x.dtype)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps, zero_centred), total
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+        width = cos.shape[-1]
+        turned, rest = x[..., :width], x[..., width:]
+        first, second = turned.chunk(2, -1)
+        swapped = torch.cat((second, first), -1)
+        return torch.cat((turned * cos[:, None] + swapped * signed_sin[:, None], rest), -1)
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def gelu_tanh_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh") * up
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, scale: float) -> torch.Tensor:
+    """Causal attention of one sequence whose queries are its last positions.
+
+    q: [queries, heads, dim]; k and v: [context, kv_heads, dim]. Returns [queries, heads, dim] in q's dtype.
+    """
+    queries, heads, _ = q.shape
+    context, kv_heads, _ = k.shape
+    dtype = wide(q.dtype)
+    k = k.to(dtype).repeat_interleave(heads // kv_heads, 1)
+    v = v.to(dtype).repeat_interleave(heads // kv_heads, 1)
+    scores = torch.einsum("qhd,khd->hqk", q.to(dtype), k) * scale
+    query_at = torch.arange(context - queries, context, device=q.device)[:, None]
+    key_at = torch.arange(context, device=q.device)[None]
+    seen = key_at <= query_at
+    if window is not None:
+        seen &= key_at > query_at - window
+    weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), -1)
+    return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
