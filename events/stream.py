@@ -15,7 +15,7 @@ a new one replaces it. Everything buffered is bounded, and what overflows become
     SNAPSHOT  chunks and S came                                       LIVE
               the publisher has none                                  REBUILD
     REBUILD   the whole ring was replayed                             LIVE
-    any       nobody answers                                          LIVE, empty, from the next live batch on
+    any       nobody answers                                          LIVE, empty, with what comes; asks again later
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class StreamConfig:
     request_timeout_s: float = 5.0
     """Longest silence of a publisher that owes a reply."""
     attempts_max: int = 3
+    retry_s: float = 10.0
+    """After nobody could say what was missed: when to ask for a snapshot again."""
     tail_check_s: float = 1.0
     """After so much silence the publisher is asked once whether the last batch seen is its last."""
 
@@ -125,6 +127,7 @@ class StreamState:
         self._unverified = False  # REPAIR: the last seen batch has not come back yet
         self._tail_check = False  # REPAIR: only a check after silence, nothing is known to be missing
         self._snapshot_seqs = 0  # SNAPSHOT: batches that came; exactly one ends a snapshot
+        self._retry_at: float | None = None  # LIVE after giving up: when to ask for a snapshot again
         self._activity_at: float | None = None  # LIVE: when to count the silence from; None: checked already
 
     @property
@@ -224,6 +227,7 @@ class StreamState:
         if self.phase is Phase.SNAPSHOT:
             if exhausted:
                 self._attempts = 0
+                self._retry_at = now + self.config.retry_s
                 return [*self._clear(reason), *self._rebuild(now)]
             return [*self._clear(reason), *self._ask_snapshot(now)]
         return self._give_up(reason, now) if exhausted else [*self._clear(reason), *self._rebuild(now)]
@@ -244,6 +248,8 @@ class StreamState:
             if now < self._deadline:
                 return []
             return self.request_failed(self._request_id, now, f"no answer in {self.config.request_timeout_s:g} s")
+        if self._retry_at is not None and now >= self._retry_at:
+            return [*self._clear("asking for a snapshot again"), *self._rejoin(now)]
         silent = self._activity_at is not None and now - self._activity_at >= self.config.tail_check_s
         if self.phase is Phase.LIVE and silent and self._next is not None and self.config.can_ask:
             self._activity_at = None
@@ -305,6 +311,7 @@ class StreamState:
     def _rejoin(self, now: float) -> list[Instruction]:
         """Get the state from nothing; the caller has cleared."""
         self._rejoins += 1
+        self._retry_at = None
         if not self.config.can_ask or self._rejoins > self.config.attempts_max:
             return self._give_up(
                 "the publisher offers no replay" if not self.config.can_ask else "cannot catch up", now
@@ -381,6 +388,8 @@ class StreamState:
             self._next = self._highest + 1
         self._activity_at = now
         self._settle()
+        if self.config.can_ask and self.config.join is Join.SNAPSHOT:
+            self._retry_at = now + self.config.retry_s
         return instructions
 
     def _settle(self) -> None:
