@@ -1,4 +1,4 @@
-"""The router's core against a naive index: decisions by hand, and books that never leak whatever the order of stimuli."""
+"""The router core against a naive index: decisions by hand, and books that never leak whatever the stimuli' order."""
 
 from __future__ import annotations
 

@@ -1,0 +1,295 @@
+"""From a worker's HTTP address to everything the router needs to know of it.
+
+Pure readers for what workers answer (`/v1/models`, `/kv_event_sources`, `/server_info`, `/metrics`), the `--worker`
+flag, and one thin asynchronous prober that asks. A worker that answers no event source is tried at vLLM's default port; where
+nobody listens there, its cache is followed by history.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from events.errors import DecodeError
+from events.sources import EventSource, default_sources, parse_sources
+from router.config import ConfigError
+from router.workers import CacheView, ServedModel, WorkerSpec
+
+DEFAULT_EVENT_PORT = 5557
+BODY_BYTES_MAX = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFlag:
+    """One worker as an operator names it. What is given here is not asked for."""
+
+    url: str
+    worker_id: str
+    events: tuple[str, ...] = ()
+    """PUB endpoints, one a data-parallel rank; empty: discover them."""
+    replay: tuple[str, ...] = ()
+    topic: str = ""
+    no_events: bool = False
+    """`events=none`: follow the cache by history."""
+    roles: frozenset[str] = frozenset()
+    cache_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """What one probe found."""
+
+    alive: bool
+    reason: str = ""
+    """Why it is not alive."""
+    models: tuple[ServedModel, ...] = ()
+    sources: tuple[EventSource, ...] = ()
+    """Empty: no events."""
+    cache_tokens: int | None = None
+
+    @property
+    def epochs(self) -> tuple[str | None, ...]:
+        """One a source; a change means the publisher restarted."""
+        return tuple(source.epoch for source in self.sources)
+
+
+_KEYS = ("url", "events", "replay", "topic", "id", "roles", "cache_tokens")
+
+
+def parse_worker_flag(text: str) -> WorkerFlag:
+    """`http://host:8000`, or `url=...,events=tcp://...;tcp://...,replay=...,topic=...,id=...,roles=a;b,cache_tokens=N`.
+
+    Several ranks are separated by `;`. Raises ConfigError naming the part that is wrong.
+    """
+    values: dict[str, str] = {}
+    if re.match(r"[a-z_]+=", text) is None:
+        values["url"] = text
+    else:
+        for part in text.split(","):
+            key, separator, value = part.partition("=")
+            if not separator or key not in _KEYS:
+                raise ConfigError(f"--worker: got {part!r}, expected key=value with a key of {', '.join(_KEYS)}")
+            if key in values:
+                raise ConfigError(f"--worker: {key} is given twice in {text!r}")
+            values[key] = value
+    if "url" not in values:
+        raise ConfigError(f"--worker: {text!r} has no url=")
+    url = normalise_url(values["url"])
+    events, replay = values.get("events", ""), values.get("replay", "")
+    endpoints = () if events in ("", "none") else tuple(events.split(";"))
+    replays = tuple(replay.split(";")) if replay else ()
+    for endpoint in (*endpoints, *replays):
+        if "://" not in endpoint:
+            raise ConfigError(f"--worker: endpoint {endpoint!r} of {text!r}, expected one like tcp://host:5557")
+    if replays and len(replays) != len(endpoints):
+        raise ConfigError(f"--worker: {len(replays)} replay endpoints for {len(endpoints)} event endpoints in {text!r}")
+    capacity = values.get("cache_tokens")
+    if capacity is not None and (not capacity.isdigit() or int(capacity) == 0):
+        raise ConfigError(f"--worker: cache_tokens={capacity!r}, expected a positive number")
+    return WorkerFlag(
+        url=url,
+        worker_id=values.get("id") or worker_id_of(url),
+        events=endpoints,
+        replay=replays,
+        topic=values.get("topic", ""),
+        no_events=events == "none",
+        roles=frozenset(filter(None, values.get("roles", "").split(";"))),
+        cache_tokens=int(capacity) if capacity is not None else None,
+    )
+
+
+def normalise_url(url: str) -> str:
+    """An address as given by hand becomes `http://host:port` without a trailing slash. Raises ConfigError."""
+    text = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"worker url: got {url!r}: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ConfigError(f"worker url: got {url!r}, expected http://host:port")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    where = host if port is None else f"{host}:{port}"
+    return f"{parts.scheme}://{where}{parts.path.rstrip('/')}"
+
+
+def worker_id_of(url: str) -> str:
+    """host:port of a normalised URL: short, stable, unique."""
+    parts = urlsplit(url)
+    default = 443 if parts.scheme == "https" else 80
+    host = f"[{parts.hostname}]" if parts.hostname and ":" in parts.hostname else parts.hostname
+    return f"{host}:{parts.port or default}{parts.path}"
+
+
+def read_models(body: bytes) -> tuple[ServedModel, ...]:
+    """Names of `GET /v1/models`, base model first. Raises DecodeError.
+
+    vLLM names a LoRA's base in `parent` and an alias's checkpoint in `root`: aliases share one cache, so all names
+    without a parent count as the first of them.
+    """
+    cards = _object(body, "/v1/models").get("data")
+    if not isinstance(cards, list):
+        raise DecodeError("/v1/models: `data` is not a list")
+    base: str | None = None
+    plain: list[ServedModel] = []
+    tuned: list[ServedModel] = []
+    for card in cards:
+        name = card.get("id") if isinstance(card, dict) else None
+        if not isinstance(name, str):
+            continue
+        limit = card.get("max_model_len")
+        limit = limit if isinstance(limit, int) and limit > 0 else None
+        parent = card.get("parent")
+        if isinstance(parent, str):
+            tuned.append(ServedModel(name, parent, lora=name, max_model_len=limit))
+        else:
+            base = base or name
+            plain.append(ServedModel(name, base, max_model_len=limit))
+    bases = {model.name: model.base for model in plain}
+    limits = {model.name: model.max_model_len for model in plain}
+    for model in tuned:
+        length = model.max_model_len or limits.get(model.base)
+        plain.append(replace(model, base=bases.get(model.base, model.base), max_model_len=length))
+    return tuple(plain)
+
+
+def read_server_info(body: bytes) -> int | None:
+    """Cache capacity in tokens as SGLang's `/server_info` gives it."""
+    value = _object(body, "/server_info").get("max_total_num_tokens")
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def read_cache_capacity(metrics: str) -> int | None:
+    """Cache capacity in tokens from the labels of `vllm:cache_config_info` (or ours), summed over ranks."""
+    total = 0
+    for line in metrics.splitlines():
+        if line.startswith("#") or "cache_config_info{" not in line:
+            continue
+        labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
+        blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
+        if blocks.isdigit() and size.isdigit():
+            total += int(blocks) * int(size)
+    return total or None
+
+
+def given_sources(flag: WorkerFlag) -> tuple[EventSource, ...]:
+    """The sources an operator wrote down."""
+    return tuple(
+        EventSource(
+            data_parallel_rank=rank,
+            endpoint=endpoint,
+            replay_endpoint=flag.replay[rank] if flag.replay else None,
+            topic=flag.topic,
+            snapshot=bool(flag.replay),
+        )
+        for rank, endpoint in enumerate(flag.events)
+    )
+
+
+def worker_spec(flag: WorkerFlag, facts: WorkerFacts) -> WorkerSpec:
+    """What the core is told of a worker that was probed."""
+    return WorkerSpec(
+        worker_id=flag.worker_id,
+        url=flag.url,
+        models=facts.models,
+        roles=flag.roles,
+        ranks=max(1, len(facts.sources)),
+        cache_view=CacheView.EVENTS if facts.sources else CacheView.HISTORY,
+        cache_tokens=flag.cache_tokens or facts.cache_tokens,
+        block_size=facts.sources[0].block_size if facts.sources else None,
+    )
+
+
+def _object(body: bytes, what: str) -> dict[str, Any]:
+    try:
+        value = json.loads(body)
+    except ValueError as error:
+        raise DecodeError(f"{what}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise DecodeError(f"{what}: got {type(value).__name__}, expected an object")
+    return value
+
+
+class Prober:
+    """Asks workers over HTTP. Every answer is bounded in time and size; a worker's fault never raises."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, *, timeout_s: float = 5.0, headers: dict[str, str] | None = None
+    ):
+        self._session = session
+        self._timeout_s = timeout_s
+        self._headers = headers or {}
+
+    async def healthy(self, url: str) -> str | None:
+        """None where `/health` answers 200; else why not."""
+        try:
+            status, _ = await self._get(f"{url}/health")
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            return f"/health: {type(error).__name__}: {error}"
+        return None if status == 200 else f"/health answers {status}"
+
+    async def probe(self, flag: WorkerFlag) -> WorkerFacts:
+        """Everything about a worker: models, event sources, capacity."""
+        try:
+            status, body = await self._get(f"{flag.url}/v1/models")
+            if status != 200:
+                return WorkerFacts(False, f"/v1/models answers {status}")
+            models = read_models(body)
+            sources = await self.sources(flag)
+            capacity = None if sources else await self._capacity(flag.url)
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, DecodeError) as error:
+            return WorkerFacts(False, f"{type(error).__name__}: {error}")
+        if not models:
+            return WorkerFacts(False, "/v1/models lists no model")
+        return WorkerFacts(True, "", models, sources, capacity)
+
+    async def sources(self, flag: WorkerFlag) -> tuple[EventSource, ...]:
+        """Where the worker publishes; empty where it does not. Poll it for changes of epoch."""
+        if flag.no_events:
+            return ()
+        if flag.events:
+            return given_sources(flag)
+        status, body = await self._get(f"{flag.url}/kv_event_sources")
+        if status == 200:
+            return tuple(parse_sources(body, flag.url))
+        host = urlsplit(flag.url).hostname or "127.0.0.1"
+        if await self._listens(host, DEFAULT_EVENT_PORT):
+            return tuple(replace_topic(source, flag.topic) for source in default_sources(host))
+        return ()
+
+    async def _capacity(self, url: str) -> int | None:
+        status, body = await self._get(f"{url}/metrics")
+        capacity = read_cache_capacity(body.decode("utf-8", "replace")) if status == 200 else None
+        if capacity is None:
+            status, body = await self._get(f"{url}/server_info")
+            capacity = read_server_info(body) if status == 200 else None
+        return capacity
+
+    async def _get(self, url: str) -> tuple[int, bytes]:
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        async with self._session.get(url, timeout=timeout, headers=self._headers) as response:
+            body = await response.content.read(BODY_BYTES_MAX + 1)
+            while len(body) <= BODY_BYTES_MAX and not response.content.at_eof():
+                body += await response.content.read(BODY_BYTES_MAX + 1 - len(body))
+            if len(body) > BODY_BYTES_MAX:
+                raise DecodeError(f"{url}: the answer is larger than {BODY_BYTES_MAX} bytes")
+            return response.status, body
+
+    async def _listens(self, host: str, port: int) -> bool:
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), min(1.0, self._timeout_s))
+        except (OSError, asyncio.TimeoutError):
+            return False
+        writer.close()
+        return True
+
+
+def replace_topic(source: EventSource, topic: str) -> EventSource:
+    """The same source, heard on another topic prefix."""
+    return EventSource(data_parallel_rank=source.data_parallel_rank, endpoint=source.endpoint, topic=topic)
