@@ -1,1 +1,28 @@
+"""The engine: runs a language model behind an OpenAI-compatible API and publishes what its prefix cache holds.
 
+`engine serve` is the server; `LLM` is the same engine in this process, for offline use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.llm import LLM, CompletionOutput, RequestOutput
+    from engine.types import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load on first use: `engine serve --help` must not wait for a tensor library."""
+    if name == "SamplingParams":
+        from engine.types import SamplingParams
+
+        return SamplingParams
+    if name in ("LLM", "CompletionOutput", "RequestOutput"):
+        from engine import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,13 +17,12 @@ import msgspec
 
 from engine import process
 from engine.config import EngineConfig
+from engine.core import EngineStats
 from engine.messages import (
     Abort,
     Add,
     Command,
     CoreInfo,
-    CoreStats,
-    Failed,
     FrameReader,
     Outputs,
     Ready,
@@ -122,11 +121,12 @@ class EngineClient(asyncio.Protocol):
         self._encoder = msgspec.msgpack.Encoder()
         self._transport: asyncio.Transport | None = None
         self._streams: dict[str, OutputStream] = {}
-        self._resets: dict[int, asyncio.Future[bool]] = {}
+        self._resets: dict[int, asyncio.Future[None]] = {}
         self._calls = 0
         self._ready: asyncio.Future[CoreInfo] = asyncio.get_running_loop().create_future()
         self._closing = False
-        self.stats = CoreStats()
+        self.stats: EngineStats | None = None
+        """The last the core told; at most a tenth of a second old while it works."""
         self.dead: str | None = None
         """Why the core is gone, once it is."""
 
@@ -169,8 +169,8 @@ class EngineClient(asyncio.Protocol):
         if running and self.dead is None:
             self._send(Abort(running))
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. False if running requests hold blocks."""
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running sequences keep what they hold."""
         if self.dead is not None:
             raise EngineDead(self.dead)
         self._calls += 1
@@ -178,7 +178,7 @@ class EngineClient(asyncio.Protocol):
         future = self._resets[call_id] = asyncio.get_running_loop().create_future()
         self._send(ResetPrefixCache(call_id))
         try:
-            return await future
+            await future
         finally:
             self._resets.pop(call_id, None)
 
@@ -209,7 +209,7 @@ class EngineClient(asyncio.Protocol):
             elif isinstance(report, ResetDone):
                 future = self._resets.get(report.call_id)
                 if future is not None and not future.done():
-                    future.set_result(report.done)
+                    future.set_result(None)
             else:
                 self._die(report.message)
 
@@ -248,5 +248,3 @@ class EngineClient(asyncio.Protocol):
             if not future.done():
                 future.set_exception(error)
         self._on_death(self.dead)
-
-

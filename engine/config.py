@@ -7,9 +7,9 @@ result of loading, reported in `process.CoreInfo`, and never written back.
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from events import KVEventsConfig
+from events.config import KVEventsConfig
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEFAULT_BLOCK_SIZE = 16
@@ -43,7 +43,7 @@ class EngineConfig:
     """Threads of the step loop's tensor library; one a worker keeps workers on one machine out of each other's way."""
     generation_config: str = "auto"
     """Where default sampling parameters come from: `auto` (the model's generation_config.json) or `vllm` (none)."""
-    kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
+    kv_events: KVEventsConfig = KVEventsConfig()
     legacy_events: bool = False
     """Publish events as positional arrays, as vLLM did before June 2026."""
 
@@ -89,6 +89,14 @@ class ServerConfig:
             raise ConfigError(f"--port {self.port}: expected 0 to 65535")
         if self.max_queue is not None and self.max_queue < 1:
             raise ConfigError(f"--max-queue {self.max_queue}: expected a positive integer")
+
+
+def default_kv_events(host: str) -> KVEventsConfig:
+    """Events on, on free ports of the API's interface: what is served without `--kv-events-config`."""
+    interface = "127.0.0.1" if is_loopback(host) else "*"
+    return KVEventsConfig(
+        enable_kv_cache_events=True, endpoint=f"tcp://{interface}:*", replay_endpoint=f"tcp://{interface}:*"
+    )
 
 
 def is_loopback(host: str) -> bool:

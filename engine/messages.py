@@ -8,32 +8,22 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Union
 
 import msgspec
 
+from engine.core import EngineStats
 from engine.types import Request, RequestOutput
+from events.sources import EventSource, GroupInfo
 
 _LENGTH = struct.Struct(">I")
-
-
-class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of the step loop. Counters only grow; token counts of the prefix cache are tokens looked up and hit."""
-
-    running: int = 0
-    waiting: int = 0
-    kv_cache_usage: float = 0.0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    preemptions: int = 0
-    steps: int = 0
-    step_tokens: int = 0
 
 
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What loading found out; sent once, when the core is ready to serve."""
 
     model_name: str
+    """The name it was given, or the built-in model's; what it is served as unless --served-model-name says otherwise."""
+    model_path: str
     max_model_len: int
     block_size: int
     num_blocks: int
@@ -41,9 +31,9 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     device: str
     eos_token_ids: list[int]
-    groups: list[dict[str, object]]
+    groups: list[GroupInfo]
     """The answer of /kv_cache/groups."""
-    event_sources: dict[str, object]
+    event_sources: list[EventSource]
     """The answer of /kv_event_sources."""
     prefix_caching: bool = True
     default_sampling: dict[str, float | int] = {}
@@ -63,7 +53,7 @@ class ResetPrefixCache(msgspec.Struct, tag="reset", array_like=True, frozen=True
     call_id: int
 
 
-Command = Union[Add, Abort, ResetPrefixCache]
+Command = Add | Abort | ResetPrefixCache
 
 
 # core -> HTTP
@@ -79,16 +69,14 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
 
 class Outputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
     outputs: list[RequestOutput]
-    stats: CoreStats | None = None
+    stats: EngineStats | None = None
 
 
 class ResetDone(msgspec.Struct, tag="reset_done", array_like=True, frozen=True):
     call_id: int
-    done: bool
-    """False: refused, because running requests hold blocks."""
 
 
-Report = Union[Ready, Failed, Outputs, ResetDone]
+Report = Ready | Failed | Outputs | ResetDone
 
 
 def frame(payload: bytes) -> bytes:

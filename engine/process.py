@@ -123,20 +123,20 @@ class CoreLoop:
         stats_due_s = 0.0
         idle_told = False
         while not link.closed:
-            busy = core.has_work()
+            busy = core.has_work
             if not busy and not idle_told:
-                link.send(Outputs([], self._assembled.stats()))
+                link.send(Outputs([], self._core.stats()))
             idle_told = not busy
             for command in link.receive(wait=not busy):
                 self._obey(command)
             outputs, self._refused = self._refused, []
-            if core.has_work():
+            if core.has_work:
                 outputs.extend(core.step(time.monotonic()))
             now_s = time.monotonic()
             stats = None
             if now_s >= stats_due_s:
                 stats_due_s = now_s + STATS_PERIOD_S
-                stats = self._assembled.stats()
+                stats = self._core.stats()
             if outputs or stats is not None:
                 link.send(Outputs(outputs, stats))
             else:
@@ -157,10 +157,10 @@ class CoreLoop:
                         )
                     )
         elif isinstance(command, Abort):
-            for request_id in command.request_ids:
-                self._core.abort(request_id)
+            self._core.abort(command.request_ids)
         else:
-            self._link.send(ResetDone(command.call_id, self._core.reset_prefix_cache()))
+            self._core.reset_prefix_cache()
+            self._link.send(ResetDone(command.call_id))
 
 
 def start(config: EngineConfig) -> tuple[subprocess.Popen[bytes], socket.socket]:

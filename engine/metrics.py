@@ -1,0 +1,182 @@
+"""What the HTTP process counts, and the Prometheus page in vLLM's metric names.
+
+Counting must cost next to nothing (it happens for every token), so histograms are a bisect and an addition here and
+become prometheus objects only when the page is asked for. Knows the core only by its last `EngineStats`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from engine.core import EngineStats
+from engine.messages import CoreInfo
+
+_TTFT = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)  # fmt: skip
+_ITL = (.001, .0025, .005, .01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)  # fmt: skip
+_E2E = (.01, .05, .1, .3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)  # fmt: skip
+_TOKENS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
+
+
+class Histogram:
+    """Counts of observations in `(previous, bound]` buckets, and their sum."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative, as Prometheus wants them."""
+        total = 0
+        rows: list[tuple[str, float]] = []
+        for bound, count in zip((*self.bounds, float("inf")), self.counts):
+            total += count
+            rows.append(("+Inf" if bound == float("inf") else str(float(bound)), float(total)))
+        return rows
+
+
+class ServerMetrics:
+    """Counters of one HTTP process. Seconds and tokens."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.finished: dict[str, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        self.refused: dict[str, int] = {}
+        """HTTP status -> requests answered with an error."""
+        self.time_to_first_token = Histogram(_TTFT)
+        self.inter_token_latency = Histogram(_ITL)
+        self.time_per_output_token = Histogram(_ITL)
+        self.e2e_request_latency = Histogram(_E2E)
+        self.request_prompt_tokens = Histogram(_TOKENS)
+        self.request_generation_tokens = Histogram(_TOKENS)
+
+    def count_refusal(self, status: int) -> None:
+        self.refused[str(status)] = self.refused.get(str(status), 0) + 1
+
+
+class RequestClock:
+    """The times of one HTTP request: first token, gaps between tokens, end."""
+
+    __slots__ = ("_last_s", "_metrics", "_start_s", "_tokens")
+
+    def __init__(self, metrics: ServerMetrics, start_s: float) -> None:
+        self._metrics = metrics
+        self._start_s = start_s
+        self._last_s: dict[int, float] = {}
+        self._tokens = 0
+
+    def tokens(self, index: int, count: int, now_s: float) -> None:
+        """`count` tokens of choice `index` have arrived."""
+        if not count:
+            return
+        last_s = self._last_s.get(index)
+        if last_s is not None:
+            self._metrics.inter_token_latency.observe((now_s - last_s) / count)
+        elif not self._last_s:
+            self._metrics.time_to_first_token.observe(now_s - self._start_s)
+        self._last_s[index] = now_s
+        self._tokens += count
+        self._metrics.generation_tokens += count
+
+    def finish(self, reason: str, prompt_tokens: int, completion_tokens: int, now_s: float) -> None:
+        """A choice has ended."""
+        metrics = self._metrics
+        metrics.finished[reason] = metrics.finished.get(reason, 0) + 1
+        metrics.e2e_request_latency.observe(now_s - self._start_s)
+        metrics.request_prompt_tokens.observe(prompt_tokens)
+        metrics.request_generation_tokens.observe(completion_tokens)
+        if completion_tokens > 1:
+            metrics.time_per_output_token.observe((now_s - self._start_s) / completion_tokens)
+
+
+class MetricsPage(Collector):
+    """Renders `/metrics`."""
+
+    def __init__(self, metrics: ServerMetrics, stats: Callable[[], EngineStats | None], info: CoreInfo, model_name: str) -> None:
+        self._metrics = metrics
+        self._stats = stats
+        self._info = info
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._core_metrics()
+        yield from self._request_metrics()
+
+    def _core_metrics(self) -> Iterator[Metric]:
+        stats = self._stats()
+        if stats is None:
+            return  # the core has not said anything yet
+        yield self._gauge("num_requests_running", "Sequences in the batch of the last step.", stats.running)
+        yield self._gauge("num_requests_waiting", "Sequences waiting to be scheduled.", stats.waiting)
+        yield self._gauge(
+            "kv_cache_usage_perc", "KV cache in use by running sequences; 1 is all.", stats.kv_cache_usage
+        )
+        yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.prefix_cache_queries)
+        yield self._counter("prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_cache_hits)
+        yield self._counter("num_preemptions", "Sequences preempted to free memory.", stats.preemptions)
+        info = self._info
+        config = {
+            "block_size": str(info.block_size),
+            "num_gpu_blocks": str(info.num_blocks),
+            "cache_dtype": info.dtype,
+            "enable_prefix_caching": str(info.prefix_caching),
+            "engine": "0",
+        }
+        family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's configuration.", labels=list(config))
+        family.add_metric(list(config.values()), 1.0)
+        yield family
+
+    def _request_metrics(self) -> Iterator[Metric]:
+        metrics = self._metrics
+        yield self._counter("prompt_tokens", "Prompt tokens of accepted requests.", metrics.prompt_tokens)
+        yield self._counter("generation_tokens", "Tokens generated.", metrics.generation_tokens)
+        success = CounterMetricFamily(
+            "vllm:request_success", "Sequences ended, by reason.", labels=[*self._labels, "finished_reason"]
+        )
+        for reason, count in metrics.finished.items():
+            success.add_metric([*self._labels.values(), reason], count)
+        yield success
+        refused = CounterMetricFamily("engine:http_errors", "HTTP requests answered with an error.", labels=["status"])
+        for status, count in sorted(metrics.refused.items()):
+            refused.add_metric([status], count)
+        yield refused
+        for name, text, histogram in (
+            ("time_to_first_token_seconds", "From the request to its first token.", metrics.time_to_first_token),
+            ("inter_token_latency_seconds", "Between tokens of a sequence.", metrics.inter_token_latency),
+            ("request_time_per_output_token_seconds", "Mean, per sequence.", metrics.time_per_output_token),
+            ("e2e_request_latency_seconds", "From the request to its end.", metrics.e2e_request_latency),
+            ("request_prompt_tokens", "Prompt tokens of a sequence.", metrics.request_prompt_tokens),
+            ("request_generation_tokens", "Generated tokens of a sequence.", metrics.request_generation_tokens),
+        ):
+            family = HistogramMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
+            family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.sum)
+            yield family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family

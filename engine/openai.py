@@ -1,0 +1,174 @@
+"""The shapes of the answers of the OpenAI endpoints, and nothing else: structs that encode to the JSON clients read.
+
+Fields that only vLLM has appear where they were asked for (`token_ids`, `prompt_token_ids`, `prompt_logprobs`); what
+OpenAI's own answers always hold is always there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import UNSET, Struct, UnsetType
+
+
+class PromptTokensDetails(Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(Struct, frozen=True):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+    return Usage(
+        prompt_tokens, prompt_tokens + completion_tokens, completion_tokens, PromptTokensDetails(cached_tokens)
+    )
+
+
+class TopLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, frozen=True):
+    content: list[ChatLogprob]
+
+
+class CompletionLogprobs(Struct, frozen=True):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptLogprob(Struct, frozen=True):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+StopReason = str | int | None
+
+
+class ChatMessage(Struct, frozen=True):
+    role: str
+    content: str
+    refusal: str | None = None
+    tool_calls: list[Any] = []
+
+
+class ChatChoice(Struct, frozen=True, kw_only=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: StopReason
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Delta(Struct, frozen=True, kw_only=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct, frozen=True, kw_only=True):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: StopReason | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChoice(Struct, frozen=True, kw_only=True):
+    """Of a whole completion, and of a chunk of one."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: StopReason = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | UnsetType | None = UNSET
+
+
+class ModelCard(Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "blockcast"
+    root: str
+    parent: str | None = None
+    max_model_len: int
+
+
+class ModelList(Struct, frozen=True, kw_only=True):
+    object: str = "list"
+    data: list[ModelCard]
+
+
+class ErrorBody(Struct, frozen=True, kw_only=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | int | None
+
+
+class ErrorAnswer(Struct, frozen=True):
+    error: ErrorBody
+
+
+class TokenizeAnswer(Struct, frozen=True, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeAnswer(Struct, frozen=True):
+    prompt: str
