@@ -1,0 +1,335 @@
+"""The routes that look at or change the router itself: health, models, metrics, workers, explanations.
+
+`/health`, `/metrics` and `/v1/models` are for everybody who reaches the port. The others tell what is cached where and
+change who gets work, so they are answered only where the server says so (`allowed`): on the admin address, or to
+loopback where there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Protocol
+from urllib.parse import unquote
+
+import msgspec
+
+from prompts.errors import RequestError, bad_value
+from prompts.routing import parse_routing
+from router.core import RouterCore
+from router.http_request import Request
+from router.http_server import JSON, ClientConnection
+from router.messages import Decision, Refuse, RouteRequest
+from router.metrics import Family, Metrics, core_families, render
+from router.tokenizing import PromptReader, estimate_tokens
+from router.view import Scope
+from router.workers import WorkerState
+
+TEXT = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+class Fleet(Protocol):
+    """Who keeps the list of workers."""
+
+    async def add(self, settings: dict[str, Any]) -> str:
+        """Add a worker from `{"url": ..., "events": ..., "replay": ...}`; its id. Raises ValueError."""
+
+    async def remove(self, worker_id: str) -> None:
+        """Raises KeyError."""
+
+    async def drain(self, worker_id: str, *, on: bool) -> None:
+        """Raises KeyError."""
+
+    def details(self, worker_id: str) -> dict[str, Any]:
+        """What is known of a worker's events, for `/workers`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    """A complete answer of a handler."""
+
+    body: bytes
+    status: int = 200
+    content_type: bytes = JSON
+
+
+Handler = Callable[[Request, str], "Answer | Coroutine[Any, Any, Answer]"]
+"""(request, what stands for `*` in the path) -> answer."""
+
+
+class _Pending:
+    """An asynchronous handler at work for a connection."""
+
+    def __init__(self, connection: ClientConnection, answer: Coroutine[Any, Any, Answer], head_only: bool) -> None:
+        self._connection = connection
+        self._head_only = head_only
+        self._task = asyncio.get_running_loop().create_task(answer)
+        self._task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[Answer]) -> None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            answer = task.result()
+            self._connection.respond(answer.status, answer.body, answer.content_type, head_only=self._head_only)
+        elif isinstance(error, RequestError):
+            self._connection.respond_error(error)
+        else:
+            self._connection.refuse(500, "internal_error", "the router failed to answer; its log says why", None)
+            raise error
+
+    def client_gone(self) -> None:
+        self._task.cancel()
+
+    def client_paused(self) -> None:
+        """Answers are small."""
+
+    def client_resumed(self) -> None:
+        """Answers are small."""
+
+
+class Admin:
+    """Dispatch and handlers."""
+
+    def __init__(
+        self,
+        core: RouterCore,
+        fleet: Fleet,
+        prompts: PromptReader,
+        metrics: Metrics,
+        *,
+        now: Callable[[], float],
+        version: str,
+        extra_families: Callable[[], Iterable[Family]] = tuple,
+    ) -> None:
+        self._core = core
+        self._fleet = fleet
+        self._prompts = prompts
+        self._metrics = metrics
+        self._now = now
+        self._version = version
+        self._extra_families = extra_families
+        self._started = int(time.time())
+        self.draining = False
+        self._routes: dict[tuple[str, str], tuple[Handler, bool]] = {}
+        """(method, path) -> (handler, whether anybody may call it)."""
+        for method, path, handler, public in (
+            ("GET", "/health", self._health, True),
+            ("GET", "/v1/models", self._models, True),
+            ("GET", "/metrics", self._render_metrics, True),
+            ("GET", "/version", self._show_version, True),
+            ("GET", "/workers", self._workers, False),
+            ("POST", "/workers", self._add, False),
+            ("DELETE", "/workers", self._remove, False),
+            ("DELETE", "/workers/*", self._remove, False),
+            ("POST", "/workers/*/drain", self._drain, False),
+            ("POST", "/route", self._route, False),
+        ):
+            self.add_route(method, path, handler, public=public)
+
+    def add_route(self, method: str, path: str, handler: Handler, *, public: bool) -> None:
+        """Serve `path`, in which one segment may be `*`."""
+        self._routes[method, path] = (handler, public)
+
+    def handle(self, connection: ClientConnection, request: Request, *, allowed: bool) -> None:
+        """Answer, or raise RequestError."""
+        head_only = request.method == "HEAD"
+        found, argument = self._find("GET" if head_only else request.method, request.path)
+        if found is None:
+            raise self._unknown(request)
+        handler, public = found
+        if not public and not allowed:
+            raise RequestError(
+                f"{request.path} is served on the admin address only, or to loopback", param=None,
+                code="forbidden", status=403, type="permission_error",
+            )  # fmt: skip
+        answer = handler(request, argument)
+        if isinstance(answer, Answer):
+            connection.respond(answer.status, answer.body, answer.content_type, head_only=head_only)
+        else:
+            connection.work = _Pending(connection, answer, head_only)
+
+    def _find(self, method: str, path: str) -> tuple[tuple[Handler, bool] | None, str]:
+        exact = self._routes.get((method, path))
+        if exact is not None:
+            return exact, ""
+        segments = path.split("/")
+        if len(segments) >= 3:
+            argument = unquote(segments[2])
+            segments[2] = "*"
+            return self._routes.get((method, "/".join(segments))), argument
+        return None, ""
+
+    def _unknown(self, request: Request) -> RequestError:
+        methods = {method for method, _ in self._routes if self._find(method, request.path)[0] is not None}
+        if methods:
+            return RequestError(
+                f"{request.method} {request.path}: expected {' or '.join(sorted(methods))}", param=None,
+                code="method_not_allowed", status=405,
+            )  # fmt: skip
+        return RequestError(f"{request.path}: there is no such path", param=None, code="not_found", status=404)
+
+    # Handlers -----------------------------------------------------------------------------------------------------
+
+    def _health(self, request: Request, _: str) -> Answer:
+        states = [worker.state for worker in self._core.workers.values()]
+        up = sum(state is WorkerState.UP for state in states)
+        status = "draining" if self.draining else "ok" if up else "no worker is up"
+        body = {"status": status, "workers": len(states), "workers_up": up}
+        return Answer(msgspec.json.encode(body), 200 if status == "ok" else 503)
+
+    def _show_version(self, request: Request, _: str) -> Answer:
+        return Answer(msgspec.json.encode({"version": self._version}))
+
+    def _models(self, request: Request, _: str) -> Answer:
+        """Every model that some worker takes requests for, with the longest context offered."""
+        merged: dict[str, dict[str, Any]] = {}
+        for worker in self._core.workers.values():
+            if worker.state not in (WorkerState.UP, WorkerState.PROBING, WorkerState.DRAINING):
+                continue
+            for name, model in worker.models.items():
+                known = merged.setdefault(
+                    name,
+                    {
+                        "id": name,
+                        "object": "model",
+                        "created": self._started,
+                        "owned_by": "blockcast",
+                        "root": model.base,
+                        "parent": model.base if model.lora else None,
+                        "max_model_len": model.max_model_len,
+                    },
+                )
+                if (model.max_model_len or 0) > (known["max_model_len"] or 0):
+                    known["max_model_len"] = model.max_model_len
+        return Answer(msgspec.json.encode({"object": "list", "data": list(merged.values())}))
+
+    def _render_metrics(self, request: Request, _: str) -> Answer:
+        return Answer(render(self._families), content_type=TEXT)
+
+    def _families(self) -> Iterable[Family]:
+        yield from self._metrics.families()
+        yield from core_families(self._core.snapshot(self._now()), self._core.index.stats())
+        yield from self._extra_families()
+
+    def workers(self) -> dict[str, Any]:
+        """The body of `GET /workers`."""
+        snapshot = self._core.snapshot(self._now())
+        rows = []
+        for row in snapshot.workers:
+            values = dataclasses.asdict(row)
+            values["events"] = self._fleet.details(row.worker_id)
+            worker = self._core.workers.get(row.worker_id)
+            bases = {model.base for model in worker.models.values()} if worker is not None else set()
+            values["tokenizer"] = {
+                base: "loaded" if self._prompts.get(base) is not None else self._prompts.problems.get(base, "none")
+                for base in sorted(bases)
+            }
+            rows.append(values)
+        known = {row.worker_id for row in snapshot.workers}
+        for worker_id, worker in self._core.workers.items():
+            if worker_id not in known:  # its models are not known yet
+                rows.append(
+                    {
+                        "worker_id": worker_id,
+                        "url": worker.spec.url,
+                        "state": worker.state.value,
+                        "state_reason": worker.state_reason,
+                        "models": [],
+                        "events": self._fleet.details(worker_id),
+                    }
+                )
+        return {
+            "workers": rows,
+            "in_flight": snapshot.in_flight,
+            "held": snapshot.held,
+            "counters": snapshot.counters,
+            "index": dataclasses.asdict(self._core.index.stats()),
+        }
+
+    def _workers(self, request: Request, _: str) -> Answer:
+        return Answer(msgspec.json.encode(self.workers()))
+
+    async def _add(self, request: Request, _: str) -> Answer:
+        settings = _object(request.body)
+        try:
+            worker_id = await self._fleet.add(settings)
+        except ValueError as error:
+            raise RequestError(str(error), param="url") from None
+        return Answer(msgspec.json.encode({"worker_id": worker_id}), 201)
+
+    async def _remove(self, request: Request, argument: str) -> Answer:
+        worker_id = argument
+        if not worker_id:
+            settings = _object(request.body)
+            worker_id = str(settings.get("worker_id") or settings.get("url") or "")
+        worker_id = self._known(worker_id)
+        await self._fleet.remove(worker_id)
+        return Answer(msgspec.json.encode({"worker_id": worker_id, "removed": True}))
+
+    async def _drain(self, request: Request, argument: str) -> Answer:
+        """Body, optional: `{"on": false}` to give the worker work again."""
+        on = _object(request.body).get("on", True) if request.body else True
+        if not isinstance(on, bool):
+            raise bad_value("on", on, "true or false")
+        worker_id = self._known(argument)
+        await self._fleet.drain(worker_id, on=on)
+        return Answer(msgspec.json.encode({"worker_id": worker_id, "draining": on}))
+
+    def _known(self, name: str) -> str:
+        """The id of the worker called `name`, an id or a URL."""
+        for worker_id, worker in self._core.workers.items():
+            if name in (worker_id, worker.spec.url):
+                return worker_id
+        raise RequestError(
+            f"worker {name!r}: not known, expected one of {', '.join(self._core.workers) or 'none at all'}",
+            param="worker_id", code="unknown_worker", status=404,
+        )  # fmt: skip
+
+    async def _route(self, request: Request, _: str) -> Answer:
+        """Explain where the body, a chat or completion request, would go now. Sends and changes nothing."""
+        path = "/v1/chat/completions" if b'"messages"' in request.body else "/v1/completions"
+        parsed = parse_routing(path, request.body)
+        name = parsed.model
+        if name is None:
+            name = next((model for worker in self._core.workers.values() for model in worker.models), "")
+        served = self._core.resolve_model(name)
+        base = served.base if served is not None else name
+        token_ids, tokenize_s = await self._prompts.run(parsed, self._prompts.get(base))
+        route = RouteRequest(
+            request_id="explained",
+            model=name,
+            scope=Scope(base, parsed.cache_salt, served.lora if served is not None else None),
+            token_ids=token_ids,
+            prompt_tokens=len(token_ids) if token_ids is not None else estimate_tokens(len(request.body)),
+            output_tokens=parsed.max_tokens or 0,
+            stream=parsed.stream,
+            session=parsed.user,
+        )
+        decision = self._core.explain(route, self._now())
+        if isinstance(decision, Refuse):
+            raise RequestError(decision.message, param=None, code=decision.code, status=decision.status)
+        body = explained(decision)
+        body["tokenized"] = token_ids is not None
+        body["tokenize_ms"] = round(tokenize_s * 1e3, 3)
+        return Answer(msgspec.json.encode(body))
+
+
+def explained(decision: Decision) -> dict[str, Any]:
+    """A decision as JSON shows it."""
+    body = dataclasses.asdict(decision)
+    del body["request_id"], body["decided_s"]
+    return body
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}", param=None) from None
+    if not isinstance(value, dict):
+        raise RequestError("the body is not valid JSON: expected an object", param=None)
+    return value

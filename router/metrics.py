@@ -1,0 +1,168 @@
+"""What `/metrics` says: counters as plain numbers while serving, Prometheus' form only when somebody scrapes.
+
+The names below are stable and documented in docs/operations.md. An update costs a dict access and an addition, so the
+byte path may call it for every request.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from router.messages import Decision, FailureKind
+from router.status import CoreSnapshot
+from router.view import IndexStats
+
+PREFIX = "blockcast_router_"
+LATENCY_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+OVERHEAD_BOUNDS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 1.0)
+
+Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+
+
+class Histogram:
+    """Cumulative on export, plain counts while observing."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound, cumulative count) pairs, the last bound infinite."""
+        out: list[tuple[str, float]] = []
+        running = 0
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts):
+            running += count
+            out.append((bound, float(running)))
+        return out
+
+
+class Metrics:
+    """The numbers of one process."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, str, str]] = Counter()
+        """(route, model, outcome) of every request that ended."""
+        self.decisions: Counter[str] = Counter()
+        self.failures: Counter[tuple[str, str]] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.prompt_tokens = 0
+        self.predicted_cached_tokens = 0
+        self.reported_prompt_tokens = 0
+        self.reported_cached_tokens = 0
+        self.client_disconnects = 0
+        self.http_errors: Counter[str] = Counter()
+        self.request_s = Histogram(LATENCY_BOUNDS_S)
+        self.ttft_s = Histogram(LATENCY_BOUNDS_S)
+        self.routing_s = Histogram(OVERHEAD_BOUNDS_S)
+        self.tokenize_s = Histogram(OVERHEAD_BOUNDS_S)
+
+    def attempt_failed(self, decision: Decision | None, kind: FailureKind) -> None:
+        self.failures[decision.worker if decision else "", kind.value] += 1
+
+    def families(self) -> Iterator[Family]:
+        """What the byte path counted."""
+        yield _counter(
+            "requests", "Requests that ended, by route, model and outcome.", ("route", "model", "outcome"),
+            self.requests.items(),
+        )  # fmt: skip
+        yield _counter("decisions", "Attempts sent to each worker.", ("worker",), _keyed(self.decisions))
+        yield _counter(
+            "attempt_failures", "Attempts that failed, by worker and kind.", ("worker", "kind"), self.failures.items()
+        )
+        yield _counter(
+            "http_errors", "Requests refused before routing, by status.", ("status",), _keyed(self.http_errors)
+        )
+        for name, text, value in (
+            ("prompt_tokens", "Prompt tokens of routed requests, as tokenised here.", self.prompt_tokens),
+            ("predicted_cached_tokens", "Prompt tokens predicted to be cached.", self.predicted_cached_tokens),
+            ("reported_prompt_tokens", "Prompt tokens as the workers report them.", self.reported_prompt_tokens),
+            ("reported_cached_tokens", "Cached prompt tokens as the workers report them.", self.reported_cached_tokens),
+            ("client_disconnects", "Requests given up by their client.", self.client_disconnects),
+        ):
+            yield CounterMetricFamily(PREFIX + name, text, value)
+        for name, text, histogram in (
+            ("request_seconds", "From a complete request to the end of its answer.", self.request_s),
+            ("time_to_first_byte_seconds", "From a complete request to the answer's first body byte.", self.ttft_s),
+            ("routing_seconds", "From a complete request to its dispatch, tokenising included.", self.routing_s),
+            ("tokenize_seconds", "Time to render and encode a prompt.", self.tokenize_s),
+        ):
+            yield HistogramMetricFamily(PREFIX + name, text, histogram.buckets(), histogram.total)
+
+
+def core_families(snapshot: CoreSnapshot, index: IndexStats | None) -> Iterator[Family]:
+    """What the core and the index know at the time of a scrape."""
+    yield GaugeMetricFamily(PREFIX + "in_flight", "Requests forwarded and not answered to the end.", snapshot.in_flight)
+    yield GaugeMetricFamily(PREFIX + "held", "Requests waiting in the reordering queue.", snapshot.held)
+    yield _counter(
+        "core", "Events in the core: routed, held, refused, retried ...", ("event",), snapshot.counters.items()
+    )
+    up = GaugeMetricFamily(PREFIX + "worker_up", "1 where the worker takes requests.", labels=("worker", "state"))
+    prefilling = GaugeMetricFamily(PREFIX + "worker_prefilling", "Requests without a first token.", labels=("worker",))
+    decoding = GaugeMetricFamily(PREFIX + "worker_decoding", "Requests past their first token.", labels=("worker",))
+    queue = GaugeMetricFamily(
+        PREFIX + "worker_queue_seconds", "Estimated prefill routed there and to come.", labels=("worker",)
+    )
+    busy = GaugeMetricFamily(
+        PREFIX + "worker_utilisation", "Prefill seconds routed there per second.", labels=("worker",)
+    )
+    alarms = GaugeMetricFamily(
+        PREFIX + "worker_alarms", "Alarms of the drift watchdog that are raised.", labels=("worker",)
+    )
+    for worker in snapshot.workers:
+        name = (worker.worker_id,)
+        up.add_metric((worker.worker_id, worker.state), 1.0 if worker.state == "up" else 0.0)
+        prefilling.add_metric(name, worker.prefilling)
+        decoding.add_metric(name, worker.decoding)
+        queue.add_metric(name, worker.queue_s)
+        busy.add_metric(name, worker.utilisation)
+        alarms.add_metric(name, len(worker.alarms))
+    yield from (up, prefilling, decoding, queue, busy, alarms)
+    if index is not None:
+        for gauge, text, value in (
+            ("index_holders", "Event streams in the index.", index.holders),
+            ("index_entries", "(holder, group, block) presences in the index.", index.entries),
+            ("index_parked", "Events waiting for their parent block.", index.parked),
+            ("index_pins", "Requests counted as cached until their events come.", index.pins),
+            ("index_memory_bytes", "Memory of the index.", index.memory_bytes),
+        ):
+            yield GaugeMetricFamily(PREFIX + gauge, text, value)
+
+
+class _Scrape(Collector):
+    def __init__(self, collect: Callable[[], Iterable[Family]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterable[Any]:
+        return self._collect()
+
+
+def render(families: Callable[[], Iterable[Family]]) -> bytes:
+    """Prometheus' text form."""
+    registry = CollectorRegistry()
+    registry.register(_Scrape(families))
+    return generate_latest(registry)
+
+
+def _keyed(counter: Counter[str]) -> Iterable[tuple[tuple[str], int]]:
+    return (((key,), value) for key, value in counter.items())
+
+
+def _counter(name: str, text: str, labels: tuple[str, ...], values: Iterable[tuple[Any, float]]) -> CounterMetricFamily:
+    family = CounterMetricFamily(PREFIX + name, text, labels=labels)
+    for key, value in values:
+        family.add_metric((key,) if isinstance(key, str) else key, value)
+    return family

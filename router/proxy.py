@@ -1,0 +1,543 @@
+"""One request on its way: to the worker the core chose, and the answer back, byte for byte.
+
+Owns the life of an `Exchange` (routed, connected, sent, head, body, done) and performs the core's instructions on
+sockets. Refuses to know prompts, prices and HTTP syntax. Rules it keeps:
+
+* An attempt may be repeated only while no byte of an answer went to the client.
+* The client's leaving closes the worker's connection at once; that is how engines learn to stop computing.
+* A slow client stops the reading from its worker, and only that.
+* Every exchange ends exactly once: finished, refused, cut, or given up by the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.core import RouterCore
+from router.http_request import Request
+from router.http_response import HEAD_BYTES_MAX as RESPONSE_HEAD_BYTES_MAX
+from router.http_response import HOP_BY_HOP, LengthBody, ResponseHead, UpstreamProtocolError, parse_head
+from router.messages import Decision, FailureKind, Forward, Instruction, Refuse, RouteRequest, Usage, WorkerLost
+from router.metrics import Metrics
+from router.upstream import Target, UpstreamConnection, UpstreamPool
+
+RETRYABLE = {429: FailureKind.OVERLOADED, 502: FailureKind.SERVER_ERROR, 503: FailureKind.SERVER_ERROR}
+TAIL_BYTES = 2048
+"""How much of the end of an answer is kept to find its `usage`."""
+PROGRESS_EVERY = 32
+"""Chunks of a stream between two reports of progress to the core."""
+
+_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id", b"x-data-parallel-rank"}
+_NOT_RETURNED = HOP_BY_HOP | {b"x-request-id", b"x-blockcast-worker", b"x-blockcast-predicted-cached-tokens"}
+# A quotation mark inside a JSON string is escaped, so generated text can never look like this key.
+_USAGE = re.compile(rb'"usage"\s*:\s*\{')
+_USAGE_FIELDS = re.compile(rb'"(prompt_tokens|completion_tokens|cached_tokens)"\s*:\s*(\d{1,9})\s*[,}]')
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds. Checked a few times a second, so an expiry can come up to `sweep_s` late."""
+
+    connect_s: float = 5.0
+    first_byte_s: float = 600.0
+    """From the request's last byte to the answer's first. An answer that is not streamed starts when it is complete."""
+    idle_s: float = 300.0
+    """Without a byte in the middle of an answer, whichever side is to blame."""
+    total_s: float = 3600.0
+    sweep_s: float = 0.25
+
+
+class Client(Protocol):
+    """What an exchange asks of the connection that its request came in on."""
+
+    def write(self, data: bytes) -> None: ...
+
+    def finish(self, *, keep_alive: bool) -> None:
+        """The answer is complete."""
+
+    def cut(self) -> None:
+        """Close without completing the answer, so that the client notices."""
+
+    def refuse(self, status: int, code: str, message: str, retry_after_s: float | None) -> None:
+        """Answer with an error of our own; nothing was written for this request before."""
+
+
+class Exchange:
+    """One request and its answer. Created when the request is complete, even before its prompt is tokenised."""
+
+    __slots__ = (
+        "_connecting",
+        "_connection",
+        "_done",
+        "_head",
+        "_head_buffer",
+        "_paused",
+        "_payload",
+        "_proxy",
+        "_tail",
+        "chunks",
+        "client",
+        "decision",
+        "first_byte_s",
+        "last_byte_s",
+        "outcome",
+        "request",
+        "request_id",
+        "route",
+        "sent_s",
+        "started_s",
+        "trace_id",
+        "usage",
+    )
+
+    def __init__(self, proxy: Proxy, client: Client, request: Request, request_id: str, trace_id: bytes) -> None:
+        self._proxy = proxy
+        self.client = client
+        self.request = request
+        self.request_id = request_id
+        """Unique in this process: the core's name for it."""
+        self.trace_id = trace_id
+        """`x-request-id`: the client's where it sent one."""
+        self.started_s = proxy.now()
+        self.route: RouteRequest | None = None
+        """Set while the core knows the request."""
+        self.decision: Decision | None = None
+        self.sent_s: float | None = None
+        self.first_byte_s: float | None = None
+        self.last_byte_s = self.started_s
+        self.chunks = 0
+        self.usage: Usage | None = None
+        self.outcome = ""
+        self._connection: UpstreamConnection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._head: ResponseHead | None = None
+        self._head_buffer = b""
+        self._tail = b""
+        self._payload: list[bytes] | None = [] if request.http_1_0 else None
+        self._paused = False
+        self._done = False
+
+    @property
+    def done(self) -> bool:
+        return self._done
+
+    # From the core ------------------------------------------------------------------------------------------------
+
+    def forward(self, decision: Decision) -> None:
+        """Start an attempt."""
+        self.decision = decision
+        self._drop_connection()
+        self._head_buffer = b""
+        target = self._proxy.target(decision.worker)
+        if target is None:
+            self._attempt_failed(FailureKind.CONNECT, "the worker was removed")
+            return
+        connection = self._proxy.pool.take(target)
+        if connection is not None:
+            self._send(connection)
+        else:
+            self._connecting = asyncio.get_running_loop().create_task(self._connect(target))
+
+    def refuse(self, status: int, code: str, message: str, retry_after_s: float | None = None) -> None:
+        """End with an error of our own, before any byte of an answer."""
+        if self._end(f"refused_{code}"):
+            self._drop_connection()
+            self.client.refuse(status, code, message, retry_after_s)
+
+    # From the client's side ---------------------------------------------------------------------------------------
+
+    def client_gone(self) -> None:
+        """The client closed its connection: cancel upstream at once."""
+        if not self._end("client_gone"):
+            return
+        self._drop_connection()
+        if self.route is not None:
+            self.route = None
+            self._proxy.perform(self._proxy.core.aborted(self.request_id, self._proxy.now()))
+
+    def client_paused(self) -> None:
+        """The client reads slower than the worker writes."""
+        self._paused = True
+        if self._connection is not None:
+            self._connection.pause_reading()
+
+    def client_resumed(self) -> None:
+        self._paused = False
+        if self._connection is not None:
+            self._connection.resume_reading()
+
+    # The attempt --------------------------------------------------------------------------------------------------
+
+    async def _connect(self, target: Target) -> None:
+        try:
+            connection = await self._proxy.pool.connect(target)
+        except (OSError, asyncio.TimeoutError) as error:
+            self._connecting = None
+            reason = "connect timed out" if isinstance(error, asyncio.TimeoutError) else str(error)
+            self._attempt_failed(FailureKind.CONNECT, reason)
+            return
+        self._connecting = None
+        if self._done:
+            self._proxy.pool.release(connection, self._proxy.now())
+        else:
+            self._send(connection)
+
+    def _send(self, connection: UpstreamConnection) -> None:
+        assert self.decision is not None
+        self._connection = connection
+        connection.user = self
+        request = self.request
+        target = connection.target
+        parts = [
+            request.method.encode(),
+            b" ",
+            target.prefix,
+            request.target,
+            b" HTTP/1.1\r\nhost: ",
+            target.authority,
+            b"\r\nx-request-id: ",
+            self.trace_id,
+        ]
+        skip = _NOT_FORWARDED
+        for name, value in request.headers:
+            if name == b"connection":
+                skip = skip | _options(value)
+        authorization = self._proxy.worker_authorization
+        if authorization is not None:
+            skip = skip | {b"authorization"}
+            parts += (b"\r\nauthorization: ", authorization)
+        for name, value in request.headers:
+            if name not in skip:
+                parts += (b"\r\n", name, b": ", value)
+        if self.decision.rank is not None:
+            parts.append(b"\r\nx-data-parallel-rank: %d" % self.decision.rank)
+        if request.body or request.method not in ("GET", "HEAD", "DELETE", "OPTIONS"):
+            parts.append(b"\r\ncontent-length: %d" % len(request.body))
+        parts.append(b"\r\n\r\n")
+        self.sent_s = self.last_byte_s = self._proxy.now()
+        connection.send(b"".join(parts), request.body)
+
+    def upstream_data(self, data: bytes) -> None:
+        """Bytes from the worker."""
+        prefix = b""
+        head = self._head
+        try:
+            if head is None:
+                head, data = self._read_head(data)
+                if head is None:
+                    return
+                prefix = self._accept_head(head)
+                if not prefix:
+                    return
+            self._relay(head, prefix, data)
+        except UpstreamProtocolError as error:
+            self._broken(str(error))
+
+    def _read_head(self, data: bytes) -> tuple[ResponseHead | None, bytes]:
+        """The head of the answer and what came after it, once it is complete."""
+        buffer = self._head_buffer + data if self._head_buffer else data
+        while True:
+            end = buffer.find(b"\r\n\r\n")
+            if end < 0 or end > RESPONSE_HEAD_BYTES_MAX:
+                if len(buffer) > RESPONSE_HEAD_BYTES_MAX:
+                    raise UpstreamProtocolError(f"head over {RESPONSE_HEAD_BYTES_MAX} bytes")
+                self._head_buffer = buffer
+                return None, b""
+            head = parse_head(buffer[: end + 4], self.request.method)
+            buffer = buffer[end + 4 :]
+            if head.status >= 200:
+                return head, buffer
+            if head.status == 101:
+                raise UpstreamProtocolError("101 to a request that offered no upgrade")
+
+    def _accept_head(self, head: ResponseHead) -> bytes:
+        """The head to send to the client; empty where the attempt is to be repeated elsewhere instead."""
+        kind = RETRYABLE.get(head.status)
+        if kind is not None and self.route is not None:
+            self._proxy.metrics.attempt_failed(self.decision, kind)
+            instructions = self._proxy.core.failed(self.request_id, kind, self._proxy.now())
+            if not _gives_up(instructions, self.request_id):
+                self._drop_connection()
+                self._proxy.perform(instructions)
+                return b""
+            # Nobody else can take it: the worker's own words are the best answer. The core has forgotten it.
+            self.route = None
+            self._proxy.perform(instructions[1:])
+        self._head = head
+        return self._render_head(head)
+
+    def _render_head(self, head: ResponseHead) -> bytes:
+        keep_alive = self._keeps_alive(head)
+        parts = [b"HTTP/1.1 ", head.reason_line, b"\r\nx-request-id: ", self.trace_id]
+        if self.decision is not None:
+            parts += (
+                b"\r\nx-blockcast-worker: ",
+                self.decision.worker.encode(),
+                b"\r\nx-blockcast-predicted-cached-tokens: %d" % self.decision.predicted_cached_tokens,
+            )
+        skip = _NOT_RETURNED
+        for name, value in head.headers:
+            if name == b"connection":
+                skip = skip | _options(value)
+        for name, value in head.headers:
+            if name not in skip:
+                parts += (b"\r\n", name, b": ", value)
+        if head.chunked and self._payload is None:
+            parts.append(b"\r\ntransfer-encoding: chunked")
+        parts.append(b"\r\n\r\n" if keep_alive else b"\r\nconnection: close\r\n\r\n")
+        return b"".join(parts)
+
+    def _keeps_alive(self, head: ResponseHead) -> bool:
+        framed = head.chunked or isinstance(head.body, LengthBody)
+        return self.request.keep_alive and framed and self._payload is None
+
+    def _relay(self, head: ResponseHead, prefix: bytes, data: bytes) -> None:
+        """Pass on what belongs to the answer, and notice its first byte and its end."""
+        body = head.body
+        payload = self._payload
+        taken = body.feed(data, payload)
+        proxy = self._proxy
+        now = self.last_byte_s = proxy.now()
+        surplus = taken != len(data)
+        if surplus:
+            data = data[:taken]
+        if payload is None:
+            out = prefix + data if prefix else data
+        else:
+            out = prefix + b"".join(payload)
+            payload.clear()
+        if data and self.first_byte_s is None:
+            self.first_byte_s = now
+            if self.route is not None and self.route.stream and head.status == 200:
+                proxy.perform(proxy.core.first_token(self.request_id, now))
+        if out:
+            self.client.write(out)
+        self.chunks += 1
+        tail = self._tail
+        self._tail = data[-TAIL_BYTES:] if len(data) >= TAIL_BYTES or not tail else (tail + data)[-TAIL_BYTES:]
+        if body.done:
+            self._complete(head, reusable=head.keep_alive and not surplus)
+        elif self.chunks % PROGRESS_EVERY == 0 and self.route is not None and self.route.stream:
+            proxy.core.progress(self.request_id, self.chunks)
+
+    def _complete(self, head: ResponseHead, *, reusable: bool) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            if self._paused:
+                connection.resume_reading()
+            if reusable:
+                self._proxy.pool.release(connection, self._proxy.now())
+            else:
+                connection.close()
+        self.usage = find_usage(self._tail)
+        if not self._end(f"status_{head.status}"):
+            return
+        if self.route is not None:
+            self.route = None
+            self._proxy.perform(self._proxy.core.finished(self.request_id, self.usage, self._proxy.now()))
+        self.client.finish(keep_alive=self._keeps_alive(head))
+
+    def upstream_lost(self, reason: str) -> None:
+        """The worker's connection ended."""
+        connection, self._connection = self._connection, None
+        head = self._head
+        if head is not None:
+            try:
+                head.body.finish()
+            except UpstreamProtocolError as error:
+                self._broken(f"{reason}: {error}")
+            else:
+                self._complete(head, reusable=False)
+            return
+        stale = connection is not None and connection.uses > 1 and not self._head_buffer
+        if stale and self.decision is not None:
+            self.forward(self.decision)  # it had been idle and was closed as we wrote: not the worker's fault
+        else:
+            self._attempt_failed(FailureKind.RESET, reason)
+
+    # Ends ---------------------------------------------------------------------------------------------------------
+
+    def expire(self, now: float, timeouts: Timeouts) -> None:
+        """End or repeat what took too long. Called for every exchange a few times a second."""
+        if now - self.started_s > timeouts.total_s:
+            self._time_out(FailureKind.TIMEOUT, f"no complete answer within {timeouts.total_s:g} s", repeat=False)
+        elif self.sent_s is None:
+            return  # waiting for a worker or a connection: the core's and the pool's deadlines apply
+        elif self._head is None:
+            if now - self.sent_s > timeouts.first_byte_s:
+                self._time_out(FailureKind.TIMEOUT, f"no answer within {timeouts.first_byte_s:g} s", repeat=True)
+        elif now - self.last_byte_s > timeouts.idle_s:
+            self._broken(f"no byte for {timeouts.idle_s:g} s")
+
+    def _time_out(self, kind: FailureKind, message: str, *, repeat: bool) -> None:
+        if self._head is not None:
+            self._broken(message)
+        elif repeat:
+            self._drop_connection()
+            self._attempt_failed(kind, message)
+        else:
+            self._forget_in_core(kind)
+            self.refuse(504, "timeout", message)
+
+    def _attempt_failed(self, kind: FailureKind, reason: str) -> None:
+        """Nothing of an answer was passed on: the core says who tries next, or that nobody does."""
+        self.sent_s = None
+        self._proxy.metrics.attempt_failed(self.decision, kind)
+        self._proxy.note_failure(self.decision, kind, reason)
+        if self.route is not None:
+            self._proxy.perform(self._proxy.core.failed(self.request_id, kind, self._proxy.now()))
+        else:
+            self.refuse(502, "bad_gateway", f"the worker did not answer: {reason}")
+
+    def _broken(self, reason: str) -> None:
+        """The answer cannot be completed."""
+        self._drop_connection()
+        if self._head is None:
+            self._attempt_failed(FailureKind.RESET, reason)
+            return
+        if not self._end("broken"):
+            return
+        self._proxy.metrics.attempt_failed(self.decision, FailureKind.STREAM)
+        self._proxy.note_failure(self.decision, FailureKind.STREAM, reason)
+        self._forget_in_core(FailureKind.STREAM)
+        self.client.cut()
+
+    def _forget_in_core(self, kind: FailureKind) -> None:
+        """Report a last failure; what the core would do about this very request is not wanted any more."""
+        if self.route is None:
+            return
+        self.route = None
+        now = self._proxy.now()
+        core = self._proxy.core
+        instructions = core.failed(self.request_id, kind, now)
+        if not _gives_up(instructions, self.request_id):
+            instructions = instructions + core.aborted(self.request_id, now)
+        self._proxy.perform(
+            one for one in instructions if isinstance(one, WorkerLost) or one.request_id != self.request_id
+        )
+
+    def _drop_connection(self) -> None:
+        connection, self._connection = self._connection, None
+        self.sent_s = None
+        if connection is not None:
+            connection.close()
+        if self._connecting is not None:
+            self._connecting.cancel()
+            self._connecting = None
+
+    def _end(self, outcome: str) -> bool:
+        """Mark the end; False where it had ended before."""
+        if self._done:
+            return False
+        self._done = True
+        self.outcome = outcome
+        self._proxy.ended(self)
+        return True
+
+
+class Proxy:
+    """All exchanges, and the hands of the core."""
+
+    def __init__(
+        self,
+        core: RouterCore,
+        pool: UpstreamPool,
+        metrics: Metrics,
+        *,
+        now: Callable[[], float],
+        timeouts: Timeouts,
+        worker_authorization: bytes | None = None,
+    ) -> None:
+        self.core = core
+        self.pool = pool
+        self.metrics = metrics
+        self.now = now
+        self.worker_authorization = worker_authorization
+        """Sent to workers instead of the client's `Authorization`, or None to pass that one on."""
+        self.exchanges: dict[str, Exchange] = {}
+        self.on_end: list[Callable[[Exchange], None]] = []
+        self.on_worker_lost: list[Callable[[str], None]] = []
+        self.on_failure: list[Callable[[Decision | None, FailureKind, str], None]] = []
+        self._timeouts = timeouts
+        self._targets: dict[str, tuple[str, Target]] = {}
+        self._count = 0
+
+    def open(self, client: Client, request: Request, trace_id: bytes) -> Exchange:
+        """Begin the life of a complete request."""
+        self._count += 1
+        exchange = Exchange(self, client, request, f"r{self._count}", trace_id)
+        self.exchanges[exchange.request_id] = exchange
+        return exchange
+
+    def route(self, exchange: Exchange, route: RouteRequest) -> None:
+        """Ask the core for a worker and do what it says."""
+        if exchange.done:
+            return
+        exchange.route = route
+        self._do(self.core.route(route, self.now()))
+
+    def perform(self, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            self._do(instruction)
+
+    def _do(self, instruction: Instruction) -> None:
+        if isinstance(instruction, WorkerLost):
+            for listener in self.on_worker_lost:
+                listener(instruction.worker_id)
+            return
+        exchange = self.exchanges.get(instruction.request_id)
+        if exchange is None:
+            return
+        if isinstance(instruction, Forward):
+            exchange.forward(instruction.decision)
+        elif isinstance(instruction, Refuse):
+            exchange.route = None
+            exchange.refuse(instruction.status, instruction.code, instruction.message, instruction.retry_after_s)
+
+    def target(self, worker_id: str) -> Target | None:
+        """Where a worker listens; None where it is known no more."""
+        worker = self.core.workers.get(worker_id)
+        if worker is None:
+            return None
+        known = self._targets.get(worker_id)
+        if known is None or known[0] != worker.spec.url:
+            known = self._targets[worker_id] = (worker.spec.url, Target.parse(worker.spec.url))
+        return known[1]
+
+    def sweep(self, now: float) -> None:
+        """Enforce the timeouts of all exchanges; call every `sweep_s`."""
+        for exchange in list(self.exchanges.values()):
+            exchange.expire(now, self._timeouts)
+
+    def ended(self, exchange: Exchange) -> None:
+        del self.exchanges[exchange.request_id]
+        for listener in self.on_end:
+            listener(exchange)
+
+    def note_failure(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
+        for listener in self.on_failure:
+            listener(decision, kind, reason)
+
+
+def find_usage(tail: bytes) -> Usage | None:
+    """The last `usage` object that begins in `tail`, the end of an answer; None where there is none."""
+    begins = [match.end() for match in _USAGE.finditer(tail)]
+    if not begins:
+        return None
+    found = {name: int(value) for name, value in _USAGE_FIELDS.findall(tail, begins[-1])}
+    return Usage(found.get(b"prompt_tokens"), found.get(b"cached_tokens"), found.get(b"completion_tokens"))
+
+
+def _gives_up(instructions: list[Instruction], request_id: str) -> bool:
+    first = instructions[0] if instructions else None
+    return isinstance(first, Refuse) and first.request_id == request_id
+
+
+def _options(value: bytes) -> set[bytes]:
+    """Header names that a `Connection` header declares to be of one hop; never those that frame the message."""
+    options = {option.strip().lower() for option in value.split(b",")}
+    return options - {b"content-length", b"content-type", b"host", b"authorization"}

@@ -1,0 +1,263 @@
+"""The router's HTTP application: what each path means, and the processes' one event loop around core, feed and sockets.
+
+Completion routes go request -> routing view -> token ids -> core -> exchange; every other `/v1/` path goes to a worker
+that serves the model it names. What looks at or changes the router itself is in router/admin.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import ssl
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from prompts.errors import RequestError
+from prompts.routing import RoutingRequest, parse_routing
+from router.admin import Admin
+from router.core import RouterCore
+from router.http_request import HttpLimits, Request
+from router.http_server import ClientConnection, ClientTimeouts, error_type
+from router.messages import RouteRequest
+from router.metrics import Metrics
+from router.proxy import Exchange, Proxy, Timeouts
+from router.tokenizing import PromptReader, estimate_tokens
+from router.view import Scope
+
+log = logging.getLogger("router")
+
+COMPLETIONS = frozenset(("/v1/chat/completions", "/v1/completions"))
+OUTPUT_TOKENS_DEFAULT = 256
+TRACE_ID_BYTES_MAX = 128
+TICK_S = 0.02
+"""How often the core's pending work is looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeConfig:
+    """What the HTTP edge can be told; parsed once at the command line."""
+
+    limits: HttpLimits = field(default_factory=HttpLimits)
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    client_timeouts: ClientTimeouts = field(default_factory=ClientTimeouts)
+    api_keys: tuple[str, ...] = ()
+    connections_max: int = 20_000
+    shutdown_s: float = 30.0
+    """How long requests in flight may go on after a signal."""
+
+
+class RouterApp:
+    """Answers requests. Needs a running event loop; owns no listening socket."""
+
+    def __init__(
+        self,
+        core: RouterCore,
+        proxy: Proxy,
+        prompts: PromptReader,
+        metrics: Metrics,
+        config: EdgeConfig,
+        admin: Admin,
+        *,
+        serves_admin: Callable[[ClientConnection, Request], bool],
+    ) -> None:
+        self.limits = config.limits
+        self.draining = False
+        self._core = core
+        self._proxy = proxy
+        self._prompts = prompts
+        self._metrics = metrics
+        self._keys = [key.encode() for key in config.api_keys]
+        self._admin = admin
+        self._serves_admin = serves_admin
+        self._trace_prefix = os.urandom(6).hex()
+        self._traces = 0
+
+    # Application --------------------------------------------------------------------------------------------------
+
+    def handle(self, connection: ClientConnection, request: Request) -> None:
+        """Answer one request now or later."""
+        path = request.path
+        try:
+            if path in COMPLETIONS and request.method == "POST":
+                self._check_key(request)
+                self._complete(connection, request)
+            elif path.startswith("/v1/") and path != "/v1/models":
+                self._check_key(request)
+                self._pass_through(connection, request)
+            else:
+                if path.startswith("/v1/"):
+                    self._check_key(request)
+                self._admin.handle(connection, request, allowed=self._serves_admin(connection, request))
+        except RequestError as error:
+            self._metrics.http_errors[str(error.status)] += 1
+            headers = [(b"www-authenticate", b"Bearer")] if error.status == 401 else []
+            connection.respond_error(error, headers)
+
+    def rejected(self, status: int) -> None:
+        self._metrics.http_errors[str(status)] += 1
+
+    # Completions --------------------------------------------------------------------------------------------------
+
+    def _complete(self, connection: ClientConnection, request: Request) -> None:
+        parsed = parse_routing(request.path, request.body)
+        model, base, lora = self._model(parsed.model)
+        exchange = self._open(connection, request)
+        tokenizer = self._prompts.get(base)
+        if tokenizer is None or self._prompts.is_quick(len(request.body)):
+            self._place(exchange, parsed, model, base, lora, *self._prompts.read(parsed, tokenizer))
+            return
+
+        def encoded(future: asyncio.Future[tuple[Sequence[int] | None, float]]) -> None:
+            if not future.cancelled():
+                self._place(exchange, parsed, model, base, lora, *future.result())
+
+        self._prompts.run(parsed, tokenizer).add_done_callback(encoded)
+
+    def _place(
+        self,
+        exchange: Exchange,
+        parsed: RoutingRequest,
+        model: str,
+        base: str,
+        lora: str | None,
+        token_ids: Sequence[int] | None,
+        tokenize_s: float,
+    ) -> None:
+        """Hand a request whose prompt was read to the core."""
+        request = exchange.request
+        self._metrics.tokenize_s.observe(tokenize_s)
+        output = parsed.max_tokens if parsed.max_tokens is not None else OUTPUT_TOKENS_DEFAULT
+        route = RouteRequest(
+            request_id=exchange.request_id,
+            model=model,
+            scope=Scope(base, parsed.cache_salt, lora),
+            token_ids=token_ids,
+            prompt_tokens=len(token_ids) if token_ids is not None else estimate_tokens(len(request.body)),
+            output_tokens=output * parsed.n,
+            stream=parsed.stream,
+            priority=parsed.priority,
+            worker=_text(request.header(b"x-blockcast-worker")),
+            session=_text(request.header(b"x-session-id")) or parsed.user,
+        )
+        self._proxy.route(exchange, route)
+
+    def _model(self, name: str | None) -> tuple[str, str, str | None]:
+        """(name, base model, LoRA) of what the client asked for; without a name, the first model there is."""
+        if name is None:
+            name = next((model for worker in self._core.workers.values() for model in worker.models), "")
+        served = self._core.resolve_model(name)
+        return (name, name, None) if served is None else (name, served.base, served.lora)
+
+    # Everything else under /v1/ -----------------------------------------------------------------------------------
+
+    def _pass_through(self, connection: ClientConnection, request: Request) -> None:
+        """Send on a request that is not about a prompt we know how to read: by model where it names one, and load."""
+        name = None
+        stream = False
+        if request.body[:1] in (b"{", b" ", b"\n", b"\r", b"\t"):
+            parsed = parse_routing(request.path, request.body)
+            name, stream = parsed.model, parsed.stream
+        model, base, lora = self._model(name)
+        exchange = self._open(connection, request)
+        route = RouteRequest(
+            request_id=exchange.request_id,
+            model=model,
+            scope=Scope(base, None, lora),
+            token_ids=None,
+            prompt_tokens=estimate_tokens(len(request.body)),
+            output_tokens=0,
+            stream=stream,
+            worker=_text(request.header(b"x-blockcast-worker")),
+        )
+        self._proxy.route(exchange, route)
+
+    # Shared -------------------------------------------------------------------------------------------------------
+
+    def _open(self, connection: ClientConnection, request: Request) -> Exchange:
+        exchange = self._proxy.open(connection, request, self._trace_id(request))
+        connection.work = exchange
+        return exchange
+
+    def _trace_id(self, request: Request) -> bytes:
+        given = request.header(b"x-request-id")
+        if given is not None and 0 < len(given) <= TRACE_ID_BYTES_MAX and given.isascii() and given.isalnum():
+            return given
+        if given is not None and 0 < len(given) <= TRACE_ID_BYTES_MAX and all(33 <= byte < 127 for byte in given):
+            return given
+        self._traces += 1
+        return b"%s-%x" % (self._trace_prefix.encode(), self._traces)
+
+    def _check_key(self, request: Request) -> None:
+        """Raises RequestError 401 where keys are required and the request brings none of them."""
+        if not self._keys or self.has_key(request):
+            return
+        raise RequestError(
+            "a valid API key is needed: Authorization: Bearer KEY", param=None, code="invalid_api_key", status=401,
+            type=error_type(401),
+        )  # fmt: skip
+
+    def has_key(self, request: Request) -> bool:
+        """Whether the request brings one of the configured keys. Every key is compared, each in constant time."""
+        given = request.header(b"authorization") or b""
+        scheme, _, token = given.partition(b" ")
+        token = token.strip() if scheme.lower() == b"bearer" else b""
+        matches = [hmac.compare_digest(token, key) for key in self._keys]
+        return any(matches)
+
+
+def _text(value: bytes | None) -> str | None:
+    return value.decode("latin-1") if value else None
+
+
+class Listener:
+    """A listening address and its connections."""
+
+    def __init__(self, app: RouterApp, config: EdgeConfig) -> None:
+        self._app = app
+        self._config = config
+        self._server: asyncio.Server | None = None
+        self.connections: set[ClientConnection] = set()
+
+    async def start(self, host: str, port: int, tls: ssl.SSLContext | None, *, reuse_port: bool = False) -> int:
+        """Listen; returns the port. Raises OSError."""
+        loop = asyncio.get_running_loop()
+
+        def connected() -> asyncio.Protocol:
+            if len(self.connections) >= self._config.connections_max:
+                return _Full()
+            return ClientConnection(self._app, self.connections, loop)
+
+        self._server = await loop.create_server(
+            connected, host, port, ssl=tls, backlog=2048, reuse_port=reuse_port or None
+        )
+        return int(self._server.sockets[0].getsockname()[1])
+
+    def sweep(self, now: float) -> None:
+        for connection in list(self.connections):
+            connection.expire(now, self._config.client_timeouts)
+
+    def stop_listening(self) -> None:
+        """No new connections, no new requests on those that are open."""
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self.connections):
+            connection.close_when_idle()
+
+    def abort(self) -> None:
+        for connection in list(self.connections):
+            connection.abort()
+
+
+class _Full(asyncio.Protocol):
+    """A connection over the limit."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        body = b'{"error":{"message":"too many connections","type":"server_error","param":null,"code":"overloaded"}}'
+        transport.write(
+            b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+            b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body
+        )
+        transport.close()

@@ -1,0 +1,122 @@
+"""Which tokenizer a model has here, and a request's prompt as token ids.
+
+Owns loading (in threads: a vocabulary takes a second to read) and the choice between encoding at once and encoding in a
+thread. Where a prompt cannot be read here, and also where the worker will have to refuse it, the answer is None: such a
+request is routed by load alone and the worker's own words reach the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from prompts.errors import RequestError
+from prompts.routing import RoutingRequest
+from prompts.tokenizer import Tokenizer, TokenizerError
+
+log = logging.getLogger("router")
+
+INLINE_BYTES_MAX = 4096
+"""Bodies up to this size are encoded on the event loop: handing them to a thread would cost more."""
+CHARS_PER_TOKEN = 4.0
+"""For estimates only."""
+
+_TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]]
+
+
+class PromptReader:
+    """model -> tokenizer, and prompts -> token ids. One per process; reading is thread-safe."""
+
+    def __init__(self, executor: Executor, *, override: str | None = None, chat_template: str | None = None) -> None:
+        self._executor = executor
+        self._override = override
+        """A folder given on the command line, used for every model."""
+        self._chat_template = chat_template
+        self._tokenizers: dict[str, Tokenizer] = {}
+        self._loading: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self.problems: dict[str, str] = {}
+        """model -> why there is no tokenizer for it; shown by `/workers`."""
+
+    def get(self, model: str) -> Tokenizer | None:
+        return self._tokenizers.get(model)
+
+    async def learn(self, model: str, path: str | None) -> None:
+        """Load the tokenizer of a base model, from the command line's folder or from where the worker has it."""
+        folder = self._override or path
+        if model in self._tokenizers:
+            return
+        if folder is None:
+            self.problems[model] = "the worker names no local folder; give --tokenizer PATH"
+            return
+        task = self._loading.get((model, folder))
+        if task is None:
+            task = self._loading[model, folder] = asyncio.create_task(self._load(model, folder))
+            task.add_done_callback(lambda _: self._loading.pop((model, folder), None))
+        await asyncio.shield(task)
+
+    async def _load(self, model: str, folder: str) -> None:
+        if not Path(folder).is_dir():
+            self.problems[model] = f"{folder} is not a folder on this machine; give --tokenizer PATH"
+            return
+        loop = asyncio.get_running_loop()
+        try:
+            loaded = await loop.run_in_executor(self._executor, lambda: Tokenizer.load(folder, self._chat_template))
+        except TokenizerError as error:
+            self.problems[model] = str(error)
+            log.warning("no tokenizer for %s: %s", model, error)
+            return
+        self._tokenizers[model] = loaded
+        self.problems.pop(model, None)
+        log.info("tokenizer of %s read from %s", model, folder)
+
+    def is_quick(self, body_bytes: int) -> bool:
+        return body_bytes <= INLINE_BYTES_MAX
+
+    def read(self, parsed: RoutingRequest, tokenizer: Tokenizer | None) -> tuple[Sequence[int] | None, float]:
+        """(token ids of the prompt to route on or None, seconds it took). Thread-safe.
+
+        Of several prompts the first is routed on; of a prompt with images, the text before the first.
+        """
+        started = time.perf_counter()
+        ids: Sequence[int] | None = None
+        try:
+            ids = self._ids(parsed, tokenizer)
+        except RequestError as error:
+            log.debug("prompt left to the worker to judge: %s", error.message)
+        if ids is not None and parsed.truncate_prompt_tokens is not None and parsed.truncate_prompt_tokens > 0:
+            ids = ids[-parsed.truncate_prompt_tokens :]
+        return ids or None, time.perf_counter() - started
+
+    def _ids(self, parsed: RoutingRequest, tokenizer: Tokenizer | None) -> Sequence[int] | None:
+        if parsed.kind == "chat":
+            if tokenizer is None or parsed.messages is None or tokenizer.chat_template is None:
+                return None
+            return tokenizer.chat_ids(parsed)
+        prompt = parsed.prompt
+        if prompt is None:
+            return None
+        first = prompt if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt[0]
+        if isinstance(first, str):
+            return None if tokenizer is None else tokenizer.encode(first, parsed.add_special_tokens is not False)
+        try:
+            return msgspec.convert(first, _TokenIds)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"prompt: {error}", param="prompt") from None
+
+    def run(
+        self, parsed: RoutingRequest, tokenizer: Tokenizer | None
+    ) -> asyncio.Future[tuple[Sequence[int] | None, float]]:
+        """`read` in a thread."""
+        return asyncio.get_running_loop().run_in_executor(self._executor, self.read, parsed, tokenizer)
+
+
+def estimate_tokens(body_bytes: int) -> int:
+    """What a prompt that was not tokenised may come to."""
+    return max(1, int(body_bytes / CHARS_PER_TOKEN))

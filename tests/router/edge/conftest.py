@@ -1,0 +1,288 @@
+"""A router's edge between raw client bytes and scripted workers, all on real sockets of one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from router.admin import Admin
+from router.config import CoreConfig
+from router.core import RouterCore
+from router.http_request import HttpLimits
+from router.http_server import ClientTimeouts
+from router.metrics import Metrics
+from router.proxy import Proxy, Timeouts
+from router.server import EdgeConfig, Listener, RouterApp
+from router.tokenizing import PromptReader
+from router.upstream import UpstreamPool
+from router.view import HolderId, IndexStats, IngestReport, Match, PinId, Scope
+from router.workers import ServedModel, WorkerSpec
+
+
+class EmptyIndex:
+    """No worker holds anything; pins are counted."""
+
+    def __init__(self) -> None:
+        self.holders: dict[int, str] = {}
+        self.pins: set[int] = set()
+        self._next = 0
+
+    def _number(self) -> int:
+        self._next += 1
+        return self._next
+
+    def add_holder(self, name: str, model: str) -> HolderId:
+        holder = self._number()
+        self.holders[holder] = name
+        return HolderId(holder)
+
+    def remove_holder(self, holder: HolderId) -> None:
+        del self.holders[holder]
+
+    def clear(self, holder: HolderId) -> None: ...
+
+    def ingest(self, holder: HolderId, payload: bytes) -> IngestReport:
+        return IngestReport()
+
+    def match(self, token_ids: Sequence[int], scope: Scope) -> list[Match]:
+        return []
+
+    def pin(self, holder: HolderId, token_ids: Sequence[int], scope: Scope) -> PinId:
+        pin = self._number()
+        self.pins.add(pin)
+        return PinId(pin)
+
+    def unpin(self, pin: PinId) -> None:
+        self.pins.remove(pin)
+
+    def stats(self) -> IndexStats:
+        return IndexStats(len(self.holders), 0, 0, len(self.pins), 0)
+
+    def groups(self, holder: HolderId) -> list[dict[str, object]]:
+        return []
+
+
+class NoFleet:
+    """Workers are added by the tests themselves."""
+
+    def __init__(self, core: RouterCore) -> None:
+        self._core = core
+
+    async def add(self, settings: dict[str, Any]) -> str:
+        raise ValueError("url: missing")
+
+    async def remove(self, worker_id: str) -> None:
+        self._core.remove_worker(worker_id, asyncio.get_running_loop().time())
+
+    async def drain(self, worker_id: str, *, on: bool) -> None:
+        self._core.drain(worker_id, asyncio.get_running_loop().time(), on=on)
+
+    def details(self, worker_id: str) -> dict[str, Any]:
+        return {}
+
+
+class Received:
+    """One request as a scripted worker got it."""
+
+    def __init__(self, head: bytes, body: bytes) -> None:
+        self.line, *lines = head[:-4].split(b"\r\n")
+        self.headers = [tuple(line.split(b": ", 1)) for line in lines]
+        self.body = body
+
+    def all(self, name: bytes) -> list[bytes]:
+        return [value for key, value in self.headers if key.lower() == name]
+
+
+Script = Callable[[Received, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class Upstream:
+    """A worker that does what its script says for each request, keep-alive included."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.received: list[Received] = []
+        self.connections = 0
+        self.closed_by_router = 0
+        self._server: asyncio.Server | None = None
+        self.port = 0
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def start(self, port: int = 0) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self._writers.add(writer)
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = next((int(line.split(b":")[1]) for line in head.lower().split(b"\r\n")
+                               if line.startswith(b"content-length:")), 0)  # fmt: skip
+                received = Received(head, await reader.readexactly(length))
+                self.received.append(received)
+                await self.script(received, reader, writer)
+                await writer.drain()
+                if writer.is_closing():
+                    break
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.closed_by_router += 1
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+
+def reply(
+    body: bytes = b'{"ok":true}',
+    status: bytes = b"200 OK",
+    headers: Sequence[bytes] = (b"content-type: application/json",),
+) -> Script:
+    """A script: one complete answer with a content-length."""
+
+    async def script(request: Received, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        lines = [b"HTTP/1.1 " + status, *headers, b"content-length: %d" % len(body)]
+        writer.write(b"\r\n".join(lines) + b"\r\n\r\n" + body)
+
+    return script
+
+
+class Edge:
+    """The edge under test. `worker` and `start` first, then `connect` and talk bytes."""
+
+    def __init__(self) -> None:
+        self.index = EmptyIndex()
+        self.reply = reply
+        self._tasks: list[asyncio.Task[None]] = []
+        self.upstreams: list[Upstream] = []
+
+    def run(self, scenario: Coroutine[Any, Any, None], seconds: float = 20.0) -> None:
+        """Run a scenario, then check that nothing is left: no exchange, no pin, no upstream connection in use."""
+
+        async def guarded() -> None:
+            try:
+                await asyncio.wait_for(scenario, seconds)
+                await self.settle()
+            finally:
+                await self._stop()
+
+        asyncio.run(guarded())
+
+    async def start(
+        self,
+        *,
+        policy: str = "round_robin",
+        timeouts: Timeouts | None = None,
+        client_timeouts: ClientTimeouts | None = None,
+        limits: HttpLimits | None = None,
+        core: dict[str, Any] | None = None,
+        allowed: bool = True,
+        **edge: Any,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.timeouts = timeouts or Timeouts()
+        self.core = RouterCore(self.index, CoreConfig.parse({"policy": policy, "pin_grace_s": 0.0, **(core or {})}))
+        self.pool = UpstreamPool(connect_s_max=self.timeouts.connect_s)
+        self.metrics = Metrics()
+        self.proxy = Proxy(self.core, self.pool, self.metrics, now=loop.time, timeouts=self.timeouts)
+        self.executor = ThreadPoolExecutor(1)
+        self.prompts = PromptReader(self.executor)
+        config = EdgeConfig(
+            limits=limits or HttpLimits(),
+            timeouts=self.timeouts,
+            client_timeouts=client_timeouts or ClientTimeouts(),
+            **edge,
+        )
+        admin = Admin(self.core, NoFleet(self.core), self.prompts, self.metrics, now=loop.time, version="test")
+        self.app = RouterApp(
+            self.core, self.proxy, self.prompts, self.metrics, config, admin, serves_admin=lambda c, r: allowed
+        )
+        self.listener = Listener(self.app, config)
+        self.port = await self.listener.start("127.0.0.1", 0, None)
+        self._tasks.append(asyncio.create_task(self._tick()))
+
+    async def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(0.02)
+            self.proxy.sweep(loop.time())
+            self.listener.sweep(loop.time())
+            self.proxy.perform(self.core.tick(loop.time()))
+            self.core.check_invariants()
+
+    async def worker(self, script: Script, name: str | None = None, port: int | None = None) -> Upstream:
+        """Add a worker; with `port`, one where nothing listens."""
+        upstream = Upstream(script)
+        if port is None:
+            await upstream.start()
+            self.upstreams.append(upstream)
+        else:
+            upstream.port = port
+        worker_id = name or f"w{len(self.core.workers)}"
+        models = (ServedModel("tiny", "tiny", max_model_len=4096),)
+        self.core.add_worker(
+            WorkerSpec(worker_id, f"http://127.0.0.1:{upstream.port}", models), asyncio.get_running_loop().time()
+        )
+        return upstream
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+    async def exchange(self, data: bytes) -> bytes:
+        """Send raw bytes on a new connection and read until the router closes it."""
+        reader, writer = await self.connect()
+        writer.write(data)
+        answer = await reader.read(-1)
+        writer.close()
+        return answer
+
+    async def settle(self) -> None:
+        """Wait until the books are empty; raise where they never are."""
+        for _ in range(200):
+            if not self.proxy.exchanges and not self.index.pins and self.pool.counts()[0] == self.pool.counts()[1]:
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError(
+            f"left over: {len(self.proxy.exchanges)} exchanges, {len(self.index.pins)} pins, (open, idle) upstream "
+            f"connections {self.pool.counts()}"
+        )
+
+    async def _stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self.listener.stop_listening()
+        self.listener.abort()
+        self.pool.close()
+        for upstream in self.upstreams:
+            await upstream.stop()
+        self.executor.shutdown()
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def edge() -> Edge:
+    return Edge()
+
+
+def post(
+    body: bytes, path: bytes = b"/v1/chat/completions", headers: Sequence[bytes] = (), close: bool = True
+) -> bytes:
+    """A well-formed completion request."""
+    lines = [b"POST " + path + b" HTTP/1.1", b"Host: router", b"Content-Type: application/json", *headers]
+    lines += [b"Connection: close"] if close else []
+    return b"\r\n".join(lines) + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+
+@pytest.fixture
+def make_post() -> Callable[..., bytes]:
+    return post

@@ -1,0 +1,386 @@
+"""One request through the edge on real sockets: what arrives where, byte for byte, and how each thing that can go
+wrong ends. `edge.run` checks after every scenario that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from router.proxy import Timeouts
+
+CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}).encode()
+STREAM = json.dumps({"model": "tiny", "stream": True, "messages": [{"role": "user", "content": "hello"}]}).encode()
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+def headers_of(answer: bytes) -> dict[bytes, bytes]:
+    head = answer.partition(b"\r\n\r\n")[0]
+    return dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+
+
+def body_of(answer: bytes) -> bytes:
+    return answer.partition(b"\r\n\r\n")[2]
+
+
+def test_json_passes_unchanged_both_ways(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        odd = b'{ "usage":{"prompt_tokens":7,"prompt_tokens_details":{"cached_tokens":3},"completion_tokens":2}}\n'
+        worker = await edge.worker(edge.reply(odd, headers=(b"Content-Type: application/json", b"X-Thing: a, b")))
+        sent = b'  {"model":"tiny", "messages":[{"role":"user","content":"\\u00e9"}],"unknown":[1, 2]}'
+        answer = await edge.exchange(make_post(sent, headers=[b"X-Custom: kept", b"Authorization: Bearer k"]))
+        assert status_of(answer) == 200
+        assert body_of(answer) == odd
+        assert headers_of(answer)[b"x-thing"] == b"a, b"
+        assert headers_of(answer)[b"x-blockcast-worker"] == b"w0"
+        assert headers_of(answer)[b"x-blockcast-predicted-cached-tokens"] == b"0"
+        request = worker.received[0]
+        assert request.body == sent
+        assert request.line == b"POST /v1/chat/completions HTTP/1.1"
+        assert request.all(b"x-custom") == [b"kept"]
+        assert request.all(b"authorization") == [b"Bearer k"]
+        assert request.all(b"content-length") == [b"%d" % len(sent)]
+        assert request.all(b"host") == [b"127.0.0.1:%d" % worker.port]
+        assert request.all(b"connection") == []
+        assert request.all(b"x-request-id") == [headers_of(answer)[b"x-request-id"]]
+        usage = edge.core.snapshot(0.0)
+        assert usage.in_flight == 0
+
+    edge.run(scenario())
+
+
+def test_chunked_stream_is_relayed_as_it_comes(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        gate = asyncio.Event()
+
+        async def script(request: Any, reader: Any, writer: Any) -> None:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+            writer.write(b"9\r\ndata: 1\n\n\r\n")
+            await gate.wait()
+            for piece in (b"9\r", b"\ndata: 2", b"\n\n\r\n0", b"\r\n", b"\r\n"):
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0.002)
+
+        await edge.start()
+        await edge.worker(script)
+        reader, writer = await edge.connect()
+        for _ in range(2):  # the second request reuses both connections
+            gate.clear()
+            writer.write(make_post(STREAM, close=False))
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b"transfer-encoding: chunked" in head
+            assert await reader.readexactly(14) == b"9\r\ndata: 1\n\n\r\n"
+            gate.set()
+            assert await reader.readexactly(19) == b"9\r\ndata: 2\n\n\r\n0\r\n\r\n"
+        assert edge.upstreams[0].connections == 1
+        writer.close()
+
+    edge.run(scenario())
+
+
+def test_http_1_0_client_gets_no_chunks(edge: Any) -> None:
+    async def scenario() -> None:
+        async def script(request: Any, reader: Any, writer: Any) -> None:
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n")
+
+        await edge.start()
+        await edge.worker(script)
+        head = b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(CHAT)
+        answer = await edge.exchange(head + CHAT)
+        assert body_of(answer) == b"abcde"
+        assert b"transfer-encoding" not in headers_of(answer)
+        assert headers_of(answer)[b"connection"] == b"close"
+
+    edge.run(scenario())
+
+
+def test_upstream_without_framing_ends_with_its_connection(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        async def script(request: Any, reader: Any, writer: Any) -> None:
+            writer.write(b"HTTP/1.0 200 OK\r\n\r\nuntil the end")
+            writer.close()
+
+        await edge.start()
+        await edge.worker(script)
+        answer = await edge.exchange(make_post(CHAT, close=False))
+        assert body_of(answer) == b"until the end"
+        assert headers_of(answer)[b"connection"] == b"close"
+
+    edge.run(scenario())
+
+
+def test_hop_by_hop_headers_stay_on_their_hop(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        script = edge.reply(headers=(b"Connection: X-Secret", b"X-Secret: 1", b"Keep-Alive: timeout=5", b"X-Open: 2"))
+        worker = await edge.worker(script)
+        sent = [b"Connection: close, X-Mine", b"X-Mine: 1", b"TE: trailers", b"Proxy-Authorization: x", b"X-Other: 2"]
+        answer = await edge.exchange(make_post(CHAT, headers=sent, close=False))
+        for name in (b"x-mine", b"te", b"proxy-authorization", b"connection"):
+            assert worker.received[0].all(name) == []
+        assert worker.received[0].all(b"x-other") == [b"2"]
+        assert b"x-secret" not in headers_of(answer)
+        assert b"keep-alive" not in headers_of(answer)
+        assert headers_of(answer)[b"x-open"] == b"2"
+
+    edge.run(scenario())
+
+
+def test_client_that_leaves_cancels_upstream_at_once(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        async def script(request: Any, reader: Any, writer: Any) -> None:
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n")
+            await reader.readexactly(1)
+
+        await edge.start()
+        worker = await edge.worker(script)
+        reader, writer = await edge.connect()
+        writer.write(make_post(STREAM))
+        await reader.readuntil(b"abc\r\n")
+        writer.close()
+        for _ in range(100):
+            if worker.closed_by_router:
+                break
+            await asyncio.sleep(0.01)
+        assert worker.closed_by_router == 1
+        assert edge.core.counters["aborted"] == 1
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("how", ["refused", "reset", "502", "503", "429", "garbage"])
+def test_attempt_is_repeated_elsewhere_before_the_first_byte(edge: Any, make_post: Any, how: str) -> None:
+    async def scenario() -> None:
+        async def reset(request: Any, reader: Any, writer: Any) -> None:
+            writer.transport.abort()
+
+        async def garbage(request: Any, reader: Any, writer: Any) -> None:
+            writer.write(b"SMTP ready\r\n\r\n")
+
+        await edge.start()
+        if how == "refused":
+            await edge.worker(reset, port=1)
+        elif how.isdigit():
+            await edge.worker(edge.reply(status=how.encode() + b" No"))
+        else:
+            await edge.worker(reset if how == "reset" else garbage)
+        await edge.worker(edge.reply(b'"good"'))
+        for _ in range(4):
+            answer = await edge.exchange(make_post(CHAT))
+            assert status_of(answer) == 200
+            assert body_of(answer) == b'"good"'
+        assert edge.core.counters["retried"] >= 1
+
+    edge.run(scenario())
+
+
+def test_last_workers_own_refusal_passes_through(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        await edge.worker(edge.reply(b'{"error":"mine"}', status=b"429 Slow down", headers=(b"Retry-After: 7",)))
+        answer = await edge.exchange(make_post(CHAT))
+        assert answer.startswith(b"HTTP/1.1 429 Slow down\r\n")
+        assert body_of(answer) == b'{"error":"mine"}'
+        assert headers_of(answer)[b"retry-after"] == b"7"
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("status", [b"400 Bad Request", b"404 Not Found", b"500 Internal Server Error"])
+def test_engines_errors_pass_through_and_are_not_repeated(edge: Any, make_post: Any, status: bytes) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        workers = [await edge.worker(edge.reply(b'{"error":{"message":"x"}}', status=status)) for _ in range(2)]
+        answer = await edge.exchange(make_post(CHAT))
+        assert answer.startswith(b"HTTP/1.1 " + status)
+        assert body_of(answer) == b'{"error":{"message":"x"}}'
+        assert sum(len(worker.received) for worker in workers) == 1
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("framing", ["chunked", "length"])
+def test_broken_stream_is_cut_not_completed_and_not_repeated(edge: Any, make_post: Any, framing: str) -> None:
+    async def scenario() -> None:
+        async def script(request: Any, reader: Any, writer: Any) -> None:
+            if framing == "chunked":
+                writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n")
+            else:
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nabc")
+            await writer.drain()
+            await asyncio.sleep(0.02)
+            writer.transport.abort()
+
+        await edge.start()
+        workers = [await edge.worker(script) for _ in range(2)]
+        answer = await edge.exchange(make_post(STREAM))
+        assert body_of(answer) == (b"3\r\nabc\r\n" if framing == "chunked" else b"abc")
+        assert sum(len(worker.received) for worker in workers) == 1
+
+    edge.run(scenario())
+
+
+def test_stale_keep_alive_connection_is_replaced(edge: Any, make_post: Any) -> None:
+    """A worker that closes an idle connection just as the next request is written: the request must not fail."""
+
+    async def scenario() -> None:
+        answered = 0
+
+        async def script(request: Any, reader: Any, writer: Any) -> None:
+            nonlocal answered
+            answered += 1
+            if answered == 2:
+                writer.transport.abort()  # got the second request on the kept connection, and dies instead
+                return
+            await edge.reply()(request, reader, writer)
+
+        await edge.start(core={"retry": {"attempts_max": 1, "budget_min": 1}})
+        worker = await edge.worker(script)
+        for _ in range(3):
+            assert status_of(await edge.exchange(make_post(CHAT))) == 200
+        assert worker.connections == 2
+        assert edge.metrics.failures == {}
+
+    edge.run(scenario())
+
+
+def test_worker_that_never_answers_times_out_and_another_takes_over(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        async def silent(request: Any, reader: Any, writer: Any) -> None:
+            await reader.readexactly(1)
+
+        await edge.start(timeouts=Timeouts(first_byte_s=0.15))
+        await edge.worker(silent)
+        assert status_of(await edge.exchange(make_post(CHAT))) == 504
+        await edge.worker(edge.reply())
+        answers = [await edge.exchange(make_post(CHAT)) for _ in range(2)]
+        assert [status_of(answer) for answer in answers] == [200, 200]
+
+    edge.run(scenario())
+
+
+def test_stream_that_stalls_is_cut_after_the_idle_timeout(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        async def stalls(request: Any, reader: Any, writer: Any) -> None:
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n")
+            await reader.readexactly(1)
+
+        await edge.start(timeouts=Timeouts(idle_s=0.15))
+        await edge.worker(stalls)
+        answer = await edge.exchange(make_post(STREAM))
+        assert body_of(answer) == b"3\r\nabc\r\n"
+
+    edge.run(scenario())
+
+
+def test_total_timeout_before_an_answer_is_a_504(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        async def silent(request: Any, reader: Any, writer: Any) -> None:
+            await reader.readexactly(1)
+
+        await edge.start(timeouts=Timeouts(total_s=0.15))
+        await edge.worker(silent)
+        await edge.worker(silent)
+        answer = await edge.exchange(make_post(CHAT))
+        assert status_of(answer) == 504
+        assert json.loads(body_of(answer))["error"]["code"] == "timeout"
+
+    edge.run(scenario())
+
+
+def test_slow_reader_holds_back_its_worker_and_loses_nothing(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        size = 48 * 1024 * 1024  # more than the kernel buffers of both hops
+        sent = 0
+
+        async def script(request: Any, reader: Any, writer: Any) -> None:
+            nonlocal sent
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size)
+            block = bytes(range(256)) * 256
+            while sent < size:
+                writer.write(block)
+                await writer.drain()
+                sent += len(block)
+
+        await edge.start()
+        await edge.worker(script)
+        reader, writer = await edge.connect()
+        writer.transport.pause_reading()
+        writer.write(make_post(CHAT))
+        await asyncio.sleep(0.5)
+        held = sent
+        assert held < size, "the router swallowed the whole answer for a client that reads nothing"
+        writer.transport.resume_reading()
+        answer = await reader.read(-1)
+        assert len(body_of(answer)) == size
+        assert body_of(answer) == bytes(range(256)) * (size // 256)
+        writer.close()
+
+    edge.run(scenario())
+
+
+def test_interim_answers_are_swallowed(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        async def script(request: Any, reader: Any, writer: Any) -> None:
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+
+        await edge.start()
+        await edge.worker(script)
+        answer = await edge.exchange(make_post(CHAT))
+        assert status_of(answer) == 200
+        assert body_of(answer) == b"ok"
+
+    edge.run(scenario())
+
+
+def test_bytes_after_an_answer_poison_only_their_connection(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        async def script(request: Any, reader: Any, writer: Any) -> None:
+            writer.write(
+                b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nokHTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nevil"
+            )
+
+        await edge.start()
+        worker = await edge.worker(script)
+        for _ in range(2):
+            assert body_of(await edge.exchange(make_post(CHAT))) == b"ok"
+        assert worker.connections == 2
+
+    edge.run(scenario())
+
+
+def test_no_worker_is_a_503_with_retry_after(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        answer = await edge.exchange(make_post(CHAT))
+        assert status_of(answer) == 503
+        assert int(headers_of(answer)[b"retry-after"]) >= 1
+        await edge.worker(edge.reply())
+        unknown = await edge.exchange(make_post(CHAT.replace(b"tiny", b"other")))
+        assert status_of(unknown) == 404
+        assert json.loads(body_of(unknown))["error"]["type"] == "invalid_request_error"
+
+    edge.run(scenario())
+
+
+def test_other_paths_pass_through(edge: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        worker = await edge.worker(edge.reply(b"[]"))
+        answer = await edge.exchange(b"GET /v1/responses/r1?x=1 HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n")
+        assert body_of(answer) == b"[]"
+        assert worker.received[0].line == b"GET /v1/responses/r1?x=1 HTTP/1.1"
+        assert worker.received[0].all(b"content-length") == []
+        head = await edge.exchange(b"HEAD /v1/things HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n")
+        assert headers_of(head)[b"content-length"] == b"2"
+        assert body_of(head) == b""
+
+    edge.run(scenario())
