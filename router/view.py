@@ -6,7 +6,7 @@ can never share KV although their token ids are equal.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NewType, Protocol
 
@@ -15,7 +15,10 @@ PinId = NewType("PinId", int)
 
 GPU, CPU, STORAGE, REMOTE = "GPU", "CPU", "STORAGE", "REMOTE"
 TIERS = (GPU, CPU, STORAGE, REMOTE)
-"""Where a block can live, fastest first. Foreign names are mapped (CPU_PINNED -> CPU, DISK -> STORAGE, EXTERNAL -> REMOTE)."""
+"""Where a block can live, fastest first. Foreign names are mapped (CPU_PINNED -> CPU, DISK -> STORAGE ...)."""
+
+SILENT_AFTER_STORES = 8
+"""Stored events of full attention after which a declared group that has never spoken is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,27 +72,66 @@ class IndexStats:
 
 
 class PrefixIndex(Protocol):
-    """Every implementation passes tests/contracts/index_contract.py. Thread-safe: one writer thread, many readers."""
+    """Every implementation passes tests/contracts/index_contract.py. Thread-safe: one writer thread, many readers.
+
+    Methods that take a HolderId raise KeyError where it was never given out or is removed.
+    """
+
+    @property
+    def seed(self) -> int:
+        """Of the prefix digests: 64 bits, random per process unless given. Routers that exchange `dump`s share it."""
 
     def add_holder(self, name: str, model: str) -> HolderId: ...
 
-    def remove_holder(self, holder: HolderId) -> None: ...
+    def remove_holder(self, holder: HolderId) -> None:
+        """Forget the holder, what it announced and its pins."""
 
     def clear(self, holder: HolderId) -> None:
-        """Forget everything the holder announced (restart, unrepaired gap). Pins stay."""
+        """Forget everything the holder announced (restart, unrepaired gap). Pins and declared groups stay."""
+
+    def declare_groups(self, holder: HolderId, groups: Sequence[Mapping[str, object]]) -> None:
+        """What `GET /kv_cache/groups` said: [{group_idx, kind, block_size, sliding_window}]. Replaces the last call's.
+
+        A declared group counts from the start: until it announces a checkpoint nothing is usable. One that stays
+        silent while full attention speaks is ignored after SILENT_AFTER_STORES of its events.
+        """
+
+    def set_reannounces(self, holder: HolderId, reannounces: bool) -> None:
+        """The holder repeats hits as stores (`kv_cache_report_mode=full`): presence is a set for it, not a count.
+
+        Not to be guessed from the stream: a repeated store and a second copy look the same there.
+        """
 
     def ingest(self, holder: HolderId, payload: bytes) -> IngestReport:
         """Decode one event-batch payload and apply it. A malformed event is reported and skipped, never raised."""
 
-    def match(self, token_ids: Sequence[int], scope: Scope) -> list[Match]:
-        """Usable prefix of every holder of `scope.model`; holders that hold nothing of the prompt may be left out."""
+    def match(self, token_ids: Sequence[int] | bytes, scope: Scope) -> list[Match]:
+        """Usable prefix of every holder of `scope.model`; holders that hold nothing of the prompt are left out.
 
-    def pin(self, holder: HolderId, token_ids: Sequence[int], scope: Scope) -> PinId:
-        """Count the prompt as resident on `holder` (up to where it will be able to resume) until unpinned."""
+        `token_ids` may be bytes: little-endian uint32, 4 bytes a token (`array("I", ids).tobytes()`), which saves the
+        native index the conversion of a long list. Raises ValueError for ids outside [0, 2^32) and ragged bytes.
+        """
 
-    def unpin(self, pin: PinId) -> None: ...
+    def pin(self, holder: HolderId, token_ids: Sequence[int] | bytes, scope: Scope) -> PinId:
+        """Count the prompt as resident on `holder` (up to where it will be able to resume) until unpinned.
+
+        On a holder with state groups (or sliding windows announced sparsely) that is only the planned checkpoint, the
+        last block boundary <= len(prompt) - 1.
+        """
+
+    def unpin(self, pin: PinId) -> None:
+        """Ends a pin. Nothing happens where it ended before or its holder was removed."""
 
     def stats(self) -> IndexStats: ...
 
     def groups(self, holder: HolderId) -> list[dict[str, object]]:
-        """[{group_idx, kind, block_size, sliding_window, blocks, silent}] as learned from metadata and events."""
+        """[{group_idx, kind, block_size, sliding_window, blocks, silent}] as learned from metadata and events.
+
+        `blocks` counts names held, `silent` is True where the group is declared, has never spoken and is ignored.
+        """
+
+    def dump(self, holder: HolderId) -> list[bytes]:
+        """The holder's content as payloads that `ingest` of an index with the same seed takes (snapshot for a peer).
+
+        Digests, not tokens: an index with another seed reports them as malformed. Parked events are not in it.
+        """
