@@ -12,9 +12,7 @@ live is in the ring first, so subscribers see a gap and repair it; at most `max_
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
 import time
 import uuid
@@ -31,6 +29,7 @@ from events.resident import ResidentSet
 from events.ring import Entry, Ring
 from events.sources import EventSource, GroupInfo
 from events.types import Event, EventBatch
+from events.wake import Bell
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +89,7 @@ class EventPublisher:
 
         self._replies: deque[Reply] = deque()
         self._closing = False
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
-        self._wake_sent = False
+        self._bell = Bell()
 
         self._own_context = context is None
         self._context = context or zmq.Context()
@@ -114,8 +110,7 @@ class EventPublisher:
             self._queue.append(self._ring.append(batch))
             self.stats.published += 1
             overflow = len(self._queue) > self.config.max_queue_size
-            if not self._wake_sent:
-                self._wake()
+            self._bell.ring()  # with the lock held, so that the bell is still there
         if overflow:
             self._drop_oldest()
 
@@ -140,18 +135,11 @@ class EventPublisher:
                 return
             self._closing = True
             self._linger_ms = int(linger_s * 1000)
-            self._wake()
+            self._bell.ring()
         self._thread.join()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._bell.close()
         if self._own_context:
             self._context.term()
-
-    def _wake(self) -> None:
-        """Call with `_lock` held, so that the pipe is still open."""
-        self._wake_sent = True
-        with contextlib.suppress(BlockingIOError):  # a full pipe wakes the thread too
-            os.write(self._wake_write, b"\0")
 
     def _drop_oldest(self) -> None:
         """The queue is full: take the shadow's work off it instead of waiting, and leave the live send out.
@@ -171,16 +159,15 @@ class EventPublisher:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._wake_read, zmq.POLLIN)
+        poller.register(self._bell.fd, zmq.POLLIN)
         replay = self._replay
         if replay is not None:
             poller.register(replay, zmq.POLLIN)
         wait_ms: int | None = None
         while True:
             ready = dict(poller.poll(wait_ms))
-            if self._wake_read in ready:
-                os.read(self._wake_read, 4096)
-                self._wake_sent = False
+            if self._bell.fd in ready:
+                self._bell.silence()
             more = self._send_live()
             if self._closing and not more:
                 break
@@ -289,8 +276,7 @@ class EventPublisher:
                 self._replay_endpoint = _attach(self._replay, endpoint, bind=True)
         except (zmq.ZMQError, ConfigError) as error:
             self._close_sockets()
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+            self._bell.close()
             if self._own_context:
                 self._context.term()
             if isinstance(error, ConfigError):

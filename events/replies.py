@@ -11,7 +11,7 @@ from events.codec import encode_batch
 from events.frames import END_SEQ, SNAPSHOT_SEQ
 from events.resident import ResidentBlock, snapshot_events
 from events.ring import Entry
-from events.types import BlockStored, Event, EventBatch
+from events.types import Event, EventBatch
 
 Message = tuple[int, bytes]
 
@@ -29,27 +29,23 @@ def replay_reply(entries: Iterable[Entry], legacy: bool = False) -> Iterator[Mes
 def snapshot_reply(
     blocks: list[ResidentBlock], last: Entry | None, dp_rank: int | None, ts: float, legacy: bool = False
 ) -> Iterator[Message]:
-    """The resident set in chunks, then `last`, the batch it is true for, as replay would send it; then the end marker.
+    """At least one chunk of the resident set, then `last`, the batch it is true for, as replay would send it, then the
+    end marker.
 
-    Nothing was ever published where `last` is None: the bare end marker then says so.
+    `last` is None, and left out, where nothing was ever published; the chunk is empty then.
     """
-    if last is not None:
-        events: list[Event] = []
-        block_count = 0
-        for event in snapshot_events(blocks):
-            events.append(event)
-            block_count += _block_count(event)
-            if block_count >= SNAPSHOT_CHUNK_BLOCKS:
-                yield SNAPSHOT_SEQ, encode_batch(EventBatch(ts, events, dp_rank), legacy)
-                events, block_count = [], 0
-        if events:
+    events: list[Event] = []
+    block_count = 0
+    for event in snapshot_events(blocks):
+        if block_count >= SNAPSHOT_CHUNK_BLOCKS:
             yield SNAPSHOT_SEQ, encode_batch(EventBatch(ts, events, dp_rank), legacy)
+            events, block_count = [], 0
+        events.append(event)
+        block_count += len(event.block_hashes)
+    yield SNAPSHOT_SEQ, encode_batch(EventBatch(ts, events, dp_rank), legacy)
+    if last is not None:
         yield last.seq, last.payload(legacy)
     yield END_SEQ, b""
-
-
-def _block_count(event: BlockStored) -> int:
-    return len(event.block_hashes)
 
 
 class Reply:

@@ -126,6 +126,7 @@ class StreamState:
         self._rejoins = 0
         self._unverified = False  # REPAIR: the last seen batch has not come back yet
         self._tail_check = False  # REPAIR: only a check after silence, nothing is known to be missing
+        self._snapshot_chunks = 0  # SNAPSHOT: chunks that came
         self._snapshot_seqs = 0  # SNAPSHOT: batches that came; exactly one ends a snapshot
         self._retry_at: float | None = None  # LIVE after giving up: when to ask for a snapshot again
         self._activity_at: float | None = None  # LIVE: when to count the silence from; None: checked already
@@ -192,7 +193,7 @@ class StreamState:
         if seq >= SNAPSHOT_SEQ:
             return []
         if self.phase is Phase.REBUILD:
-            return self._rebuild_reply(seq, payload)
+            return self._rebuild_reply(seq, payload, now)
         return self._repair_reply(seq, payload, now)
 
     def reply_end(self, request_id: int, now: float) -> list[Instruction]:
@@ -201,8 +202,10 @@ class StreamState:
             return []
         self._deadline = None
         if self.phase is Phase.SNAPSHOT:
-            if self._snapshot_seqs == 1:
+            if self._snapshot_seqs == 1 or (self._snapshot_seqs == 0 and self._snapshot_chunks):
                 self.stats.snapshots += 1
+                if self._next is None:
+                    self._next = 0  # a snapshot of a publisher that has published nothing yet
                 return self._synced(now)
             # None offered, or something else came instead of it: the ring is all there is.
             return [*self._clear("no snapshot"), *self._rebuild(now)]
@@ -274,19 +277,25 @@ class StreamState:
         if seq < self._next:
             return []
         if seq > self._next:
-            return self._uncovered(f"replay jumps from seq {self._next} to {seq}", now)
+            return self._hole(seq, now)
         self._attempts = 0
         return [self._apply(seq, payload, Origin.REPLAY)]
 
-    def _rebuild_reply(self, seq: int, payload: bytes) -> list[Instruction]:
+    def _rebuild_reply(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
         if self._next is None or seq == self._next:
             return [self._apply(seq, payload, Origin.REPLAY)]
-        if seq < self._next:
-            return []
-        return [*self._clear(f"replay jumps from seq {self._next} to {seq}"), self._apply(seq, payload, Origin.REPLAY)]
+        return [] if seq < self._next else self._hole(seq, now)
+
+    def _hole(self, seq: int, now: float) -> list[Instruction]:
+        """A ROUTER without flow control dropped part of its reply: ask for the rest."""
+        self._attempts += 1
+        if self._attempts > self.config.attempts_max:
+            return self._uncovered(f"replay jumps from seq {self._next} to {seq}", now)
+        return self._repair(now)
 
     def _snapshot_reply(self, seq: int, payload: bytes) -> list[Instruction]:
         if seq == SNAPSHOT_SEQ and self._snapshot_seqs == 0:
+            self._snapshot_chunks += 1
             self._held = True
             return [Apply(None, payload, Origin.SNAPSHOT)]
         self._snapshot_seqs += 1
@@ -321,7 +330,7 @@ class StreamState:
 
     def _ask_snapshot(self, now: float) -> list[Instruction]:
         self.phase = Phase.SNAPSHOT
-        self._snapshot_seqs = 0
+        self._snapshot_seqs = self._snapshot_chunks = 0
         return [RequestSnapshot(self._ask(now))]
 
     def _rebuild(self, now: float) -> list[Instruction]:
