@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, Literal, NoReturn
 
 import jinja2
+import jinja2.exceptions
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
@@ -58,6 +59,26 @@ class _DictType:
         return dict.fromkeys(*args)
 
 
+class _Namespace(jinja2.utils.Namespace):
+    """`namespace()` without underscored names: attributes set on it must not reach Python's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        # Jinja's own trick: no named parameter, so that `namespace(self=...)` works.
+        self, values = args[0], dict(*args[1:], **kwargs)
+        for name in values:
+            _refuse_underscore(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_underscore(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_underscore(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace takes no name with a leading underscore, got {name!r}")
+
+
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
@@ -85,6 +106,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     env.globals["raise_exception"] = _raise_exception
     env.globals["strftime_now"] = _strftime_now
     env.globals["dict"] = _DictType()
+    env.globals["namespace"] = _Namespace
     return env
 
 

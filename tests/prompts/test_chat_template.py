@@ -1,0 +1,230 @@
+"""Rendering against transformers' apply_chat_template, and vLLM's rules for what a template is given."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import jinja2
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prompts import ChatTemplate, ChatTemplateError, RequestError, parse_chat, parse_routing
+from prompts.messages import render_chat
+
+_spec = importlib.util.spec_from_file_location("chat_templates", Path(__file__).with_name("chat_templates.py"))
+chat_templates = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(chat_templates)
+ALL = chat_templates.ALL
+VARIABLES = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a <place> & time's",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string", "enum": ["Zürich", "東京"]}}},
+    },
+}
+CALL = {"type": "function", "id": "c1", "function": {"name": "get_weather", "arguments": {"city": "Zürich", "n": 1.5}}}
+
+
+@pytest.fixture(scope="module")
+def hf_render():
+    """transformers' own rendering, on a tokenizer that has nothing but special tokens."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "<pad>": 2, "<unk>": 3}, unk_token="<unk>"))
+    tok = PreTrainedTokenizerFast(tokenizer_object=backend, **VARIABLES)
+
+    def render(source, messages, **kwargs):
+        return tok.apply_chat_template(messages, chat_template=source, tokenize=False, **kwargs)
+
+    return render
+
+
+def agree(hf_render, source, messages, **kwargs):
+    """Both render the same text, or both refuse."""
+    template = ChatTemplate(source, VARIABLES)
+    try:
+        want = hf_render(source, messages, **kwargs)
+    except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError):
+        with pytest.raises(RequestError):
+            template.render(messages, **kwargs)
+        return None
+    assert template.render(messages, **kwargs) == want
+    return want
+
+
+CONVERSATIONS = {
+    "one": [{"role": "user", "content": "Hi"}],
+    "system": [{"role": "system", "content": " Be terse. "}, {"role": "user", "content": "Hi <b>you</b> & 'me'\n"}],
+    "turns": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "<think>\nhmm\n</think>\n\nb  "},
+        {"role": "user", "content": "  c  "},
+        {"role": "assistant", "content": "d", "reasoning_content": "why\n"},
+    ],
+    "not alternating": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}],
+    "tools": [
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": '{"t": 3}', "tool_call_id": "c1"},
+        {"role": "tool", "content": "cold"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]},
+    ],
+    "parts": [{"role": "user", "content": [{"type": "text", "text": " x "}, {"type": "text", "text": "y"}]}],
+    "stops": [{"role": "user", "content": "1"}, {"role": "user", "content": "STOP"}, {"role": "user", "content": "3"}],
+    "older reasoning names": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "thinking": "t"}],
+}
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("name", ALL)
+def test_equals_transformers(hf_render, name, conversation):
+    messages = CONVERSATIONS[conversation]
+    for generation in (False, True):
+        agree(hf_render, ALL[name], messages, add_generation_prompt=generation)
+        agree(hf_render, ALL[name], messages, add_generation_prompt=generation, tools=[TOOL, TOOL])
+    documents = [{"title": "T", "text": "one"}, {"text": "two"}]
+    agree(hf_render, ALL[name], messages, documents=documents, extra="é<", enable_thinking=False, bos_token="<other>")
+    agree(hf_render, ALL[name], messages, enable_thinking=False, add_generation_prompt=True, date_string="1 May 2025")
+    agree(hf_render, ALL[name], messages, continue_final_message=True)
+
+
+@pytest.mark.parametrize("ending", ["", " ", "\n\n", "  x", "tail \n"])
+@pytest.mark.parametrize("name", ALL)
+def test_continue_final_message_equals_transformers(hf_render, name, ending):
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "The answer" + ending}]
+    want = agree(hf_render, ALL[name], messages, continue_final_message=True)
+    assert want is not None
+    assert want.endswith(("The answer" + ending, "The answer", "The answer  x", "The answertail"))
+
+
+_content = st.text(alphabet=st.sampled_from("ab \n\t<|>&'\"{}%#é日🙂"), max_size=12)
+_messages = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system", "tool"]), "content": _content},
+                          optional={"reasoning_content": _content, "name": _content}), min_size=1, max_size=6,
+)  # fmt: skip
+
+
+@given(messages=_messages, name=st.sampled_from(sorted(ALL)), generation=st.booleans(), continued=st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_random_chats_equal_transformers(hf_render, messages, name, generation, continued):
+    agree(hf_render, ALL[name], messages, add_generation_prompt=generation, continue_final_message=continued)
+
+
+def test_named_templates_follow_transformers():
+    template = ChatTemplate({"default": "plain", "tool_use": "with tools", "rag": "{{ documents | length }}"})
+    chat = [{"role": "user", "content": "x"}]
+    assert template.render(chat) == "plain"
+    assert template.render(chat, tools=[TOOL]) == "with tools"
+    assert template.render(chat, chat_template="rag", documents=[{"text": "a"}]) == "1"
+    assert template.render(chat, chat_template="{{ 1 + 1 }}") == "2"
+    with pytest.raises(RequestError, match="several chat templates"):
+        ChatTemplate({"rag": "x"}).render(chat)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_content_format(name):
+    want = "parts" if name in chat_templates.LOOPS_OVER_PARTS else "string"
+    assert ChatTemplate(ALL[name]).content_format() == want
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}",
+        "{% for m in messages %}{% set c = m['content'] %}{% for p in c %}{{ p.text }}{% endfor %}{% endfor %}",
+        "{% set ms = messages[1:] %}{% for m in ms %}{% for p in m['content'] | list %}{{ p }}{% endfor %}{% endfor %}",
+        "{% for p in messages[0].content %}{{ p.text }}{% endfor %}",
+    ],
+)
+def test_content_format_follows_names(source):
+    assert ChatTemplate(source).content_format() == "parts"
+
+
+def chat(messages, **fields):
+    return parse_chat(json.dumps({"messages": messages, **fields}).encode())
+
+
+def test_parts_are_joined_for_string_templates_and_wrapped_for_part_templates():
+    shown = "{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
+    looped = shown + "{% for p in messages[0].content %}{% endfor %}"
+    parts = [{"type": "text", "text": "a"}, "b", {"type": "refusal", "refusal": "no"}]
+    request = chat([{"role": "user", "content": parts}, {"role": "user", "content": "c"}])
+    assert render_chat(ChatTemplate(shown), request) == '"a\\nb\\nno""c"'
+    wrapped = [{"type": "text", "text": text} for text in "abc"]
+    wrapped[2]["text"] = "no"
+    want = json.dumps(wrapped) + '[{"type": "text", "text": "c"}]'
+    assert render_chat(ChatTemplate(looped), request) == want
+
+
+def test_tool_arguments_are_read_and_tools_completed():
+    shown = (
+        "{{ messages[0].tool_calls[0].function.arguments | tojson }} {{ tools | tojson }} {{ messages[0] | length }}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"é": [1]}'}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call], "unknown": 1}
+    request = chat([message], tools=[{"function": {"name": "f", "strict": True}, "type": "function"}])
+    tools = '[{"type": "function", "function": {"name": "f", "description": null, "parameters": null, "strict": true}}]'
+    assert render_chat(ChatTemplate(shown), request) == f'{{"é": [1]}} {tools} 3'
+
+
+def test_generation_prompt_defaults_to_true_unless_the_last_message_is_continued():
+    template = ChatTemplate(ALL["chatml"])
+    assert render_chat(template, chat([{"role": "user", "content": "a"}])).endswith("<|im_start|>assistant\n")
+    continued = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "The"}]
+    request = chat(continued, continue_final_message=True, add_generation_prompt=False)
+    assert render_chat(template, request).endswith("<|im_start|>assistant\nThe")
+    off = chat([{"role": "user", "content": "a"}], add_generation_prompt=False)
+    assert render_chat(template, off).endswith("a<|im_end|>\n")
+
+
+def test_template_kwargs_and_reasoning_effort_reach_the_template():
+    template = ChatTemplate("{{ reasoning_effort }} {{ x }} {{ add_generation_prompt }}")
+    request = chat([{"role": "user"}], reasoning_effort="low", chat_template_kwargs={"x": 3, "messages": []})
+    assert render_chat(template, request) == "low 3 True"
+
+
+@pytest.mark.parametrize("name", ["chatml", "gemma"])
+def test_the_text_before_the_first_image_is_kept(name):
+    template = ChatTemplate(ALL[name], VARIABLES)
+    image = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
+    content = [{"type": "text", "text": "look at"}, image, {"type": "text", "text": "this"}]
+    body = {"messages": [{"role": "user", "content": "first"}, {"role": "user", "content": content}]}
+    request = parse_routing("/v1/chat/completions", json.dumps(body).encode())
+    assert request.has_media
+    text = render_chat(template, request)
+    assert "first" in text
+    assert text.rstrip("\n").endswith("look at")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('no such role') }}",
+        "{{ messages[9].content }}",
+        "{{ 1 / 0 }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ undefined_name.field }}",
+        "{% include 'x' %}",
+        "{{ messages[0] + 1 }}",
+        "{% set ns = namespace(_x=1) %}{{ ns._x }}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+    ],
+)
+def test_a_failing_template_is_the_clients_error(source):
+    with pytest.raises(RequestError) as raised:
+        ChatTemplate(source).render([{"role": "user", "content": "x"}])
+    assert raised.value.status == 400
+
+
+def test_a_template_that_does_not_compile_names_the_line():
+    with pytest.raises(ChatTemplateError, match="line 2"):
+        ChatTemplate("ok\n{% for %}")
+    with pytest.raises(RequestError, match="line 1"):
+        ChatTemplate("x").render([{"role": "user"}], chat_template="{% if %}")
