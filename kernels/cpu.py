@@ -227,9 +227,7 @@ def _token_rows(blocks: IntArray, kv: PagedKV) -> IntArray:
     return rows.reshape(*blocks.shape[:-1], -1)
 
 
-def _bucket(
-    batch: Ragged, block_table: IntArray, kv: PagedKV, window: int | None, members: IntArray
-) -> DecodeBucket:
+def _bucket(batch: Ragged, block_table: IntArray, kv: PagedKV, window: int | None, members: IntArray) -> DecodeBucket:
     lens = batch.context_lens[members]
     first = np.zeros_like(lens) if window is None else np.maximum(lens - window, 0)
     shown = lens - first

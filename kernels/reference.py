@@ -55,7 +55,8 @@ class ReferenceKernels:
             v_cache[units, subs, offsets] = v[start:end]
         out = torch.empty_like(q)
         for i, (start, end) in enumerate(spans):
-            units, subs, offsets = self._places(plan, kv, i, 0)
+            first = 0 if plan.window is None else max(0, int(batch.context_lens[i]) - (end - start) - plan.window + 1)
+            units, subs, offsets = self._places(plan, kv, i, first)
             out[start:end] = attend(
                 q[start:end], k_cache[units, subs, offsets], v_cache[units, subs, offsets], plan.window, scale
             )

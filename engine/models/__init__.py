@@ -1,1 +1,26 @@
+"""The model families, by the architecture name of a checkpoint's config.json."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.models import qwen3
+from engine.models.decoder import CausalLM
+from engine.models.hf_config import HfConfig, ModelError
+
+__all__ = ["ARCHITECTURES", "CausalLM", "HfConfig", "ModelError", "build_model"]
+
+ARCHITECTURES: dict[str, Callable[[HfConfig], CausalLM]] = {
+    "Qwen3ForCausalLM": qwen3.build,
+}
+
+
+def build_model(config: HfConfig) -> CausalLM:
+    """The model of a config, without its weights. Raises ModelError for what is not supported."""
+    build = ARCHITECTURES.get(config.architecture)
+    if build is None:
+        raise ModelError(
+            f"{config.where}: architecture {config.architecture!r} is not supported; "
+            f"supported: {', '.join(sorted(ARCHITECTURES))}"
+        )
+    return build(config)

@@ -20,3 +20,4 @@ def _load(name: str) -> None:
 
 
 _load("fake_device")
+_load("hand_driver")

@@ -1,0 +1,249 @@
+"""Puts an engine together from its config: checkpoint, cache, scheduler, runner, publisher, core.
+
+The one place that knows all the parts; used by the core process and by `LLM`. Sizes the cache. Opens the publisher's
+sockets, nothing else; whoever assembles must `close`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import kernels
+from engine.cache.kv_cache import KVCache
+from engine.cache.spec import MAMBA, CacheSpec
+from engine.config import ConfigError, EngineConfig
+from engine.core import EngineCore
+from engine.loader import load_model, resolve_dtype
+from engine.messages import CoreInfo
+from engine.models import CausalLM, HfConfig, build_model
+from engine.runner import ModelRunner, unit_stride_bytes, units_for_memory
+from engine.scheduler import Scheduler, SchedulerConfig
+from events import Event
+from events.publisher import EventPublisher
+from events.sources import GroupInfo
+from prompts import Tokenizer
+
+log = logging.getLogger("engine.assembly")
+
+BUILTIN_PRESET = "tiny"
+CACHE_BYTES_MAX = 4 << 30
+"""Cache on a CPU without a flag that sizes it; or a quarter of the free memory, if that is less."""
+CACHE_TOKENS_MAX = 1 << 20
+"""Without a flag a small model does not fill that memory: enough is enough."""
+GPU_MEMORY_SHARE = 0.9
+GPU_RESERVE_BYTES = 1 << 30
+"""Left for a step's activations on a GPU."""
+
+_DEFAULT_SAMPLING = {
+    "temperature": (int, float),
+    "top_p": (int, float),
+    "top_k": (int,),
+    "min_p": (int, float),
+    "repetition_penalty": (int, float),
+    "max_new_tokens": (int,),
+}
+
+
+@dataclass(slots=True)
+class Assembled:
+    """An engine ready to step, and what loading found out."""
+
+    core: EngineCore
+    info: CoreInfo
+    publisher: EventPublisher | None
+
+    def close(self) -> None:
+        """Flush and free the publisher's addresses. Idempotent."""
+        if self.publisher is not None:
+            self.publisher.close()
+            self.publisher = None
+
+
+def locate(model: str | None) -> tuple[str, Path]:
+    """(name, folder) of a checkpoint: a folder, a name in the local Hugging Face cache, or the built-in model.
+
+    Raises ConfigError. Never downloads.
+    """
+    if model is None:
+        from engine.tiny_model import builtin_model
+
+        return BUILTIN_PRESET, builtin_model(BUILTIN_PRESET)
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return model, folder
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{model.replace('/', '--')}"
+    main = hub / "refs" / "main"
+    if main.is_file():
+        snapshot = hub / "snapshots" / main.read_text().strip()
+        if snapshot.is_dir():
+            return model, snapshot
+    raise ConfigError(
+        f"MODEL {model!r}: no such folder, and not in the Hugging Face cache ({hub}); expected a folder with "
+        f"config.json and safetensors, or a model fetched before (hf download {model})"
+    )
+
+
+def assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None = None) -> Assembled:
+    """Load the model and build everything. `eos_token_ids`: from a tokenizer that is already loaded.
+
+    Raises ConfigError, ModelError, TokenizerError, EventsError (all ValueErrors or with a clear message), MemoryError.
+    """
+    torch.set_num_threads(config.num_threads)
+    name, folder = locate(config.model)
+    device = resolve_device(config.device)
+    model, dtype = load_model(folder, dtype=config.dtype, device=device)
+    backend = kernels.select(device, config.attention_backend or "auto")
+    spec = model.cache_spec(config.block_size, dtype)
+    unit_count = count_units(config, spec, device)
+    max_model_len = _max_model_len(config, model)
+    if eos_token_ids is None:
+        eos_token_ids = Tokenizer.load(config.tokenizer or folder, cache_bytes=0).eos_token_ids
+    cache = KVCache(
+        spec,
+        unit_count,
+        enable_prefix_caching=config.enable_prefix_caching,
+        step_tokens_max=config.max_num_batched_tokens,
+    )
+    scheduler_config = SchedulerConfig(
+        max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        eos_token_ids=frozenset(eos_token_ids),
+    )
+    scheduler = Scheduler(scheduler_config, cache)
+    runner = ModelRunner(
+        model, spec, unit_count, kernels=backend, dtype=dtype, device=device, max_model_len=max_model_len,
+        eos_token_ids=tuple(eos_token_ids), seed=config.seed,
+    )  # fmt: skip
+    groups = group_infos(spec)
+    publisher = None
+    if config.kv_events.enabled:
+        publisher = EventPublisher(
+            config.kv_events,
+            model=name,
+            block_size=config.block_size,
+            groups=tuple(groups),
+            legacy=config.legacy_events,
+        )
+    core = EngineCore(scheduler, runner, _discard if publisher is None else publisher.publish)
+    info = CoreInfo(
+        model_name=name,
+        model_path=str(folder),
+        max_model_len=scheduler.token_limit,
+        block_size=config.block_size,
+        num_blocks=unit_count * spec.blocks_per_unit(0),
+        vocab_size=model.config.vocab_size,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        eos_token_ids=list(eos_token_ids),
+        groups=groups,
+        event_sources=[] if publisher is None else [publisher.source()],
+        prefix_caching=config.enable_prefix_caching,
+        default_sampling=_default_sampling(folder) if config.generation_config == "auto" else {},
+    )
+    return Assembled(core, info, publisher)
+
+
+def resolve_device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {wanted!r}: expected auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"--device {wanted!r}: no usable CUDA device here")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {wanted!r}: expected auto, cpu, cuda or cuda:N")
+    return device
+
+
+def count_units(config: EngineConfig, spec: CacheSpec, device: torch.device) -> int:
+    """Units of the cache, from the flags or from the memory that is free. Raises ConfigError if not even one fits."""
+    per_unit = spec.blocks_per_unit(0)
+    if config.num_gpu_blocks_override is not None:
+        return -(-config.num_gpu_blocks_override // per_unit)
+    if config.kv_cache_memory_bytes is not None:
+        flag, budget = f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}", config.kv_cache_memory_bytes
+        count = units_for_memory(spec, budget)
+    else:
+        flag, budget = "the free memory", _free_memory(device)
+        enough = -(-CACHE_TOKENS_MAX // (spec.block_size * per_unit))
+        count = min(units_for_memory(spec, budget), enough)
+    if count < 1:
+        raise ConfigError(f"{flag}: {budget} bytes hold no unit of the cache ({spec.unit_bytes} bytes)")
+    return count
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free - (1 - GPU_MEMORY_SHARE) * total - GPU_RESERVE_BYTES)
+    return min(CACHE_BYTES_MAX, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
+
+
+def describe_cache(config: EngineConfig) -> str:
+    """How a model's cache would be laid out, without loading its weights: the answer of `--dry-run`."""
+    name, folder = locate(config.model)
+    device = resolve_device(config.device)
+    hf_config = HfConfig.read(folder)
+    spec = build_model(hf_config).cache_spec(config.block_size, resolve_dtype(config.dtype, hf_config))
+    units = count_units(config, spec, device)
+    lines = [f"{name}: {units} units of {unit_stride_bytes(spec)} bytes on {device}"]
+    for index, group in enumerate(spec.groups):
+        window = "" if group.sliding_window is None else f", window {group.sliding_window}"
+        lines.append(
+            f"  group {index}: {group.kind}{window}, {len(group.layers)} layers, blocks of {spec.block_size} tokens and "
+            f"{spec.block_bytes(index)} bytes, {spec.blocks_per_unit(index)} a unit"
+        )
+    if spec.state is not None:
+        lines.append(f"  state: {len(spec.state.layers)} layers, {spec.state.state_bytes} bytes, 1 a unit")
+    return "\n".join(lines)
+
+
+def _max_model_len(config: EngineConfig, model: CausalLM) -> int:
+    own = model.config.max_positions
+    if config.max_model_len is None:
+        return own
+    if config.max_model_len > own:
+        raise ConfigError(f"--max-model-len {config.max_model_len}: this model was made for at most {own} tokens")
+    return config.max_model_len
+
+
+def group_infos(spec: CacheSpec) -> list[GroupInfo]:
+    """The answer of /kv_cache/groups: attention groups, then recurrent state where the model has it."""
+    groups = [
+        GroupInfo(group_idx=i, kind=group.kind, block_size=spec.block_size, sliding_window=group.sliding_window)
+        for i, group in enumerate(spec.groups)
+    ]
+    if spec.state is not None:
+        groups.append(GroupInfo(group_idx=len(groups), kind=MAMBA, block_size=spec.block_size))
+    return groups
+
+
+def _default_sampling(folder: Path) -> dict[str, float | int]:
+    """Sampling parameters of generation_config.json under their request names."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not readable as JSON: {error}") from error
+    found: dict[str, float | int] = {}
+    for name, types in _DEFAULT_SAMPLING.items():
+        value = values.get(name) if isinstance(values, dict) else None
+        if isinstance(value, types) and not isinstance(value, bool):
+            found["max_tokens" if name == "max_new_tokens" else name] = value
+    return found
+
+
+def _discard(events: list[Event]) -> None:
+    """Where events are off."""

@@ -1,0 +1,113 @@
+"""HF checkpoint on disk -> a model with its weights on a device.
+
+Reads config.json and safetensors (one file, or shards with an index). Every tensor a model declares must be there, with
+its declared shape, and every tensor that is there must be used or be known to be of no use: anything else is an error
+that names the tensors, before anything is served.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.models import CausalLM, HfConfig, ModelError, build_model
+from engine.models.weights import Part, Weight
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+NAMES_SHOWN = 8
+
+
+def resolve_dtype(wanted: str, config: HfConfig) -> torch.dtype:
+    """The dtype to compute in. `auto` is the checkpoint's own; fp32 where it does not say, bf16 where it is fp64."""
+    name = wanted
+    if wanted == "auto":
+        name = config.dtype or "float32"
+    if name not in DTYPES:
+        source = "--dtype" if wanted != "auto" else f"{config.where}: dtype"
+        raise ModelError(f"{source}: {name!r} is not supported; expected one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def load_model(
+    folder: Path, *, dtype: str = "auto", device: torch.device | str = "cpu"
+) -> tuple[CausalLM, torch.dtype]:
+    """The model of a checkpoint folder and the dtype it computes in. Raises ModelError, naming file and field."""
+    config = HfConfig.read(folder)
+    model = build_model(config)
+    chosen = resolve_dtype(dtype, config)
+    load_weights(model, folder, chosen, torch.device(device))
+    return model, chosen
+
+
+def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    """Fill the model's weights from the folder's safetensors."""
+    wanted: dict[str, list[tuple[Weight, Part]]] = {}
+    for weight in model.weights:
+        weight.allocate(dtype, device)
+        for part in weight.parts:
+            wanted.setdefault(part.name, []).append((weight, part))
+    missing = set(wanted)
+    unexpected: list[str] = []
+    for path in _shards(folder):
+        try:
+            with safe_open(path, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                    if name in wanted:
+                        missing.discard(name)
+                        _place(tensors.get_tensor(name), wanted[name], path)
+                    elif not name.startswith(tuple(model.ignored)):
+                        unexpected.append(name)
+        except SafetensorError as error:
+            raise ModelError(f"{path}: not a readable safetensors file: {error}") from error
+    if missing:
+        raise ModelError(f"{folder}: tensors missing from the checkpoint: {_some(missing)}")
+    if unexpected:
+        raise ModelError(f"{folder}: tensors in the checkpoint that the model does not have: {_some(unexpected)}")
+
+
+def random_weights(model: CausalLM, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
+    """Fill the model's weights with small random numbers: for benchmarks of a shape, without a checkpoint."""
+    generator = torch.Generator(device).manual_seed(seed)
+    for weight in model.weights:
+        tensor = weight.allocate(dtype, device)
+        if tensor.dim() == 1:
+            tensor.fill_(1.0)
+        else:
+            tensor.normal_(0.0, 0.02, generator=generator)
+
+
+def _shards(folder: Path) -> list[Path]:
+    index = folder / INDEX_FILE
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+            raise ModelError(f"{index}: expected an object with weight_map: {error!r}") from error
+    else:
+        names = [SINGLE_FILE]
+    paths = [folder / name for name in names]
+    for path in paths:
+        if not path.is_file():
+            raise ModelError(f"{path}: no such file; expected the checkpoint's weights in safetensors format")
+    return paths
+
+
+def _place(tensor: torch.Tensor, places: list[tuple[Weight, Part]], path: Path) -> None:
+    for weight, part in places:
+        if tuple(tensor.shape) != part.shape:
+            raise ModelError(f"{path}: {part.name}: shape {list(tensor.shape)}, expected {list(part.shape)}")
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            raise ModelError(f"{path}: {part.name}: dtype {tensor.dtype} is not supported; expected a float tensor")
+        source = tensor if part.reshape is None else tensor.reshape(part.reshape)
+        weight.tensor[part.at].copy_(source)
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    rest = len(ordered) - NAMES_SHOWN
+    return ", ".join(ordered[:NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,177 @@
+"""A decoder-only language model: embedding, blocks, last norm, head; and the plain dense family as one function.
+
+`CausalLM` decides which layers share a cache group. Group 0 is full attention; each sliding window is a group of its
+own after it. A model whose layers all have a window keeps its whole KV in a full-attention group, and the window is
+only a mask: its cache is then that of a dense model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from engine.cache.spec import FULL_ATTENTION, SLIDING_WINDOW, CacheSpec, GroupSpec
+from engine.models.hf_config import HfConfig, ModelError
+from engine.models.layers import Attention, AttentionConfig, Block, GatedMLP, Mixer, RMSNorm, Step
+from engine.models.rope import RopeConfig, RopeTable
+from engine.models.weights import Scope, Weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """What every decoder has. `max_positions` is the longest context the checkpoint was made for."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    norm_eps: float
+    max_positions: int
+    tie_embeddings: bool
+    zero_centred_norm: bool = False
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    norm_name: str = "norm"
+    embedding_name: str = "embed_tokens"
+    head_name: str = "lm_head.weight"
+
+    @staticmethod
+    def of(config: HfConfig, *, tie_embeddings: bool = False, norm_eps: float = 1e-6) -> DecoderConfig:
+        """Read it under the names most families use; the arguments are the family's defaults."""
+        return DecoderConfig(
+            vocab_size=config.integer("vocab_size"),
+            hidden_size=config.integer("hidden_size"),
+            num_layers=config.integer("num_hidden_layers"),
+            norm_eps=config.get("rms_norm_eps", norm_eps),
+            max_positions=config.integer("max_position_embeddings"),
+            tie_embeddings=config.get("tie_word_embeddings", tie_embeddings),
+        )
+
+
+class CausalLM:
+    """A model built from its config; usable once `loader` has filled `weights`."""
+
+    def __init__(self, root: Scope, prefix: str, config: DecoderConfig, block: Callable[[Scope, int], Block]) -> None:
+        body = root.sub(prefix)
+        c = self.config = config
+        self.embedding = body.weight(f"{c.embedding_name}.weight", (c.vocab_size, c.hidden_size))
+        layers = body.sub("layers")
+        self.blocks = [block(layers.sub(i), i) for i in range(c.num_layers)]
+        self.norm = RMSNorm(body, c.norm_name, c.hidden_size, c.norm_eps, c.zero_centred_norm)
+        self.head = self.embedding if c.tie_embeddings else root.weight(c.head_name, (c.vocab_size, c.hidden_size))
+        self.weights: list[Weight] = root.weights
+        self.ignored = (c.head_name,) if c.tie_embeddings else ()
+        """Prefixes of checkpoint tensors that this model does not use."""
+        self.attentions = [(i, b.attention) for i, b in enumerate(self.blocks) if b.attention is not None]
+        self._groups = _group_layers([attention.config for _, attention in self.attentions])
+        for group, members in enumerate(self._groups):
+            for layer, member in enumerate(members):
+                self.attentions[member][1].group, self.attentions[member][1].layer = group, layer
+        self._ropes: list[RopeConfig] = []
+        for _, attention in self.attentions:
+            if (rope := attention.config.rope) is not None:
+                if rope not in self._ropes:
+                    self._ropes.append(rope)
+                attention.rope_index = self._ropes.index(rope)
+
+    @property
+    def windows(self) -> list[int | None]:
+        """The sliding window of each group's attention."""
+        return [self.attentions[members[0]][1].config.window for members in self._groups]
+
+    def cache_spec(self, block_size: int, dtype: torch.dtype) -> CacheSpec:
+        """What the model keeps in the cache, in `dtype`."""
+        groups: list[GroupSpec] = []
+        for members in self._groups:
+            config = self.attentions[members[0]][1].config
+            window = config.window if groups else None
+            groups.append(
+                GroupSpec(
+                    kind=FULL_ATTENTION if window is None else SLIDING_WINDOW,
+                    layers=tuple(self.attentions[member][0] for member in members),
+                    num_kv_heads=config.num_kv_heads,
+                    head_dim=config.head_dim,
+                    dtype_bytes=dtype.itemsize,
+                    sliding_window=window,
+                )
+            )
+        return CacheSpec(block_size, tuple(groups))
+
+    def rope_tables(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> list[RopeTable]:
+        return [RopeTable(rope, max_positions, dtype, device) for rope in self._ropes]
+
+    def forward(self, token_ids: torch.Tensor, step: Step) -> torch.Tensor:
+        """Hidden states after the last norm, [tokens, hidden]; the cache of the batch's positions is filled."""
+        x = F.embedding(token_ids, self.embedding.tensor)
+        if self.config.embedding_scale != 1.0:
+            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)
+        residual: torch.Tensor | None = None
+        for block in self.blocks:
+            x, residual = block(x, residual, step)
+        assert residual is not None
+        return self.norm.add(x, residual, step)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, vocab], in the model's dtype."""
+        logits = F.linear(hidden, self.head.tensor)
+        return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
+
+
+def _group_layers(configs: Sequence[AttentionConfig]) -> list[list[int]]:
+    """Indices of the attention layers that share a block table, full attention first."""
+    groups: dict[tuple[int | None, int, int], list[int]] = {}
+    for i, config in enumerate(configs):
+        groups.setdefault((config.window, config.num_kv_heads, config.head_dim), []).append(i)
+    order = sorted(groups, key=lambda key: (key[0] is not None, key[0] or 0))
+    return [groups[key] for key in order]
+
+
+def attention_config(config: HfConfig, decoder: DecoderConfig, *, theta: float = 10000.0) -> AttentionConfig:
+    """Attention under the names most families use."""
+    heads = config.integer("num_attention_heads")
+    kv_heads = config.optional_integer("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise ModelError(
+            f"{config.where}: num_key_value_heads {kv_heads}: expected a divisor of num_attention_heads {heads}"
+        )
+    head_dim = config.optional_integer("head_dim") or decoder.hidden_size // heads
+    return AttentionConfig(
+        hidden_size=decoder.hidden_size,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=RopeConfig.of(config, head_dim, theta=theta),
+    )
+
+
+def dense_decoder(
+    config: HfConfig,
+    decoder: DecoderConfig,
+    attention: AttentionConfig,
+    *,
+    windows: Sequence[int | None] | None = None,
+    mlp_bias: bool = False,
+    mlp: Callable[[Scope, int], Mixer] | None = None,
+) -> CausalLM:
+    """The plain family: every block is attention and a gated MLP, under Llama's names.
+
+    `windows` gives each layer's sliding window; `mlp` replaces the gated MLP (it gets the block's scope and index).
+    """
+    config.expect("hidden_act", "silu", "silu")
+    root = Scope()
+
+    def block(scope: Scope, index: int) -> Block:
+        window = attention.window if windows is None else windows[index]
+        mixer = Attention(scope.sub("self_attn"), replace(attention, window=window))
+        size = config.integer("intermediate_size") if mlp is None else 0
+        return Block(
+            mixer_norm=RMSNorm(scope, "input_layernorm", decoder.hidden_size, decoder.norm_eps),
+            mixer=mixer,
+            mlp_norm=RMSNorm(scope, "post_attention_layernorm", decoder.hidden_size, decoder.norm_eps),
+            mlp=mlp(scope, index) if mlp else GatedMLP(scope.sub("mlp"), decoder.hidden_size, size, mlp_bias),
+            attention=mixer,
+        )
+
+    return CausalLM(root, "model", decoder, block)

@@ -1,0 +1,97 @@
+"""A checkpoint's config.json, read with clear errors. Knows the spellings of transformers 4 and 5, no families."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T", int, float, bool, str)
+
+
+class ModelError(ValueError):
+    """A checkpoint that cannot be served; the message names the file, the field or tensor, and what is expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class HfConfig:
+    """Typed access to a config.json."""
+
+    values: Mapping[str, Any]
+    where: str = "config.json"
+
+    @staticmethod
+    def read(folder: Path) -> HfConfig:
+        path = folder / "config.json"
+        try:
+            values = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ModelError(f"{path}: no such file; expected the folder of an HF checkpoint") from None
+        except json.JSONDecodeError as error:
+            raise ModelError(f"{path}: not JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ModelError(f"{path}: expected a JSON object")
+        return HfConfig(values, str(path))
+
+    @property
+    def architecture(self) -> str:
+        names = self.values.get("architectures")
+        if not isinstance(names, list) or not names:
+            raise ModelError(f"{self.where}: architectures: expected a list with one name, got {names!r}")
+        return str(names[0])
+
+    def __contains__(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def sub(self, key: str) -> HfConfig:
+        """The nested object `key`, as a multi-modal checkpoint holds its text model's config."""
+        inner = self.values.get(key)
+        if not isinstance(inner, dict):
+            raise ModelError(f"{self.where}: {key}: expected an object, got {inner!r}")
+        return HfConfig(inner, f"{self.where}: {key}")
+
+    def get(self, key: str, default: T) -> T:
+        """The value of `key`, of the default's type; the default where it is absent or null."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if type(default) is float and type(value) is int:
+            value = float(value)
+        if type(value) is not type(default):
+            raise ModelError(f"{self.where}: {key}: expected {type(default).__name__}, got {value!r}")
+        return value
+
+    def integer(self, key: str) -> int:
+        """A positive integer that must be there."""
+        value = self.values.get(key)
+        if type(value) is not int or value < 1:
+            raise ModelError(f"{self.where}: {key}: expected a positive integer, got {value!r}")
+        return value
+
+    def optional_integer(self, key: str) -> int | None:
+        return None if self.values.get(key) is None else self.integer(key)
+
+    def strings(self, key: str) -> list[str] | None:
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ModelError(f"{self.where}: {key}: expected a list of strings, got {value!r}")
+        return value
+
+    def expect(self, key: str, default: T, *accepted: T) -> None:
+        """Refuse a checkpoint whose `key` has a value that the model here does not implement."""
+        value = self.get(key, default)
+        if value not in accepted:
+            known = ", ".join(repr(item) for item in accepted)
+            raise ModelError(f"{self.where}: {key}: {value!r} is not supported; expected {known}")
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype the checkpoint was saved for, e.g. 'bfloat16'; None where it does not say."""
+        value = self.values.get("dtype") or self.values.get("torch_dtype")
+        if value is None and isinstance(self.values.get("text_config"), dict):
+            return self.sub("text_config").dtype
+        return None if value is None else str(value).removeprefix("torch.")

@@ -1,0 +1,119 @@
+"""Rotary position embedding: frequencies of every scaling rule in use, and the tables the kernels read.
+
+Scaling rules as published: linear (Chen et al., 2023), llama3 (Llama 3.1's model card), YaRN (Peng et al., 2023),
+longrope is not supported. transformers 5 keeps them in `rope_parameters`, transformers 4 in `rope_theta` and
+`rope_scaling`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from engine.models.hf_config import HfConfig, ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """`rotary_dim` leading dims of each head turn; the rest pass."""
+
+    rotary_dim: int
+    theta: float
+    scaling: Mapping[str, Any] = field(default_factory=dict)
+    original_positions: int = 0
+    where: str = "config.json"
+
+    @staticmethod
+    def of(
+        config: HfConfig, head_dim: int, *, theta: float = 10000.0, partial: float = 1.0, layer_type: str | None = None
+    ) -> RopeConfig:
+        """Read it; `theta` and `partial` are the family's defaults. `layer_type` picks one of several sets."""
+        parameters = dict(config.values.get("rope_parameters") or config.values.get("rope_scaling") or {})
+        if layer_type is not None and isinstance(parameters.get(layer_type), Mapping):
+            parameters = dict(parameters[layer_type])
+        theta = float(parameters.get("rope_theta") or config.get("rope_theta", theta))
+        partial = float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor", partial))
+        return RopeConfig(
+            rotary_dim=int(head_dim * partial),
+            theta=theta,
+            scaling=parameters,
+            original_positions=config.get("max_position_embeddings", 0),
+            where=config.where,
+        )
+
+    def frequencies(self) -> tuple[torch.Tensor, float]:
+        """(inverse frequencies [rotary_dim / 2] in fp32, factor on cos and sin)."""
+        inverse = 1.0 / self.theta ** (torch.arange(0, self.rotary_dim, 2, dtype=torch.int64).float() / self.rotary_dim)
+        kind = self.scaling.get("rope_type", self.scaling.get("type", "default"))
+        if kind == "default":
+            return inverse, 1.0
+        if kind == "linear":
+            return inverse / self._number("factor"), 1.0
+        if kind == "llama3":
+            return self._llama3(inverse), 1.0
+        if kind == "yarn":
+            return self._yarn(inverse)
+        raise ModelError(
+            f"{self.where}: rope scaling {kind!r} is not supported; expected default, linear, llama3 or yarn"
+        )
+
+    def _number(self, key: str, default: float | None = None) -> float:
+        value = self.scaling.get(key, default)
+        if not isinstance(value, (int, float)):
+            raise ModelError(f"{self.where}: rope scaling {key}: expected a number, got {value!r}")
+        return float(value)
+
+    def _llama3(self, inverse: torch.Tensor) -> torch.Tensor:
+        factor, low, high = self._number("factor"), self._number("low_freq_factor"), self._number("high_freq_factor")
+        original = self._number("original_max_position_embeddings")
+        wavelength = 2 * math.pi / inverse
+        smooth = ((original / wavelength - low) / (high - low)).clamp(0, 1)
+        return inverse * ((1 - smooth) / factor + smooth)
+
+    def _yarn(self, inverse: torch.Tensor) -> tuple[torch.Tensor, float]:
+        factor = self._number("factor")
+        original = self._number("original_max_position_embeddings", float(self.original_positions))
+        fast, slow = self._number("beta_fast", 32.0), self._number("beta_slow", 1.0)
+
+        def turns_at(rotations: float) -> float:
+            """The dim whose frequency makes so many turns over the original context."""
+            return self.rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low, high = turns_at(fast), turns_at(slow)
+        if self.scaling.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.rotary_dim - 1)
+        ramp = (torch.arange(self.rotary_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+        stretched = ramp.clamp(0, 1)
+        frequencies = inverse / factor * stretched + inverse * (1 - stretched)
+
+        def magnitude(scale: float, weight: float = 1.0) -> float:
+            return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
+
+        attention = self.scaling.get("attention_factor")
+        if attention is None:
+            mscale, all_dims = self.scaling.get("mscale"), self.scaling.get("mscale_all_dim")
+            if mscale and all_dims:
+                attention = magnitude(factor, float(mscale)) / magnitude(factor, float(all_dims))
+            else:
+                attention = magnitude(factor)
+        return frequencies, float(attention)
+
+
+class RopeTable:
+    """cos and signed sin of the positions [0, max_positions): what `Kernels.rotate` takes, row by row."""
+
+    def __init__(self, config: RopeConfig, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        inverse, factor = config.frequencies()
+        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse)
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        self.cos = torch.cat((cos, cos), -1).to(device, dtype)  # [positions, rotary_dim]
+        self.signed_sin = torch.cat((-sin, sin), -1).to(device, dtype)
+
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, signed sin) of each position: [tokens, rotary_dim] each."""
+        return self.cos.index_select(0, positions), self.signed_sin.index_select(0, positions)

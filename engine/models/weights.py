@@ -1,0 +1,69 @@
+"""What a model declares about its tensors: their shapes, and the checkpoint tensors each is put together from.
+
+A model's constructor declares through a `Scope`; the loader fills. Nothing is allocated before the loader does it, so
+a model can be built from its config alone (to size the cache, to print its pages).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+Index = tuple[int | slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of the checkpoint and its place: it is copied (broadcast, where smaller) into `tensor[at]`."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Its shape in the checkpoint."""
+    at: Index = ()
+    reshape: tuple[int, ...] | None = None
+    """Shape it takes before it is copied; None: as it is."""
+
+
+@dataclass(slots=True, eq=False)
+class Weight:
+    """A tensor of the model; `tensor` is there once the model is loaded."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    dtype: torch.dtype | None = None
+    """None: the model's dtype."""
+    _tensor: torch.Tensor | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        assert self._tensor is not None, f"{self.parts[0].name} is not loaded"
+        return self._tensor
+
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self._tensor = torch.empty(self.shape, dtype=self.dtype or dtype, device=device)
+        return self._tensor
+
+
+@dataclass(slots=True)
+class Scope:
+    """A place in the checkpoint's names; all scopes of a model share one list of weights."""
+
+    prefix: str = ""
+    weights: list[Weight] = field(default_factory=list)
+
+    def sub(self, name: str | int) -> Scope:
+        return Scope(f"{self.prefix}{name}.", self.weights)
+
+    def part(self, name: str, shape: tuple[int, ...], at: Index = (), reshape: tuple[int, ...] | None = None) -> Part:
+        return Part(self.prefix + name, shape, at, reshape)
+
+    def weight(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Weight:
+        """Declare a weight that is one tensor of the checkpoint, unchanged."""
+        return self.assembled(shape, [self.part(name, shape)], dtype)
+
+    def assembled(self, shape: tuple[int, ...], parts: list[Part], dtype: torch.dtype | None = None) -> Weight:
+        """Declare a weight that is put together from several tensors of the checkpoint."""
+        weight = Weight(shape, tuple(parts), dtype)
+        self.weights.append(weight)
+        return weight

@@ -1,0 +1,173 @@
+"""Computes a step: copies what the plan says, runs the model over the chunks, samples where a chunk asks for it.
+
+Owns the pool's buffer and its layout; decides nothing about who runs or what lies where. Rows of a step are put in
+the kernels' order (chunks of one token first); results are given back in the plan's order. Nothing is read from a
+block or a state that the plan did not fill before.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from engine.cache.spec import CacheSpec
+from engine.models import CausalLM
+from engine.models.layers import Step
+from engine.sampler import Sampler, token_logprobs
+from engine.types import BlockId, Chunk, StepPlan, StepResult, TokenLogprobs, UnitId
+from kernels import Kernels, PagedKV, Ragged, select
+
+LOGIT_SLAB_BYTES = 64 << 20
+"""Logits of prompt positions are made in slabs of at most so many bytes of fp32."""
+
+
+def unit_stride_bytes(spec: CacheSpec) -> int:
+    """Bytes from one unit to the next: the unit, rounded up to whole token rows of every group."""
+    rows = [g.num_kv_heads * g.head_dim * g.dtype_bytes for g in spec.groups]
+    step = math.lcm(16, *rows)
+    return -(-spec.unit_bytes // step) * step
+
+
+def units_for_memory(spec: CacheSpec, memory_bytes: int) -> int:
+    """How many units fit in so much memory."""
+    return memory_bytes // unit_stride_bytes(spec)
+
+
+class ModelRunner:
+    """Runs one model on one device over one pool of units."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        spec: CacheSpec,
+        num_units: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_model_len: int,
+        kernels: Kernels | None = None,
+        eos_token_ids: tuple[int, ...] = (),
+        seed: int = 0,
+    ) -> None:
+        if num_units < 1:
+            raise ValueError(f"num_units {num_units}: expected at least 1")
+        self.model = model
+        self.spec = spec
+        self.num_units = num_units
+        self.device = device
+        self.dtype = dtype
+        self._ops = select(device) if kernels is None else kernels
+        self._sampler = Sampler(model.config.vocab_size, device, eos_token_ids, seed)
+        self._ropes = model.rope_tables(max_model_len, dtype, device)
+        self._windows = model.windows
+        stride = unit_stride_bytes(spec)
+        self._buffer = torch.empty(num_units * stride, dtype=torch.uint8, device=device)
+        self._kv = [
+            PagedKV(
+                buffer=self._buffer.view(dtype),
+                unit_elems=stride // dtype.itemsize,
+                blocks_per_unit=spec.blocks_per_unit(g),
+                block_size=spec.block_size,
+                num_layers=len(group.layers),
+                num_kv_heads=group.num_kv_heads,
+                head_dim=group.head_dim,
+            )
+            for g, group in enumerate(spec.groups)
+        ]
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Do the step. Results are in the order of `plan.chunks`."""
+        for group, source, target in plan.block_moves:
+            self._move_block(group, source, target)
+        self._prepare_states(plan)
+        if not plan.chunks:
+            return StepResult([])
+        order = sorted(range(len(plan.chunks)), key=lambda i: plan.chunks[i].end - plan.chunks[i].start > 1)
+        chunks = [plan.chunks[i] for i in order]
+        hidden, batch = self._forward(chunks)
+        result = self._sample(hidden, batch, chunks, order)
+        for source_unit, target_unit in plan.state_checkpoints:
+            self._copy_unit(source_unit, target_unit)
+        return result
+
+    def _forward(self, chunks: list[Chunk]) -> tuple[torch.Tensor, Ragged]:
+        """Hidden states of all the chunks' tokens, [tokens, hidden]."""
+        batch = Ragged.of([chunk.start for chunk in chunks], [chunk.end for chunk in chunks])
+        tokens: list[int] = []
+        for chunk in chunks:
+            tokens += chunk.seq.token_ids[chunk.start : chunk.end]
+        positions = torch.from_numpy(batch.positions).to(self.device)
+        step = Step(
+            ops=self._ops,
+            rotary=[rope.at(positions) for rope in self._ropes],
+            kv=self._kv,
+            plans=[
+                self._ops.plan_attention(batch, self._block_table(g, chunks), kv, self._windows[g])
+                for g, kv in enumerate(self._kv)
+            ],
+        )
+        return self.model.forward(torch.tensor(tokens, device=self.device), step), batch
+
+    def _block_table(self, group: int, chunks: list[Chunk]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+        """[chunks, blocks]: the blocks of each chunk's context."""
+        size = self.spec.block_size
+        widths = [-(-chunk.end // size) for chunk in chunks]
+        table = np.zeros((len(chunks), max(widths)), np.int64)
+        for i, (chunk, width) in enumerate(zip(chunks, widths, strict=True)):
+            blocks = chunk.seq.block_tables[group]
+            assert len(blocks) >= width, f"{chunk.seq.request.request_id}: {len(blocks)} blocks for {chunk.end} tokens"
+            table[i, :width] = blocks[:width]
+        return table
+
+    def _sample(self, hidden: torch.Tensor, batch: Ragged, chunks: list[Chunk], order: list[int]) -> StepResult:
+        rows = [i for i, chunk in enumerate(chunks) if chunk.samples]
+        result = StepResult([None] * len(chunks))
+        if rows:
+            last = batch.query_starts[1:][rows] - 1
+            everyone = len(rows) == hidden.shape[0]
+            picked = hidden if everyone else hidden[torch.from_numpy(last).to(self.device)]
+            tokens, logprobs = self._sampler.sample(self.model.logits(picked), [chunks[i].seq for i in rows])
+            for j, i in enumerate(rows):
+                result.sampled[order[i]] = tokens[j]
+            for j, entry in logprobs.items():
+                result.logprobs[order[rows[j]]] = entry
+        for i, chunk in enumerate(chunks):
+            if chunk.seq.request.params.prompt_logprobs is not None and chunk.start < chunk.seq.prompt_len - 1:
+                first = int(batch.query_starts[i])
+                result.prompt_logprobs[order[i]] = self._prompt_logprobs(hidden[first:], chunk)
+        return result
+
+    def _prompt_logprobs(self, hidden: torch.Tensor, chunk: Chunk) -> list[TokenLogprobs]:
+        """Logprobs of the prompt tokens start + 1 .. end; row i of `hidden` is position start + i."""
+        count = chunk.seq.request.params.prompt_logprobs or 0
+        targets = chunk.seq.token_ids[chunk.start + 1 : min(chunk.end + 1, chunk.seq.prompt_len)]
+        slab = max(1, LOGIT_SLAB_BYTES // (4 * self.model.config.vocab_size))
+        entries: list[TokenLogprobs] = []
+        for at in range(0, len(targets), slab):
+            part = targets[at : at + slab]
+            logits = self.model.logits(hidden[at : at + len(part)])
+            entries += token_logprobs(logits, part, [count] * len(part))
+        return entries
+
+    def _prepare_states(self, plan: StepPlan) -> None:
+        units = self._buffer.view(self.num_units, -1)
+        for unit in plan.state_resets:
+            units[unit].zero_()
+        for source, target in plan.state_restores:
+            self._copy_unit(source, target)
+
+    def _copy_unit(self, source: UnitId, target: UnitId) -> None:
+        units = self._buffer.view(self.num_units, -1)
+        units[target].copy_(units[source])
+
+    def _move_block(self, group: int, source: BlockId, target: BlockId) -> None:
+        kv = self._kv[group]
+        starts = [
+            (block // kv.blocks_per_unit) * kv.unit_elems + (block % kv.blocks_per_unit) * kv.block_elems
+            for block in (source, target)
+        ]
+        old, new = (kv.buffer[start : start + kv.block_elems] for start in starts)
+        new.copy_(old)

@@ -1,0 +1,141 @@
+"""Drives a ModelRunner with hand-made plans, and checks it against HF transformers on the same checkpoint.
+
+Blocks are handed out in random order from a poisoned pool, so that a read outside of what a plan wrote shows as NaN.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from engine.loader import load_model
+from engine.runner import ModelRunner
+from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, StepResult, UnitId
+from kernels import Kernels
+
+
+class Driver:
+    """A runner over a pool of its own, and the hidden states of its last step."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        block_size: int = 16,
+        num_units: int = 256,
+        seed: int = 0,
+        dtype: str = "float32",
+        kernels: Kernels | None = None,
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.model, chosen = load_model(folder, dtype=dtype)
+        self.spec = self.model.cache_spec(block_size, chosen)
+        self.runner = ModelRunner(
+            self.model,
+            self.spec,
+            num_units,
+            device=torch.device("cpu"),
+            dtype=chosen,
+            max_model_len=1024,
+            kernels=kernels,
+        )
+        self.runner._buffer.fill_(0xFF)  # NaN in every float dtype
+        self.free_units = self.rng.sample(range(num_units), num_units)
+        self.free_blocks: list[list[int]] = [[] for _ in self.spec.groups]
+        self.hidden: list[torch.Tensor] = []
+        forward = self.runner._forward
+
+        def recording(chunks: list[Chunk]) -> object:
+            hidden, batch = forward(chunks)
+            self.hidden = [
+                hidden[batch.query_starts[i] : batch.query_starts[i + 1]].clone() for i in range(len(chunks))
+            ]
+            self.forwarded = chunks
+            return hidden, batch
+
+        self.runner._forward = recording  # type: ignore[assignment, method-assign]
+
+    def sequence(self, token_ids: list[int], params: SamplingParams | None = None, name: str = "r") -> Sequence:
+        request = Request(request_id=name, token_ids=token_ids, params=params or SamplingParams(temperature=0.0))
+        seq = Sequence(request, list(token_ids), len(token_ids), 0.0, block_tables=[[] for _ in self.spec.groups])
+        if self.spec.state is not None:
+            seq.state_unit = UnitId(self.free_units.pop())
+        return seq
+
+    def grow(self, seq: Sequence, end: int) -> None:
+        """Give the sequence blocks for the positions [0, end)."""
+        for group, table in enumerate(seq.block_tables):
+            while len(table) * self.spec.block_size < end:
+                if not self.free_blocks[group]:
+                    per_unit = self.spec.blocks_per_unit(group)
+                    unit = self.free_units.pop()
+                    self.free_blocks[group] = [unit * per_unit + sub for sub in range(per_unit)]
+                table.append(BlockId(self.free_blocks[group].pop()))
+
+    def step(self, *parts: tuple[Sequence, int], **copies: list) -> StepResult:
+        """One step that computes up to position `end` of each (sequence, end); sampled tokens are appended."""
+        chunks = []
+        for seq, end in parts:
+            self.grow(seq, end)
+            chunks.append(Chunk(seq, seq.computed, end, samples=end == len(seq.token_ids)))
+        resets = [c.seq.state_unit for c in chunks if c.seq.state_unit is not None and c.start == 0]
+        result = self.runner.execute(StepPlan(chunks, state_resets=resets, **copies))
+        for chunk, token in zip(chunks, result.sampled, strict=True):
+            chunk.seq.computed = chunk.end
+            assert (token is not None) == chunk.samples
+            if token is not None:
+                chunk.seq.token_ids.append(token)
+        return result
+
+    def logits_of(self, seq: Sequence) -> torch.Tensor:
+        """Logits of the positions the last step computed for the sequence: [tokens, vocab]."""
+        at = next(i for i, chunk in enumerate(self.forwarded) if chunk.seq is seq)
+        return self.model.logits(self.hidden[at]).float()
+
+    def run(self, seq: Sequence, output_tokens: int, cuts: Iterator[int] | None = None) -> torch.Tensor:
+        """Prefill in chunks that end at `cuts`, then decode; logits of every position computed."""
+        parts = []
+        end = seq.prompt_len + output_tokens - 1
+        while seq.computed < end:
+            until = next(cuts, len(seq.token_ids)) if cuts is not None else len(seq.token_ids)
+            until = min(max(until, seq.computed + 1), len(seq.token_ids))
+            self.step((seq, until))
+            parts.append(self.logits_of(seq))
+        return torch.cat(parts)
+
+
+class Oracle:
+    """HF transformers on the same checkpoint, fp32, eager attention, the whole context at once."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        """[tokens, vocab] of every position."""
+        with torch.inference_mode():
+            return self.model(torch.tensor([token_ids]), use_cache=False).logits[0]
+
+    def check(self, seq: Sequence, logits: torch.Tensor, first: int = 0, tolerance: float = 1e-4) -> None:
+        """The logits of positions [first, ..) agree, and the sequence's outputs are the greedy ones."""
+        expected = self.logits(seq.token_ids)[first : first + len(logits)]
+        assert not logits.isnan().any()
+        worst = (logits - expected).abs().max().item()
+        assert worst < tolerance, f"logits differ by {worst}"
+        greedy = expected.argmax(-1).tolist()
+        shown = [greedy[position - 1 - first] for position in range(max(seq.prompt_len, first + 1), len(seq.token_ids))]
+        assert seq.token_ids[max(seq.prompt_len, first + 1) :] == shown
+
+
+def random_cuts(rng: random.Random, length: int) -> Iterator[int]:
+    """Increasing random positions in (0, length]."""
+    at = 0
+    while at < length:
+        at = min(length, at + rng.choice((1, 2, 3, 5, 7, 16, 17, 31, 64)))
+        yield at

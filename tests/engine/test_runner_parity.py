@@ -1,0 +1,152 @@
+"""Every family against HF transformers: whole, chunked, batched, resumed after a prefix hit, recomputed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from hand_driver import Driver, Oracle, random_cuts
+
+from engine.tiny_model import Recipe, cached_model
+from engine.types import BlockId
+from kernels.reference import ReferenceKernels
+
+FAMILIES = {
+    "qwen3": Recipe(),
+}
+
+
+@lru_cache
+def checkpoint(family: str) -> tuple[Path, Oracle]:
+    folder = cached_model(FAMILIES[family])
+    return folder, Oracle(folder)
+
+
+@pytest.fixture(params=list(FAMILIES))
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def oracle(family: str) -> Oracle:
+    return checkpoint(family)[1]
+
+
+@pytest.fixture
+def driver(family: str) -> Callable[..., Driver]:
+    return lambda **options: Driver(checkpoint(family)[0], **options)
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    seed = random.randrange(2**32)
+    print("seed", seed)  # shown when the test fails
+    return random.Random(seed)
+
+
+def prompt(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(2048) for _ in range(length)]
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_whole_prompt_and_decode(driver, oracle, rng, block_size):
+    d = driver(block_size=block_size, num_units=1024)
+    seq = d.sequence(prompt(rng, 45))
+    oracle.check(seq, d.run(seq, 10))
+
+
+def test_reference_kernels_give_the_same(driver, oracle, rng):
+    d = driver(kernels=ReferenceKernels(torch.device("cpu")))
+    seq = d.sequence(prompt(rng, 37))
+    oracle.check(seq, d.run(seq, 6, random_cuts(rng, 37)))
+
+
+def test_chunked_at_random_points(driver, oracle, rng):
+    d = driver()
+    for _ in range(3):
+        length = rng.randrange(1, 130)
+        seq = d.sequence(prompt(rng, length))
+        oracle.check(seq, d.run(seq, 6, random_cuts(rng, length)))
+
+
+def test_mixed_batch(driver, oracle, rng):
+    """Sequences of different length, each at its own point: some prefill in chunks while others decode."""
+    d = driver()
+    seqs = [d.sequence(prompt(rng, rng.choice((1, 2, 15, 16, 17, 40, 90))), name=str(i)) for i in range(7)]
+    logits = {seq: [] for seq in seqs}
+    while active := [seq for seq in seqs if seq.output_len < 6]:
+        chosen = rng.sample(active, rng.randint(1, len(active)))
+        d.step(*((seq, min(len(seq.token_ids), seq.computed + rng.choice((1, 7, 33)))) for seq in chosen))
+        for seq in chosen:
+            logits[seq].append(d.logits_of(seq))
+    for seq in seqs:
+        oracle.check(seq, torch.cat(logits[seq]))
+
+
+def test_prefix_hit(driver, oracle, rng):
+    """A second sequence starts on blocks that the first one filled (where a checkpoint of state allows it)."""
+    d = driver()
+    shared = prompt(rng, 48)
+    first = d.sequence(shared + prompt(rng, 5))
+    second = d.sequence(shared + prompt(rng, 9))
+    if d.spec.state is None:
+        d.run(first, 3)
+    else:
+        checkpoint_unit = d.free_units.pop()
+        d.step((first, 48), state_checkpoints=[(first.state_unit, checkpoint_unit)])
+        d.run(first, 3)
+    for table, source in zip(second.block_tables, first.block_tables, strict=True):
+        table.extend(source[:3])
+    second.computed = 48
+    if d.spec.state is not None:
+        d.grow(second, 50)
+        d.step((second, 50), state_restores=[(checkpoint_unit, second.state_unit)])
+        early = d.logits_of(second)
+        oracle.check(second, torch.cat((early, d.run(second, 6))), first=48)
+    else:
+        oracle.check(second, d.run(second, 6), first=48)
+
+
+def test_sharers_in_one_step(driver, oracle, rng):
+    """A sequence reads blocks that another one fills in the same step."""
+    d = driver()
+    if d.spec.state is not None:
+        pytest.skip("recurrent state defers sharing by one step")
+    shared = prompt(rng, 48)
+    owner, sharer = d.sequence(shared + prompt(rng, 4)), d.sequence(shared + prompt(rng, 3))
+    d.grow(owner, len(owner.token_ids))
+    for table, source in zip(sharer.block_tables, owner.block_tables, strict=True):
+        table.extend(source[:3])
+    sharer.computed = 48
+    d.step((owner, 52), (sharer, 51))
+    oracle.check(sharer, d.logits_of(sharer), first=48)
+    oracle.check(owner, d.logits_of(owner))
+
+
+def test_preempted_and_recomputed(driver, oracle, rng):
+    d = driver()
+    seq, other = d.sequence(prompt(rng, 30)), d.sequence(prompt(rng, 20))
+    d.run(seq, 5)
+    seq.computed = 0
+    seq.block_tables = [[] for _ in d.spec.groups]
+    d.step((other, 20), (seq, 13))
+    logits = torch.cat((d.logits_of(seq), d.run(seq, 12)))
+    oracle.check(seq, logits)
+
+
+def test_moved_blocks(driver, oracle, rng):
+    d = driver()
+    seq = d.sequence(prompt(rng, 40))
+    d.step((seq, 40))
+    moves = []
+    for group, table in enumerate(seq.block_tables):
+        fresh = d.sequence([1])
+        d.grow(fresh, len(table) * d.spec.block_size)
+        moves += [(group, old, new) for old, new in zip(table, fresh.block_tables[group], strict=False)]
+        seq.block_tables[group] = [BlockId(b) for b in fresh.block_tables[group][: len(table)]]
+    d.step((seq, 41), block_moves=moves)
+    oracle.check(seq, d.logits_of(seq), first=40)
