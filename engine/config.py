@@ -7,7 +7,7 @@ result of loading, reported in `process.CoreInfo`, and never written back.
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from events.config import KVEventsConfig
 
@@ -43,7 +43,7 @@ class EngineConfig:
     """Threads of the step loop's tensor library; one a worker keeps workers on one machine out of each other's way."""
     generation_config: str = "auto"
     """Where default sampling parameters come from: `auto` (the model's generation_config.json) or `vllm` (none)."""
-    kv_events: KVEventsConfig = KVEventsConfig()
+    kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
     legacy_events: bool = False
     """Publish events as positional arrays, as vLLM did before June 2026."""
 

@@ -22,7 +22,7 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What loading found out; sent once, when the core is ready to serve."""
 
     model_name: str
-    """The name it was given, or the built-in model's; what it is served as unless --served-model-name says otherwise."""
+    """The name it was given, or the built-in model's; served as such unless --served-model-name says otherwise."""
     model_path: str
     max_model_len: int
     block_size: int

@@ -18,9 +18,16 @@ from prometheus_client.registry import Collector
 from engine.core import EngineStats
 from engine.messages import CoreInfo
 
-_TTFT = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)  # fmt: skip
-_ITL = (.001, .0025, .005, .01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)  # fmt: skip
-_E2E = (.01, .05, .1, .3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)  # fmt: skip
+# vLLM's buckets.
+_TTFT = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+_ITL = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
+_E2E = (
+    0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
 _TOKENS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
 
 
@@ -106,7 +113,9 @@ class RequestClock:
 class MetricsPage(Collector):
     """Renders `/metrics`."""
 
-    def __init__(self, metrics: ServerMetrics, stats: Callable[[], EngineStats | None], info: CoreInfo, model_name: str) -> None:
+    def __init__(
+        self, metrics: ServerMetrics, stats: Callable[[], EngineStats | None], info: CoreInfo, model_name: str
+    ) -> None:
         self._metrics = metrics
         self._stats = stats
         self._info = info

@@ -1,4 +1,4 @@
-"""From a checked OpenAI body to the engine's SamplingParams: defaults, limits of this model, errors that name the field.
+"""From a checked OpenAI body to the engine's SamplingParams: defaults, this model's limits, errors that name the field.
 
 `prompts` has checked types and ranges; what is left needs to know the model: its context length, its vocabulary and the
 defaults of its generation_config.json. Pure.
@@ -89,8 +89,8 @@ def check_prompt(token_ids: list[int], limits: ModelLimits, param: str) -> None:
         raise bad_value(param, largest, f"token ids below the vocabulary's size ({limits.vocab_size})")
     if len(token_ids) >= limits.max_model_len:
         raise RequestError(
-            f"{param}: the prompt has {len(token_ids)} tokens, but this model's maximum context length (max_model_len) is "
-            f"{limits.max_model_len} tokens, of which at least one is for the answer",
+            f"{param}: the prompt has {len(token_ids)} tokens, but this model's maximum context length (max_model_len) "
+            f"is {limits.max_model_len} tokens, of which at least one is for the answer",
             param=param,
             code="context_length_exceeded",
         )

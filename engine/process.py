@@ -1,4 +1,4 @@
-"""The core process: runs the step loop over the model, the cache and the event publisher, and shares no thread with HTTP.
+"""The core process: the step loop over model, cache and event publisher, in a process that shares nothing with HTTP.
 
 Between steps the loop takes what has arrived on its socket without waiting; idle, it sleeps on the socket. It never
 waits for the socket to take bytes: what does not fit is kept and sent later (bounded by the tokens of the requests in
@@ -24,7 +24,7 @@ import traceback
 import msgspec
 
 from engine.assembly import Assembled, assemble
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.messages import (
     Abort,
     Add,
@@ -189,8 +189,8 @@ def main(fd: int) -> int:
     link = CoreSocket(sock)
     try:
         assembled = assemble(config)
-    except (ConfigError, OSError, ValueError, MemoryError, RuntimeError, ImportError) as error:
-        if os.environ.get("ENGINE_TRACEBACK"):
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other side must hear why there is no engine
+        if not isinstance(error, (ValueError, OSError)) or os.environ.get("ENGINE_TRACEBACK"):
             traceback.print_exc()
         link.send(Failed(f"cannot start: {error}"))
         link.drain(timeout_s=5)

@@ -90,9 +90,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         raise  # the client has left: nobody to answer
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
-        error_body = RequestError(
-            "internal error", param=None, code="internal_error", status=500, type="server_error"
-        )
+        error_body = RequestError("internal error", param=None, code="internal_error", status=500, type="server_error")
         return error_response(state, error_body)
 
 

@@ -32,9 +32,7 @@ RETRY_AFTER_S = 1
 class ServerState:
     """One serving HTTP process. Made once the core is ready."""
 
-    def __init__(
-        self, config: ServerConfig, client: EngineClient, info: CoreInfo, tokenizer: Tokenizer
-    ) -> None:
+    def __init__(self, config: ServerConfig, client: EngineClient, info: CoreInfo, tokenizer: Tokenizer) -> None:
         self.config = config
         self.client = client
         self.info = info
