@@ -45,6 +45,9 @@ class Fleet(Protocol):
     def details(self, worker_id: str) -> dict[str, Any]:
         """What is known of a worker's events, for `/workers`."""
 
+    def starting(self) -> dict[str, str]:
+        """Workers that were never reached: id -> why not."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
@@ -229,19 +232,8 @@ class Admin:
                 for base in sorted(bases)
             }
             rows.append(values)
-        known = {row.worker_id for row in snapshot.workers}
-        for worker_id, worker in self._core.workers.items():
-            if worker_id not in known:  # its models are not known yet
-                rows.append(
-                    {
-                        "worker_id": worker_id,
-                        "url": worker.spec.url,
-                        "state": worker.state.value,
-                        "state_reason": worker.state_reason,
-                        "models": [],
-                        "events": self._fleet.details(worker_id),
-                    }
-                )
+        for worker_id, problem in self._fleet.starting().items():
+            rows.append({"worker_id": worker_id, "state": WorkerState.STARTING.value, "state_reason": problem})
         return {
             "workers": rows,
             "in_flight": snapshot.in_flight,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -52,6 +52,8 @@ class WorkerFacts:
     sources: tuple[EventSource, ...] = ()
     """Empty: no events."""
     cache_tokens: int | None = None
+    roots: dict[str, str] = field(default_factory=dict)
+    """model -> what the worker loaded it from: a folder, or a name on a hub."""
 
     @property
     def epochs(self) -> tuple[str | None, ...]:
@@ -159,6 +161,14 @@ def read_models(body: bytes) -> tuple[ServedModel, ...]:
     return tuple(plain)
 
 
+def read_roots(body: bytes) -> dict[str, str]:
+    """model -> `root` of `GET /v1/models`. Raises DecodeError."""
+    cards = _object(body, "/v1/models").get("data")
+    cards = [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
+    pairs = [(card.get("id"), card.get("root")) for card in cards]
+    return {name: root for name, root in pairs if isinstance(name, str) and isinstance(root, str)}
+
+
 def read_server_info(body: bytes) -> int | None:
     """Cache capacity in tokens as SGLang's `/server_info` gives it."""
     value = _object(body, "/server_info").get("max_total_num_tokens")
@@ -240,14 +250,14 @@ class Prober:
             status, body = await self._get(f"{flag.url}/v1/models")
             if status != 200:
                 return WorkerFacts(False, f"/v1/models answers {status}")
-            models = read_models(body)
+            models, roots = read_models(body), read_roots(body)
             sources = await self.sources(flag)
             capacity = None if sources else await self._capacity(flag.url)
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, DecodeError) as error:
             return WorkerFacts(False, f"{type(error).__name__}: {error}")
         if not models:
             return WorkerFacts(False, "/v1/models lists no model")
-        return WorkerFacts(True, "", models, sources, capacity)
+        return WorkerFacts(True, "", models, sources, capacity, roots)
 
     async def sources(self, flag: WorkerFlag) -> tuple[EventSource, ...]:
         """Where the worker publishes; empty where it does not. Poll it for changes of epoch."""

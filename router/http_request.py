@@ -161,7 +161,7 @@ class RequestParser:
         request.http_1_0 = version == "1.0"
         if version not in ("1.1", "1.0"):
             self._fail(505, f"HTTP/{version} is not spoken here")
-        if sum(len(name) + len(value) for name, value in headers) > limits.head_bytes_max:
+        if len(self._target) + sum(len(name) + len(value) for name, value in headers) > limits.head_bytes_max:
             self._fail(431, f"request head over {limits.head_bytes_max} bytes")
         hosts = 0
         for name, value in headers:

@@ -83,6 +83,7 @@ class Exchange:
         "client",
         "decision",
         "first_byte_s",
+        "in_core",
         "last_byte_s",
         "outcome",
         "request",
@@ -104,7 +105,9 @@ class Exchange:
         """`x-request-id`: the client's where it sent one."""
         self.started_s = proxy.now()
         self.route: RouteRequest | None = None
-        """Set while the core knows the request."""
+        """What the core was asked, once the prompt was read."""
+        self.in_core = False
+        """The core has the request on its books."""
         self.decision: Decision | None = None
         self.sent_s: float | None = None
         self.first_byte_s: float | None = None
@@ -155,8 +158,8 @@ class Exchange:
         if not self._end("client_gone"):
             return
         self._drop_connection()
-        if self.route is not None:
-            self.route = None
+        if self.in_core:
+            self.in_core = False
             self._proxy.perform(self._proxy.core.aborted(self.request_id, self._proxy.now()))
 
     def client_paused(self) -> None:
@@ -257,7 +260,7 @@ class Exchange:
     def _accept_head(self, head: ResponseHead) -> bytes:
         """The head to send to the client; empty where the attempt is to be repeated elsewhere instead."""
         kind = RETRYABLE.get(head.status)
-        if kind is not None and self.route is not None:
+        if kind is not None and self.in_core:
             self._proxy.metrics.attempt_failed(self.decision, kind)
             instructions = self._proxy.core.failed(self.request_id, kind, self._proxy.now())
             if not _gives_up(instructions, self.request_id):
@@ -265,7 +268,7 @@ class Exchange:
                 self._proxy.perform(instructions)
                 return b""
             # Nobody else can take it: the worker's own words are the best answer. The core has forgotten it.
-            self.route = None
+            self.in_core = False
             self._proxy.perform(instructions[1:])
         self._head = head
         return self._render_head(head)
@@ -312,7 +315,7 @@ class Exchange:
             payload.clear()
         if data and self.first_byte_s is None:
             self.first_byte_s = now
-            if self.route is not None and self.route.stream and head.status == 200:
+            if self.in_core and self.route is not None and self.route.stream and head.status == 200:
                 proxy.perform(proxy.core.first_token(self.request_id, now))
         if out:
             self.client.write(out)
@@ -321,7 +324,7 @@ class Exchange:
         self._tail = data[-TAIL_BYTES:] if len(data) >= TAIL_BYTES or not tail else (tail + data)[-TAIL_BYTES:]
         if body.done:
             self._complete(head, reusable=head.keep_alive and not surplus)
-        elif self.chunks % PROGRESS_EVERY == 0 and self.route is not None and self.route.stream:
+        elif self.chunks % PROGRESS_EVERY == 0 and self.in_core:
             proxy.core.progress(self.request_id, self.chunks)
 
     def _complete(self, head: ResponseHead, *, reusable: bool) -> None:
@@ -336,8 +339,8 @@ class Exchange:
         self.usage = find_usage(self._tail)
         if not self._end(f"status_{head.status}"):
             return
-        if self.route is not None:
-            self.route = None
+        if self.in_core:
+            self.in_core = False
             self._proxy.perform(self._proxy.core.finished(self.request_id, self.usage, self._proxy.now()))
         self.client.finish(keep_alive=self._keeps_alive(head))
 
@@ -388,7 +391,7 @@ class Exchange:
         self.sent_s = None
         self._proxy.metrics.attempt_failed(self.decision, kind)
         self._proxy.note_failure(self.decision, kind, reason)
-        if self.route is not None:
+        if self.in_core:
             self._proxy.perform(self._proxy.core.failed(self.request_id, kind, self._proxy.now()))
         else:
             self.refuse(502, "bad_gateway", f"the worker did not answer: {reason}")
@@ -408,9 +411,9 @@ class Exchange:
 
     def _forget_in_core(self, kind: FailureKind) -> None:
         """Report a last failure; what the core would do about this very request is not wanted any more."""
-        if self.route is None:
+        if not self.in_core:
             return
-        self.route = None
+        self.in_core = False
         now = self._proxy.now()
         core = self._proxy.core
         instructions = core.failed(self.request_id, kind, now)
@@ -478,6 +481,7 @@ class Proxy:
         if exchange.done:
             return
         exchange.route = route
+        exchange.in_core = True
         self._do(self.core.route(route, self.now()))
 
     def perform(self, instructions: Iterable[Instruction]) -> None:
@@ -495,7 +499,7 @@ class Proxy:
         if isinstance(instruction, Forward):
             exchange.forward(instruction.decision)
         elif isinstance(instruction, Refuse):
-            exchange.route = None
+            exchange.in_core = False
             exchange.refuse(instruction.status, instruction.code, instruction.message, instruction.retry_after_s)
 
     def target(self, worker_id: str) -> Target | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -61,9 +62,10 @@ class PromptReader:
             task.add_done_callback(lambda _: self._loading.pop((model, folder), None))
         await asyncio.shield(task)
 
-    async def _load(self, model: str, folder: str) -> None:
-        if not Path(folder).is_dir():
-            self.problems[model] = f"{folder} is not a folder on this machine; give --tokenizer PATH"
+    async def _load(self, model: str, name: str) -> None:
+        folder = checkpoint_folder(name)
+        if folder is None:
+            self.problems[model] = f"{name} is not a folder on this machine; give --tokenizer PATH"
             return
         loop = asyncio.get_running_loop()
         try:
@@ -115,6 +117,21 @@ class PromptReader:
     ) -> asyncio.Future[tuple[Sequence[int] | None, float]]:
         """`read` in a thread."""
         return asyncio.get_running_loop().run_in_executor(self._executor, self.read, parsed, tokenizer)
+
+
+def checkpoint_folder(name: str) -> Path | None:
+    """Where the files of a checkpoint are on this machine: a folder, or a name in the Hugging Face cache."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    home = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub"
+    repository = Path(home).expanduser() / f"models--{name.replace('/', '--')}"
+    try:
+        revision = (repository / "refs" / "main").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
+    snapshot = repository / "snapshots" / revision
+    return snapshot if snapshot.is_dir() else None
 
 
 def estimate_tokens(body_bytes: int) -> int:

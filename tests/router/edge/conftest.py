@@ -84,6 +84,9 @@ class NoFleet:
     def details(self, worker_id: str) -> dict[str, Any]:
         return {}
 
+    def starting(self) -> dict[str, str]:
+        return {}
+
 
 class Received:
     """One request as a scripted worker got it."""

@@ -1,0 +1,329 @@
+"""The list of workers as it is lived: probed until they answer, watched while they serve, changed at run time.
+
+Owns one task a worker. Turns what the prober sees into calls of the core (added, up, down) and of the event feed
+(follow, forget). Refuses to know requests: failures seen by traffic go to the core directly; here they only hasten the
+next check of the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from events.errors import EventsError
+from events.sources import EventSource
+from router.config import ConfigError
+from router.core import RouterCore
+from router.discovery import Prober, WorkerFacts, WorkerFlag, parse_worker_flag, worker_id_of, worker_spec
+from router.messages import Instruction
+from router.tokenizing import PromptReader
+from router.view import HolderId
+from router.workers import WorkerState
+
+log = logging.getLogger("router")
+
+
+class EventFeed(Protocol):
+    """Who listens to the workers' events and fills the index."""
+
+    def follow(self, worker_id: str, sources: Sequence[EventSource], holders: Sequence[HolderId]) -> None:
+        """Listen to `sources[rank]` for `holders[rank]`, instead of what was followed before."""
+
+    def forget(self, worker_id: str) -> None: ...
+
+    def lost(self, worker_id: str) -> None:
+        """The worker died: clear its entries, and resynchronise when its stream comes back."""
+
+    def details(self, worker_id: str) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """Seconds, except `failures_to_down`."""
+
+    health_s: float = 2.0
+    """Between two checks of a worker."""
+    sources_s: float = 10.0
+    """Between two looks at where a worker publishes: a new epoch means that it restarted."""
+    starting_s: float = 0.5
+    """Between two probes of a worker that was never reached."""
+    failures_to_down: int = 2
+    """Failed checks in a row that take a worker out; traffic's own failures do so at once."""
+    names_s: float = 10.0
+    """Between two resolutions of names that stand for many workers."""
+
+
+@dataclass(slots=True)
+class _Member:
+    flag: WorkerFlag
+    origin: str
+    """Who asked for it: `operator`, `file`, or the name it was resolved from."""
+    task: asyncio.Task[None] | None = None
+    wake: asyncio.Event | None = None
+    facts: WorkerFacts | None = None
+    problem: str = ""
+    failures: int = 0
+
+
+class Workers:
+    """All workers of this process."""
+
+    def __init__(
+        self,
+        core: RouterCore,
+        prober: Prober,
+        feed: EventFeed,
+        prompts: PromptReader,
+        perform: Callable[[Iterable[Instruction]], None],
+        config: FleetConfig,
+    ) -> None:
+        self._core = core
+        self._prober = prober
+        self._feed = feed
+        self._prompts = prompts
+        self._perform = perform
+        self._config = config
+        self._members: dict[str, _Member] = {}
+        self._background: set[asyncio.Task[None]] = set()
+
+    # Changes ------------------------------------------------------------------------------------------------------
+
+    async def add(self, settings: dict[str, Any]) -> str:
+        """Add a worker from `{"url": ..., "events": ..., "replay": ..., ...}`; its id. Raises ConfigError."""
+        unknown = [key for key, value in settings.items() if not isinstance(value, (str, int))]
+        if unknown:
+            raise ConfigError(f"{unknown[0]}: got {settings[unknown[0]]!r}, expected a string")
+        flag = parse_worker_flag(",".join(f"{key}={value}" for key, value in settings.items()) or "url=")
+        self.watch(flag, origin="operator")
+        return flag.worker_id
+
+    def watch(self, flag: WorkerFlag, *, origin: str) -> None:
+        """Start to probe a worker. One with the same id is replaced where its flags differ."""
+        known = self._members.get(flag.worker_id)
+        if known is not None:
+            if known.flag == flag:
+                return
+            self._stop(known)
+        member = _Member(flag, origin, wake=asyncio.Event())
+        self._members[flag.worker_id] = member
+        member.task = asyncio.get_running_loop().create_task(self._live(member))
+        member.task.add_done_callback(_report_crash)
+
+    async def remove(self, worker_id: str) -> None:
+        """Forget a worker; what it is answering goes on. Raises KeyError."""
+        member = self._members.pop(worker_id)
+        self._stop(member)
+        self._feed.forget(worker_id)
+        self._perform(self._core.remove_worker(worker_id, self._now()))
+
+    async def drain(self, worker_id: str, *, on: bool) -> None:
+        self._perform(self._core.drain(worker_id, self._now(), on=on))
+
+    def suspect(self, worker_id: str) -> None:
+        """Traffic to this worker failed: check it now."""
+        member = self._members.get(worker_id)
+        if member is not None and member.wake is not None:
+            member.wake.set()
+
+    async def close(self) -> None:
+        tasks = [*self._background, *(member.task for member in self._members.values() if member.task is not None)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def details(self, worker_id: str) -> dict[str, Any]:
+        """What is known of a worker's events, for `/workers`."""
+        member = self._members.get(worker_id)
+        details = self._feed.details(worker_id)
+        if member is not None and member.problem:
+            details["problem"] = member.problem
+        return details
+
+    def starting(self) -> dict[str, str]:
+        """Workers that were never reached: id -> why not."""
+        return {key: m.problem or "not tried yet" for key, m in self._members.items() if key not in self._core.workers}
+
+    # Where workers come from --------------------------------------------------------------------------------------
+
+    def follow_file(self, path: Path) -> None:
+        """Keep to a file of `--worker` lines: what it adds is added, what it drops is removed. Raises ConfigError."""
+        self._apply("file", _read_file(path))
+        self._spawn(self._watch_file(path))
+
+    def follow_name(self, flag: WorkerFlag) -> None:
+        """Keep to the addresses that the host of `flag` resolves to, one worker each."""
+        self._spawn(self._watch_name(flag))
+
+    async def _watch_file(self, path: Path) -> None:
+        stamp = _stamp(path)
+        while True:
+            await asyncio.sleep(1.0)
+            latest = _stamp(path)
+            if latest == stamp:
+                continue
+            stamp = latest
+            try:
+                self._apply("file", _read_file(path))
+            except ConfigError as error:
+                log.error("workers file not applied: %s", error)
+
+    async def _watch_name(self, flag: WorkerFlag) -> None:
+        parts = urlsplit(flag.url)
+        loop = asyncio.get_running_loop()
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        while True:
+            try:
+                found = await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+            except OSError as error:
+                log.warning("%s: %s; its workers stay as they are", parts.hostname, error)
+            else:
+                hosts = sorted({str(info[4][0]) for info in found})
+                urls = [f"{parts.scheme}://{f'[{h}]' if ':' in h else h}:{port}{parts.path}" for h in hosts]
+                flags = [replace(flag, url=url, worker_id=worker_id_of(url)) for url in urls]
+                self._apply(f"dns {parts.hostname}", flags)
+            await asyncio.sleep(self._config.names_s)
+
+    def _apply(self, origin: str, flags: list[WorkerFlag]) -> None:
+        wanted = {flag.worker_id for flag in flags}
+        for worker_id in [key for key, member in self._members.items() if member.origin == origin]:
+            if worker_id not in wanted:
+                log.info("worker %s left %s", worker_id, origin)
+                self._spawn(self.remove(worker_id))
+        for flag in flags:
+            self.watch(flag, origin=origin)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        task.add_done_callback(_report_crash)
+
+    # One worker ---------------------------------------------------------------------------------------------------
+
+    async def _live(self, member: _Member) -> None:
+        """Probe until it answers, then check it for as long as it is ours."""
+        while not await self._join(member):
+            await self._pause(member, self._config.starting_s)
+        looked_s = self._now()
+        while True:
+            await self._pause(member, self._config.health_s)
+            problem = await self._prober.healthy(member.flag.url)
+            if problem is not None:
+                self._unhealthy(member, problem)
+                continue
+            worker = self._core.workers.get(member.flag.worker_id)
+            was_down = worker is not None and worker.state in (WorkerState.DOWN, WorkerState.PROBING)
+            member.failures, member.problem = 0, ""
+            if was_down or self._now() - looked_s >= self._config.sources_s:
+                looked_s = self._now()
+                await self._look_again(member, was_down=was_down)
+
+    async def _join(self, member: _Member) -> bool:
+        """Learn what the worker is and register it; False where it does not answer yet."""
+        facts = await self._prober.probe(member.flag)
+        if not facts.alive:
+            if facts.reason != member.problem:
+                log.info("worker %s not there yet: %s", member.flag.worker_id, facts.reason)
+            member.problem = facts.reason
+            return False
+        member.problem, member.failures = "", 0
+        await self._read_tokenizers(member, facts)
+        self._register(member, facts)
+        log.info(
+            "worker %s is up: %s, %s", member.flag.worker_id, ", ".join(model.name for model in facts.models),
+            f"events from {facts.sources[0].endpoint}" if facts.sources else "no events",
+        )  # fmt: skip
+        return True
+
+    def _register(self, member: _Member, facts: WorkerFacts) -> None:
+        spec = worker_spec(member.flag, facts)
+        known = member.facts
+        worker = self._core.add_worker(spec, self._now(), up=True)
+        member.facts = facts
+        if known is None or known.sources != facts.sources or known.models != facts.models:
+            self._feed.follow(spec.worker_id, facts.sources, worker.holders)
+        self._perform(self._core.worker_up(spec.worker_id, self._now()))
+
+    async def _read_tokenizers(self, member: _Member, facts: WorkerFacts) -> None:
+        """Load what the worker's models are tokenised with before it gets its first request."""
+        for base in sorted({model.base for model in facts.models}):
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._prompts.learn(base, facts.roots.get(base)), 60.0)
+
+    async def _look_again(self, member: _Member, *, was_down: bool) -> None:
+        """Another start, other models, other sources? Take over what changed."""
+        if was_down:
+            await self._join(member)
+            return
+        try:
+            sources = await self._prober.sources(member.flag)
+        except (OSError, asyncio.TimeoutError, EventsError, aiohttp.ClientError) as error:
+            member.problem = f"event sources: {error}"
+            return
+        if member.facts is not None and sources != member.facts.sources:
+            log.info("worker %s publishes elsewhere or was restarted", member.flag.worker_id)
+            await self._join(member)
+
+    def _unhealthy(self, member: _Member, problem: str) -> None:
+        member.problem = problem
+        member.failures += 1
+        if member.failures >= self._config.failures_to_down:
+            if member.failures == self._config.failures_to_down:
+                log.warning("worker %s is down: %s", member.flag.worker_id, problem)
+            self._perform(self._core.worker_down(member.flag.worker_id, self._now(), problem))
+
+    async def _pause(self, member: _Member, seconds: float) -> None:
+        """Sleep, unless traffic to the worker fails."""
+        assert member.wake is not None
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(member.wake.wait(), seconds)
+            await asyncio.sleep(0.05)  # a burst of failures asks once
+        member.wake.clear()
+
+    def _stop(self, member: _Member) -> None:
+        if member.task is not None:
+            member.task.cancel()
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _report_crash(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("the watch over a worker ended by a fault of the router", exc_info=error)
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """What changes when a file does; None while it is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _read_file(path: Path) -> list[WorkerFlag]:
+    """One worker a line, as `--worker` takes it; `#` begins a comment. Raises ConfigError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--workers-file {path}: {error}") from error
+    flags = []
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if text:
+            try:
+                flags.append(parse_worker_flag(text))
+            except ConfigError as error:
+                raise ConfigError(f"{path}:{number}: {error}") from error
+    return flags
