@@ -2,7 +2,9 @@
 
 from events.codec import decode_batch, encode_batch
 from events.config import KVEventsConfig
+from events.discover import discover
 from events.errors import ConfigError, DecodeError, EventsError, InvariantError
+from events.feed import EventFeed, FeedHandler, StreamSource
 from events.hashing import BlockHash, block_hash, block_hashes, hash_keys, pack_token_ids, wire_keys
 from events.instructions import (
     Apply,
@@ -19,6 +21,7 @@ from events.instructions import (
 from events.publisher import EventPublisher
 from events.sources import EventSource, GroupInfo, default_sources, encode_sources, parse_sources
 from events.stream import Join, Phase, StreamConfig, StreamState, StreamStats
+from events.subscriber import Connection, Message, Notice, Subscriber
 from events.types import (
     CPU,
     FULL_ATTENTION,
@@ -54,13 +57,16 @@ __all__ = [
     "BlockStored",
     "Clear",
     "ConfigError",
+    "Connection",
     "DecodeError",
     "DecodedBatch",
     "Event",
     "EventBatch",
+    "EventFeed",
     "EventPublisher",
     "EventSource",
     "EventsError",
+    "FeedHandler",
     "Gap",
     "GroupInfo",
     "Instruction",
@@ -68,6 +74,8 @@ __all__ = [
     "Join",
     "KVEventsConfig",
     "Malformed",
+    "Message",
+    "Notice",
     "Origin",
     "Phase",
     "RequestReplay",
@@ -75,12 +83,15 @@ __all__ = [
     "Restarted",
     "Stale",
     "StreamConfig",
+    "StreamSource",
     "StreamState",
     "StreamStats",
+    "Subscriber",
     "block_hash",
     "block_hashes",
     "decode_batch",
     "default_sources",
+    "discover",
     "encode_batch",
     "encode_sources",
     "hash_keys",

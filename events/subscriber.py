@@ -1,0 +1,116 @@
+"""Follow the cache events of workers from a script: `for item in Subscriber(sources): ...`.
+
+A thin layer over EventFeed: a bounded queue between the feed's thread and the iterating one. A consumer that is too
+slow fills the queue, then ZeroMQ's; what is dropped there shows as a gap and is replayed.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from events.codec import decode_batch
+from events.errors import DecodeError
+from events.feed import EventFeed, StreamSource
+from events.instructions import Apply, Clear, Gap, Instruction, Malformed, Origin, Restarted, Stale
+from events.stream import digest
+from events.types import DecodedBatch
+
+
+@dataclass(frozen=True)
+class Message:
+    """One batch, in order. `seq` is None for a chunk of a snapshot."""
+
+    stream_id: str
+    topic: bytes
+    seq: int | None
+    payload: bytes
+    origin: Origin
+    decoded: DecodedBatch
+
+    @property
+    def position(self) -> tuple[int, int] | None:
+        """What to pass as `StreamSource.resume` to continue after this message."""
+        return None if self.seq is None else (self.seq, digest(self.payload))
+
+
+@dataclass(frozen=True)
+class Connection:
+    """The subscription came up or went down."""
+
+    up: bool
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What happened to a stream besides batches. After a Clear nothing announced before it counts any more."""
+
+    stream_id: str
+    what: Clear | Gap | Stale | Restarted | Malformed | Connection
+
+
+Item: TypeAlias = Message | Notice
+
+
+class Subscriber:
+    """Iterates over what the streams bring, for ever or until `close`. Also a context manager."""
+
+    def __init__(self, sources: Iterable[StreamSource], queue_max: int = 10_000) -> None:
+        self._queue: queue.Queue[tuple[str, Instruction | Connection, bytes] | None] = queue.Queue(queue_max)
+        self._closed = False
+        self.feed = EventFeed(self)
+        self.feed.start()
+        for source in sources:
+            self.feed.add(source)
+
+    def get(self, timeout_s: float | None = None) -> Item | None:
+        """The next item; None after `timeout_s` without one, or when closed."""
+        try:
+            entry = self._queue.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if entry is None:
+            return None
+        stream_id, what, topic = entry
+        if not isinstance(what, Apply):
+            assert isinstance(what, Clear | Gap | Stale | Restarted | Malformed | Connection)
+            return Notice(stream_id, what)
+        try:
+            decoded = decode_batch(what.payload)
+        except DecodeError as error:
+            return Notice(stream_id, Malformed(f"seq {what.seq}: {error}"))
+        return Message(stream_id, topic, what.seq, what.payload, what.origin, decoded)
+
+    def __iter__(self) -> Iterator[Item]:
+        while not self._closed:
+            item = self.get(timeout_s=0.5)
+            if item is not None:
+                yield item
+
+    def close(self) -> None:
+        self._closed = True
+        self.feed.close()
+
+    def __enter__(self) -> Subscriber:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # The feed's thread
+
+    def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> None:
+        self._put((stream_id, instruction, topic))
+
+    def connection(self, stream_id: str, up: bool) -> None:
+        self._put((stream_id, Connection(up), b""))
+
+    def _put(self, entry: tuple[str, Instruction | Connection, bytes]) -> None:
+        while not self._closed:
+            try:
+                self._queue.put(entry, timeout=0.1)
+                return
+            except queue.Full:
+                continue

@@ -1,0 +1,270 @@
+"""The shells together over loopback sockets: publisher, feed and subscriber, with real faults."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from events import (
+    FULL_ATTENTION,
+    GPU,
+    BlockRemoved,
+    BlockStored,
+    Clear,
+    Connection,
+    EventBatch,
+    EventPublisher,
+    Join,
+    KVEventsConfig,
+    Message,
+    Notice,
+    Origin,
+    Restarted,
+    StreamConfig,
+    StreamSource,
+    Subscriber,
+    block_hash,
+    encode_batch,
+)
+from events.frames import END_SEQ, pack_seq
+
+BLOCK = 4
+
+
+def stored(key: int) -> BlockStored:
+    tokens = [key] * BLOCK
+    return BlockStored([block_hash(None, tokens)], None, tokens, BLOCK, None, GPU, None, [None], 0, FULL_ATTENTION)
+
+
+def removed(key: int) -> BlockRemoved:
+    return BlockRemoved([block_hash(None, [key] * BLOCK)], GPU, 0)
+
+
+def config(
+    endpoint: str = "tcp://127.0.0.1:*", replay: str | None = "tcp://127.0.0.1:*", **more: object
+) -> KVEventsConfig:
+    return KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint, replay_endpoint=replay, **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def publish() -> Iterator[Callable[..., EventPublisher]]:
+    opened: list[EventPublisher] = []
+
+    def open_publisher(*args: Any, **kwargs: Any) -> EventPublisher:
+        opened.append(EventPublisher(config(*args, **kwargs)))
+        return opened[-1]
+
+    yield open_publisher
+    for publisher in opened:
+        publisher.close()
+
+
+def source_of(publisher: EventPublisher, join: Join = Join.SNAPSHOT, **more: Any) -> StreamSource:
+    source = publisher.source()
+    return StreamSource(
+        "w", source.endpoint, source.replay_endpoint, source.topic, StreamConfig(join=join, tail_check_s=0.3), **more
+    )
+
+
+class Follower:
+    """Collects what a Subscriber brings and keeps the set of names it implies."""
+
+    def __init__(self, *sources: StreamSource) -> None:
+        self.subscriber = Subscriber(sources)
+        self.held: set[object] = set()
+        self.messages: list[Message] = []
+        self.notices: list[object] = []
+
+    def until(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, (self.held, self.notices[-5:], self.messages[-3:])
+            item = self.subscriber.get(0.05)
+            if isinstance(item, Notice):
+                self.notices.append(item.what)
+                if isinstance(item.what, Clear):
+                    self.held.clear()
+            elif item is not None:
+                self.messages.append(item)
+                for event in item.decoded.batch.events:
+                    if isinstance(event, BlockStored):
+                        self.held.update(event.block_hashes)
+                    elif isinstance(event, BlockRemoved):
+                        self.held.difference_update(event.block_hashes)
+
+    def saw(self, kind: type) -> bool:
+        return any(isinstance(notice, kind) for notice in self.notices)
+
+
+Publish = Callable[..., EventPublisher]
+Follow = Callable[..., Follower]
+
+
+@pytest.fixture
+def follow() -> Iterator[Callable[..., Follower]]:
+    opened: list[Follower] = []
+
+    def open_follower(*sources: StreamSource) -> Follower:
+        opened.append(Follower(*sources))
+        return opened[-1]
+
+    yield open_follower
+    for follower in opened:
+        follower.subscriber.close()
+
+
+def names(keys: set[int]) -> set[object]:
+    return {block_hash(None, [key] * BLOCK) for key in keys}
+
+
+def test_late_joiner_gets_a_snapshot_then_live_events(publish: Publish, follow: Follow) -> None:
+    publisher = publish(buffer_steps=2)
+    for key in range(3000):
+        publisher.publish([stored(key)])
+    publisher.publish([removed(7), removed(8)])
+    follower = follow(source_of(publisher))
+    expected = names(set(range(3000)) - {7, 8})
+    follower.until(lambda: follower.held == expected)
+    assert follower.messages[0].origin is Origin.SNAPSHOT
+    publisher.publish([stored(5000)])
+    follower.until(lambda: follower.held == expected | names({5000}))
+    assert follower.messages[-1].origin is Origin.LIVE
+    assert follower.messages[-1].seq == 3001
+
+
+def test_restarted_worker_on_the_same_address(publish: Publish, follow: Follow) -> None:
+    first = publish()
+    for key in range(5):
+        first.publish([stored(key)])
+    source = first.source()
+    follower = follow(source_of(first))
+    follower.until(lambda: follower.held == names(set(range(5))))
+    first.close()
+    second = rebind(source.endpoint, source.replay_endpoint)
+    try:
+        for key in range(100, 120):
+            second.publish([stored(key)])
+        follower.until(lambda: follower.held == names(set(range(100, 120))))
+        assert follower.saw(Restarted)
+    finally:
+        second.close()
+
+
+def rebind(endpoint: str, replay: str | None) -> EventPublisher:
+    """A publisher on an address that vLLM's rule would connect to: loopback, fixed port."""
+    port = endpoint.rsplit(":", 1)[1]
+    replay_port = (replay or "").rsplit(":", 1)[1]
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return EventPublisher(config(f"tcp://*:{port}", f"tcp://127.0.0.1:{replay_port}"))
+        except ValueError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_without_replay_events_come_live(publish: Publish, follow: Follow) -> None:
+    publisher = publish(replay=None)
+    follower = follow(source_of(publisher))
+    follower.until(lambda: follower.saw(Connection))
+    # A subscription takes effect a moment after the connection stands.
+    keys = iter(range(10_000))
+
+    def publish_one() -> bool:
+        publisher.publish([stored(next(keys))])
+        return bool(follower.held)
+
+    follower.until(publish_one)
+
+
+def test_topic_is_exact(publish: Publish, follow: Follow) -> None:
+    publisher = publish(topic="kv2")
+    source = publisher.source()
+    other = StreamSource("w", source.endpoint, None, "kv", StreamConfig(join=Join.LIVE))
+    follower = follow(other, source_of(publisher))
+    publisher.publish([stored(1)])
+    follower.until(lambda: follower.held == names({1}))
+    assert follower.messages[0].topic == b"kv2"
+
+
+def test_dropped_live_batches_are_replayed(publish: Publish, follow: Follow) -> None:
+    """A raw PUB that loses a batch on the way, with a replay socket that has it."""
+    publisher = publish(max_queue_size=1)
+    follower = follow(source_of(publisher, Join.RING))
+    publisher.publish([stored(1)])
+    follower.until(lambda: follower.held == names({1}))
+    for key in range(2, 2000):
+        publisher.publish([stored(key)])
+    expected = names(set(range(1, 2000)))
+    follower.until(lambda: follower.held == expected)
+    assert [m.seq for m in follower.messages] == list(range(1999))
+    if publisher.stats.dropped_live:
+        assert publisher.stats.replays > 0
+
+
+def test_publisher_that_connects_is_known_by_its_topic(follow: Follow) -> None:
+    follower = follow()
+
+    def accept(topic: str) -> StreamSource | None:
+        return StreamSource(f"worker {topic}", "", None, topic, StreamConfig(join=Join.LIVE)) if topic == "a" else None
+
+    endpoint = follower.subscriber.feed.bind("tcp://127.0.0.1:*", accept)
+    publishers = [EventPublisher(config(endpoint, None, topic=topic)) for topic in ("a", "b")]
+    try:
+        keys = iter(range(1, 10_000))
+
+        def publish_both() -> bool:
+            key = next(keys)
+            for publisher in publishers:
+                publisher.publish([stored(key)])
+            return len(follower.messages) >= 3 and follower.subscriber.feed.ignored_messages > 0
+
+        follower.until(publish_both)
+        assert {m.stream_id for m in follower.messages} == {"worker a"}
+    finally:
+        for publisher in publishers:
+            publisher.close()
+
+
+def test_old_vllm_replay_without_topic_and_no_snapshot(follow: Follow) -> None:
+    """A scripted ROUTER that answers like vLLM 0.9: three frames, the bare end marker for what it does not know."""
+    context = zmq.Context()
+    pub, router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+    try:
+        pub_port = pub.bind_to_random_port("tcp://127.0.0.1")
+        router_port = router.bind_to_random_port("tcp://127.0.0.1")
+        ring = [encode_batch(EventBatch(1.0, [stored(key)], 0), legacy=True) for key in range(4)]
+        follower = follow(
+            StreamSource("w", f"tcp://127.0.0.1:{pub_port}", f"tcp://127.0.0.1:{router_port}", None, StreamConfig())
+        )
+        for _ in range(2):  # the snapshot request, then the replay from 0
+            assert router.poll(10_000)
+            identity, _, start = router.recv_multipart()
+            for seq in range(int.from_bytes(start, "big"), len(ring)):
+                router.send_multipart([identity, b"", pack_seq(seq), ring[seq]])
+            router.send_multipart([identity, b"", pack_seq(END_SEQ), b""])
+        follower.until(lambda: follower.held == names(set(range(4))))
+    finally:
+        pub.close(0)
+        router.close(0)
+        context.term()
+
+
+def test_resume_replays_only_what_is_new(publish: Publish, follow: Follow) -> None:
+    publisher = publish()
+    first = follow(source_of(publisher, Join.RING))
+    for key in range(4):
+        publisher.publish([stored(key)])
+    first.until(lambda: len(first.messages) == 4)
+    position = first.messages[-1].position
+    first.subscriber.close()
+    for key in range(4, 9):
+        publisher.publish([stored(key)])
+    second = follow(source_of(publisher, Join.LIVE, resume=position))
+    second.until(lambda: len(second.messages) == 5)
+    assert [m.seq for m in second.messages] == [4, 5, 6, 7, 8]
+    assert not second.saw(Clear)
