@@ -1,5 +1,6 @@
 """KV cache events: the wire format that engine and router share. docs/wire-format.md describes every byte."""
 
+from events.checker import StreamChecker
 from events.codec import decode_batch, encode_batch
 from events.config import KVEventsConfig
 from events.discover import discover
@@ -82,6 +83,7 @@ __all__ = [
     "RequestSnapshot",
     "Restarted",
     "Stale",
+    "StreamChecker",
     "StreamConfig",
     "StreamSource",
     "StreamState",
