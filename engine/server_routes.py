@@ -36,7 +36,7 @@ async def model(request: web.Request) -> web.Response:
 
 def _card(request: web.Request, name: str) -> ModelCard:
     state = request.app[STATE]
-    return ModelCard(id=name, created=state.created, root=state.info.model_name, max_model_len=state.info.max_model_len)
+    return ModelCard(id=name, created=state.created, root=state.info.model_path, max_model_len=state.info.max_model_len)
 
 
 async def health(request: web.Request) -> web.Response:

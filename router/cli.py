@@ -62,6 +62,9 @@ def _options(function: Any) -> Any:
                      help="One URL or SPEC a line; watched for changes."),
         click.option("--worker-dns", "names", multiple=True, metavar="URL",
                      help="A URL whose host resolves to many workers, looked up again every few seconds."),
+        click.option("--bind-events", multiple=True, metavar="ENDPOINT",
+                     help="Listen there for publishers that connect, e.g. tcp://*:5557; the worker is known by its "
+                     "topic (kv@HOST...). May be repeated."),
         click.option("--host", default="127.0.0.1", show_default=True, help="Interface of the API."),
         click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True,
                      help="0 lets the system choose."),
@@ -156,6 +159,7 @@ def build_config(flags: dict[str, Any]) -> ProcessConfig:
         workers_file=flags["workers_file"],
         tokenizer=flags["tokenizer"],
         chat_template=flags["chat_template"],
+        bind_events=flags["bind_events"],
         worker_api_key=flags["worker_api_key"],
         admin=None if flags["admin"] is None else _address("--admin", flags["admin"]),
         tls=None if flags["tls_cert"] is None else (flags["tls_cert"], flags["tls_key"]),

@@ -85,6 +85,8 @@ class Workers:
         prompts: PromptReader,
         perform: Callable[[Iterable[Instruction]], None],
         config: FleetConfig,
+        *,
+        now: Callable[[], float],
     ) -> None:
         self._core = core
         self._prober = prober
@@ -92,6 +94,7 @@ class Workers:
         self._prompts = prompts
         self._perform = perform
         self._config = config
+        self._now = now
         self._members: dict[str, _Member] = {}
         self._background: set[asyncio.Task[None]] = set()
 
@@ -246,11 +249,9 @@ class Workers:
 
     def _register(self, member: _Member, facts: WorkerFacts) -> None:
         spec = worker_spec(member.flag, facts)
-        known = member.facts
         worker = self._core.add_worker(spec, self._now(), up=True)
         member.facts = facts
-        if known is None or known.sources != facts.sources or known.models != facts.models:
-            self._feed.follow(spec.worker_id, facts.sources, worker.holders)
+        self._feed.follow(spec.worker_id, facts.sources, worker.holders)
         self._perform(self._core.worker_up(spec.worker_id, self._now()))
 
     async def _read_tokenizers(self, member: _Member, facts: WorkerFacts) -> None:
@@ -292,10 +293,6 @@ class Workers:
     def _stop(self, member: _Member) -> None:
         if member.task is not None:
             member.task.cancel()
-
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()
 
 
 def _report_crash(task: asyncio.Task[None]) -> None:

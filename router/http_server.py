@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -23,6 +24,8 @@ REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 JSON = b"application/json"
 WRITE_BUFFER_BYTES = 256 * 1024
 """Answer bytes that wait for a slow client before its worker is not read any more."""
+PARAMS = {"model_not_found": "model", "context_length_exceeded": "messages"}
+"""Which field an error of the core's is about."""
 LINGER_S = 2.0
 """How long an early error stays readable while the client is still sending."""
 
@@ -66,7 +69,6 @@ class ClientConnection(asyncio.Protocol):
         "_failure",
         "_keep_alive",
         "_lingers",
-        "_loop",
         "_parser",
         "_paused_reading",
         "_registry",
@@ -78,10 +80,9 @@ class ClientConnection(asyncio.Protocol):
         "work",
     )
 
-    def __init__(self, app: Application, registry: set[ClientConnection], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, app: Application, registry: set[ClientConnection]) -> None:
         self._app = app
         self._registry = registry
-        self._loop = loop
         self._parser = RequestParser(app.limits)
         self._transport: asyncio.Transport | None = None
         self.work: Work | None = None
@@ -94,7 +95,7 @@ class ClientConnection(asyncio.Protocol):
         self._failure: BadRequest | None = None
         self._paused_reading = False
         self._lingers = False
-        self._since_s = loop.time()
+        self._since_s = time.monotonic()
 
     # From the event loop ------------------------------------------------------------------------------------------
 
@@ -113,7 +114,7 @@ class ClientConnection(asyncio.Protocol):
         if self._failure is not None or self._lingers:
             return
         if not self._busy and not self._parser.midway:
-            self._since_s = self._loop.time()
+            self._since_s = time.monotonic()
         try:
             self._parser.feed(data)
         except BadRequest as error:
@@ -155,7 +156,7 @@ class ClientConnection(asyncio.Protocol):
         """The current answer is complete."""
         self.work = None
         self._busy = False
-        self._since_s = self._loop.time()
+        self._since_s = time.monotonic()
         if not keep_alive or not self._keep_alive:
             self._close()
         elif not self._stepping:
@@ -194,9 +195,11 @@ class ClientConnection(asyncio.Protocol):
 
     def refuse(self, status: int, code: str, message: str, retry_after_s: float | None) -> None:
         """Answer with an OpenAI-style error of the router's own."""
+        if code == "unknown_model":
+            code = "model_not_found"  # OpenAI's word
         headers = [] if retry_after_s is None else [(b"retry-after", b"%d" % max(1, round(retry_after_s)))]
         self.respond_error(
-            RequestError(message, param=None, code=code, status=status, type=error_type(status)), headers
+            RequestError(message, param=PARAMS.get(code), code=code, status=status, type=error_type(status)), headers
         )
 
     # For the server -----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import resource
 import signal
 import ssl
 import sys
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -24,7 +25,8 @@ from router.admin import Admin
 from router.config import CoreConfig
 from router.core import RouterCore
 from router.discovery import Prober, WorkerFlag
-from router.fleet import EventFeed, FleetConfig, Workers
+from router.feed import IndexFeed
+from router.fleet import FleetConfig, Workers
 from router.http_request import Request
 from router.http_server import ClientConnection
 from router.index import make_index
@@ -55,6 +57,8 @@ class ProcessConfig:
     workers_file: Path | None = None
     tokenizer: str | None = None
     chat_template: str | None = None
+    bind_events: tuple[str, ...] = ()
+    """Addresses for publishers that connect instead of bind."""
     worker_api_key: str | None = None
     admin: tuple[str, int] | None = None
     """Address of the admin routes; None serves them to loopback on the main one."""
@@ -79,6 +83,7 @@ class RouterProcess:
         """Raises OSError where an address cannot be had, ConfigError for a bad workers file."""
         config = self._config
         loop = asyncio.get_running_loop()
+        now = time.monotonic  # uvloop's own clock stands still within a turn of the loop
         raise_file_limit()
         executor = ThreadPoolExecutor(config.tokenize_threads, thread_name_prefix="tokenize")
         index = make_index(config.index)  # type: ignore[arg-type]
@@ -88,14 +93,19 @@ class RouterProcess:
         pool = UpstreamPool(connect_s_max=timeouts.connect_s)
         key = config.worker_api_key
         authorization = f"Bearer {key}".encode() if key is not None else None
-        proxy = Proxy(core, pool, metrics, now=loop.time, timeouts=timeouts, worker_authorization=authorization)
-        proxy.on_end.append(lambda exchange: count_end(core, metrics, exchange, loop.time()))
+        proxy = Proxy(core, pool, metrics, now=now, timeouts=timeouts, worker_authorization=authorization)
+        proxy.on_end.append(lambda exchange: count_end(core, metrics, exchange, now()))
         prompts = PromptReader(executor, override=config.tokenizer, chat_template=config.chat_template)
         headers = {"Authorization": f"Bearer {key}"} if key is not None else None
         async with contextlib.AsyncExitStack() as stack:
             session = await stack.enter_async_context(aiohttp.ClientSession())
-            feed = make_feed(core)
-            fleet = Workers(core, Prober(session, headers=headers), feed, prompts, proxy.perform, config.fleet)
+            feed = IndexFeed(index)
+            feed.start()
+            stack.callback(feed.close)
+            for endpoint in config.bind_events:
+                log.info("publishers may connect to %s", feed.bind(endpoint))
+            prober = Prober(session, headers=headers)
+            fleet = Workers(core, prober, feed, prompts, proxy.perform, config.fleet, now=now)
             stack.push_async_callback(fleet.close)
             proxy.on_worker_lost.append(feed.lost)
 
@@ -105,7 +115,7 @@ class RouterProcess:
                     fleet.suspect(decision.worker)
 
             proxy.on_failure.append(failed)
-            admin = Admin(core, fleet, prompts, metrics, now=loop.time, version=self._version)
+            admin = Admin(core, fleet, prompts, metrics, now=now, version=self._version)
             app = RouterApp(core, proxy, prompts, metrics, config.edge, admin, serves_admin=self._may_administer)
             listeners = [Listener(app, config.edge)]
             tls = tls_context(config.tls)
@@ -118,7 +128,7 @@ class RouterProcess:
             self._start_fleet(fleet)
             stack.callback(pool.close)
             stack.callback(executor.shutdown, wait=False, cancel_futures=True)
-            beat = loop.create_task(self._beat(core, proxy, pool, listeners))
+            beat = loop.create_task(self._beat(core, proxy, pool, feed, listeners))
             stack.callback(beat.cancel)
             self._announce(port)
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -138,14 +148,15 @@ class RouterProcess:
         if self._config.workers_file is not None:
             fleet.follow_file(self._config.workers_file)
 
-    async def _beat(self, core: RouterCore, proxy: Proxy, pool: UpstreamPool, listeners: Iterable[Listener]) -> None:
+    async def _beat(
+        self, core: RouterCore, proxy: Proxy, pool: UpstreamPool, feed: IndexFeed, listeners: Iterable[Listener]
+    ) -> None:
         """The core's clock, every timeout, idle connections."""
-        loop = asyncio.get_running_loop()
         sweep_s = self._config.edge.timeouts.sweep_s
         swept_s = 0.0
         while True:
             await asyncio.sleep(TICK_S)
-            now = loop.time()
+            now = time.monotonic()
             due = core.next_tick()
             if due is not None and due <= now:
                 proxy.perform(core.tick(now))
@@ -155,6 +166,8 @@ class RouterProcess:
                 pool.close_idle(now)
                 for listener in listeners:
                     listener.sweep(now)
+                for worker_id in core.workers:
+                    core.watchdog.events(worker_id, feed.stored_blocks(worker_id))
 
     def _may_administer(self, connection: ClientConnection, request: Request) -> bool:
         """On the main address: nobody where there is an admin address, else who comes from this very machine.
@@ -181,38 +194,19 @@ class RouterProcess:
 
     async def _drain(self, listeners: list[Listener], proxy: Proxy) -> None:
         """No new requests; those in flight have `shutdown_s` to end."""
-        loop = asyncio.get_running_loop()
         for listener in listeners:
             listener.stop_listening()
-        deadline_s = loop.time() + self._config.edge.shutdown_s
+        deadline_s = time.monotonic() + self._config.edge.shutdown_s
         if proxy.exchanges:
             log.info("shutting down: %d requests in flight", len(proxy.exchanges))
         while any(not connection.idle for one in listeners for connection in one.connections):
-            if loop.time() > deadline_s:
+            if time.monotonic() > deadline_s:
                 log.warning("%d requests were not done in time and are cut off", len(proxy.exchanges))
                 break
             await asyncio.sleep(0.02)
         for listener in listeners:
             listener.abort()
         await asyncio.sleep(0)
-
-
-class NoFeed:
-    """Stands in while events are off: caches are known by what was sent."""
-
-    def follow(self, *_: object) -> None: ...
-
-    def forget(self, worker_id: str) -> None: ...
-
-    def lost(self, worker_id: str) -> None: ...
-
-    def details(self, worker_id: str) -> dict[str, object]:
-        return {}
-
-
-def make_feed(core: RouterCore) -> EventFeed:
-    """The listener to the workers' events."""
-    return NoFeed()
 
 
 def count_end(core: RouterCore, metrics: Metrics, exchange: Exchange, now: float) -> None:

@@ -222,14 +222,13 @@ class Listener:
 
     async def start(self, host: str, port: int, tls: ssl.SSLContext | None, *, reuse_port: bool = False) -> int:
         """Listen; returns the port. Raises OSError."""
-        loop = asyncio.get_running_loop()
 
         def connected() -> asyncio.Protocol:
             if len(self.connections) >= self._config.connections_max:
                 return _Full()
-            return ClientConnection(self._app, self.connections, loop)
+            return ClientConnection(self._app, self.connections)
 
-        self._server = await loop.create_server(
+        self._server = await asyncio.get_running_loop().create_server(
             connected, host, port, ssl=tls, backlog=2048, reuse_port=reuse_port or None
         )
         return int(self._server.sockets[0].getsockname()[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -76,10 +77,10 @@ class NoFleet:
         raise ValueError("url: missing")
 
     async def remove(self, worker_id: str) -> None:
-        self._core.remove_worker(worker_id, asyncio.get_running_loop().time())
+        self._core.remove_worker(worker_id, time.monotonic())
 
     async def drain(self, worker_id: str, *, on: bool) -> None:
-        self._core.drain(worker_id, asyncio.get_running_loop().time(), on=on)
+        self._core.drain(worker_id, time.monotonic(), on=on)
 
     def details(self, worker_id: str) -> dict[str, Any]:
         return {}
@@ -192,12 +193,11 @@ class Edge:
         allowed: bool = True,
         **edge: Any,
     ) -> None:
-        loop = asyncio.get_running_loop()
         self.timeouts = timeouts or Timeouts()
         self.core = RouterCore(self.index, CoreConfig.parse({"policy": policy, "pin_grace_s": 0.0, **(core or {})}))
         self.pool = UpstreamPool(connect_s_max=self.timeouts.connect_s)
         self.metrics = Metrics()
-        self.proxy = Proxy(self.core, self.pool, self.metrics, now=loop.time, timeouts=self.timeouts)
+        self.proxy = Proxy(self.core, self.pool, self.metrics, now=time.monotonic, timeouts=self.timeouts)
         self.executor = ThreadPoolExecutor(1)
         self.prompts = PromptReader(self.executor)
         config = EdgeConfig(
@@ -206,7 +206,7 @@ class Edge:
             client_timeouts=client_timeouts or ClientTimeouts(),
             **edge,
         )
-        admin = Admin(self.core, NoFleet(self.core), self.prompts, self.metrics, now=loop.time, version="test")
+        admin = Admin(self.core, NoFleet(self.core), self.prompts, self.metrics, now=time.monotonic, version="test")
         self.app = RouterApp(
             self.core, self.proxy, self.prompts, self.metrics, config, admin, serves_admin=lambda c, r: allowed
         )
@@ -215,12 +215,11 @@ class Edge:
         self._tasks.append(asyncio.create_task(self._tick()))
 
     async def _tick(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(0.02)
-            self.proxy.sweep(loop.time())
-            self.listener.sweep(loop.time())
-            self.proxy.perform(self.core.tick(loop.time()))
+            self.proxy.sweep(time.monotonic())
+            self.listener.sweep(time.monotonic())
+            self.proxy.perform(self.core.tick(time.monotonic()))
             self.core.check_invariants()
 
     async def worker(self, script: Script, name: str | None = None, port: int | None = None) -> Upstream:
@@ -233,9 +232,7 @@ class Edge:
             upstream.port = port
         worker_id = name or f"w{len(self.core.workers)}"
         models = (ServedModel("tiny", "tiny", max_model_len=4096),)
-        self.core.add_worker(
-            WorkerSpec(worker_id, f"http://127.0.0.1:{upstream.port}", models), asyncio.get_running_loop().time()
-        )
+        self.core.add_worker(WorkerSpec(worker_id, f"http://127.0.0.1:{upstream.port}", models), time.monotonic())
         return upstream
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

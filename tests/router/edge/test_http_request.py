@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\n"
 def feed(data: bytes, limits: HttpLimits | None = None, cuts: list[int] | None = None) -> list[Request]:
     parser = RequestParser(limits or HttpLimits())
     edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts or []), len(data)]
-    for start, end in zip(edges, edges[1:]):
+    for start, end in itertools.pairwise(edges):
         if end > start:
             parser.feed(data[start:end])
     found = []
@@ -61,7 +63,8 @@ SMUGGLING = {
     "HTTP/2's preface": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "a tunnel": b"CONNECT a:1 HTTP/1.1\r\nHost: x\r\n\r\n",
     "a TLS hello": bytes.fromhex("16030100c8010000c4030300"),
-    "a chunked body behind an upgrade": HEAD + b"Connection: upgrade\r\nUpgrade: h2c\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "a chunked body behind an upgrade": HEAD
+    + b"Connection: upgrade\r\nUpgrade: h2c\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
 }
 
 
