@@ -200,7 +200,7 @@ def describe_cache(config: EngineConfig) -> str:
     for index, group in enumerate(spec.groups):
         window = "" if group.sliding_window is None else f", window {group.sliding_window}"
         lines.append(
-            f"  group {index}: {group.kind}{window}, {len(group.layers)} layers, blocks of {spec.block_size} tokens and "
+            f"  group {index}: {group.kind}{window}, {len(group.layers)} layers, blocks of {spec.block_size} tokens = "
             f"{spec.block_bytes(index)} bytes, {spec.blocks_per_unit(index)} a unit"
         )
     if spec.state is not None:

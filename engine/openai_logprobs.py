@@ -40,7 +40,7 @@ class LogprobFormatter:
     def completion(
         self, positions: Sequence[TokenLogprobs | None], ids: Sequence[int], offset: int
     ) -> CompletionLogprobs:
-        """`ids[i]` is the token of `positions[i]`; the first of a prompt has no logprob. `offset`: of the first text."""
+        """`ids[i]` is the token of `positions[i]`; a prompt's first has no logprob. `offset`: of the first text."""
         offsets: list[int] = []
         token_logprobs: list[float | None] = []
         tokens: list[str] = []

@@ -8,13 +8,13 @@ ends with status 1.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -150,7 +150,8 @@ class Server:
 
     async def _serve(self, client: EngineClient, listener: socket.socket) -> int:
         ready = asyncio.ensure_future(client.ready())
-        await asyncio.wait({ready, self._stop}, return_when=asyncio.FIRST_COMPLETED)
+        waits: list[asyncio.Future[Any]] = [ready, self._stop]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
             ready.cancel()
             return 0  # told to stop while loading
@@ -256,8 +257,9 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     async def main() -> int:
         return await Server(engine_config, config).run()
 
-    with contextlib.suppress(ImportError):
+    try:
         import uvloop
-
-        return uvloop.run(main())
-    return asyncio.run(main())
+    except ImportError:
+        return asyncio.run(main())
+    status: int = uvloop.run(main())
+    return status

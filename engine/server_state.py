@@ -61,7 +61,8 @@ class ServerState:
             return
         scheme, _, given = (authorization or "").partition(" ")
         token = given.strip().encode() if scheme.lower() == "bearer" else b""
-        if not any([hmac.compare_digest(token, key) for key in self._api_keys]):
+        matches = [hmac.compare_digest(token, key) for key in self._api_keys]  # all, so that time tells nothing
+        if not any(matches):
             raise RequestError(
                 "Incorrect or missing API key: expected the header Authorization: Bearer KEY",
                 param=None,
