@@ -1,0 +1,296 @@
+"""The worker streams' way into the index: what each stream says is applied, in order, to its holder.
+
+Owns the mapping stream -> holder and the counters of each stream; events/feed.py owns the sockets, the thread and the
+healing. The handler runs on the feed's thread, everything else on the caller's; one lock keeps a stream that was
+forgotten from writing into a holder that is gone. A stream id is never used twice, so what was still on its way when
+its stream was replaced is dropped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from events.feed import EventFeed, StreamSource
+from events.instructions import Apply, Clear, Gap, Instruction, Malformed, Origin, Restarted
+from events.sources import EventSource
+from events.stream import StreamConfig, StreamState
+from router.view import HolderId, PrefixIndex
+
+log = logging.getLogger("router")
+
+MALFORMED_KEPT = 3
+"""Messages about malformed events kept for `/workers`; all are counted, the first is logged."""
+
+
+@dataclass(slots=True)
+class StreamCounters:
+    """What one stream brought since it was first followed; sums go on over reconnects and restarts."""
+
+    batches: int = 0
+    bytes: int = 0
+    stored: int = 0
+    removed: int = 0
+    cleared: int = 0
+    parked: int = 0
+    unknown_removals: int = 0
+    unknown_events: int = 0
+    malformed: int = 0
+    gaps: int = 0
+    restarts: int = 0
+    snapshots: int = 0
+    replayed: int = 0
+
+
+@dataclass(slots=True)
+class _Stream:
+    worker_id: str
+    rank: int
+    source: EventSource
+    holder: HolderId
+    stream_id: str
+    counters: StreamCounters
+    up: bool = False
+    last_seq: int | None = None
+    last_event_s: float | None = None
+    """Wall clock of the last live batch's arrival."""
+    topic: str = ""
+    problems: list[str] = field(default_factory=list)
+
+
+class IndexFeed:
+    """Follows the streams of any number of workers into an index."""
+
+    def __init__(self, index: PrefixIndex, *, hwm: int = 100_000) -> None:
+        self._index = index
+        self._lock = threading.Lock()
+        self._streams: dict[str, _Stream] = {}
+        """stream id -> stream."""
+        self._workers: dict[str, list[_Stream]] = {}
+        self._counters: dict[tuple[str, int], StreamCounters] = {}
+        """(worker, rank) -> counters, kept while the worker is followed."""
+        self._generation = itertools.count()
+        self._feed = EventFeed(self, hwm=hwm)
+
+    # The caller's thread -------------------------------------------------------------------------------------------
+    def start(self) -> None:
+        self._feed.start()
+
+    def close(self) -> None:
+        self._feed.close()
+
+    def bind(self, endpoint: str) -> str:
+        """Listen for publishers that connect to us; each is known by its topic. Returns the bound address.
+
+        A topic belongs to the followed stream whose source names it, or, in the form `kv@HOST...`, to the worker of
+        that host or id. Raises zmq.ZMQError where the endpoint cannot be bound.
+        """
+        return self._feed.bind(endpoint, self._accept)
+
+    def follow(self, worker_id: str, sources: Sequence[EventSource], holders: Sequence[HolderId]) -> None:
+        """Listen to `sources[rank]` for `holders[rank]`, instead of what was followed before. Without a change of
+        address or holder only the epochs are passed on."""
+        known = self._workers.get(worker_id, [])
+        wanted = list(zip(sources, holders))
+        if len(known) == len(wanted) and all(_same(s, source, h) for s, (source, h) in zip(known, wanted)):
+            for stream, (source, _) in zip(known, wanted):
+                stream.source = source
+                self._declare(stream)
+                if source.epoch is not None:
+                    self._feed.epoch(stream.stream_id, source.epoch)
+            return
+        self._drop(worker_id)
+        for stream in known:
+            self._clear(stream)  # the new stream starts from nothing and sends no Clear of its own
+        self._workers[worker_id] = [
+            self._add(worker_id, rank, source, holder) for rank, (source, holder) in enumerate(wanted)
+        ]
+
+    def forget(self, worker_id: str) -> None:
+        """Stop listening to a worker."""
+        self._drop(worker_id)
+        self._workers.pop(worker_id, None)
+        for key in [key for key in self._counters if key[0] == worker_id]:
+            del self._counters[key]
+
+    def lost(self, worker_id: str) -> None:
+        """The worker died: clear its entries, and start from a snapshot (or its ring) when its stream comes back."""
+        streams = self._workers.get(worker_id, [])
+        self._drop(worker_id)
+        for stream in streams:
+            self._clear(stream)
+        self._workers[worker_id] = [self._add(worker_id, s.rank, s.source, s.holder) for s in streams]
+
+    # Seeing --------------------------------------------------------------------------------------------------------
+    def stored_blocks(self, worker_id: str) -> int:
+        """Blocks the worker announced so far: what the drift watchdog wants to know."""
+        return sum(stream.counters.stored for stream in self._workers.get(worker_id, []))
+
+    def details(self, worker_id: str) -> dict[str, Any]:
+        """What is known of a worker's streams, for `/workers`."""
+        states = self._feed.states()
+        return {"streams": [self._row(s, states.get(s.stream_id)) for s in self._workers.get(worker_id, [])]}
+
+    def totals(self) -> dict[str, dict[str, int]]:
+        """worker -> summed counters over its ranks, for `/metrics`."""
+        found: dict[str, dict[str, int]] = {}
+        for worker_id, streams in list(self._workers.items()):
+            sums = found.setdefault(worker_id, dict.fromkeys(StreamCounters.__slots__, 0))
+            for stream in streams:
+                for name in sums:
+                    sums[name] += getattr(stream.counters, name)
+        return found
+
+    def synced(self, worker_id: str) -> bool:
+        """Whether every stream of the worker is connected and has caught up."""
+        states = self._feed.states()
+        streams = self._workers.get(worker_id, [])
+        return bool(streams) and all(
+            s.up and (state := states.get(s.stream_id)) is not None and state.phase.value == "live" for s in streams
+        )
+
+    def _row(self, stream: _Stream, state: StreamState | None) -> dict[str, Any]:
+        try:
+            groups = self._index.groups(stream.holder)
+        except KeyError:
+            groups = []
+        return {
+            "rank": stream.rank,
+            "endpoint": stream.source.endpoint,
+            "replay_endpoint": stream.source.replay_endpoint,
+            "topic": stream.topic,
+            "epoch": stream.source.epoch,
+            "up": stream.up,
+            "phase": state.phase.value if state is not None else "down",
+            "last_seq": stream.last_seq,
+            "last_event_s": stream.last_event_s,
+            **{name: getattr(stream.counters, name) for name in StreamCounters.__slots__},
+            "problems": list(stream.problems),
+            "groups": groups,
+        }
+
+    # Changing what is followed -------------------------------------------------------------------------------------
+    def _add(self, worker_id: str, rank: int, source: EventSource, holder: HolderId) -> _Stream:
+        stream_id = f"{worker_id}#{rank}@{next(self._generation)}"
+        counters = self._counters.setdefault((worker_id, rank), StreamCounters())
+        stream = _Stream(worker_id, rank, source, holder, stream_id, counters, topic=source.topic)
+        self._declare(stream)
+        with self._lock:
+            self._streams[stream_id] = stream
+        self._feed.add(_stream_source(stream))
+        if source.epoch is not None:
+            self._feed.epoch(stream_id, source.epoch)
+        return stream
+
+    def _declare(self, stream: _Stream) -> None:
+        if stream.source.groups:
+            self._index.declare_groups(stream.holder, [msgspec.structs.asdict(g) for g in stream.source.groups])
+
+    def _drop(self, worker_id: str) -> None:
+        for stream in self._workers.get(worker_id, []):
+            self._feed.remove(stream.stream_id)
+            with self._lock:
+                self._streams.pop(stream.stream_id, None)
+
+    def _clear(self, stream: _Stream) -> None:
+        try:
+            self._index.clear(stream.holder)
+        except KeyError:
+            log.debug("holder of %s is gone already", stream.stream_id)
+
+    def _accept(self, topic: str) -> StreamSource | None:
+        """The stream of a publisher that connected to us (feed's thread)."""
+        with self._lock:
+            streams = list(self._streams.values())
+        names = topic.split("@")[1:2]
+        for stream in streams:
+            host = stream.worker_id.rpartition(":")[0]
+            if stream.source.topic == topic or (names and names[0] in (stream.worker_id, host)):
+                stream.topic = topic
+                return _stream_source(stream)
+        return None
+
+    # The feed's thread ---------------------------------------------------------------------------------------------
+    def connection(self, stream_id: str, up: bool) -> None:
+        stream = self._streams.get(stream_id)
+        if stream is not None:
+            stream.up = up
+
+    def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> None:
+        """Apply one instruction of a stream."""
+        with self._lock:
+            stream = self._streams.get(stream_id)
+            if stream is None:
+                return
+            counters = stream.counters
+            if isinstance(instruction, Apply):
+                self._apply(stream, instruction)
+            elif isinstance(instruction, Clear):
+                self._clear(stream)
+            elif isinstance(instruction, Gap):
+                counters.gaps += 1
+            elif isinstance(instruction, Restarted):
+                counters.restarts += 1
+                log.info("worker %s rank %d restarted: %s", stream.worker_id, stream.rank, instruction.reason)
+            elif isinstance(instruction, Malformed):
+                self._malformed(stream, instruction.reason)
+
+    def _apply(self, stream: _Stream, apply: Apply) -> None:
+        counters = stream.counters
+        try:
+            report = self._index.ingest(stream.holder, apply.payload)
+        except KeyError:
+            return  # the worker was removed and its stream is about to be
+        counters.batches += 1
+        counters.bytes += len(apply.payload)
+        counters.stored += report.stored
+        counters.removed += report.removed
+        counters.cleared += report.cleared
+        counters.parked += report.parked
+        counters.unknown_removals += report.unknown_removals
+        counters.unknown_events += report.unknown_events
+        for reason in report.malformed:
+            self._malformed(stream, reason)
+        if apply.origin is Origin.LIVE:
+            stream.last_event_s = time.time()
+        elif apply.origin is Origin.REPLAY:
+            counters.replayed += 1
+        else:
+            counters.snapshots += 1
+        if apply.seq is not None:
+            stream.last_seq = apply.seq
+
+    def _malformed(self, stream: _Stream, reason: str) -> None:
+        if stream.counters.malformed == 0:
+            log.warning("worker %s rank %d: malformed event skipped: %s", stream.worker_id, stream.rank, reason)
+        stream.counters.malformed += 1
+        if len(stream.problems) < MALFORMED_KEPT:
+            stream.problems.append(reason)
+
+
+def _same(stream: _Stream, source: EventSource, holder: HolderId) -> bool:
+    old = stream.source
+    return (old.endpoint, old.replay_endpoint, old.topic, stream.holder) == (
+        source.endpoint,
+        source.replay_endpoint,
+        source.topic,
+        holder,
+    )
+
+
+def _stream_source(stream: _Stream) -> StreamSource:
+    source = stream.source
+    return StreamSource(
+        stream_id=stream.stream_id,
+        endpoint=source.endpoint,
+        replay_endpoint=source.replay_endpoint,
+        topic=source.topic or None,
+        config=StreamConfig(),
+    )

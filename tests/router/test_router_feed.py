@@ -1,0 +1,171 @@
+"""Real publishers, real sockets, a real index: what a worker announces is what the router predicts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from events.config import KVEventsConfig
+from events.publisher import EventPublisher
+from events.sources import EventSource, resolve_endpoint
+from events.types import BlockRemoved, BlockStored, Event
+from router.feed import IndexFeed
+from router.index import ReferenceIndex
+from router.view import HolderId, Scope
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        time.sleep(0.01)
+
+
+def publisher(endpoint: str = "tcp://*:*", replay: str | None = "tcp://*:*") -> EventPublisher:
+    return EventPublisher(KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint, replay_endpoint=replay))
+
+
+def source_of(pub: EventPublisher) -> EventSource:
+    source = pub.source()
+    return EventSource(
+        endpoint=resolve_endpoint(source.endpoint, "127.0.0.1"),
+        replay_endpoint=source.replay_endpoint and resolve_endpoint(source.replay_endpoint, "127.0.0.1"),
+        epoch=source.epoch,
+        snapshot=source.snapshot,
+    )
+
+
+def stored(first: int, count: int, size: int = 4) -> list[Event]:
+    """Blocks `first`.. of the prompt 0, 1, 2 ..., named by their number + 1."""
+    names = [first + i + 1 for i in range(count)]
+    tokens = list(range(first * size, (first + count) * size))
+    return [BlockStored(names, first or None, tokens, size, None, "GPU", None)]
+
+
+@pytest.fixture
+def index() -> ReferenceIndex:
+    return ReferenceIndex(1)
+
+
+@pytest.fixture
+def feed(index: ReferenceIndex) -> Iterator[IndexFeed]:
+    feed = IndexFeed(index)
+    feed.start()
+    yield feed
+    feed.close()
+    index.check_invariants()
+
+
+def cached(index: ReferenceIndex, holder: HolderId) -> int:
+    return next((m.tokens for m in index.match(list(range(1000)), Scope("m")) if m.holder == holder), 0)
+
+
+def test_what_is_announced_before_and_after_joining_is_known(index: ReferenceIndex, feed: IndexFeed) -> None:
+    pub = publisher()
+    pub.publish(stored(0, 3))
+    holder = index.add_holder("a", "m")
+    feed.follow("a", [source_of(pub)], [holder])
+    until(lambda: cached(index, holder) == 12, "the snapshot is applied")
+    until(lambda: feed.synced("a"), "synced")
+    pub.publish(stored(3, 2))
+    until(lambda: cached(index, holder) == 20, "a live batch is applied")
+    pub.publish([BlockRemoved([5], "GPU")])
+    until(lambda: cached(index, holder) == 16, "a removal is applied")
+    (row,) = feed.details("a")["streams"]
+    assert row["up"]
+    assert row["phase"] == "live"
+    assert feed.stored_blocks("a") == 5
+    assert feed.totals()["a"]["removed"] == 1
+    pub.close()
+
+
+def test_a_restart_on_the_same_address_forgets_the_old_life(index: ReferenceIndex, feed: IndexFeed) -> None:
+    pub = publisher()
+    source = source_of(pub)
+    holder = index.add_holder("a", "m")
+    feed.follow("a", [source], [holder])
+    pub.publish(stored(0, 5))
+    until(lambda: cached(index, holder) == 20, "the first life")
+    pub.close()
+    assert source.replay_endpoint is not None
+    again = publisher(*(address.replace("127.0.0.1", "*") for address in (source.endpoint, source.replay_endpoint)))
+    again.publish(stored(0, 2))
+    until(lambda: cached(index, holder) == 8, "the second life")
+    assert feed.totals()["a"]["restarts"] >= 1
+    again.close()
+
+
+def test_a_lost_worker_leaves_the_index_and_comes_back(index: ReferenceIndex, feed: IndexFeed) -> None:
+    pub = publisher()
+    holder = index.add_holder("a", "m")
+    feed.follow("a", [source_of(pub)], [holder])
+    pub.publish(stored(0, 5))
+    until(lambda: cached(index, holder) == 20, "announced")
+    feed.lost("a")
+    until(lambda: cached(index, holder) == 20, "it was alive after all: the snapshot brings it back")
+    pub.close()
+    until(lambda: not feed.details("a")["streams"][0]["up"], "its end is seen")
+    feed.lost("a")
+    assert cached(index, holder) == 0
+
+
+def test_a_forgotten_worker_writes_nothing_more(index: ReferenceIndex, feed: IndexFeed) -> None:
+    pub = publisher()
+    holder = index.add_holder("a", "m")
+    feed.follow("a", [source_of(pub)], [holder])
+    pub.publish(stored(0, 1))
+    until(lambda: cached(index, holder) == 4, "announced")
+    feed.forget("a")
+    index.remove_holder(holder)
+    pub.publish(stored(1, 1))
+    time.sleep(0.1)
+    assert feed.details("a") == {"streams": []}
+    pub.close()
+
+
+def test_following_again_without_a_change_keeps_the_stream(index: ReferenceIndex, feed: IndexFeed) -> None:
+    pub = publisher()
+    holder = index.add_holder("a", "m")
+    feed.follow("a", [source_of(pub)], [holder])
+    pub.publish(stored(0, 2))
+    until(lambda: cached(index, holder) == 8, "announced")
+    feed.follow("a", [source_of(pub)], [holder])
+    assert feed.totals()["a"]["batches"] >= 1
+    assert cached(index, holder) == 8
+    other = publisher()
+    feed.follow("a", [source_of(other)], [holder])
+    other.publish(stored(0, 1))
+    until(lambda: cached(index, holder) == 4, "another address: what the old stream said is replaced")
+    pub.close()
+    other.close()
+
+
+def test_a_publisher_that_connects_is_known_by_its_topic(index: ReferenceIndex, feed: IndexFeed) -> None:
+    address = feed.bind("tcp://127.0.0.1:*")
+    holder = index.add_holder("h:8000", "m")
+    feed.follow("h:8000", [EventSource(endpoint="tcp://127.0.0.1:1", topic="kv@h:8000@m")], [holder])
+    pub = EventPublisher(KVEventsConfig(enable_kv_cache_events=True, endpoint=address, topic="kv@h:8000@m"))
+    end = time.monotonic() + 10
+    count = 0
+    while cached(index, holder) == 0:
+        assert time.monotonic() < end
+        pub.publish(stored(0, 2))
+        count += 1
+        time.sleep(0.05)
+    assert cached(index, holder) == 8
+    pub.close()
+
+
+def test_what_cannot_be_read_is_counted_and_shown(index: ReferenceIndex, feed: IndexFeed) -> None:
+    from events.instructions import Apply, Malformed, Origin
+
+    holder = index.add_holder("a", "m")
+    feed.follow("a", [EventSource(endpoint="tcp://127.0.0.1:1")], [holder])
+    stream_id = next(iter(feed._streams))
+    feed.handle(stream_id, Apply(0, b"\xc1nonsense", Origin.LIVE), b"")
+    feed.handle(stream_id, Malformed("a frame of two parts"), b"")
+    (row,) = feed.details("a")["streams"]
+    assert row["malformed"] == 2
+    assert len(row["problems"]) == 2
