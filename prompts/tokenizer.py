@@ -2,7 +2,8 @@
 
 Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json, the chat template's files and the eos ids of
 generation_config.json and config.json. Needs neither torch nor transformers, so a router can run it; ids equal those
-of transformers' `PreTrainedTokenizerFast` on the same files. Thread-safe; encoding releases the GIL.
+of transformers' `PreTrainedTokenizerFast` on the same files (so bos and eos come from tokenizer.json's post-processor,
+and a config's `add_bos_token` means nothing beside it). Thread-safe; encoding releases the GIL.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
 from prompts.chat_template import ChatTemplate, ChatTemplateError
@@ -74,7 +75,6 @@ class Tokenizer:
         hf = _load_backend(folder)
         config = _read_json(folder / "tokenizer_config.json")
         named = _add_configured_tokens(hf, folder, config)
-        _set_bos_eos(hf, config, named)
         hf.no_truncation()
         hf.no_padding()
         try:
@@ -184,15 +184,22 @@ def _load_backend(folder: Path) -> HfTokenizer:
 
 def _read_json(file: Path) -> dict[str, Any]:
     """The file's object; an absent file is an empty one."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not file.is_file():
         return {}
-    except (ValueError, OSError) as error:
+    try:
+        value = json.loads(_read_text(file))
+    except ValueError as error:
         raise TokenizerError(f"{file}: {error}") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{file}: expected a JSON object")
     return value
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (ValueError, OSError) as error:
+        raise TokenizerError(f"{file}: {error}") from error
 
 
 def _token_text(value: Any) -> str | None:
@@ -219,8 +226,10 @@ def _add_configured_tokens(hf: HfTokenizer, folder: Path, config: dict[str, Any]
         sources.update(_read_json(folder / "special_tokens_map.json"))
     named = {name: text for name in _NAMED_TOKENS if (text := _token_text(sources.get(name))) is not None}
     known = {token.content for token in hf.get_added_tokens_decoder().values()}
+    if not all(key.isdigit() and _token_text(value) for key, value in decoder.items()):
+        raise TokenizerError(f"{folder}/tokenizer_config.json: added_tokens_decoder: expected ids with token objects")
     configured = [decoder[key] for key in sorted(decoder, key=int)]
-    wanted = [_added_token(value, special=False) for value in configured if _token_text(value)]
+    wanted = [_added_token(value, special=False) for value in configured]
     extra = sources.get("additional_special_tokens") or sources.get("extra_special_tokens") or []
     extra = list(extra.values()) if isinstance(extra, dict) else extra
     flags = {_token_text(value): value for value in configured}
@@ -235,21 +244,6 @@ def _add_configured_tokens(hf: HfTokenizer, folder: Path, config: dict[str, Any]
     return named
 
 
-def _set_bos_eos(hf: HfTokenizer, config: dict[str, Any], named: dict[str, str]) -> None:
-    """`add_bos_token` / `add_eos_token`, where the config has them, replace the file's post-processor."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    around: list[str] = []
-    for name in ("bos", "eos"):
-        wanted = config.get(f"add_{name}_token") and f"{name}_token" in named
-        around.append(named[f"{name}_token"] if wanted else "")
-    bos, eos = around
-    tokens = [(token, hf.token_to_id(token)) for token in around if token]
-    single = [f"{bos}:0"] * bool(bos) + ["$A:0"] + [f"{eos}:0"] * bool(eos)
-    pair = [*single, *([f"{bos}:1"] * bool(bos)), "$B:1", *([f"{eos}:1"] * bool(eos))]
-    hf.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=tokens)
-
-
 def _load_template(
     folder: Path, config: dict[str, Any], override: str | None, named: dict[str, str]
 ) -> ChatTemplate | None:
@@ -260,10 +254,10 @@ def _load_template(
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
     if files:
-        sources = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+        sources = {name: _read_text(file) for name, file in files.items()}
         return ChatTemplate(sources["default"] if list(sources) == ["default"] else sources, named)
     found = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(found, list):
+    if isinstance(found, list) and all(isinstance(item, dict) and {"name", "template"} <= set(item) for item in found):
         return ChatTemplate({item["name"]: item["template"] for item in found}, named)
     if found is None or isinstance(found, (str, dict)):
         return None if found is None else ChatTemplate(found, named)

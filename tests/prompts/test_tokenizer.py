@@ -1,0 +1,244 @@
+"""Loading checkpoints' tokenizers: ids equal to transformers', and one clear error for what cannot be loaded."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from prompts import ChatTemplate, RequestError, Tokenizer, TokenizerError, parse_chat, parse_completion
+
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{{ bos_token }}"
+TEXTS = [
+    "",
+    " ",
+    "Hello  world\n\n",
+    "<|im_start|>user\nDon't panic: 1234 ﬁn é<|im_end|>\n<|im_start|>assistant\n",
+    "text<|endoftext|><|endoftext|> 日本語 🙂 <think>x</think>",
+]
+
+
+@pytest.fixture
+def checkpoint(tmp_path, make_tokenizer):
+    """Write a checkpoint folder: `checkpoint(kind, config, **files)`."""
+
+    def write(kind="qwen", config=None, **files):
+        make_tokenizer(kind).save(str(tmp_path / "tokenizer.json"))
+        base = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+        files = {"tokenizer_config": base | (config or {}), **files}
+        for name, content in files.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+        return tmp_path
+
+    return write
+
+
+def same_ids(folder, texts=TEXTS):
+    ours, theirs = Tokenizer.load(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    for text in texts:
+        for special in (True, False):
+            want = theirs.encode(text, add_special_tokens=special)
+            assert ours.encode(text, add_special_tokens=special) == want, (text, special)
+            for skip in (True, False):
+                assert ours.decode(want, skip_special_tokens=skip) == theirs.decode(want, skip_special_tokens=skip)
+    return ours, theirs
+
+
+def test_every_kind_agrees_with_transformers(checkpoint, kind):
+    same_ids(checkpoint(kind))
+
+
+@pytest.mark.parametrize("flags", [{"add_bos_token": True}, {"add_bos_token": False, "add_eos_token": True}])
+@pytest.mark.parametrize("kind_", ["llama3", "metaspace_first", "word_piece"])
+def test_bos_comes_from_the_post_processor_alone(checkpoint, kind_, flags):
+    ours, _ = same_ids(checkpoint(kind_, {"bos_token": "<|endoftext|>", **flags}))
+    has_bos = kind_ == "llama3"
+    assert (ours.encode("x")[0] == ours.bos_token_id) == has_bos
+    assert (ours.completion_ids(parse_completion(b'{"prompt": "x"}'))[0][0] == ours.bos_token_id) == has_bos
+    bare = parse_completion(b'{"prompt": "x", "add_special_tokens": false}')
+    assert ours.bos_token_id not in ours.completion_ids(bare)[0]
+
+
+def test_tokens_that_only_the_config_names(checkpoint):
+    decoder = {
+        "9000": {"content": "<from_config>", "lstrip": False, "normalized": False, "rstrip": True, "special": True},
+        "9001": {"content": "<plain>", "lstrip": False, "normalized": False, "rstrip": False, "special": False},
+    }
+    folder = checkpoint(
+        config={"added_tokens_decoder": decoder, "pad_token": "<pad>", "additional_special_tokens": ["<extra>"]}
+    )
+    same_ids(folder, [*TEXTS, "a<from_config>  b<plain> c<pad><extra>d"])
+
+
+def test_special_tokens_map(checkpoint):
+    special = {"eos_token": {"content": "<stop>", "lstrip": True, "normalized": False, "rstrip": False}}
+    folder = checkpoint(config={"eos_token": None}, special_tokens_map=special | {"unk_token": "<unk>"})
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    ours, theirs = same_ids(folder, [*TEXTS, "a  <stop>b<unk>"])
+    assert ours.eos_token_ids == (theirs.eos_token_id,)
+
+
+@pytest.mark.parametrize("kind_", ["qwen", "llama3", "metaspace_first", "unigram", "word_piece", "phi_rstrip"])
+def test_chat_ids_equal_apply_chat_template(checkpoint, kind_):
+    config = {"bos_token": "<|endoftext|>", "add_bos_token": True, "chat_template": TEMPLATE}
+    folder = checkpoint(kind_, config)
+    ours, theirs = Tokenizer.load(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    messages = [{"role": r, "content": t} for r, t in zip(["system", "user", "assistant", "user", "tool"], TEXTS)]
+    for count in range(1, len(messages) + 1):
+        request = parse_chat(json.dumps({"messages": messages[:count]}).encode())
+        want = theirs.apply_chat_template(messages[:count], add_generation_prompt=True, return_dict=False)
+        assert ours.chat_ids(request) == want
+    with_special = parse_chat(json.dumps({"messages": messages, "add_special_tokens": True}).encode())
+    assert ours.chat_ids(with_special) == theirs.encode(ours.chat_text(with_special))
+    assert ours.cache_stats().hits > 0
+
+
+def test_where_the_chat_template_comes_from(checkpoint, tmp_path):
+    named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+    folder = checkpoint(config={"chat_template": named}, chat_template={"chat_template": "from chat_template.json"})
+    chat = [{"role": "user", "content": "x"}]
+    assert Tokenizer.load(folder).chat_template.render(chat, tools=[]) == "T"
+    (folder / "chat_template.jinja").write_text("from jinja")
+    assert Tokenizer.load(folder).chat_template.render(chat) == "from jinja"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("R")
+    assert Tokenizer.load(folder).chat_template.render(chat, chat_template="rag") == "R"
+    assert PreTrainedTokenizerFast.from_pretrained(folder).get_chat_template("rag") == "R"
+    assert Tokenizer.load(folder, chat_template="{{ 1 }}").chat_template.render(chat) == "1"
+    (tmp_path / "mine.jinja").write_text("mine")
+    assert Tokenizer.load(folder, chat_template=str(tmp_path / "mine.jinja")).chat_template.render(chat) == "mine"
+    (folder / "chat_template.jinja").unlink()
+    (folder / "additional_chat_templates" / "rag.jinja").unlink()
+    checkpoint(chat_template={"chat_template": "from chat_template.json"})
+    assert Tokenizer.load(folder).chat_template.render(chat) == "from chat_template.json"
+
+
+def test_a_model_without_a_template_says_so(checkpoint):
+    tokenizer = Tokenizer.load(checkpoint())
+    with pytest.raises(RequestError, match="no chat template"):
+        tokenizer.chat_ids(parse_chat(b'{"messages": [{"role": "user", "content": "x"}]}'))
+
+
+def test_eos_ids_come_from_tokenizer_and_generation_config(checkpoint):
+    folder = checkpoint(generation_config={"eos_token_id": [3, 5]}, config_={})
+    own = Tokenizer.load(folder).eos_token_id
+    assert Tokenizer.load(folder).eos_token_ids == (own, 3, 5)
+    (folder / "generation_config.json").unlink()
+    (folder / "config.json").write_text('{"text_config": {"eos_token_id": 7}}')
+    assert Tokenizer.load(folder).eos_token_ids == (own, 7)
+
+
+def test_prompt_forms(checkpoint):
+    tokenizer = Tokenizer.load(checkpoint())
+    one, two = tokenizer.encode("one"), tokenizer.encode("two")
+
+    def ids(prompt):
+        return tokenizer.completion_ids(parse_completion(json.dumps({"prompt": prompt}).encode()))
+
+    assert ids("one") == [one]
+    assert ids(["one", "two"]) == [one, two]
+    assert ids([5, 6]) == [[5, 6]]
+    assert ids([[5], [6, 7]]) == [[5], [6, 7]]
+    with pytest.raises(RequestError, match=r"prompt\[1\]: got \d+, expected a token id in"):
+        ids([1, tokenizer.vocab_size])
+    with pytest.raises(RequestError, match=r"prompt\[1\]\[0\]"):
+        ids([[1], [10**6]])
+
+
+def test_lookups_and_decoding(checkpoint):
+    tokenizer = Tokenizer.load(checkpoint())
+    assert tokenizer.id_to_token(tokenizer.token_to_id("<think>")) == "<think>"
+    assert tokenizer.id_to_token(10**6) is None
+    assert tokenizer.token_to_id("<think>") == tokenizer.vocab_size - 3
+    assert tokenizer.token_to_id("<think>") not in tokenizer.special_ids
+    assert tokenizer.eos_token_id in tokenizer.special_ids
+    assert tokenizer.decode(tokenizer.encode("a🙂")[:-1]).endswith("\ufffd")
+    assert tokenizer.decode([10**6]) == ""
+
+
+def test_truncation_and_padding_in_the_file_are_off(checkpoint, make_tokenizer):
+    folder = checkpoint()
+    tok = make_tokenizer("qwen")
+    tok.enable_truncation(4)
+    tok.enable_padding(length=8)
+    tok.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.load(folder)
+    assert len(tokenizer.encode("a b c d e f g h i j")) > 8
+    assert len(tokenizer.encode("a")) == 1
+    assert tokenizer.no_cache_reason is None
+
+
+def test_without_a_cache_ids_are_the_same(checkpoint):
+    folder = checkpoint()
+    plain = Tokenizer.load(folder, cache_bytes=0)
+    assert plain.cache_stats() is None
+    assert [plain.encode(t) for t in TEXTS] == [Tokenizer.load(folder).encode(t) for t in TEXTS]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "no tokenizer.json"),
+        ({"tokenizer.model": ""}, "tokenizer.model but no tokenizer.json"),
+        ({"x.gguf": ""}, "x.gguf but no tokenizer.json"),
+        ({"tokenizer.json": "{"}, "tokenizer.json: "),
+        ({"tokenizer.json": '{"model": {"type": "Nonesuch"}}'}, "tokenizer.json: "),
+        ({"tokenizer.json": None, "tokenizer_config.json": "[1]"}, "tokenizer_config.json: expected a JSON object"),
+        ({"tokenizer.json": None, "tokenizer_config.json": "{"}, "tokenizer_config.json: "),
+        ({"tokenizer.json": None, "tokenizer_config.json": '{"chat_template": "{% if %}"}'}, "chat template, line 1"),
+        ({"tokenizer.json": None, "tokenizer_config.json": '{"chat_template": 3}'}, "chat_template: got int"),
+        ({"tokenizer.json": None, "tokenizer_config.json": '{"chat_template": [{"name": "x"}]}'}, "chat_template"),
+        ({"tokenizer.json": None, "tokenizer_config.json": '{"added_tokens_decoder": {"x": 3}}'}, "added_tokens"),
+        ({"tokenizer.json": None, "chat_template.jinja": b"\xff"}, "chat_template.jinja"),
+        ({"tokenizer.json": None, "generation_config.json": "no"}, "generation_config.json"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_clear_error(tmp_path, make_tokenizer, files, message):
+    for name, content in files.items():
+        if content is None:
+            make_tokenizer("qwen").save(str(tmp_path / name))
+        else:
+            (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(TokenizerError) as raised:
+        Tokenizer.load(tmp_path)
+    assert message in str(raised.value)
+    assert str(tmp_path) in str(raised.value)
+
+
+def test_a_missing_folder_and_a_missing_template_file(checkpoint, tmp_path):
+    with pytest.raises(TokenizerError, match="no such folder"):
+        Tokenizer.load(tmp_path / "absent")
+    with pytest.raises(TokenizerError, match="neither a template nor a readable file"):
+        Tokenizer.load(checkpoint(), chat_template="absent.jinja")
+
+
+def test_a_lone_surrogate_is_the_clients_error(checkpoint):
+    tokenizer = Tokenizer.load(checkpoint())
+    with pytest.raises(RequestError, match="UTF-8"):
+        tokenizer.encode("a\ud800b")
+
+
+def test_encoding_releases_the_gil(checkpoint):
+    """Another thread runs Python while a long text is encoded."""
+    tokenizer = Tokenizer.load(checkpoint(), cache_bytes=0)
+    text = "The quick brown fox jumps over the lazy dog. " * 20_000
+    done, ticks = threading.Event(), []
+
+    def encode():
+        tokenizer.encode(text)
+        done.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    while not done.is_set():
+        ticks.append(None)
+        time.sleep(0)
+    thread.join()
+    assert len(ticks) > 100  # holding the GIL would allow a handful
+
+
+def test_template_object_is_reachable(checkpoint):
+    assert isinstance(Tokenizer.load(checkpoint(config={"chat_template": "x"})).chat_template, ChatTemplate)
