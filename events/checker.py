@@ -61,7 +61,7 @@ class StreamChecker:
 
     def _store(self, event: BlockStored, stored_elsewhere: list[tuple[GroupKey, BlockName]]) -> None:
         group: GroupKey = (event.group_idx or 0, event.medium)
-        self._story.append(f"stored {event.block_hashes} after {event.parent_block_hash} in group {group}")
+        self._story.append(f"stored {event.block_hashes} after {event.parent_block_hash!r} in group {group}")
         if event.block_size < 1 or len(event.token_ids) != len(event.block_hashes) * event.block_size:
             self._fail(
                 2,

@@ -37,6 +37,9 @@ class _Envelope(msgspec.Struct, array_like=True):
     data_parallel_rank: int | None = None
 
 
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError)
+"""What msgspec raises for foreign bytes: TypeError for a map whose keys cannot be hashed."""
+
 _BATCH_DECODER = msgspec.msgpack.Decoder(EventBatch)
 _ENVELOPE_DECODER = msgspec.msgpack.Decoder(_Envelope)
 
@@ -59,18 +62,18 @@ def decode_batch(payload: bytes) -> DecodedBatch:
     """
     try:
         return DecodedBatch(_BATCH_DECODER.decode(payload))
-    except (msgspec.MsgspecError, RecursionError):
+    except _UNREADABLE:
         pass  # not all events are well-formed maps of known types: read them one by one
     try:
         envelope = _ENVELOPE_DECODER.decode(payload)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise DecodeError(f"unreadable event batch of {len(payload)} bytes: {error}") from error
     batch = EventBatch(envelope.ts, [], envelope.data_parallel_rank)
     decoded = DecodedBatch(batch)
     for index, raw in enumerate(envelope.events):
         try:
             event = _decode_event(raw, decoded.unknown)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except _UNREADABLE as error:
             decoded.malformed.append(f"event {index}: {error}")
             continue
         if event is not None:

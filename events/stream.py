@@ -224,7 +224,9 @@ class StreamState:
         self._attempts += 1
         exhausted = self._attempts >= self.config.attempts_max
         if self.phase is Phase.REPAIR and self._tail_check:
-            return self._synced(now)
+            instructions = self._synced(now)
+            self._activity_at = now  # nobody confirmed the tail: check again after the next silence
+            return instructions
         if self.phase is Phase.REPAIR:
             return self._give_up(reason, now) if exhausted else self._repair(now)
         if self.phase is Phase.SNAPSHOT:

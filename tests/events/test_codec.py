@@ -1,0 +1,161 @@
+"""Reading foreign bytes: liberal with events, strict with envelopes, never an exception of another kind."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from events import AllBlocksCleared, BlockRemoved, BlockStored, DecodeError, EventBatch, decode_batch, encode_batch
+
+names = st.one_of(st.integers(0, 2**64 - 1), st.integers(-(2**63), -1), st.binary(min_size=32, max_size=32))
+texts = st.one_of(st.none(), st.text(max_size=5))
+keys = st.lists(st.one_of(st.none(), st.lists(st.text(max_size=4), min_size=1, max_size=2).map(tuple)), max_size=4)
+stored = st.builds(
+    BlockStored,
+    block_hashes=st.lists(names, max_size=4),
+    parent_block_hash=st.one_of(st.none(), names),
+    token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=8),
+    block_size=st.integers(1, 1024),
+    lora_id=st.one_of(st.none(), st.integers(0, 9)),
+    medium=texts,
+    lora_name=texts,
+    extra_keys=st.one_of(st.none(), keys),
+    group_idx=st.one_of(st.none(), st.integers(0, 5)),
+    kv_cache_spec_kind=texts,
+    kv_cache_spec_sliding_window=st.one_of(st.none(), st.integers(1, 4096)),
+)
+modern = st.builds(lambda event, session: msgspec.structs.replace(event, session_id=session), stored, texts)
+removed = st.builds(BlockRemoved, st.lists(names, max_size=4), texts, st.one_of(st.none(), st.integers(0, 5)))
+events = st.one_of(stored, removed, st.builds(AllBlocksCleared))
+batches = st.builds(
+    EventBatch, st.floats(0, 2e9), st.lists(events, max_size=5), st.one_of(st.none(), st.integers(0, 8))
+)
+
+
+@given(st.builds(EventBatch, st.floats(0, 2e9), st.lists(st.one_of(modern, removed), max_size=5)))
+def test_maps_round_trip(batch: EventBatch) -> None:
+    decoded = decode_batch(encode_batch(batch))
+    assert decoded.batch == batch
+    assert not decoded.malformed
+
+
+@given(batches)
+def test_legacy_arrays_round_trip(batch: EventBatch) -> None:
+    decoded = decode_batch(encode_batch(batch, legacy=True))
+    assert decoded.batch == batch
+    assert not decoded.malformed
+
+
+@given(batches, st.data())
+def test_maps_and_arrays_mix_in_one_batch(batch: EventBatch, data: st.DataObject) -> None:
+    mixed: list[Any] = []
+    for event in batch.events:
+        (array,) = msgspec.msgpack.decode(encode_batch(EventBatch(0.0, [event]), legacy=True))[1]
+        mixed.append(data.draw(st.sampled_from([event, array])))
+    assert decode_batch(msgspec.msgpack.encode([batch.ts, mixed, batch.data_parallel_rank])).batch == batch
+
+
+BAD: list[Any] = [
+    {"type": "BlockStored"},
+    {"type": "BlockStored", "block_hashes": ["x"], "token_ids": [], "block_size": 4},
+    {"type": "BlockStored", "block_hashes": [1], "token_ids": "abc", "block_size": 4},
+    ["BlockRemoved", 7],
+    ["BlockRemoved"],
+    {"no": "type"},
+    {"type": 7},
+    {"type": ["BlockStored"]},
+    [],
+    [["BlockStored"]],
+    None,
+    7,
+    "BlockStored",
+]
+
+
+@given(batches, st.lists(st.tuples(st.integers(0, 5), st.sampled_from(BAD)), max_size=4))
+def test_a_bad_event_never_costs_the_good_ones(batch: EventBatch, bad: list[tuple[int, Any]]) -> None:
+    mixed: list[Any] = list(batch.events)
+    for place, event in bad:
+        mixed.insert(place, event)
+    decoded = decode_batch(msgspec.msgpack.encode([batch.ts, mixed, batch.data_parallel_rank]))
+    assert decoded.batch == batch
+    assert len(decoded.malformed) == len(bad)
+
+
+def test_unknown_types_are_counted_and_unknown_fields_ignored() -> None:
+    event = {"type": "BlockRemoved", "block_hashes": [5], "medium": "GPU", "colour": "blue"}
+    array = ["BlockRemoved", [6], "GPU", 0, None, None, "from the future"]
+    payload = msgspec.msgpack.encode([1.5, [event, {"type": "BlockMoved"}, ["BlockMoved", 1], array], None, "more"])
+    decoded = decode_batch(payload)
+    assert decoded.batch.events == [BlockRemoved([5], "GPU"), BlockRemoved([6], "GPU", 0)]
+    assert decoded.unknown == {"BlockMoved": 2}
+    assert not decoded.malformed
+
+
+def test_absent_fields_of_old_engines() -> None:
+    payload = msgspec.msgpack.encode([1, [["BlockStored", [-5], None, [1, 2], 2, None], ["BlockRemoved", [-5]]]])
+    assert decode_batch(payload).batch.events == [
+        BlockStored([-5], None, [1, 2], 2, None, None, None),
+        BlockRemoved([-5], None),
+    ]
+
+
+def test_sglang_dialect() -> None:
+    """An event-level salt, and (token, next token) pairs under EAGLE."""
+    event = {
+        "type": "BlockStored",
+        "block_hashes": [-7],
+        "parent_block_hash": None,
+        "token_ids": [[1, 2], [2, 3]],
+        "block_size": 2,
+        "lora_id": None,
+        "cache_salt": "s",
+    }
+    (read,) = decode_batch(msgspec.msgpack.encode([1.0, [event], 0])).batch.events
+    assert isinstance(read, BlockStored)
+    assert (read.token_ids, read.cache_salt) == ([1, 2], "s")
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"\xc1", b"\x93", msgspec.msgpack.encode({"ts": 1}), msgspec.msgpack.encode([1])]
+)
+def test_unreadable_envelopes_raise(payload: bytes) -> None:
+    with pytest.raises(DecodeError, match="unreadable event batch"):
+        decode_batch(payload)
+
+
+def test_truncated_payloads_raise_and_deep_ones_do_no_harm() -> None:
+    payload = encode_batch(EventBatch(1.0, [BlockRemoved([1, 2, 3], "GPU", 0)], 0))
+    for length in range(len(payload)):
+        with pytest.raises(DecodeError):
+            decode_batch(payload[:length])
+    deep = b"\x93" + b"\xcb" + b"\0" * 8 + b"\x91" + b"\x91" * 100_000 + b"\xc0" + b"\xc0"
+    with pytest.raises(DecodeError):
+        decode_batch(deep)
+
+
+@pytest.mark.parametrize("header", [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"])
+def test_a_header_that_promises_billions_costs_nothing(header: bytes) -> None:
+    good = msgspec.msgpack.encode(BlockRemoved([1], "GPU"))
+    for payload in (
+        b"\x93\xcb" + b"\0" * 8 + header,
+        b"\x93\xcb" + b"\0" * 8 + b"\x91" + header + good,
+        b"\x93\xcb" + b"\0" * 8 + b"\x91\x92\xacBlockRemoved" + header,
+    ):
+        with pytest.raises(DecodeError):
+            decode_batch(payload)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_mutated_payloads_raise_nothing_but_decode_error(data: st.DataObject) -> None:
+    payload = bytearray(encode_batch(data.draw(batches), legacy=data.draw(st.booleans())))
+    for _ in range(data.draw(st.integers(1, 4))):
+        payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(DecodeError):
+        decode_batch(bytes(payload))

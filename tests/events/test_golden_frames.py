@@ -1,0 +1,117 @@
+"""Every frame that real vLLM engines sent, read by our decoder and compared with the engines' own words."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from events import BlockStored, decode_batch, encode_batch
+from events.frames import END_SEQ, parse_live, parse_reply
+from events.types import EVENT_TYPES
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "vllm"
+CAPTURES = sorted(
+    path.relative_to(GOLDEN).as_posix()[: -len(".frames.jsonl.gz")] for path in GOLDEN.glob("*/*.frames.jsonl.gz")
+)
+
+
+def frames_of(capture: str) -> list[list[bytes]]:
+    with gzip.open(GOLDEN / f"{capture}.frames.jsonl.gz", "rt") as lines:
+        return [[bytes.fromhex(part) for part in json.loads(line)["frames"]] for line in lines]
+
+
+def story_of(capture: str) -> dict[str, Any]:
+    with gzip.open(GOLDEN / f"{capture}.json.gz", "rt") as text:
+        return json.load(text)  # type: ignore[no-any-return]
+
+
+def with_bytes(value: Any) -> Any:
+    """The captures write bytes as {"__bytes__": hex}."""
+    if isinstance(value, dict):
+        return (
+            bytes.fromhex(value["__bytes__"]) if "__bytes__" in value else {k: with_bytes(v) for k, v in value.items()}
+        )
+    return [with_bytes(item) for item in value] if isinstance(value, list) else value
+
+
+def as_fields(event: Any) -> dict[str, Any]:
+    """A recorded event, map or array, as {field: value} with the type first."""
+    if isinstance(event, dict):
+        return event
+    fields = EVENT_TYPES[event[0]].__struct_fields__
+    return {"type": event[0], **dict(zip(fields, event[1:]))}
+
+
+def test_there_are_captures_of_every_generation() -> None:
+    assert len(CAPTURES) == 26
+    assert {capture.split("/")[0] for capture in CAPTURES} >= {"classes-0.9.2", "classes-0.23.0", "server-0.32.0"}
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_every_frame_decodes_to_what_the_engine_meant(capture: str) -> None:
+    story, frames = story_of(capture), frames_of(capture)
+    assert len(frames) == len(story["batches"])
+    for raw, batch in zip(frames, story["batches"]):
+        frame = parse_live(raw)
+        assert (frame.topic.decode(), frame.seq) == (batch["topic"], batch["seq"])
+        decoded = decode_batch(frame.payload)
+        assert not decoded.malformed
+        assert not decoded.unknown
+        assert decoded.batch.data_parallel_rank == batch["dp_rank"]
+        assert len(decoded.batch.events) == len(batch["events"])
+        for event, recorded in zip(decoded.batch.events, batch["events"]):
+            expected = as_fields(with_bytes(recorded))
+            read = {"type": type(event).__name__, **msgspec.structs.asdict(event)}
+            if read.get("extra_keys"):
+                read["extra_keys"] = [keys and list(keys) for keys in read["extra_keys"]]
+            assert {name: read[name] for name in expected} == expected
+            assert all(value is None for name, value in read.items() if name not in expected)
+
+
+@pytest.mark.parametrize("capture", [c for c in CAPTURES if c.startswith(("classes-0.33.0", "classes-0.23.0"))])
+def test_what_we_write_is_byte_for_byte_what_vllm_writes(capture: str) -> None:
+    """0.33.0 is the reference for maps, 0.23.0 for legacy arrays."""
+    for raw in frames_of(capture):
+        payload = parse_live(raw).payload
+        assert encode_batch(decode_batch(payload).batch, legacy="0.23.0" in capture) == payload
+
+
+@pytest.mark.parametrize("capture", [c for c in CAPTURES if c.startswith("server")])
+def test_server_captures_survive_a_round_trip(capture: str) -> None:
+    for raw in frames_of(capture):
+        batch = decode_batch(parse_live(raw).payload).batch
+        again = decode_batch(encode_batch(batch))
+        assert not again.malformed
+        assert again.batch == batch
+
+
+def test_replay_replies_of_a_real_server_parse() -> None:
+    replies = story_of("server-0.32.0/replay")["replay"]
+    live = {frame.seq: frame.payload for frame in map(parse_live, frames_of("server-0.32.0/replay"))}
+    compared = 0
+    for exchange in replies:
+        for received in exchange["received"]:
+            reply = parse_reply([bytes.fromhex(part) for part in received["frames"]])
+            if reply.seq == END_SEQ:
+                assert reply.payload == b""
+            else:
+                compared += 1
+                assert live[reply.seq] == reply.payload
+    assert compared >= 5
+
+
+def test_full_attention_runs_tile_their_tokens() -> None:
+    """What the router relies on to spell a name: hash i belongs to tokens [i * size, (i + 1) * size)."""
+    runs = 0
+    for capture in CAPTURES:
+        for raw in frames_of(capture):
+            for event in decode_batch(parse_live(raw).payload).batch.events:
+                if isinstance(event, BlockStored) and event.kv_cache_spec_kind == "full_attention":
+                    runs += 1
+                    assert len(event.token_ids) == len(event.block_hashes) * event.block_size
+    assert runs > 100

@@ -1,0 +1,71 @@
+"""Golden vectors and properties of the block hash. A changed vector is a changed protocol."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from events import block_hash, block_hashes, hash_keys, wire_keys
+from events.hashing import ROOT
+
+tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+key_tuples = st.lists(st.text(max_size=4), max_size=2).map(tuple)
+
+GOLDEN: list[tuple[int | None, list[int], tuple[str, ...], int]] = [
+    (None, [], (), 0x420B93810F5005EF),
+    (None, list(range(16)), (), 0x42B30F8E54A81C4C),
+    (None, list(range(16)), ("salt:a",), 0x0CA8455234A988E5),
+    (7, [2**32 - 1], ("lora:x", "salt:é"), 0xE511CB3C0016902E),
+    (2**64 - 1, [151643, 0, 1, 2], (), 0x88A00135B4F0A5A9),
+]
+
+
+@pytest.mark.parametrize(("parent", "token_ids", "keys", "expected"), GOLDEN)
+def test_golden_vectors(parent: int | None, token_ids: list[int], keys: tuple[str, ...], expected: int) -> None:
+    assert block_hash(parent, token_ids, keys) == expected
+
+
+def test_the_root_is_pinned() -> None:
+    assert ROOT == 0x203505AC4341EA2C
+
+
+@given(tokens, st.integers(1, 7), key_tuples, key_tuples, st.one_of(st.none(), st.integers(0, 2**64 - 1)))
+def test_runs_equal_single_blocks(
+    token_ids: list[int], size: int, first: tuple[str, ...], other: tuple[str, ...], parent: int | None
+) -> None:
+    expected: list[int] = []
+    head = parent
+    for start in range(0, len(token_ids) - size + 1, size):
+        head = block_hash(head, token_ids[start : start + size], other if expected else first)
+        expected.append(head)
+    assert block_hashes(parent, token_ids, size, first, other) == expected
+    assert block_hashes(parent, array("I", token_ids), size, first, other) == expected
+
+
+@given(
+    st.lists(
+        st.tuples(st.one_of(st.none(), st.integers(0, 3)), st.lists(st.integers(0, 3), max_size=3), key_tuples),
+        max_size=20,
+    )
+)
+def test_different_inputs_have_different_names(inputs: list[tuple[int | None, list[int], tuple[str, ...]]]) -> None:
+    """Framing: tokens cannot pass for keys, nor two keys for one."""
+    distinct = {(parent, tuple(token_ids), keys) for parent, token_ids, keys in inputs}
+    assert len({block_hash(parent, token_ids, keys) for parent, token_ids, keys in distinct}) == len(distinct)
+
+
+@pytest.mark.parametrize("bad", [[-1], [2**32]])
+def test_token_ids_out_of_range(bad: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"\[0, 2\^32\)"):
+        block_hash(None, bad)
+
+
+def test_keys_of_a_request() -> None:
+    assert hash_keys("a", "b", first_block=True) == ("lora:a", "salt:b")
+    assert hash_keys("a", "b", first_block=False) == ("lora:a",)
+    assert hash_keys("a", None, True) != hash_keys(None, "a", True)
+    assert wire_keys("a", "b", first_block=True) == ("a", "b")
+    assert wire_keys(None, "b", first_block=False) is None
