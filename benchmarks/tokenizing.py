@@ -1,0 +1,130 @@
+"""What the segment cache saves: a long conversation plus one new turn, encoded in full and through the cache.
+
+    python benchmarks/tokenize.py [--tokens 30000] [--model DIR] [--json FILE]
+
+Every round adds a new turn that was never seen, so a round costs what a real next request costs: the whole text is cut,
+looked up and joined, and the new turn is encoded. Ids are compared in every round. Rendering the chat template is
+measured apart, because both ways pay it. Without --model, the built-in tokenizer is used.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import tokenizers
+
+from prompts import RoutingRequest, Tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+Message = dict[str, str]
+
+
+def conversation(tokenizer: Tokenizer, token_count: int) -> list[Message]:
+    """Turns of real text (this repository's sources), until their prompt has about `token_count` tokens."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("[!.]*/**/*.py")))
+    while len(text) < 10 * token_count:
+        text += text
+    messages = [{"role": "system", "content": "You answer questions about this code base."}]
+    at = used = 0
+    rng = random.Random(7)
+    while used < token_count:
+        role = "assistant" if messages[-1]["role"] == "user" else "user"
+        size = rng.randint(200, 1200) if role == "user" else rng.randint(800, 4000)
+        messages.append({"role": role, "content": text[at : at + size]})
+        used += len(tokenizer.encode(text[at : at + size], add_special_tokens=False))
+        at += size
+    return messages if messages[-1]["role"] == "assistant" else messages[:-1]
+
+
+def timed(function: Callable[[], list[int]]) -> tuple[float, list[int]]:
+    start = time.perf_counter()
+    value = function()
+    return time.perf_counter() - start, value
+
+
+def measure(cached: Tokenizer, plain: Tokenizer, token_count: int, rounds: int) -> dict[str, object]:
+    messages = conversation(plain, token_count)
+    full_s: list[float] = []
+    cached_s: list[float] = []
+    render_s: list[float] = []
+    identical = True
+    total = 0
+    for number in range(-2, rounds):  # two rounds to warm up; in them the conversation enters the cache
+        turn = {"role": "user", "content": f"Question {number + 2}: what if step {number * 37} were skipped?"}
+        request = RoutingRequest(kind="chat", messages=[*messages, turn])
+        start = time.perf_counter()
+        text = cached.chat_text(request)
+        render = time.perf_counter() - start
+        full, want = timed(lambda text=text: plain.encode(text, add_special_tokens=False))
+        fast, got = timed(lambda text=text: cached.encode(text, add_special_tokens=False))
+        identical = identical and want == got
+        total = len(want)
+        if number >= 0:
+            full_s.append(full)
+            cached_s.append(fast)
+            render_s.append(render)
+    return {
+        "tokens": total,
+        "characters": len(text),
+        "turns": len(messages) + 1,
+        "rounds": rounds,
+        "identical_ids": identical,
+        "full_ms": statistics.median(full_s) * 1e3,
+        "cached_ms": statistics.median(cached_s) * 1e3,
+        "cached_worst_ms": max(cached_s) * 1e3,
+        "render_ms": statistics.median(render_s) * 1e3,
+        "speedup": statistics.median(full_s) / statistics.median(cached_s),
+    }
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+@click.command()
+@click.option("--tokens", default=30_000, show_default=True, help="Length of the conversation.")
+@click.option("--rounds", default=30, show_default=True)
+@click.option("--model", type=click.Path(path_type=Path, exists=True), help="A checkpoint's folder.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures to this file.")
+def main(tokens: int, rounds: int, model: Path | None, json_file: Path | None) -> None:
+    """Time a full encode against the segment cache."""
+    with tempfile.TemporaryDirectory() as scratch:
+        if model is None:
+            from engine.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
+
+            write_tokenizer(Path(scratch), VOCAB_SIZE, max_position=2**20)
+        folder = model or Path(scratch)
+        cached, plain = Tokenizer.load(folder), Tokenizer.load(folder, cache_bytes=0)
+    if cached.no_cache_reason is not None:
+        raise click.ClickException(f"this tokenizer has no segment cache: {cached.no_cache_reason}")
+    result = measure(cached, plain, tokens, rounds)
+    machine = {
+        "cpu": cpu_name(),
+        "python": platform.python_version(),
+        "tokenizers": tokenizers.__version__,
+        "tokenizer": str(model) if model else f"built-in ({plain.vocab_size} ids)",
+    }
+    click.echo("  ".join(f"{key}: {value}" for key, value in machine.items()))
+    click.echo(f"{result['turns']} turns, {result['tokens']} tokens, medians of {rounds} rounds, one thread")
+    click.echo(f"full encode     {result['full_ms']:8.2f} ms")
+    ratio = f"{result['speedup']:.0f} x, worst {result['cached_worst_ms']:.2f} ms"
+    click.echo(f"segment cache   {result['cached_ms']:8.2f} ms   {ratio}")
+    click.echo(f"chat template   {result['render_ms']:8.2f} ms   (paid by both)")
+    click.echo(f"ids identical   {result['identical_ids']}")
+    if json_file is not None:
+        json_file.write_text(json.dumps({"machine": machine, **result}, indent=2), encoding="utf-8")
+    if not result["identical_ids"]:
+        sys.exit(1)
