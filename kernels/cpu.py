@@ -201,6 +201,25 @@ class CpuKernels(ReferenceKernels):
         gate, up = x.chunk(2, -1)
         return F.gelu(gate, approximate="tanh").mul_(up)
 
+    def experts(
+        self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Tokens are sorted by expert, so that each expert that is used runs once, on all its tokens."""
+        top_k = chosen.shape[1]
+        order = chosen.reshape(-1).argsort(stable=True)
+        tokens = order // top_k
+        inputs = x[tokens]
+        outputs = torch.empty_like(inputs)
+        by_expert = torch.bincount(chosen.reshape(-1), minlength=gate_up.shape[0]).tolist()
+        end = 0
+        for expert, count in enumerate(by_expert):
+            if count:
+                start, end = end, end + count
+                hidden = self.silu_and_mul(F.linear(inputs[start:end], gate_up[expert]))
+                torch.mm(hidden, down[expert].t(), out=outputs[start:end])
+        outputs.mul_(weights.reshape(-1)[order, None])
+        return torch.zeros_like(x).index_add_(0, tokens, outputs)
+
 
 def _bucket_members(context_lens: IntArray, window: int | None) -> list[IntArray]:
     """Split decoding sequences so that padding costs at most as much as the real rows, plus a little slack."""

@@ -173,3 +173,13 @@ class Kernels(Protocol):
     def gelu_tanh_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """GeGLU with the tanh approximation: gelu(first half of the last axis) * second half."""
         ...
+
+    def experts(
+        self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Weighted sum over each token's experts of down(silu(gate(x)) * up(x)).
+
+        x: [tokens, hidden]; gate_up: [experts, 2 * size, hidden]; down: [experts, hidden, size]; chosen and weights:
+        [tokens, k], the k experts of a token being distinct. Returns [tokens, hidden].
+        """
+        ...

@@ -99,6 +99,15 @@ class ReferenceKernels:
         gate, up = x.chunk(2, -1)
         return F.gelu(gate, approximate="tanh") * up
 
+    def experts(
+        self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for token in range(x.shape[0]):
+            for expert, weight in zip(chosen[token].tolist(), weights[token], strict=True):
+                out[token] += weight * (down[expert] @ self.silu_and_mul(gate_up[expert] @ x[token]))
+        return out
+
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, scale: float) -> torch.Tensor:
     """Causal attention of one sequence whose queries are its last positions.

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.models import qwen3
+from engine.models import llama, qwen2, qwen3, qwen3_moe
 from engine.models.decoder import CausalLM
 from engine.models.hf_config import HfConfig, ModelError
 
 __all__ = ["ARCHITECTURES", "CausalLM", "HfConfig", "ModelError", "build_model"]
 
 ARCHITECTURES: dict[str, Callable[[HfConfig], CausalLM]] = {
+    "LlamaForCausalLM": llama.build,
+    "MistralForCausalLM": llama.build_mistral,
+    "Qwen2ForCausalLM": qwen2.build,
     "Qwen3ForCausalLM": qwen3.build,
+    "Qwen3MoeForCausalLM": qwen3_moe.build,
 }
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import json
 import random
+import shutil
+import tempfile
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,18 +20,49 @@ from engine.tiny_model import Recipe, cached_model
 from engine.types import BlockId
 from kernels.reference import ReferenceKernels
 
-FAMILIES = {
-    "qwen3": Recipe(),
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+MODELS: dict[str, tuple[Recipe, dict[str, Any]]] = {
+    # name -> (recipe, changes of its config.json that need no other weights)
+    "qwen3": (Recipe(shards=3), {}),
+    "llama": (Recipe(family="llama", tie_embeddings=False), {"rope_parameters": LLAMA3}),
+    "llama-old-config": (
+        Recipe(family="llama", kv_heads=1),
+        {"rope_parameters": None, "rope_theta": 20000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    ),
+    "mistral": (Recipe(family="mistral"), {"sliding_window": 20, "rope_parameters": YARN}),
+    "qwen2": (Recipe(family="qwen2"), {}),
+    "qwen2-window": (
+        Recipe(family="qwen2"),
+        {
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "qwen3_moe": (Recipe(family="qwen3_moe"), {}),
 }
 
 
 @lru_cache
-def checkpoint(family: str) -> tuple[Path, Oracle]:
-    folder = cached_model(FAMILIES[family])
+def checkpoint(name: str) -> tuple[Path, Oracle]:
+    recipe, changes = MODELS[name]
+    folder = cached_model(recipe)
+    if changes:
+        original, folder = folder, Path(tempfile.mkdtemp(prefix=f"{name}-"))
+        atexit.register(shutil.rmtree, folder)
+        for path in original.iterdir():
+            (folder / path.name).symlink_to(path)
+        values = json.loads((folder / "config.json").read_text()) | changes
+        (folder / "config.json").unlink()
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
     return folder, Oracle(folder)
 
 
-@pytest.fixture(params=list(FAMILIES))
+@pytest.fixture(params=list(MODELS))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -1,0 +1,36 @@
+"""A routed mixture of gated MLPs: each token goes to its `top_k` likeliest experts."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from engine.models.layers import Step
+from engine.models.weights import Scope
+
+
+class RoutedMLP:
+    """Softmax router (in fp32), top-k, optional renormalisation, experts under Qwen's names."""
+
+    def __init__(
+        self, scope: Scope, hidden_size: int, expert_size: int, num_experts: int, top_k: int, renormalise: bool
+    ) -> None:
+        self.router = scope.weight("gate.weight", (num_experts, hidden_size))
+        self.top_k = top_k
+        self.renormalise = renormalise
+        gates, downs = [], []
+        for index in range(num_experts):
+            expert = scope.sub("experts").sub(index)
+            for name, start in (("gate_proj", 0), ("up_proj", expert_size)):
+                place = (index, slice(start, start + expert_size))
+                gates.append(expert.part(f"{name}.weight", (expert_size, hidden_size), place))
+            downs.append(expert.part("down_proj.weight", (hidden_size, expert_size), (index,)))
+        self.gate_up = scope.assembled((num_experts, 2 * expert_size, hidden_size), gates)
+        self.down = scope.assembled((num_experts, hidden_size, expert_size), downs)
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        odds = F.linear(x, self.router.tensor).float().softmax(-1)
+        weights, experts = odds.topk(self.top_k)
+        if self.renormalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return step.ops.experts(x, self.gate_up.tensor, self.down.tensor, experts, weights.to(x.dtype))
