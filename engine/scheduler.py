@@ -27,6 +27,9 @@ from engine.types import (
     TokenLogprobs,
 )
 
+_COMPARED_MAX = 32
+"""Waiting requests that a prompt is compared with to find a common point worth a checkpoint."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -90,6 +93,7 @@ class Scheduler:
         self._waiting: list[_Entry] = []
         self._running: list[_Entry] = []
         self._arrivals = 0
+        self._arrived: list[_Entry] = []
         self._plan: StepPlan | None = None
         self._planned: list[_Entry] = []
         self._spare_blocks = max(1, cache.pool.blocks_per_unit[0] * len(cache.pool.units) // 100)
@@ -134,6 +138,7 @@ class Scheduler:
         entry = _Entry(seq, (request.priority, now, self._arrivals))
         self._arrivals += 1
         self._entries[request.request_id] = entry
+        self._arrived.append(entry)
         insort(self._waiting, entry)
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -155,6 +160,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Decide the next step. A plan with chunks must be applied or failed; one without asks for nothing."""
         assert self._plan is None, "schedule() before the last plan was applied or failed"
+        self._compare_arrivals()
         planned, preempted = self._continue_running()
         budget = self.config.max_num_batched_tokens
         for _, chunk in planned:
@@ -164,6 +170,7 @@ class Scheduler:
             self._admit(planned, budget)
         plan = StepPlan(chunks=[chunk for _, chunk in planned])
         if planned:
+            self.cache.fill(plan)
             self._planned, self._plan = [entry for entry, _ in planned], plan
         return plan
 
@@ -206,9 +213,24 @@ class Scheduler:
                     error=message,
                 )
             )
+        if self.cache.distrust_moved():
+            for entry in self._running[::-1]:
+                self._preempt(entry)
+            self.cache.distrust_moved()
         return outputs[::-1]
 
     # ------------------------------------------------------------------ deciding
+
+    def _compare_arrivals(self) -> None:
+        """Let prefills under way stop where a request that came meanwhile can resume."""
+        arrived, self._arrived = self._arrived, []
+        if not arrived or self.cache.spec.state is None:
+            return
+        prefills = [e.seq for e in self._running if len(e.seq.token_ids) - e.seq.computed > 1]
+        for entry in arrived[:_COMPARED_MAX]:
+            if entry.seq.request.request_id in self._entries:
+                for seq in prefills:
+                    self.cache.plan_common(seq, entry.seq)
 
     def _continue_running(self) -> tuple[list[tuple[_Entry, Chunk]], bool]:
         """Chunks for running sequences, decodes before prefills; and whether somebody had to be preempted."""
@@ -229,7 +251,7 @@ class Scheduler:
             if budget < 1:
                 break
             seq = entry.seq
-            end = min(len(seq.token_ids), seq.computed + budget)
+            end = self.cache.clip(seq, min(len(seq.token_ids), seq.computed + budget))
             if entry in self._running and self._grow(entry, end, chunks):
                 chunks[entry] = Chunk(seq, seq.computed, end, end == len(seq.token_ids))
                 budget = self.config.max_num_batched_tokens - sum(c.end - c.start for c in chunks.values())
@@ -259,20 +281,30 @@ class Scheduler:
         insort(self._waiting, entry)
 
     def _admit(self, planned: list[tuple[_Entry, Chunk]], budget: int) -> None:
-        """Start waiting requests, in order, while budget, seats and memory last."""
-        while self._waiting and budget and len(self._running) < self.config.max_num_seqs:
-            entry = self._waiting[0]
+        """Start waiting requests, in order, while budget, seats and memory last.
+
+        Passed over is only who waits for a state that a running sequence is about to reach.
+        """
+        index = 0
+        while index < len(self._waiting) and budget and len(self._running) < self.config.max_num_seqs:
+            entry = self._waiting[index]
             seq = entry.seq
+            if self.cache.should_wait(seq):
+                index += 1
+                continue
             # Something is left for the running ones to grow into, else the newcomer would be preempted at once.
             spare = self._spare_blocks if self._running else 0
             if not self.cache.has_spare(spare + 1) or not self.cache.admit(seq, spare):
                 break
-            end = min(len(seq.token_ids), seq.computed + budget)
+            del self._waiting[index]
+            for other in self._waiting[:_COMPARED_MAX]:
+                self.cache.plan_common(seq, other.seq)
+            end = self.cache.clip(seq, min(len(seq.token_ids), seq.computed + budget))
             if not self.cache.grow(seq, end):
                 self.cache.release(seq)
+                self._waiting.insert(index, entry)
                 break
             self.cache.reserve(seq, end)
-            del self._waiting[0]
             insort(self._running, entry)
             if not seq.preemptions:
                 seq.cached_tokens = seq.computed

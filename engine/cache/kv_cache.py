@@ -15,10 +15,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from engine.cache.checkpoints import Checkpoints
 from engine.cache.pool import Block, UnitPool
 from engine.cache.prefix import FULL, HashBlock, Node, PrefixTree
 from engine.cache.spec import CacheSpec
-from engine.types import BlockId, Chunk, Sequence
+from engine.types import BlockId, Chunk, Sequence, StepPlan
 from events import Event, block_hashes, hash_keys, wire_keys
 
 UNREAD = BlockId(0)
@@ -76,7 +77,14 @@ class KVCache:
         self._step_blocks = None if step_tokens_max is None else -(-step_tokens_max // spec.block_size) + 1
         self._has_windows = any(w is not None for w in self._window_blocks)
         self.tree = PrefixTree(spec, lambda block: self.pool.drop(block))
-        self.pool: UnitPool[Node] = UnitPool(unit_count, per_unit, self.tree.forget)
+        state_kind = None if spec.state is None else len(spec.groups)
+        self.pool: UnitPool[Node] = UnitPool(unit_count, per_unit, self.tree.forget, state_kind)
+        self._checkpoints: Checkpoints | None = None
+        if state_kind is not None:
+            self._checkpoints = Checkpoints(state_kind, spec.block_size, self.pool, self.tree, self._allocate)
+        self._state_kind = state_kind
+        self._moves: list[tuple[int, BlockId, BlockId]] = []
+        self._moved: list[Block[Node]] = []
         self._chains: dict[Sequence, Chain] = {}
         self._names: dict[Sequence, list[HashBlock]] = {}
 
@@ -107,13 +115,28 @@ class KVCache:
         return self.pool.can_allocate(self._demand(spare_blocks))
 
     def match(self, seq: Sequence) -> list[Node]:
-        """The nodes of the longest prefix that `seq` can resume after, early sharing included; changes nothing."""
+        """The nodes of the longest known prefix of `seq`, early sharing included; changes nothing.
+
+        At least one token is left to compute, and all of them where the logprobs of the prompt are wanted.
+        """
         if not self.enable_prefix_caching or seq.request.params.prompt_logprobs is not None:
             return []
         count = (len(seq.token_ids) - 1) // self.block_size
         names = self._name_blocks(seq, count)
-        nodes = self.tree.match(names if len(names) == count else names[:count], pending=True)
-        return nodes[: self._usable(nodes)]
+        return self.tree.match(names if len(names) == count else names[:count])
+
+    def should_wait(self, seq: Sequence) -> bool:
+        """Whether a running sequence is about to take a state checkpoint that would serve `seq` better than any now."""
+        if (
+            self._checkpoints is None
+            or not self.enable_prefix_caching
+            or seq.request.params.prompt_logprobs is not None
+        ):
+            return False
+        names = self._name_blocks(seq, count := (len(seq.token_ids) - 1) // self.block_size)[:count]
+        if not self._checkpoints.planned_ahead(names, 0):
+            return False
+        return self._checkpoints.planned_ahead(names, self._usable(self.match(seq)))
 
     # ------------------------------------------------------------------ a sequence's blocks
 
@@ -123,7 +146,8 @@ class KVCache:
         False, and nothing changed, when all its known tokens and `spare_blocks` more would not fit beside what is live.
         """
         assert seq not in self._chains
-        nodes = self.match(seq)
+        known = self.match(seq)
+        nodes = known[: self._usable(known)]
         shared = sum(node.blocks[FULL].refs > 0 for node in nodes)  # type: ignore[union-attr]
         if not self.has_spare(-(-len(seq.token_ids) // self.block_size) - shared + spare_blocks):
             return False
@@ -145,7 +169,32 @@ class KVCache:
         chain.committed = len(nodes)
         self._chains[seq] = chain
         seq.computed = len(nodes) * self.block_size
+        if self._checkpoints is not None:
+            if not self._checkpoints.start(seq, nodes[-1] if nodes else None):
+                self._release_blocks(self._chains.pop(seq))
+                seq.block_tables, seq.computed = [], 0
+                return False
+            if self.enable_prefix_caching:
+                names = self._name_blocks(seq, last := (len(seq.token_ids) - 1) // self.block_size)
+                for stop in {len(known), last} - {0}:
+                    self._checkpoints.plan(seq, stop, names[stop - 1].hash)
         return True
+
+    def plan_common(self, seq: Sequence, other: Sequence) -> None:
+        """Plan a checkpoint of the running `seq` where its prompt and that of the waiting `other` part."""
+        if self._checkpoints is None or not self.enable_prefix_caching:
+            return
+        low, high = 0, min(len(seq.token_ids) - 1, len(other.token_ids) - 1) // self.block_size
+        ours, theirs = self._name_blocks(seq, high), self._name_blocks(other, high)
+        while low < high:  # chained hashes: equal at i means equal up to i; a collision costs a checkpoint only
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if ours[middle - 1].hash == theirs[middle - 1].hash else (low, middle - 1)
+        if low:
+            self._checkpoints.plan(seq, low, ours[low - 1].hash)
+
+    def clip(self, seq: Sequence, end: int) -> int:
+        """Where a chunk of `seq` that could go to `end` must stop, so that a planned checkpoint can be taken."""
+        return end if self._checkpoints is None else self._checkpoints.clip(seq, end)
 
     def grow(self, seq: Sequence, end: int) -> bool:
         """Make the tables of `seq` cover the positions [0, end). On False nothing has changed."""
@@ -160,7 +209,7 @@ class KVCache:
         taken: list[list[Block[Node]]] = [[] for _ in self._groups]
         for g in self._groups:
             for _ in range(missing):
-                block = self.pool.allocate(g)
+                block = self._allocate(g)
                 if block is None:
                     for b in (b for blocks in reversed(taken) for b in reversed(blocks)):
                         self.pool.release(b)
@@ -175,11 +224,10 @@ class KVCache:
         """Name the blocks that computing up to `end` finishes. Where an identical one exists, merge at commit."""
         finished = end // self.block_size
         chain = self._chains[seq]
-        first = len(chain.nodes)
-        if finished <= first or chain.detached or not self.enable_prefix_caching:
+        if finished <= len(chain.nodes) or chain.detached or not self.enable_prefix_caching:
             return
         names = self._name_blocks(seq, finished)
-        for index in range(first, finished):
+        for index in range(len(chain.nodes), finished):
             node = self.tree.ensure(names[index], chain.nodes[-1] if chain.nodes else None)
             if node is None:
                 chain.detached = True
@@ -194,6 +242,14 @@ class KVCache:
                 else:
                     self.pool.acquire(known)
                     chain.merges.append((g, index, known))
+        if self._checkpoints is not None:
+            self._checkpoints.reserve(seq, chain.nodes, seq.computed, end)
+
+    def fill(self, plan: StepPlan) -> None:
+        """Complete a plan that will be executed: the copies of states and of compacted blocks."""
+        plan.block_moves, self._moves = self._moves, []
+        if self._checkpoints is not None:
+            self._checkpoints.fill(plan)
 
     def commit(self, chunks: list[Chunk]) -> None:
         """The step's compute is done: announce what it finished, merge what it finished twice, advance `computed`."""
@@ -211,9 +267,15 @@ class KVCache:
             if chain.merges:
                 self._merge(seq, chain)
             seq.computed = chunk.end
+            if self._checkpoints is not None:
+                self._checkpoints.commit(seq, chunk.start, chunk.end)
+        self._moved.clear()
 
     def abandon(self, chunks: list[Chunk]) -> None:
         """The step failed: none of its blocks may be trusted or announced. All its sequences must be released next."""
+        if self._checkpoints is not None:
+            for chunk in reversed(chunks):
+                self._checkpoints.abandon(chunk.seq)
         chains = [self._chains[chunk.seq] for chunk in chunks]
         for chain in chains:
             self._unpin_merges(chain)
@@ -230,12 +292,24 @@ class KVCache:
         chain = self._chains.pop(seq)
         assert not chain.merges
         assert len(chain.nodes) == chain.committed, "released in the middle of a step"
-        for column in zip_longest(*(reversed(blocks) for blocks in reversed(chain.blocks))):
-            for block in column:
-                if block is not None:
-                    self.pool.release(block)
+        if self._checkpoints is not None:
+            self._checkpoints.release(seq)
+        self._release_blocks(chain)
         seq.block_tables = []
         seq.computed = 0
+
+    def distrust_moved(self) -> bool:
+        """After a failed step: forget what a compaction of that step may or may not have copied.
+
+        True, and nothing done, while sequences hold any of it: they must be released first.
+        """
+        if any(block.refs for block in self._moved):
+            return True
+        for block in self._moved:
+            if block.node is not None:
+                self.tree.forget(block)
+        self._moved.clear()
+        return False
 
     def forget_names(self, seq: Sequence) -> None:
         """Drop the memorised hashes of a request that is gone for good."""
@@ -276,11 +350,35 @@ class KVCache:
                         assert block.node is chain.nodes[index] or block.node is None
             for _, _, block in chain.merges:
                 refs[block] = refs.get(block, 0) + 1
+        if self._checkpoints is not None:
+            self._checkpoints.check_invariants()
+            for block in self._checkpoints.references():
+                refs[block] = refs.get(block, 0) + 1
         for unit in self.pool.units:
             for block in unit.blocks:
                 assert block.refs == refs.get(block, 0), f"{block!r}: {refs.get(block, 0)} table entries"
 
     # ------------------------------------------------------------------ inside
+
+    def _allocate(self, kind: int) -> Block[Node] | None:
+        """A block of `kind`, if need be after a compaction; None exactly when the live blocks leave no room."""
+        block = self.pool.allocate(kind)
+        if block is None and self.pool.can_allocate([int(k == kind) for k in range(len(self.pool.blocks_per_unit))]):
+            for group, block_moved, source in self.pool.compact(kind):
+                self._moves.append((group, source, block_moved.id))
+                self._moved.append(block_moved)
+            for seq, chain in self._chains.items():
+                for g, held in enumerate(chain.blocks):
+                    seq.block_tables[g][:] = [UNREAD if b is None else b.id for b in held]
+            block = self.pool.allocate(kind)
+            assert block is not None, "a compaction that made no room"
+        return block
+
+    def _release_blocks(self, chain: Chain) -> None:
+        for column in zip_longest(*(reversed(blocks) for blocks in reversed(chain.blocks))):
+            for block in column:
+                if block is not None:
+                    self.pool.release(block)
 
     def _fits_alone(self, token_count: int) -> bool:
         units = sum(
@@ -319,8 +417,19 @@ class KVCache:
         return names
 
     def _usable(self, nodes: list[Node]) -> int:
-        """The largest count of leading nodes after which every group can resume."""
+        """The largest count of leading nodes after which every group, and the state, can resume."""
         count = len(nodes)
+        while count:
+            fewer = self._usable_windows(nodes, count)
+            if self._state_kind is not None:
+                while fewer and not nodes[fewer - 1].has(self._state_kind):
+                    fewer -= 1
+            if fewer == count:
+                break
+            count = fewer
+        return count
+
+    def _usable_windows(self, nodes: list[Node], count: int) -> int:
         for g in self._groups:
             window = self._window_blocks[g]
             if window is None:

@@ -14,6 +14,8 @@ whose blocks are all holes is free; the age lists hold exactly the cached blocks
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
@@ -63,7 +65,14 @@ class Unit(Generic[NodeT]):
 class UnitPool(Generic[NodeT]):
     """Memory of one model's cache. `blocks_per_unit[k]` is N_k; a state kind, if any, comes last with N = 1."""
 
-    def __init__(self, unit_count: int, blocks_per_unit: Sequence[int], forget: Callable[[Block[NodeT]], None]) -> None:
+    def __init__(
+        self,
+        unit_count: int,
+        blocks_per_unit: Sequence[int],
+        forget: Callable[[Block[NodeT]], None],
+        state_kind: int | None = None,
+    ) -> None:
+        """Raises ValueError for a pool without units or kinds. `state_kind`: the kind whose blocks carry a bonus."""
         if unit_count < 1:
             raise ValueError(f"unit_count: expected at least 1, got {unit_count}")
         if not blocks_per_unit or min(blocks_per_unit) < 1:
@@ -73,6 +82,7 @@ class UnitPool(Generic[NodeT]):
         self.units: list[Unit[NodeT]] = [Unit(i) for i in range(unit_count)]
         self._free: list[Unit[NodeT]] = self.units[::-1]
         self._forget = forget
+        self._state_kind = state_kind
         self._clock = 0
         self._live = [0] * len(blocks_per_unit)
         self._live_units = 0  # sum over kinds of ceil(live / N): what an ideally packed pool would need
@@ -80,6 +90,9 @@ class UnitPool(Generic[NodeT]):
         self._cached: list[OrderedDict[Block[NodeT], None]] = [OrderedDict() for _ in kinds]
         # Units of each kind that hold no live block but a cached one, ordered by their newest block, oldest first.
         self._idle: list[OrderedDict[Unit[NodeT], None]] = [OrderedDict() for _ in kinds]
+        # Cached states by stamp; entries that no longer hold are skipped when they come up.
+        self._states: list[tuple[int, int, Block[NodeT]]] = []
+        self._state_entries = itertools.count()
         # Units of each kind by their number of holes (1 .. N - 1).
         self._with_holes: list[list[dict[Unit[NodeT], None]]] = [[{} for _ in range(n)] for n in blocks_per_unit]
 
@@ -137,12 +150,15 @@ class UnitPool(Generic[NodeT]):
         if block.refs == 1:
             unit = block.unit
             del self._cached[block.kind][block]
-            if unit.live == 0:
+            if unit.live == 0 and block.kind != self._state_kind:
                 del self._idle[block.kind][unit]
             self._add_live(block)
 
-    def release(self, block: Block[NodeT]) -> None:
-        """One reference less; without any, a named block becomes the youngest cached one, another a hole."""
+    def release(self, block: Block[NodeT], bonus: int = 0) -> None:
+        """One reference less; without any, a named block becomes the youngest cached one, another a hole.
+
+        A state is as old as if it had been released `bonus` releases later (earlier if negative).
+        """
         assert block.refs > 0, f"{block!r} released more often than held"
         block.refs -= 1
         if block.refs:
@@ -159,6 +175,11 @@ class UnitPool(Generic[NodeT]):
         self._clock += 1
         block.stamp = self._clock
         self._cached[kind][block] = None
+        if kind == self._state_kind:
+            block.stamp += bonus
+            heapq.heappush(self._states, (block.stamp, next(self._state_entries), block))
+            return
+        assert not bonus
         if unit.live == 0:
             self._idle[kind][unit] = None
 
@@ -208,6 +229,9 @@ class UnitPool(Generic[NodeT]):
             self._with_holes[kind][holes + 1][unit] = None
             return
         self._idle[kind].pop(unit, None)
+        self._free_unit(unit)
+
+    def _free_unit(self, unit: Unit[NodeT]) -> None:
         unit.kind = None
         unit.blocks, unit.holes = [], []
         self._free.append(unit)
@@ -228,23 +252,79 @@ class UnitPool(Generic[NodeT]):
 
     def _evict_for(self, kind: int) -> bool:
         """Give up the oldest cached thing that makes room for a block of `kind`; False when there is none."""
-        victim: Block[NodeT] | None = next(iter(self._cached[kind]), None)
-        age = victim.stamp if victim is not None else self._clock + 1
-        unit: Unit[NodeT] | None = None
+        victims: list[Block[NodeT]] = []
+        age = 0
+        if kind != self._state_kind and self._cached[kind]:
+            victims = [next(iter(self._cached[kind]))]
+            age = victims[0].stamp
+        state = self._oldest_state()
+        if state is not None and (not victims or state.stamp < age):
+            victims, age = [state], state.stamp
         for other, idle in enumerate(self._idle):
             if other != kind and idle:
-                oldest = next(iter(idle))
-                if (stamp := _newest(oldest)) < age:
-                    unit, age = oldest, stamp
-        if unit is not None:
-            for block in list(unit.blocks):
-                if block.node is not None:
-                    self._forget(block)
-            return True
-        if victim is not None:
-            self._forget(victim)
-            return True
-        return False
+                unit = next(iter(idle))
+                if not victims or _newest(unit) < age:
+                    victims, age = unit.blocks, _newest(unit)
+        for block in list(victims):
+            if block.node is not None:  # not yet gone with another victim
+                self._forget(block)
+        return bool(victims)
+
+    def _oldest_state(self) -> Block[NodeT] | None:
+        while self._states:
+            stamp, _, block = self._states[0]
+            if block.refs == 0 and block.node is not None and block.stamp == stamp:
+                return block
+            heapq.heappop(self._states)
+        return None
+
+    def compact(self, kind: int) -> list[tuple[int, Block[NodeT], BlockId]]:
+        """Empty a unit of another kind into its fellows' holes, evicting cached blocks where it must.
+
+        Returns what to copy, in order: (kind, the block, which now has the id of its destination, its old id).
+        Afterwards a unit is free, provided that `can_allocate` said so.
+        """
+        sources = []
+        for other, n in enumerate(self.blocks_per_unit):
+            units = [unit for unit in self.units if unit.kind == other and other != kind and n > 1]
+            if len(units) > -(-self._live[other] // n):
+                sources.append(min(units, key=lambda unit: unit.live))
+        if not sources:
+            return []
+        source = min(sources, key=lambda unit: unit.live)
+        for block in list(source.blocks):
+            if block.node is not None and block.refs == 0:
+                self._forget(block)
+        return [] if self._free else self._empty(source)
+
+    def _empty(self, source: Unit[NodeT]) -> list[tuple[int, Block[NodeT], BlockId]]:
+        kind = source.kind
+        assert kind is not None
+        moves: list[tuple[int, Block[NodeT], BlockId]] = []
+        if source.holes:
+            del self._with_holes[kind][len(source.holes)][source]
+        for slot, block in enumerate(source.blocks):
+            if block.refs == 0:
+                continue
+            hole = self._take_hole(kind)
+            while hole is None and not self._free:
+                self._forget(next(iter(self._cached[kind])))
+                hole = self._take_hole(kind)
+            if hole is None:  # what hung from the evicted block has freed a unit: no need to go on
+                if source.holes:
+                    self._with_holes[kind][len(source.holes)][source] = None
+                return moves
+            unit = hole.unit
+            moves.append((kind, block, block.id))
+            unit.blocks[unit.blocks.index(hole)], source.blocks[slot] = block, hole
+            block.id, hole.id = hole.id, block.id
+            block.unit, hole.unit = unit, source
+            unit.live += 1
+            source.live -= 1
+            source.holes.append(hole)
+        assert source.live == 0
+        self._free_unit(source)
+        return moves
 
     # ------------------------------------------------------------------ proof
 
@@ -269,7 +349,7 @@ class UnitPool(Generic[NodeT]):
             assert unit.live == unit_live
             live[unit.kind] += unit_live
             cached[unit.kind].update(b for b in unit.blocks if b.refs == 0 and b.node is not None)
-            if unit_live == 0:
+            if unit_live == 0 and unit.kind != self._state_kind:
                 idle[unit.kind].append(unit)
             if holes:
                 assert unit in self._with_holes[unit.kind][len(holes)]
@@ -277,9 +357,13 @@ class UnitPool(Generic[NodeT]):
         assert self._live_units == sum(-(-c // n) for c, n in zip(live, self.blocks_per_unit)) <= len(self.units)
         for kind, blocks in enumerate(self._cached):
             assert set(blocks) == cached[kind]
+            if kind == self._state_kind:
+                queued = {b for stamp, _, b in self._states if stamp == b.stamp}
+                assert set(blocks) <= queued
+                continue
             assert [b.stamp for b in blocks] == sorted(b.stamp for b in blocks)
             assert list(self._idle[kind]) == sorted(idle[kind], key=_newest)
 
 
 def _newest(unit: Unit[NodeT]) -> int:
-    return max(block.stamp for block in unit.blocks if block.node is not None)
+    return max((block.stamp for block in unit.blocks if block.node is not None), default=0)

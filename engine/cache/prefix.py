@@ -87,13 +87,13 @@ class PrefixTree:
             return None
         return node if node.name.equals(name) else None
 
-    def match(self, names: Sequence[HashBlock], *, pending: bool) -> list[Node]:
-        """The longest chain of nodes for `names`; with `pending`, also those that this step is about to compute."""
+    def match(self, names: Sequence[HashBlock]) -> list[Node]:
+        """The longest chain of nodes for `names`, with those that the step being planned will compute."""
         nodes: list[Node] = []
         parent: Node | None = None
         for name in names:
             node = self.find(name, parent)
-            if node is None or not (pending or node.has(FULL)):
+            if node is None:
                 break
             nodes.append(node)
             parent = node

@@ -5,6 +5,7 @@ Pure arithmetic; knows no tensors. Group 0 is full attention, then sliding windo
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 FULL_ATTENTION = "full_attention"
@@ -53,9 +54,44 @@ class CacheSpec:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of one unit: holds the state, or at least one block of any group."""
-        largest_block = max(self.block_bytes(g) for g in range(len(self.groups)))
-        return max(largest_block, self.state.state_bytes if self.state else 0)
+        """Bytes of one unit: holds the state and a block of any group, and wastes as little as possible of either."""
+        blocks = tuple(self.block_bytes(g) for g in range(len(self.groups)))
+        return _choose_unit_bytes(blocks, self.state.state_bytes if self.state else 0)
 
     def blocks_per_unit(self, group: int) -> int:
         return self.unit_bytes // self.block_bytes(group)
+
+    @property
+    def padding(self) -> float:
+        """Part of a unit, 0 .. 1, that stays unused by the kind which fits worst."""
+        unit = self.unit_bytes
+        sizes = [self.block_bytes(g) for g in range(len(self.groups))]
+        if self.state:
+            return max(unit - self.state.state_bytes, *(unit % size for size in sizes)) / unit
+        return max(unit % size for size in sizes) / unit
+
+
+_UNIT_ALIGNMENT = 256
+"""Bytes: every unit starts where any dtype and any vector load may start."""
+_UNIT_GROWTH = 8
+"""Without state, units may grow up to so many times the largest block to let every group's blocks tile them."""
+
+
+@functools.lru_cache(maxsize=64)
+def _choose_unit_bytes(blocks: tuple[int, ...], state: int) -> int:
+    """The smallest size with the least padding in the kind that fits worst.
+
+    A unit holds one state, never two, so with state it is the state's size or the next multiple of a block above it.
+    """
+    smallest = max(*blocks, state, 1)
+    candidates = {smallest}
+    for block in blocks:
+        first = -(-smallest // block)
+        candidates |= {count * block for count in range(first, first * (1 if state else _UNIT_GROWTH) + 1)}
+    sizes = [*blocks, state] if state else list(blocks)
+
+    def padding(unit: int) -> float:
+        return max((unit - state if size == state else unit % size) / unit for size in sizes)
+
+    aligned = {-(-size // _UNIT_ALIGNMENT) * _UNIT_ALIGNMENT for size in candidates}
+    return min(sorted(aligned), key=padding)

@@ -1,0 +1,225 @@
+"""Recurrent state in the pool: every running sequence's own state, and the checkpoints that later ones resume from.
+
+A checkpoint is a copy of a state, taken when a sequence stands exactly on a hash-block boundary, and hung on the node
+of the block that ends there: it is the state *after* that prefix. It is worth a whole unit, so where it is taken
+matters more than how it is kept. Chunks are cut at planned positions:
+
+- the branching point, where the prompt's KV hit runs past its state hit (somebody else was here, and may be again);
+- the last boundary of the prompt, where its repetition or continuation will look first;
+- the common point with a request that is waiting; that request waits for it instead of computing the same;
+- in decode, the last boundary reached: one rolling checkpoint a sequence, the one before is dropped.
+
+Who is evicted first: Marconi (MLSys 2025) weighs a state's age against the FLOPs it saves per byte; SGLang's radix
+cache keeps an LRU list of its own. Here all states have the same bytes and compete with KV units on one clock, so a
+state is given `bonus` = the blocks it saves over the checkpoint before it, and one that a deeper checkpoint of the
+same path has superseded gets none and starts old: unless the path branches there, nobody will ask for it.
+
+Owns planned positions, step-long pins and the state copies of a plan. Refuses to know attention blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from engine.cache.pool import Block, UnitPool
+from engine.cache.prefix import HashBlock, Node, PrefixTree
+from engine.types import Sequence, StepPlan, UnitId
+
+_SUPERSEDED = -(1 << 60)
+"""Bonus that makes a state older than everything not superseded, and keeps the order among those that are."""
+
+
+@dataclass(slots=True)
+class _State:
+    """One running sequence's part."""
+
+    own: Block[Node]
+    source: Block[Node] | None
+    """Checkpoint to copy from before this step's compute; held until the step is over."""
+    fresh: bool = True
+    """The state has yet to be restored or zeroed by the step being planned."""
+    stops: list[int] = field(default_factory=list)
+    """Planned checkpoints as counts of blocks, ascending."""
+    shared: dict[int, int] = field(default_factory=dict)
+    """Hash of the prefix at each stop: what waiting requests compare with."""
+    saving: Block[Node] | None = None
+    """Checkpoint that the step being planned takes."""
+    rolling: tuple[Block[Node], int] | None = None
+    """Last checkpoint taken in decode, and its stamp: if that has changed, somebody has used it."""
+
+
+class Checkpoints:
+    """States by sequence. `allocate` gives a state block at any price short of preemption, or None."""
+
+    def __init__(
+        self,
+        kind: int,
+        block_size: int,
+        pool: UnitPool[Node],
+        tree: PrefixTree,
+        allocate: Callable[[int], Block[Node] | None],
+    ) -> None:
+        self._kind = kind
+        self._block_size = block_size
+        self._pool = pool
+        self._tree = tree
+        self._allocate = allocate
+        self._states: dict[Sequence, _State] = {}
+        self._planned: Counter[tuple[int, int]] = Counter()  # (blocks, hash) of all stops ahead
+        self._copies: list[tuple[UnitId, UnitId]] = []
+
+    # ------------------------------------------------------------------ a sequence's state
+
+    def start(self, seq: Sequence, source: Node | None) -> bool:
+        """Give `seq` a state of its own, to be restored from `source` (None: zeroed) by this step. False: no memory."""
+        checkpoint = None if source is None else source.blocks[self._kind]
+        if checkpoint is not None:
+            self._pool.acquire(checkpoint)
+        own = self._allocate(self._kind)
+        if own is None:
+            if checkpoint is not None:
+                self._pool.release(checkpoint)
+            return False
+        self._states[seq] = _State(own, checkpoint)
+        seq.state_unit = own.unit.index
+        return True
+
+    def plan(self, seq: Sequence, blocks: int, hash_: int) -> None:
+        """Take a checkpoint of `seq` after so many blocks, named by the hash of the last of them."""
+        state = self._states[seq]
+        if blocks * self._block_size > seq.computed and blocks not in state.shared:
+            state.stops = sorted([*state.stops, blocks])
+            state.shared[blocks] = hash_
+            self._planned[blocks, hash_] += 1
+
+    def planned_ahead(self, names: Items[HashBlock], after: int) -> bool:
+        """Whether a running sequence will take a checkpoint of the prefix `names`, deeper than `after` blocks."""
+        return any(after < blocks <= len(names) and names[blocks - 1].hash == hash_ for blocks, hash_ in self._planned)
+
+    def clip(self, seq: Sequence, end: int) -> int:
+        """The end of a chunk that may not run past the next planned checkpoint."""
+        stops = self._states[seq].stops
+        return min(end, stops[0] * self._block_size) if stops else end
+
+    def reserve(self, seq: Sequence, nodes: list[Node], start: int, end: int) -> None:
+        """Take a checkpoint with the step that computes [start, end), if one belongs there and memory allows."""
+        state = self._states[seq]
+        blocks, rest = divmod(end, self._block_size)
+        decoding = end - start == 1 and end > seq.prompt_len
+        if rest or blocks > len(nodes) or not (decoding or (state.stops and state.stops[0] == blocks)):
+            return
+        node = nodes[blocks - 1]
+        if node.blocks[self._kind] is not None:
+            return
+        block = self._pool.allocate(self._kind)
+        if block is not None:
+            self._tree.attach(node, block)
+            state.saving = block
+            self._copies.append((state.own.unit.index, block.unit.index))
+
+    def fill(self, plan: StepPlan) -> None:
+        """Add the copies that the chunks of `plan` need."""
+        for chunk in plan.chunks:
+            state = self._states[chunk.seq]
+            if state.fresh:
+                state.fresh = False
+                if state.source is None:
+                    plan.state_resets.append(state.own.unit.index)
+                else:
+                    plan.state_restores.append((state.source.unit.index, state.own.unit.index))
+        plan.state_checkpoints, self._copies = self._copies, []
+
+    def commit(self, seq: Sequence, start: int, end: int) -> None:
+        """The step's compute is done."""
+        state = self._states[seq]
+        self._unpin(state)
+        reached = end // self._block_size
+        while state.stops and state.stops[0] <= reached:
+            self._pass_stop(state)
+        block, state.saving = state.saving, None
+        if block is None:
+            return
+        if block.node is None:  # the cache was reset meanwhile
+            self._pool.release(block)
+            return
+        self._tree.commit(block)
+        node = block.node
+        self._pool.release(block, self._worth(node))
+        rolling, state.rolling = state.rolling, None
+        if end > seq.prompt_len and end - start == 1:
+            state.rolling = (block, block.stamp)
+            if rolling is not None and rolling[0].stamp == rolling[1] and rolling[0].refs == 0 and rolling[0].node:
+                self._tree.forget(rolling[0])
+        before = self._checkpoint_before(node)
+        if before is not None:
+            self._supersede(before)
+
+    def abandon(self, seq: Sequence) -> None:
+        """The step failed."""
+        state = self._states[seq]
+        self._copies.clear()
+        block, state.saving = state.saving, None
+        if block is not None:
+            if block.node is not None:
+                self._tree.withdraw(block)
+            self._pool.release(block)
+
+    def release(self, seq: Sequence) -> None:
+        """Give up the state of `seq` and its plans. Its checkpoints stay cached."""
+        state = self._states.pop(seq)
+        assert state.saving is None
+        self._unpin(state)
+        while state.stops:
+            self._pass_stop(state)
+        self._pool.release(state.own)
+        seq.state_unit = None
+
+    # ------------------------------------------------------------------ inside
+
+    def _unpin(self, state: _State) -> None:
+        source, state.source = state.source, None
+        if source is not None:
+            self._pool.release(source, 0 if source.node is None else self._worth(source.node))
+
+    def _worth(self, node: Node) -> int:
+        """Blocks that a checkpoint at `node` saves over the one before it."""
+        before = self._checkpoint_before(node)
+        return node.depth + 1 if before is None else node.depth - before.depth
+
+    def _pass_stop(self, state: _State) -> None:
+        blocks = state.stops.pop(0)
+        key = (blocks, state.shared.pop(blocks))
+        self._planned[key] -= 1
+        if not self._planned[key]:
+            del self._planned[key]
+
+    def _checkpoint_before(self, node: Node) -> Node | None:
+        before = node.parent
+        while before is not None and not before.has(self._kind):
+            before = before.parent
+        return before
+
+    def _supersede(self, node: Node) -> None:
+        """Let a checkpoint that a deeper one continues be the first to go, unless its prefix branches at it."""
+        block = node.blocks[self._kind]
+        assert block is not None
+        if block.refs == 0 and len(node.children) < 2:
+            self._pool.acquire(block)
+            self._pool.release(block, _SUPERSEDED)
+
+    def check_invariants(self) -> None:
+        ahead = Counter((b, state.shared[b]) for state in self._states.values() for b in state.stops)
+        assert ahead == self._planned
+        for seq, state in self._states.items():
+            assert state.own.refs == 1
+            assert state.own.node is None
+            assert state.own.unit.index == seq.state_unit
+            assert state.stops == sorted(state.shared)
+            assert all(blocks * self._block_size > seq.computed for blocks in state.stops)
+
+    def references(self) -> list[Block[Node]]:
+        """Every reference that this class holds, one entry each."""
+        return [b for state in self._states.values() for b in (state.own, state.source, state.saving) if b is not None]
