@@ -1,0 +1,116 @@
+"""What the loader accepts and refuses, and what it says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.loader import load_model
+from engine.models import ARCHITECTURES, ModelError
+from engine.tiny_model import Recipe, cached_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(cached_model(Recipe()), tmp_path / "model"))
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+
+
+def edit_tensors(folder: Path, change) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def test_dtypes(folder: Path) -> None:
+    assert load_model(folder)[1] == torch.float32
+    assert load_model(folder, dtype="bfloat16")[0].embedding.tensor.dtype == torch.bfloat16
+    edit_config(folder, dtype=None, torch_dtype="float16")
+    assert load_model(folder)[1] == torch.float16
+    with pytest.raises(ModelError, match="--dtype: 'int8' is not supported; expected one of bfloat16"):
+        load_model(folder, dtype="int8")
+
+
+def test_shards_hold_the_same_as_one_file(folder: Path) -> None:
+    whole, _ = load_model(folder)
+    sharded, _ = load_model(cached_model(Recipe(shards=3)))
+    for a, b in zip(whole.weights, sharded.weights, strict=True):
+        assert torch.equal(a.tensor, b.tensor)
+
+
+def test_unknown_architecture_lists_what_is_supported(folder: Path) -> None:
+    edit_config(folder, architectures=["FooForCausalLM"])
+    with pytest.raises(ModelError, match="'FooForCausalLM' is not supported; supported: ") as caught:
+        load_model(folder)
+    assert all(name in str(caught.value) for name in ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": None}, r"config.json: vocab_size: expected a positive integer, got None"),
+        ({"num_key_value_heads": 3}, r"num_key_value_heads 3: expected a divisor of num_attention_heads 4"),
+        ({"hidden_act": "gelu"}, r"hidden_act: 'gelu' is not supported; expected 'silu'"),
+        ({"rms_norm_eps": "big"}, r"rms_norm_eps: expected float, got 'big'"),
+        ({"architectures": []}, r"architectures: expected a list with one name"),
+        ({"hidden_size": 32}, r"shape \[2048, 64\], expected \[2048, 32\]"),
+        (
+            {"num_hidden_layers": 3},
+            r"missing from the checkpoint: model.layers.2.input_layernorm.weight, .* and 3 more",
+        ),
+        ({"num_hidden_layers": 1}, r"tensors in the checkpoint that the model does not have: model.layers.1"),
+    ],
+)
+def test_a_config_that_does_not_fit(folder: Path, changes: dict[str, object], message: str) -> None:
+    edit_config(folder, **changes)
+    with pytest.raises(ModelError, match=message):
+        load_model(folder)
+
+
+def test_rope_scaling_that_is_not_supported(folder: Path) -> None:
+    edit_config(folder, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4})
+    model, dtype = load_model(folder)
+    with pytest.raises(ModelError, match="rope scaling 'longrope' is not supported; expected default, linear"):
+        model.rope_tables(16, dtype, torch.device("cpu"))
+
+
+def test_untied_head_must_be_there(folder: Path) -> None:
+    edit_config(folder, tie_word_embeddings=False)
+    with pytest.raises(ModelError, match=r"missing from the checkpoint: lm_head.weight$"):
+        load_model(folder)
+
+
+def test_a_tied_checkpoint_may_carry_its_head(folder: Path) -> None:
+    edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    load_model(folder)
+
+
+def test_integer_tensors_are_refused(folder: Path) -> None:
+    edit_tensors(folder, lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}))
+    with pytest.raises(ModelError, match=r"model.norm.weight: dtype torch.int8 is not supported"):
+        load_model(folder)
+
+
+def test_files_that_are_not_there_or_broken(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such file; expected the folder of an HF checkpoint"):
+        load_model(tmp_path / "nothing")
+    (folder / "model.safetensors").write_bytes(b"not a safetensors file")
+    with pytest.raises(ModelError, match="not a readable safetensors file"):
+        load_model(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="no such file; expected the checkpoint's weights in safetensors"):
+        load_model(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="not JSON"):
+        load_model(folder)

@@ -1,0 +1,178 @@
+"""Every backend against the torch reference in fp64: fresh random inputs, strided units, poisoned memory."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import Kernels, PagedKV, Ragged, select
+from kernels.reference import ReferenceKernels
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=["cpu", "reference"])
+def ops(request: pytest.FixtureRequest) -> Kernels:
+    return select("cpu", request.param)
+
+
+@pytest.fixture(params=list(TOLERANCE), ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    seed = random.randrange(2**32)
+    print("seed", seed)  # shown when the test fails
+    torch.manual_seed(seed)
+    return random.Random(seed)
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    assert found.shape == exact.shape
+    return ((found.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-30)).item()
+
+
+def make_pool(
+    dtype: torch.dtype, block_size: int, layers: int, kv_heads: int, dim: int, per_unit: int, units: int
+) -> PagedKV:
+    """A poisoned pool whose units have a tail that belongs to no block."""
+    row = kv_heads * dim
+    unit_elems = per_unit * 2 * layers * block_size * row + (3 * row if per_unit > 1 else 0)
+    buffer = torch.full((units * unit_elems,), float("nan"), dtype=dtype)
+    return PagedKV(buffer, unit_elems, per_unit, block_size, layers, kv_heads, dim)
+
+
+def twin(kv: PagedKV) -> PagedKV:
+    """The same pool in fp64."""
+    return PagedKV(
+        kv.buffer.double(),
+        kv.unit_elems,
+        kv.blocks_per_unit,
+        kv.block_size,
+        kv.num_layers,
+        kv.num_kv_heads,
+        kv.head_dim,
+    )
+
+
+def random_tables(rng: random.Random, lens: list[int], kv: PagedKV) -> np.ndarray:
+    blocks = rng.sample(
+        range(kv.buffer.numel() // kv.unit_elems * kv.blocks_per_unit), sum(-(-n // kv.block_size) for n in lens)
+    )
+    table = np.full((len(lens), max(-(-n // kv.block_size) for n in lens) + 1), 10**6)  # past the context: never read
+    for i, n in enumerate(lens):
+        for j in range(-(-n // kv.block_size)):
+            table[i, j] = blocks.pop()
+    return table
+
+
+@pytest.mark.parametrize("window", [None, 1, 9, 40])
+@pytest.mark.parametrize(("block_size", "per_unit"), [(16, 1), (16, 3), (1, 2), (32, 1)])
+def test_attention(ops, dtype, rng, window, block_size, per_unit):
+    heads, kv_heads, dim = rng.choice([(4, 2, 16), (4, 4, 8), (6, 1, 32), (8, 2, 24)])
+    layers, layer = 3, rng.randrange(3)
+    kv = make_pool(dtype, block_size, layers, kv_heads, dim, per_unit, 900 // block_size // per_unit + 40)
+    lens = [rng.choice((1, 15, 16, 17, 33, 64)) for _ in range(4)] + [rng.choice((2, 31, 70, 120)) for _ in range(3)]
+    starts = [n - 1 for n in lens[:4]] + [rng.choice((0, n // 3, n - 2)) for n in lens[4:]]
+    table = random_tables(rng, lens, kv)
+    exact, exact_kv = ReferenceKernels(CPU), twin(kv)
+
+    def run(firsts: list[int], ends: list[int], rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = Ragged.of(firsts, ends)
+        # q, k and v are views into one wider tensor, as after a fused projection
+        qkv = torch.randn(batch.token_count, heads + 2 * kv_heads, dim).to(dtype)
+        q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        found = ops.attention(q, k, v, kv, layer, ops.plan_attention(batch, rows, kv, window), dim**-0.5)
+        expected = exact.attention(
+            q.double(), k.double(), v.double(), exact_kv, layer,
+            exact.plan_attention(batch, rows, exact_kv, window), dim**-0.5,
+        )  # fmt: skip
+        return found, expected
+
+    fill = [i for i in range(len(lens)) if starts[i] > 1]
+    if fill:  # what was cached before this step
+        found, expected = run([0] * len(fill), [starts[i] for i in fill], table[fill])
+        assert relative_error(found, expected) < TOLERANCE[dtype]
+    single = [i for i in range(len(lens)) if starts[i] == 1]
+    if single:
+        run([0] * len(single), [1] * len(single), table[single])
+    order = sorted(range(len(lens)), key=lambda i: lens[i] - starts[i] > 1)
+    found, expected = run([starts[i] for i in order], [lens[i] for i in order], table[order])
+    assert found.dtype == dtype
+    assert relative_error(found, expected) < TOLERANCE[dtype]
+    if dtype == torch.float32:  # what is stored is what was given, and nothing else was written
+        assert torch.equal(kv.buffer.double().nan_to_num(7.0), exact_kv.buffer.nan_to_num(7.0))
+
+
+def test_decode_buckets_of_very_different_lengths(ops, rng):
+    kv = make_pool(torch.float32, 16, 1, 2, 16, 1, 400)
+    lens = [1, 2000, 3, 900, 17, 1500, 2, 16]
+    rng.shuffle(lens)
+    table = random_tables(rng, lens, kv)
+    kv.buffer.normal_()
+    exact, exact_kv = ReferenceKernels(CPU), twin(kv)
+    batch = Ragged.of([n - 1 for n in lens], lens)
+    q, k, v = torch.randn(8, 4, 16), torch.randn(8, 2, 16), torch.randn(8, 2, 16)
+    found = ops.attention(q, k, v, kv, 0, ops.plan_attention(batch, table, kv, None), 0.25)
+    plan = exact.plan_attention(batch, table, exact_kv, None)
+    expected = exact.attention(q.double(), k.double(), v.double(), exact_kv, 0, plan, 0.25)
+    assert relative_error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("zero_centred", [False, True])
+@pytest.mark.parametrize("tokens", [1, 17])
+def test_norms(ops, dtype, rng, zero_centred, tokens):
+    x, residual, weight = torch.randn(3, tokens, 48).to(dtype).unbind()
+    weight, exact = weight[0].contiguous(), ReferenceKernels(CPU)
+    found = ops.rms_norm(x, weight, 1e-6, zero_centred)
+    assert relative_error(found, exact.rms_norm(x.double(), weight.double(), 1e-6, zero_centred)) < TOLERANCE[dtype]
+    normed, total = ops.add_rms_norm(x, residual.clone(), weight, 1e-6, zero_centred)
+    expected, expected_total = exact.add_rms_norm(x.double(), residual.double(), weight.double(), 1e-6, zero_centred)
+    assert relative_error(total, expected_total) < TOLERANCE[dtype]
+    assert relative_error(normed, expected) < TOLERANCE[dtype]
+    heads, gains = torch.randn(tokens, 5, 16).to(dtype), torch.randn(3, 16).to(dtype)
+    found = ops.rms_norm(heads[:, 1:4], gains, 1e-6, zero_centred)
+    assert (
+        relative_error(found, exact.rms_norm(heads[:, 1:4].double(), gains.double(), 1e-6, zero_centred))
+        < TOLERANCE[dtype]
+    )
+
+
+@pytest.mark.parametrize("width", [16, 4])
+def test_rotate(ops, dtype, rng, width):
+    x, angle = torch.randn(9, 6, 16).to(dtype), torch.randn(9, width // 2)
+    cos = torch.cat((angle.cos(), angle.cos()), -1).to(dtype)
+    sin = torch.cat((-angle.sin(), angle.sin()), -1).to(dtype)
+    first, second, rest = x[:, 1:5].double().split([width // 2, width // 2, 16 - width], -1)
+    c, s = cos.double()[:, None, : width // 2], sin.double()[:, None, width // 2 :]
+    expected = torch.cat((first * c - second * s, second * c + first * s, rest), -1)
+    assert relative_error(ops.rotate(x[:, 1:5], cos, sin), expected) < TOLERANCE[dtype]
+
+
+def test_gated_activations(ops, dtype, rng):
+    x = torch.randn(7, 64).to(dtype)
+    gate, up = x.double().chunk(2, -1)
+    assert relative_error(ops.silu_and_mul(x), gate * gate.sigmoid() * up) < TOLERANCE[dtype]
+    gelu = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    assert relative_error(ops.gelu_tanh_and_mul(x), gelu) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("tokens", [1, 13])
+def test_experts(ops, dtype, rng, tokens):
+    x, weights = torch.randn(tokens, 32).to(dtype), torch.rand(tokens, 2).to(dtype)
+    gate_up, down = (torch.randn(6, 40, 32) / 6).to(dtype), (torch.randn(6, 32, 20) / 4).to(dtype)
+    chosen = torch.stack([torch.randperm(6)[:2] for _ in range(tokens)])
+    found = ops.experts(x, gate_up, down, chosen, weights)
+    expected = ReferenceKernels(CPU).experts(x.double(), gate_up.double(), down.double(), chosen, weights.double())
+    assert relative_error(found, expected) < 2 * TOLERANCE[dtype]
+
+
+def test_unknown_backends_are_refused():
+    with pytest.raises(ValueError, match="attention backend 'nope': expected one of auto, cpu"):
+        select("cpu", "nope")
