@@ -1,0 +1,307 @@
+"""`router run` in front of two `engine serve` processes: the official client, curl, predictions, faults, shutdown."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+pytestmark = pytest.mark.live
+START_S = 120.0
+
+
+class Program:
+    """One of our programs as a process; `url` once its log shows the address."""
+
+    def __init__(self, log: Path, ready: str, *args: str) -> None:
+        self._log = log
+        self._ready = ready
+        self._file = log.open("wb")
+        self.args = args
+        self.process = subprocess.Popen([sys.executable, "-m", *args], stdout=self._file, stderr=subprocess.STDOUT)
+        self.url = ""
+
+    def await_ready(self) -> Program:
+        def address() -> str | None:
+            assert self.process.poll() is None, f"{self.args} ended:\n{self.log()}"
+            found = re.search(self._ready, self.log(), re.MULTILINE)
+            return found.group(1) if found else None
+
+        self.url = until(address, f"{self.args} is ready", START_S)
+        return self
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(15)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self._file.close()
+
+
+def until(probe: Callable[[], Any], what: str, seconds: float = 30.0) -> Any:
+    """Wait for something true."""
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        found = probe()
+        if found:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"not within {seconds:g} s: {what}")
+
+
+def call(url: str, body: Any = None, method: str | None = None) -> tuple[int, dict[str, str], Any]:
+    """(status, headers, JSON body)."""
+    data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, dict(answer.headers), json.loads(answer.read() or b"null")
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, dict(error.headers), json.loads(error.read() or b"null")
+
+
+class Cluster:
+    """Two engines and a router with the kv policy."""
+
+    def __init__(self, folder: Path) -> None:
+        engine = ("engine", "serve", "--port", "0")
+        self.engines = [Program(folder / f"e{i}.log", r"^ready +(http://\S+)$", *engine) for i in range(2)]
+        urls = [engine.await_ready().url for engine in self.engines]
+        self.router = self.start_router(folder / "router.log", *urls)
+
+    def start_router(self, log: Path, *args: str) -> Program:
+        program = Program(log, r"^router listening on (http://\S+)$", "router", "run", "--port", "0", *args)
+        program.await_ready()
+        until(lambda: call(f"{program.url}/health")[1] and self.up(program) == 2, "two workers up")
+        return program
+
+    @staticmethod
+    def up(program: Program) -> int:
+        return sum(worker["state"] == "up" for worker in call(f"{program.url}/workers")[2]["workers"])
+
+    @property
+    def url(self) -> str:
+        return self.router.url
+
+    def close(self) -> None:
+        for program in (self.router, *self.engines):
+            program.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    running = Cluster(tmp_path_factory.mktemp("cluster"))
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_openai_client(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    messages: Any = [{"role": "user", "content": "Say something."}]
+    whole = client.chat.completions.create(model=model.id, messages=messages, max_tokens=12, temperature=0)
+    assert whole.usage is not None
+    stream = client.chat.completions.create(
+        model=model.id, messages=messages, max_tokens=12, temperature=0, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 12
+    completion = client.completions.create(model=model.id, prompt="Once upon", max_tokens=5)
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens == 5
+
+
+def test_curl_streams(cluster: Cluster) -> None:
+    curl = shutil.which("curl")
+    if curl is None:
+        pytest.skip("curl is not installed")
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "stream": True})
+    command = [curl, "-sN", "-i", f"{cluster.url}/v1/chat/completions", "-H", "Content-Type: application/json"]
+    out = subprocess.run([*command, "-d", body], capture_output=True, check=True, timeout=60).stdout
+    head, _, events = out.partition(b"\r\n\r\n")
+    assert b"200 OK" in head
+    assert b"x-blockcast-worker: 127.0.0.1:" in head
+    assert events.rstrip().endswith(b"data: [DONE]")
+    # a body over a megabyte makes curl ask first (Expect: 100-continue)
+    large = json.dumps({"messages": [{"role": "user", "content": "x " * 700_000}], "max_tokens": 1})
+    out = subprocess.run([*command, "-d", "@-"], input=large.encode(), capture_output=True, timeout=60).stdout
+    assert b"HTTP/1.1 400" in out
+    assert b"maximum context length" in out or b"context" in out
+
+
+def test_predictions_equal_what_the_engines_report(cluster: Cluster) -> None:
+    """Three conversations over long contexts of their own, interleaved, two in flight at a time."""
+    model = call(f"{cluster.url}/v1/models")[2]["data"][0]["id"]
+    topics = ["rivers", "engines", "letters"]
+    talks = [
+        [{"role": "system", "content": " ".join(f"{topic} number {i} is {i * i}." for i in range(120))}]
+        for topic in topics
+    ]
+
+    def turn(index: int, number: int) -> tuple[str, int, int, int]:
+        talk = talks[index]
+        talk.append({"role": "user", "content": f"Question {number} about {topics[index]}?"})
+        body = {"model": model, "messages": talk, "max_tokens": 20, "temperature": 0}
+        status, headers, answer = call(f"{cluster.url}/v1/chat/completions", body)
+        assert status == 200, answer
+        talk.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+        usage = answer["usage"]
+        predicted = int(headers["x-blockcast-predicted-cached-tokens"])
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return headers["x-blockcast-worker"], predicted, cached, usage["prompt_tokens"]
+
+    rows = []
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for number in range(4):
+            rows.append(list(pool.map(lambda i, n=number: turn(i, n), range(3))))
+    for number, row in enumerate(rows):
+        for worker, predicted, cached, tokens in row:
+            assert predicted == cached, f"turn {number} on {worker}: predicted {predicted}, engine says {cached}"
+            if number:
+                assert cached > 0.8 * tokens
+    for index in range(3):
+        assert len({row[index][0] for row in rows}) == 1, "a conversation left the worker that holds it"
+    body = {"model": model, "messages": talks[0]}
+    explained = call(f"{cluster.url}/route", body)[2]
+    assert explained["tokenized"]
+    assert len(explained["candidates"]) == 2
+    assert explained["candidates"][0]["cached_tokens"] > explained["candidates"][1]["cached_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "field"),
+    [
+        ({"model": "nobody", "messages": [{"role": "user", "content": "x"}]}, 404, "model"),
+        ({"messages": [{"role": "user", "content": "x"}], "temperature": -1}, 400, "temperature"),
+        ({"messages": [{"role": "user", "content": "x"}], "max_tokens": "many"}, 400, "max_tokens"),
+        ({"messages": "hello"}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": "x " * 20_000}]}, 400, "messages"),
+        ({}, 400, "messages"),
+        (b"{", 400, None),
+        (b"[1]", 400, None),
+        (b"\xff\xfe", 400, None),
+        (b"[" * 100_000, 400, None),
+    ],
+)
+def test_wrong_input_is_named_in_openais_form(cluster: Cluster, body: Any, status: int, field: str | None) -> None:
+    found, _, answer = call(f"{cluster.url}/v1/chat/completions", body)
+    assert found == status
+    assert set(answer["error"]) >= {"message", "type", "param", "code"}
+    assert answer["error"]["param"] == field or (field and field in answer["error"]["message"])
+    assert call(f"{cluster.url}/health")[0] == 200
+
+
+def test_client_that_leaves_frees_the_engine(cluster: Cluster) -> None:
+    model = call(f"{cluster.url}/v1/models")[2]["data"][0]["id"]
+    body = {"model": model, "messages": [{"role": "user", "content": "count"}], "max_tokens": 8000, "stream": True,
+            "ignore_eos": True}  # fmt: skip
+    host = cluster.url.removeprefix("http://")
+    for _ in range(3):
+        connection = http.client.HTTPConnection(host, timeout=60)
+        connection.request("POST", "/v1/chat/completions", json.dumps(body))
+        answer = connection.getresponse()
+        answer.read(50)
+        connection.sock.close() if connection.sock else answer.close()
+        answer.close()
+        connection.close()
+
+    def idle() -> bool:
+        pages = [urllib.request.urlopen(f"{engine.url}/metrics").read().decode() for engine in cluster.engines]
+        running = [re.search(r"^\S*num_requests_running\S* (\S+)$", page, re.MULTILINE) for page in pages]
+        return all(found is not None and float(found.group(1)) == 0 for found in running)
+
+    until(idle, "the engines stopped computing for clients that left")
+    assert call(f"{cluster.url}/workers")[2]["in_flight"] == 0
+
+
+def test_worker_killed_and_restarted(cluster: Cluster, tmp_path: Path) -> None:
+    """SIGKILL under load: what had no first byte is answered by the other worker; a new worker is taken in by POST."""
+    model = call(f"{cluster.url}/v1/models")[2]["data"][0]["id"]
+    extra = Program(tmp_path / "extra.log", r"^ready +(http://\S+)$", "engine", "serve", "--port", "0").await_ready()
+    try:
+        status, _, added = call(f"{cluster.url}/workers", {"url": extra.url})
+        assert status == 201
+        until(lambda: cluster.up(cluster.router) == 3, "the third worker is up")
+
+        def ask(number: int) -> int:
+            body = {"model": model, "messages": [{"role": "user", "content": f"{number} " * 30}], "max_tokens": 30}
+            return call(f"{cluster.url}/v1/chat/completions", body)[0]
+
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            futures = [pool.submit(ask, number) for number in range(36)]
+            time.sleep(0.3)
+            extra.process.send_signal(signal.SIGKILL)
+            statuses = [future.result(timeout=90) for future in futures]
+        assert statuses == [200] * 36
+        until(lambda: cluster.up(cluster.router) == 2, "the dead worker is out")
+        rows = {row["worker_id"]: row for row in call(f"{cluster.url}/workers")[2]["workers"]}
+        assert rows[added["worker_id"]]["state"] in ("down", "probing")
+        assert call(f"{cluster.url}/workers/{added['worker_id']}", method="DELETE")[0] == 200
+        assert len(call(f"{cluster.url}/workers")[2]["workers"]) == 2
+    finally:
+        extra.close()
+
+
+def test_drain_and_undrain(cluster: Cluster) -> None:
+    model = call(f"{cluster.url}/v1/models")[2]["data"][0]["id"]
+    first, second = (row["worker_id"] for row in call(f"{cluster.url}/workers")[2]["workers"])
+    assert call(f"{cluster.url}/workers/{first}/drain", b"")[0] == 200
+    for number in range(6):
+        body = {"model": model, "messages": [{"role": "user", "content": f"again {number}"}], "max_tokens": 1}
+        assert call(f"{cluster.url}/v1/chat/completions", body)[1]["x-blockcast-worker"] == second
+    assert call(f"{cluster.url}/workers/{first}/drain", {"on": False})[0] == 200
+    assert cluster.up(cluster.router) == 2
+    assert call(f"{cluster.url}/workers/nobody/drain", b"")[0] == 404
+
+
+def test_graceful_shutdown_finishes_what_runs(cluster: Cluster, tmp_path: Path) -> None:
+    router = cluster.start_router(tmp_path / "r2.log", *(e.url for e in cluster.engines), "--policy", "round_robin")
+    try:
+        model = call(f"{router.url}/v1/models")[2]["data"][0]["id"]
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": "long"}],
+            "max_tokens": 150,
+            "ignore_eos": True,
+        }
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            running = pool.submit(call, f"{router.url}/v1/chat/completions", body)
+            until(lambda: call(f"{router.url}/workers")[2]["in_flight"] == 1, "the request is in flight")
+            router.process.send_signal(signal.SIGTERM)
+            status, _, answer = running.result(timeout=60)
+        assert status == 200
+        assert answer["usage"]["completion_tokens"] == 150
+        assert router.process.wait(30) == 0
+    finally:
+        router.close()
