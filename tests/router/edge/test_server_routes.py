@@ -1,0 +1,239 @@
+"""What the router answers itself, who may ask for it, and what slow or hostile clients get."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from router.http_request import HttpLimits
+from router.http_server import ClientTimeouts
+
+CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}).encode()
+
+
+def get(path: str, *headers: str, method: str = "GET") -> bytes:
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: r", "Connection: close", *headers, "", ""]).encode()
+
+
+def parts(answer: bytes) -> tuple[int, dict[str, str], bytes]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    return int(first.split(" ")[1]), dict(line.lower().split(": ", 1) for line in lines), body
+
+
+def test_health_models_and_metrics(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        assert parts(await edge.exchange(get("/health")))[0] == 503
+        await edge.worker(edge.reply())
+        status, _, body = parts(await edge.exchange(get("/health")))
+        assert (status, json.loads(body)["workers_up"]) == (200, 1)
+        status, headers, body = parts(await edge.exchange(get("/health", method="HEAD")))
+        assert (status, body) == (200, b"")
+        assert int(headers["content-length"]) > 0
+        models = json.loads(parts(await edge.exchange(get("/v1/models")))[2])
+        assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [("tiny", 4096)]
+        await edge.exchange(make_post(CHAT))
+        page = parts(await edge.exchange(get("/metrics")))[2].decode()
+        assert "# HELP blockcast_router_requests_total" in page
+        assert 'blockcast_router_worker_up{state="up",worker="w0"} 1.0' in page
+
+    edge.run(scenario())
+
+
+def test_workers_route_and_drain(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start(policy="kv")
+        await edge.worker(edge.reply())
+        await edge.worker(edge.reply())
+        rows = json.loads(parts(await edge.exchange(get("/workers")))[2])["workers"]
+        assert [row["worker_id"] for row in rows] == ["w0", "w1"]
+        status, _, body = parts(await edge.exchange(make_post(CHAT, b"/route")))
+        explained = json.loads(body)
+        assert status == 200
+        assert {one["worker"] for one in explained["candidates"]} == {"w0", "w1"}
+        assert edge.core.counters["routed"] == 0
+        assert parts(await edge.exchange(make_post(b"", b"/workers/w0/drain")))[0] == 200
+        for _ in range(3):
+            assert parts(await edge.exchange(make_post(CHAT)))[1]["x-blockcast-worker"] == "w1"
+        assert parts(await edge.exchange(make_post(b'{"on":1}', b"/workers/w0/drain")))[0] == 400
+        assert parts(await edge.exchange(get("/workers/w0", method="DELETE")))[0] == 200
+        assert parts(await edge.exchange(get("/workers/w0", method="DELETE")))[0] == 404
+        assert parts(await edge.exchange(make_post(b"{}", b"/workers")))[0] == 400
+
+    edge.run(scenario())
+
+
+def test_unknown_paths_and_methods(edge: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        status, _, body = parts(await edge.exchange(get("/nothing")))
+        assert (status, json.loads(body)["error"]["code"]) == (404, "not_found")
+        status, _, body = parts(await edge.exchange(get("/health", method="PUT")))
+        assert status == 405
+        assert "GET" in json.loads(body)["error"]["message"]
+
+    edge.run(scenario())
+
+
+def test_admin_routes_are_closed_to_others(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start(allowed=False)
+        for request in (get("/workers"), make_post(b"", b"/workers/w0/drain"), make_post(CHAT, b"/route")):
+            status, _, body = parts(await edge.exchange(request))
+            assert (status, json.loads(body)["error"]["code"]) == (403, "forbidden")
+        assert parts(await edge.exchange(get("/v1/models")))[0] == 200
+
+    edge.run(scenario())
+
+
+def test_api_keys(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start(api_keys=("first", "second"))
+        await edge.worker(edge.reply())
+        for wrong in ([], [b"Authorization: Bearer other"], [b"Authorization: Basic first"], [b"Authorization: first"]):
+            status, headers, body = parts(await edge.exchange(make_post(CHAT, headers=wrong)))
+            assert (status, headers["www-authenticate"]) == (401, "bearer")
+            assert json.loads(body)["error"]["code"] == "invalid_api_key"
+        for right in (b"first", b"second"):
+            answer = await edge.exchange(make_post(CHAT, headers=[b"authorization: bearer " + right]))
+            assert parts(answer)[0] == 200
+        assert parts(await edge.exchange(get("/v1/models")))[0] == 401
+        assert parts(await edge.exchange(get("/v1/files")))[0] == 401
+        assert parts(await edge.exchange(get("/health")))[0] == 200
+
+    edge.run(scenario())
+
+
+def test_pipelined_requests_are_answered_in_order(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        async def script(request: Any, reader: Any, writer: Any) -> None:
+            number = int(json.loads(request.body)["n"])
+            await asyncio.sleep(0.03 - number * 0.005)
+            await edge.reply(b"%d" % number)(request, reader, writer)
+
+        await edge.start()
+        await edge.worker(script)
+        bodies = [json.dumps({"model": "tiny", "prompt": "x", "n": n}).encode() for n in range(5)]
+        data = b"".join(make_post(body, b"/v1/completions", close=n == 4) for n, body in enumerate(bodies))
+        answer = await edge.exchange(data)
+        pieces = answer.split(b"HTTP/1.1 200 OK\r\n")[1:]
+        assert [piece.partition(b"\r\n\r\n")[2] for piece in pieces] == [b"0", b"1", b"2", b"3", b"4"]
+
+    edge.run(scenario())
+
+
+def test_expect_continue(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start(limits=HttpLimits(body_bytes_max=200))
+        worker = await edge.worker(edge.reply())
+        head, _, body = make_post(CHAT, headers=[b"Expect: 100-continue"]).partition(b"\r\n\r\n")
+        reader, writer = await edge.connect()
+        writer.write(head + b"\r\n\r\n")
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(body)
+        assert parts(await reader.read(-1))[0] == 200
+        assert worker.received[0].all(b"expect") == []
+        writer.close()
+        reader, writer = await edge.connect()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nExpect: 100-continue\r\nContent-Length: 201\r\n\r\n")
+        assert parts(await reader.read(-1))[0] == 413
+        writer.close()
+
+    edge.run(scenario())
+
+
+def test_slow_loris_is_cut_off_and_others_are_served(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start(client_timeouts=ClientTimeouts(request_s=0.2, keep_alive_s=0.3))
+        await edge.worker(edge.reply())
+        slow = [await edge.connect() for _ in range(5)]
+        for _, writer in slow:
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nX-")
+        assert parts(await edge.exchange(make_post(CHAT)))[0] == 200
+        for reader, writer in slow:
+            assert parts(await reader.read(-1))[0] == 408
+            writer.close()
+        reader, writer = await edge.connect()
+        assert await reader.read(-1) == b""  # idle for longer than keep_alive_s
+        writer.close()
+
+    edge.run(scenario())
+
+
+def test_early_error_can_be_read_by_a_client_that_is_still_sending(edge: Any) -> None:
+    async def scenario() -> None:
+        await edge.start(limits=HttpLimits(body_bytes_max=1000))
+        reader, writer = await edge.connect()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: 50000000\r\n\r\n")
+        for _ in range(50):
+            writer.write(b"x" * 65536)
+            await asyncio.sleep(0)
+        status, headers, body = parts(await reader.read(-1))
+        assert (status, headers["connection"]) == (413, "close")
+        assert "1000 bytes" in json.loads(body)["error"]["message"]
+        writer.close()
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET / HTTP/1.1\r\nHost: r\r\nX: \x00\r\n\r\n",
+        b"GET / HTTP/9.9\r\nHost: r\r\n\r\n",
+        b"\x00" * 100,
+        b"A" * 200_000,
+        b"GET /" + b"%ff" * 40_000 + b" HTTP/1.1\r\nHost: r\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: 3\r\nContent-Length: 3\r\n\r\nabc",
+    ],
+)
+def test_garbage_gets_a_4xx_and_nothing_else(edge: Any, data: bytes) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        worker = await edge.worker(edge.reply())
+        status, headers, _ = parts(await edge.exchange(data))
+        assert 400 <= status < 500 or status == 505
+        assert headers["connection"] == "close"
+        assert worker.received == []
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/v1/completions", b"/v1/embeddings", b"/route"])
+@pytest.mark.parametrize(
+    "body",
+    [b"{", b"[" * 50_000, b'{"a":' * 50_000, b"\xff\xfe", b'{"model":1e999}', b'{"prompt":[1e400]}', b"", b"null",
+     b'{"model":"tiny","prompt":[-1,2]}', b'{"model":"tiny","prompt":[99999999999999999999]}',
+     b'{"model":"tiny","prompt":[[],{}]}', b'{"model":"tiny","messages":[{"content":{"a":1}}]}',
+     b'{"model":"\\ud800","prompt":"x"}', b'{"model":"tiny","prompt":"\\ud800"}', b'{"model":null,"max_tokens":-5}'],
+)  # fmt: skip
+def test_hostile_bodies_never_fail_the_router(edge: Any, make_post: Any, path: bytes, body: bytes) -> None:
+    async def scenario() -> None:
+        await edge.start(policy="kv")
+        await edge.worker(edge.reply(b"{}", status=b"422 No"))
+        status, _, _ = parts(await edge.exchange(make_post(body, path)))
+        assert 200 <= status < 500
+
+    edge.run(scenario())
+
+
+def test_connections_over_the_limit_get_a_503(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start(connections_max=2)
+        await edge.worker(edge.reply())
+        held = [await edge.connect() for _ in range(2)]
+        for _, writer in held:
+            writer.write(make_post(CHAT, close=False))
+        for reader, _ in held:
+            await reader.readuntil(b"\r\n\r\n")
+        status, headers, _ = parts(await edge.exchange(make_post(CHAT)))
+        assert (status, headers["retry-after"]) == (503, "1")
+        for _, writer in held:
+            writer.close()
+
+    edge.run(scenario())
