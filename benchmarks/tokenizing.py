@@ -16,7 +16,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -45,10 +44,10 @@ def conversation(tokenizer: Tokenizer, token_count: int) -> list[Message]:
     return messages if messages[-1]["role"] == "assistant" else messages[:-1]
 
 
-def timed(function: Callable[[], list[int]]) -> tuple[float, list[int]]:
+def timed(tokenizer: Tokenizer, text: str) -> tuple[float, list[int]]:
     start = time.perf_counter()
-    value = function()
-    return time.perf_counter() - start, value
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return time.perf_counter() - start, ids
 
 
 def measure(cached: Tokenizer, plain: Tokenizer, token_count: int, rounds: int) -> dict[str, object]:
@@ -64,8 +63,8 @@ def measure(cached: Tokenizer, plain: Tokenizer, token_count: int, rounds: int) 
         start = time.perf_counter()
         text = cached.chat_text(request)
         render = time.perf_counter() - start
-        full, want = timed(lambda text=text: plain.encode(text, add_special_tokens=False))
-        fast, got = timed(lambda text=text: cached.encode(text, add_special_tokens=False))
+        full, want = timed(plain, text)
+        fast, got = timed(cached, text)
         identical = identical and want == got
         total = len(want)
         if number >= 0:

@@ -40,6 +40,15 @@ _GAINS = (
 """Layers speak louder than the token's own embedding, and attention, sharpened, loudest: else a network with tied
 embeddings answers every token with itself, and one that hardly looks back soon repeats itself."""
 
+_NORM_BIASES: dict[str, tuple[tuple[str, float], ...]] = {
+    "qwen3": (("q_norm", 1.0),),
+    "qwen3_moe": (("q_norm", 1.0),),
+    "qwen3_5": (("q_norm", 1.0),),
+    # Norms after a branch decide there how loud it is, whatever its last matrix does.
+    "gemma3_text": (("q_norm", 3.0), ("post_attention", 5.0), ("post_feedforward", 4.0)),
+}
+"""What is added to norm weights, by part of their name: the same two aims where a norm undoes a matrix's gain."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -247,10 +256,7 @@ def _draw(name: str, parameter: torch.Tensor, recipe: Recipe) -> None:
     else:
         # Norm weights near their identity, biases near 0, decay rates near what the family draws.
         parameter.add_(noise * 0.1)
-        if "q_norm" in name:
-            parameter.add_(1.0)
-        elif "post_" in name and recipe.family == "gemma3_text":  # norms at the end of a branch; 0 means 1 there
-            parameter.add_(5.0 if "attention" in name else 1.0)
+        parameter.add_(next((bias for pattern, bias in _NORM_BIASES.get(recipe.family, ()) if pattern in name), 0.0))
 
 
 def _reshard(folder: Path, count: int) -> None:
