@@ -38,6 +38,7 @@ class Registry:
         self._targets: dict[str, list[Target]] = {}
         self._pools: dict[tuple[str, str | None], list[Target]] = {}
         self._context_max: dict[tuple[str, str | None], int | None] = {}
+        self._models: dict[str, ServedModel] | None = None
 
     # Workers -----------------------------------------------------------------------------------------------------
     def add(self, spec: WorkerSpec, *, up: bool) -> Worker:
@@ -79,6 +80,7 @@ class Registry:
         """A worker's state changed: pools are rebuilt when they are next asked for."""
         self._pools.clear()
         self._context_max.clear()
+        self._models = None
 
     def targets_of(self, worker_id: str) -> list[Target]:
         """The worker's targets, one a rank."""
@@ -86,11 +88,13 @@ class Registry:
 
     def resolve_model(self, name: str) -> ServedModel | None:
         """What a model name means on the workers that are up."""
-        return merge_models(self.workers.values()).get(name)
+        return self.models().get(name)
 
     def models(self) -> dict[str, ServedModel]:
-        """Every name that can be asked for now."""
-        return merge_models(self.workers.values())
+        """Every name that can be asked for now. Read only."""
+        if self._models is None:
+            self._models = merge_models(self.workers.values())
+        return self._models
 
     # Eligibility -------------------------------------------------------------------------------------------------
     def candidates(self, request: RouteRequest, tried: frozenset[str]) -> list[Target] | Refuse:

@@ -1,0 +1,247 @@
+"""The virtual clock: arrivals, engines and routers in one event loop, and what it measures.
+
+A `Router` decides where a request goes; it sees first tokens and ends at once, and the caches' events after a delay. A
+request goes to one of several routers by its number. Time only moves from event to event; nothing here is random.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from routing_sim.engine import Cache, Job, SimWorker
+from routing_sim.workload import SimRequest, Workload
+
+from router.config import ServiceModel
+
+
+class Router(Protocol):
+    """What a policy under test implements. Returned pairs are (request index, worker) to forward now."""
+
+    def attach(self, cluster: Cluster) -> None: ...
+
+    def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]: ...
+
+    def first_token(self, request: SimRequest, worker: int, now: float) -> list[tuple[int, int]]: ...
+
+    def finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[tuple[int, int]]: ...
+
+    def stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None: ...
+
+    def removed(self, worker: int, ids: list[int], now: float) -> None: ...
+
+    def tick_s(self) -> float | None:
+        """Seconds after which `tick` wants to be called; None: not now."""
+
+    def tick(self, now: float) -> list[tuple[int, int]]: ...
+
+
+class SilentRouter:
+    """A router that needs none of the stimuli it does not override."""
+
+    cluster: Cluster
+
+    def attach(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+
+    def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
+        raise NotImplementedError
+
+    def first_token(self, request: SimRequest, worker: int, now: float) -> list[tuple[int, int]]:
+        return []
+
+    def finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[tuple[int, int]]:
+        return []
+
+    def stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None:
+        """Not looked at."""
+
+    def removed(self, worker: int, ids: list[int], now: float) -> None:
+        """Not looked at."""
+
+    def tick_s(self) -> float | None:
+        return None
+
+    def tick(self, now: float) -> list[tuple[int, int]]:
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """One setting of the grid."""
+
+    workers: int
+    cache_blocks: int | None
+    """Of each worker; None: infinite."""
+    speed: float
+    """Multiple of the trace's own arrival rate."""
+    service: ServiceModel
+    event_delay_s: float = 0.02
+    shared_cache: bool = False
+    """The bounds: one cache of the summed size for all."""
+    slow_workers: dict[int, float] = field(default_factory=dict)
+    """worker -> how many times slower than `service`."""
+
+
+@dataclass(slots=True)
+class Result:
+    """What came of every request, by its place in the workload."""
+
+    ttft_s: dict[int, float] = field(default_factory=dict)
+    e2e_s: dict[int, float] = field(default_factory=dict)
+    hit_tokens: dict[int, int] = field(default_factory=dict)
+    worker: dict[int, int] = field(default_factory=dict)
+    prefilled: list[int] = field(default_factory=list)
+    """Tokens prefilled by each worker."""
+    end_s: float = 0.0
+    collapsed: bool = False
+    """Cut off because waiting grew without bound."""
+
+
+class Cluster:
+    """One run. `arrivals` orders open-loop requests; closed-loop ones follow the answer before them."""
+
+    def __init__(self, config: ClusterConfig, workload: Workload, routers: Sequence[Router]) -> None:
+        self.config = config
+        self.workload = workload
+        self.routers = routers
+        total = None if config.cache_blocks is None else config.cache_blocks * config.workers
+        shared = Cache(total) if config.shared_cache else None
+        self.workers = [
+            SimWorker(i, _slower(config.service, config.slow_workers.get(i, 1.0)), shared or Cache(config.cache_blocks))
+            for i in range(config.workers)
+        ]
+        self.now = 0.0
+        self.result = Result()
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = 0
+        self._wakes: list[float | None] = [None] * config.workers
+        self._arrived: dict[int, float] = {}
+        self._followers: dict[int, list[SimRequest]] = {}
+        self._ticks: list[float | None] = [None] * len(routers)
+        if not config.shared_cache:
+            for worker in self.workers:
+                self._publish(worker)
+        for router in routers:
+            router.attach(self)
+
+    def at(self, time_s: float, action: Callable[[], None]) -> None:
+        """Schedule; at equal times in the order of scheduling."""
+        self._order += 1
+        heapq.heappush(self._heap, (time_s, self._order, action))
+
+    def run(self, *, ttft_limit_s: float | None = None, progress: Callable[[int], None] | None = None) -> Result:
+        """Until every request was answered. `ttft_limit_s` cuts a run whose requests wait absurdly long."""
+        for time_s, request in self.workload.arrivals(self.config.speed):
+            self.at(time_s, lambda request=request: self._arrive(request))  # type: ignore[misc]
+        for request in self.workload.requests:
+            if request.after is not None:
+                self._followers.setdefault(request.after, []).append(request)
+        result, heap, count = self.result, self._heap, len(self.workload.requests)
+        done = 0
+        while heap:
+            self.now, _, action = heapq.heappop(heap)
+            action()
+            if len(result.e2e_s) - done >= 256:
+                done = len(result.e2e_s)
+                if progress is not None:
+                    progress(done)
+                if ttft_limit_s is not None and self._oldest_wait() > ttft_limit_s:
+                    result.collapsed = True
+                    break
+        assert result.collapsed or len(result.e2e_s) == count, f"{count - len(result.e2e_s)} requests were lost"
+        result.end_s = self.now
+        result.prefilled = [worker.prefilled_tokens for worker in self.workers]
+        return result
+
+    def _oldest_wait(self) -> float:
+        waiting = [self.now - w.waiting[0].routed_s for w in self.workers if w.waiting]
+        return max(waiting, default=0.0)
+
+    # Requests ----------------------------------------------------------------------------------------------------
+    def _arrive(self, request: SimRequest) -> None:
+        self._arrived[request.index] = self.now
+        which = request.index % len(self.routers)
+        self._perform(self.routers[which].route(request, self.now))
+        self._schedule_tick(which)
+
+    def _perform(self, forwards: list[tuple[int, int]]) -> None:
+        for index, number in forwards:
+            worker = self.workers[number]
+            self.result.worker[index] = number
+            worker.submit(Job(self.workload.requests[index], self.now), self.now)
+            self._schedule_wake(worker)
+
+    def _schedule_wake(self, worker: SimWorker) -> None:
+        wake_s = worker.wake_s
+        if wake_s is None or self._wakes[worker.number] == wake_s:
+            return
+        self._wakes[worker.number] = wake_s
+        self.at(wake_s, lambda: self._wake(worker, wake_s))
+
+    def _wake(self, worker: SimWorker, wake_s: float) -> None:
+        if worker.wake_s != wake_s:
+            return  # a stretch was cut: another wake-up is on its way
+        self._wakes[worker.number] = None
+        end = worker.advance(self.now)
+        self._schedule_wake(worker)
+        for job in end.first_tokens:
+            self._first_token(worker, job)
+        for job in end.finished:
+            self._finished(worker, job)
+
+    def _first_token(self, worker: SimWorker, job: Job) -> None:
+        index = job.request.index
+        self.result.ttft_s[index] = self.now - self._arrived[index]
+        self.result.hit_tokens[index] = job.hit_blocks * 512
+        which = index % len(self.routers)
+        self._perform(self.routers[which].first_token(job.request, worker.number, self.now))
+        self._schedule_tick(which)
+
+    def _finished(self, worker: SimWorker, job: Job) -> None:
+        index = job.request.index
+        self.result.e2e_s[index] = self.now - self._arrived[index]
+        which = index % len(self.routers)
+        cached = job.hit_blocks * 512
+        self._perform(self.routers[which].finished(job.request, worker.number, cached, self.now))
+        self._schedule_tick(which)
+        for follower in self._followers.pop(index, ()):
+            self.at(self.now + follower.arrival_s, lambda follower=follower: self._arrive(follower))  # type: ignore[misc]
+
+    # Routers' clocks and ears ------------------------------------------------------------------------------------
+    def _schedule_tick(self, which: int) -> None:
+        if self._ticks[which] is not None:
+            return
+        delay_s = self.routers[which].tick_s()
+        if delay_s is not None:
+            self._ticks[which] = self.now + delay_s
+            self.at(self.now + delay_s, lambda: self._tick(which))
+
+    def _tick(self, which: int) -> None:
+        self._ticks[which] = None
+        self._perform(self.routers[which].tick(self.now))
+        self._schedule_tick(which)
+
+    def _publish(self, worker: SimWorker) -> None:
+        delay_s, number = self.config.event_delay_s, worker.number
+
+        def stored(ids: list[int], parent: int | None) -> None:
+            self.at(self.now + delay_s, lambda: [r.stored(number, ids, parent, self.now) for r in self.routers] and None)
+
+        def removed(ids: list[int]) -> None:
+            self.at(self.now + delay_s, lambda: [r.removed(number, ids, self.now) for r in self.routers] and None)
+
+        worker.cache.on_store, worker.cache.on_remove = stored, removed
+
+
+def _slower(service: ServiceModel, factor: float) -> ServiceModel:
+    return ServiceModel(
+        prefill_s_per_token=service.prefill_s_per_token * factor,
+        quadratic_tokens=service.quadratic_tokens,
+        step_s=service.step_s * factor,
+        decode_request_s=service.decode_request_s * factor,
+        decode_context_s=service.decode_context_s * factor,
+        step_tokens=service.step_tokens,
+    )

@@ -1,0 +1,163 @@
+"""The real router core, tracker, policy and index behind the simulation's `Router` interface.
+
+One "token" of the index stands for one trace block, so a prompt of 16k tokens is 32 ids and the index code is the real one
+with a block size of one; `BlockScaled` turns its answers into tokens. Events pass through the real codec as bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from routing_sim.cluster import Cluster
+from routing_sim.workload import BLOCK, SimRequest
+
+from events.codec import encode_batch
+from events.types import BlockRemoved, BlockStored, EventBatch
+from router.config import CoreConfig
+from router.core import RouterCore
+from router.index import make_index
+from router.messages import Forward, Instruction, Refuse, RouteRequest, Usage
+from router.tracker import SharedLoad
+from router.view import HolderId, IndexStats, IngestReport, Match, PinId, PrefixIndex, Scope
+from router.workers import ServedModel, WorkerSpec
+
+MODEL = "sim"
+
+
+class BlockScaled:
+    """A PrefixIndex whose callers count tokens and whose inner index counts blocks."""
+
+    def __init__(self, inner: PrefixIndex) -> None:
+        self._inner = inner
+
+    @property
+    def seed(self) -> int:
+        return self._inner.seed
+
+    def match(self, token_ids: Sequence[int] | bytes, scope: Scope) -> list[Match]:
+        return [
+            Match(
+                m.holder,
+                m.tokens * BLOCK,
+                m.gpu_tokens * BLOCK,
+                (m.gpu_tokens * BLOCK, 0, 0, 0),
+                m.pinned_tokens * BLOCK,
+            )
+            for m in self._inner.match(token_ids, scope)
+        ]
+
+    def add_holder(self, name: str, model: str) -> HolderId:
+        holder = self._inner.add_holder(name, model)
+        self._inner.declare_groups(holder, [{"group_idx": None, "kind": "full_attention", "block_size": 1}])
+        return holder
+
+    def remove_holder(self, holder: HolderId) -> None:
+        self._inner.remove_holder(holder)
+
+    def clear(self, holder: HolderId) -> None:
+        self._inner.clear(holder)
+
+    def declare_groups(self, holder: HolderId, groups: Sequence[Mapping[str, object]]) -> None:
+        self._inner.declare_groups(holder, groups)
+
+    def set_reannounces(self, holder: HolderId, reannounces: bool) -> None:
+        self._inner.set_reannounces(holder, reannounces)
+
+    def ingest(self, holder: HolderId, payload: bytes) -> IngestReport:
+        return self._inner.ingest(holder, payload)
+
+    def pin(self, holder: HolderId, token_ids: Sequence[int] | bytes, scope: Scope) -> PinId:
+        return self._inner.pin(holder, token_ids, scope)
+
+    def unpin(self, pin: PinId) -> None:
+        self._inner.unpin(pin)
+
+    def stats(self) -> IndexStats:
+        return self._inner.stats()
+
+    def groups(self, holder: HolderId) -> list[dict[str, object]]:
+        return self._inner.groups(holder)
+
+    def dump(self, holder: HolderId) -> list[bytes]:
+        return self._inner.dump(holder)
+
+
+class Ours:
+    """`RouterCore` under test. With `peers`, several of them share their load after `share_delay_s`."""
+
+    def __init__(
+        self, config: CoreConfig, *, seed: int = 0, name: str = "0", index: str = "auto", share_delay_s: float = 0.005
+    ) -> None:
+        self.core = RouterCore(BlockScaled(make_index(index, seed=seed + 1)), config, seed=seed)  # type: ignore[arg-type]
+        self.name = name
+        self.siblings: list[Ours] = []
+        self._share_delay_s = share_delay_s
+        self._shared: dict[str, SharedLoad] = {}
+        self._pending: set[str] = set()
+        self._known: dict[int, SimRequest] = {}
+
+    def attach(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        for i in range(cluster.config.workers):
+            spec = WorkerSpec(worker_id=str(i), url=f"http://{i}", models=(ServedModel(MODEL, MODEL),))
+            self.core.add_worker(spec, 0.0)
+        self.holders = [self.core.workers[str(i)].holders[0] for i in range(cluster.config.workers)]
+        self.siblings = [r for r in cluster.routers if isinstance(r, Ours) and r is not self]
+
+    def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
+        routed = RouteRequest(
+            request_id=str(request.index),
+            model=MODEL,
+            scope=Scope(MODEL),
+            token_ids=request.ids,
+            prompt_tokens=request.prompt_tokens,
+            session=str(request.session),
+        )
+        return self._perform([self.core.route(routed, now)])
+
+    def first_token(self, request: SimRequest, worker: int, now: float) -> list[tuple[int, int]]:
+        return self._perform(self.core.first_token(str(request.index), now), worker)
+
+    def finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[tuple[int, int]]:
+        usage = Usage(request.prompt_tokens, cached_tokens, request.output_tokens)
+        return self._perform(self.core.finished(str(request.index), usage, now), worker)
+
+    def tick_s(self) -> float | None:
+        wake = self.core.next_tick()
+        return None if wake is None else max(wake - self.cluster.now, 1e-4)
+
+    def tick(self, now: float) -> list[tuple[int, int]]:
+        return self._perform(self.core.tick(now))
+
+    def stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None:
+        event = BlockStored(list(ids), parent, list(ids), 1, None, "GPU", None)
+        self.core.index.ingest(self.holders[worker], encode_batch(EventBatch(now, [event])))
+
+    def removed(self, worker: int, ids: list[int], now: float) -> None:
+        event = BlockRemoved(list(ids), "GPU")
+        self.core.index.ingest(self.holders[worker], encode_batch(EventBatch(now, [event])))
+
+    def _perform(self, instructions: Sequence[Instruction], worker: int | None = None) -> list[tuple[int, int]]:
+        forwards = []
+        touched = set() if worker is None else {str(worker)}
+        for instruction in instructions:
+            assert not isinstance(instruction, Refuse), instruction
+            if isinstance(instruction, Forward):
+                forwards.append((int(instruction.request_id), int(instruction.decision.worker)))
+                touched.add(instruction.decision.worker)
+        if self.siblings:
+            for name in touched:
+                self._share(name)
+        return forwards
+
+    def _share(self, target: str) -> None:
+        if target in self._pending:
+            return
+        self._pending.add(target)
+        self.cluster.at(self.cluster.now + self._share_delay_s, lambda: self._deliver(target))
+
+    def _deliver(self, target: str) -> None:
+        self._pending.discard(target)
+        load = self.core.tracker.share(self.core.tracker.targets[target], self.cluster.now)
+        for sibling in self.siblings:
+            sibling.core.tracker.update_peer(self.name, target, load)

@@ -1,0 +1,286 @@
+"""Other routers' policies, re-implemented from their documented formulas, and the two bounds.
+
+Each class names its source and its defaults; benchmarks/routing_sim/test fixtures hold decisions computed by hand. All of
+them see the same event-fed view of the caches (`Residency`), also those that approximate it in their own programs, unless
+the approximation is the policy (SGLang's tree).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+import xxhash
+from routing_sim.cluster import Cluster, SilentRouter
+from routing_sim.workload import BLOCK, SimRequest
+
+
+class Residency(SilentRouter):
+    """Which blocks each worker holds, as its events said so far, and what is in flight where."""
+
+    def attach(self, cluster: Cluster) -> None:
+        super().attach(cluster)
+        self.count = cluster.config.workers
+        self.resident: list[set[int]] = [set() for _ in range(self.count)]
+        self.in_flight = [0] * self.count
+
+    def stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None:
+        self.resident[worker].update(ids)
+
+    def removed(self, worker: int, ids: list[int], now: float) -> None:
+        self.resident[worker].difference_update(ids)
+
+    def prefix_blocks(self, request: SimRequest) -> list[int]:
+        """Cached prefix of each worker in blocks, at most (L - 1) // BLOCK."""
+        limit = (request.prompt_tokens - 1) // BLOCK
+        found = []
+        for held in self.resident:
+            count = 0
+            for block in request.ids[:limit]:
+                if block not in held:
+                    break
+                count += 1
+            found.append(count)
+        return found
+
+    def choose(self, request: SimRequest, now: float) -> int:
+        raise NotImplementedError
+
+    def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
+        worker = self.choose(request, now)
+        self.in_flight[worker] += 1
+        return [(request.index, worker)]
+
+    def finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[tuple[int, int]]:
+        self.in_flight[worker] -= 1
+        return []
+
+
+def argmin(values: Sequence[float], rng: random.Random | None = None) -> int:
+    """Index of the least; ties at random where `rng` is given, else the first."""
+    least = min(values)
+    ties = [i for i, value in enumerate(values) if value == least]
+    return ties[0] if rng is None or len(ties) == 1 else rng.choice(ties)
+
+
+class RoundRobin(Residency):
+    """Each worker in turn."""
+
+    _next = 0
+
+    def choose(self, request: SimRequest, now: float) -> int:
+        self._next += 1
+        return (self._next - 1) % self.count
+
+
+class LeastRequests(Residency):
+    """Fewest requests in flight; ties at random. The default of most HTTP balancers."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.rng = random.Random(seed)
+
+    def choose(self, request: SimRequest, now: float) -> int:
+        return argmin(self.in_flight, self.rng)
+
+
+class LongestPrefix(Residency):
+    """Exact longest cached prefix, no load term; ties to the fewest requests."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.rng = random.Random(seed)
+
+    def choose(self, request: SimRequest, now: float) -> int:
+        prefix = self.prefix_blocks(request)
+        return argmin([-p * 1e6 + n for p, n in zip(prefix, self.in_flight)], self.rng)
+
+
+class BoundedHash(Residency):
+    """Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2016), as KubeAI's PrefixHash uses it:
+    key = the first blocks of the prompt, load factor 1.25, 256 points a worker; walk on while a worker is over the bound.
+    """
+
+    KEY_BLOCKS = 1
+    LOAD_FACTOR = 1.25
+
+    def attach(self, cluster: Cluster) -> None:
+        super().attach(cluster)
+        self.ring = sorted(
+            (xxhash.xxh3_64_intdigest(f"{w}:{point}".encode()), w) for w in range(self.count) for point in range(256)
+        )
+
+    def choose(self, request: SimRequest, now: float) -> int:
+        key = xxhash.xxh3_64_intdigest(repr(request.ids[: self.KEY_BLOCKS]).encode())
+        bound = self.LOAD_FACTOR * (sum(self.in_flight) + 1) / self.count
+        start = next((i for i, (point, _) in enumerate(self.ring) if point >= key), 0)
+        for step in range(len(self.ring)):
+            worker = self.ring[(start + step) % len(self.ring)][1]
+            if self.in_flight[worker] + 1 <= bound:
+                return worker
+        return argmin(self.in_flight)
+
+
+class SessionSticky(Residency):
+    """A session stays where its first request went: the worker with the fewest requests then."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.rng = random.Random(seed)
+        self.home: dict[int, int] = {}
+
+    def choose(self, request: SimRequest, now: float) -> int:
+        if request.session not in self.home:
+            self.home[request.session] = argmin(self.in_flight, self.rng)
+        return self.home[request.session]
+
+
+class SglangTree(Residency):
+    """SGLang's cache-aware router (sgl-router, `cache_aware`): an approximate radix tree of what it sent where.
+
+    Imbalanced, when max - min > balance_abs_threshold (64) and max > balance_rel_threshold (1.5) * min requests in flight:
+    the fewest requests. Else the worker of the longest match, if it covers more than cache_threshold (0.5) of the prompt;
+    else the worker whose tree is smallest. The tree keeps at most max_tree_size; here, each worker's true capacity.
+    """
+
+    CACHE_THRESHOLD = 0.5
+    BALANCE_ABS = 64
+    BALANCE_REL = 1.5
+
+    def attach(self, cluster: Cluster) -> None:
+        super().attach(cluster)
+        self.trees: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(self.count)]
+        self.tree_max = cluster.config.cache_blocks
+
+    def choose(self, request: SimRequest, now: float) -> int:
+        worker = self._pick(request)
+        tree = self.trees[worker]
+        for block in reversed(request.ids):
+            tree[block] = None
+            tree.move_to_end(block)
+        while self.tree_max is not None and len(tree) > self.tree_max:
+            tree.popitem(last=False)
+        return worker
+
+    def _pick(self, request: SimRequest) -> int:
+        high, low = max(self.in_flight), min(self.in_flight)
+        if high - low > self.BALANCE_ABS and high > self.BALANCE_REL * low:
+            return argmin(self.in_flight)
+        matched = []
+        for tree in self.trees:
+            count = 0
+            for block in request.ids:
+                if block not in tree:
+                    break
+                count += 1
+            matched.append(count)
+        best = argmin([-m for m in matched])
+        if matched[best] / len(request.ids) > self.CACHE_THRESHOLD:
+            return best
+        return argmin([len(tree) for tree in self.trees])
+
+
+class Dynamo(Residency):
+    """NVIDIA Dynamo's KV router (docs: "KV Cache Routing", `DefaultWorkerSelector`): in blocks,
+
+        cost = overlap_score_weight * potential prefill blocks + potential decode blocks
+
+    potential prefill = tokens routed there and not yet prefilled, plus this prompt's uncached ones, over the block size;
+    potential decode = blocks of the requests active there, this one's included, shared blocks once. Weight 1.0 and
+    router_temperature 0 (the least cost) by default; ties at random.
+    """
+
+    def __init__(self, weight: float = 1.0, seed: int = 0) -> None:
+        self.weight = weight
+        self.rng = random.Random(seed)
+
+    def attach(self, cluster: Cluster) -> None:
+        super().attach(cluster)
+        self.prefill_tokens = [0] * self.count
+        self.active: list[Counter[int]] = [Counter() for _ in range(self.count)]
+        self.pending: dict[int, int] = {}
+
+    def costs(self, request: SimRequest) -> list[float]:
+        """Of every worker, in blocks."""
+        prefix = self.prefix_blocks(request)
+        found = []
+        for w in range(self.count):
+            prefill = (self.prefill_tokens[w] + request.prompt_tokens - prefix[w] * BLOCK) / BLOCK
+            active = self.active[w]
+            decode = len(active) + sum(1 for block in request.ids if block not in active)
+            found.append(self.weight * prefill + decode)
+        return found
+
+    def choose(self, request: SimRequest, now: float) -> int:
+        worker = argmin(self.costs(request), self.rng)
+        uncached = request.prompt_tokens - self.prefix_blocks(request)[worker] * BLOCK
+        self.pending[request.index] = uncached
+        self.prefill_tokens[worker] += uncached
+        self.active[worker].update(request.ids)
+        return worker
+
+    def first_token(self, request: SimRequest, worker: int, now: float) -> list[tuple[int, int]]:
+        self.prefill_tokens[worker] -= self.pending.pop(request.index)
+        return []
+
+    def finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[tuple[int, int]]:
+        active = self.active[worker]
+        for block in request.ids:
+            active[block] -= 1
+            if not active[block]:
+                del active[block]
+        return super().finished(request, worker, cached_tokens, now)
+
+
+class LlmD(Residency):
+    """llm-d's scheduler with the weights of its precise-prefix guide: prefix 2, KV utilisation 1, queue 1.
+
+    prefix = unbroken cached prefix / prompt, in blocks; KV = 1 - used share of the pages; queue = (max - q) / (max - min)
+    over the waiting requests, 1 where all are equal. Gauges are scraped every 50 ms; the best sum wins, ties at random.
+    """
+
+    SCRAPE_S = 0.05
+
+    def __init__(self, seed: int = 0) -> None:
+        self.rng = random.Random(seed)
+
+    def attach(self, cluster: Cluster) -> None:
+        super().attach(cluster)
+        self.scraped_s = -1.0
+        self.waiting = [0] * self.count
+        self.usage = [0.0] * self.count
+
+    def scores(self, request: SimRequest, now: float) -> list[float]:
+        """Of every worker; the highest wins."""
+        if now - self.scraped_s >= self.SCRAPE_S:
+            self.scraped_s = now
+            self.waiting = [len(w.waiting) for w in self.cluster.workers]
+            self.usage = [w.cache.usage() for w in self.cluster.workers]
+        prefix = self.prefix_blocks(request)
+        high, low = max(self.waiting), min(self.waiting)
+        return [
+            2.0 * prefix[w] / len(request.ids)
+            + (1.0 - self.usage[w])
+            + (1.0 if high == low else (high - self.waiting[w]) / (high - low))
+            for w in range(self.count)
+        ]
+
+    def choose(self, request: SimRequest, now: float) -> int:
+        return argmin([-score for score in self.scores(request, now)], self.rng)
+
+
+class LeastWork(Residency):
+    """The bounds' router: the worker with the least prefill work left, known exactly. With `shared_cache` and no
+    capacity it is INF, with the summed capacity POOL."""
+
+    def choose(self, request: SimRequest, now: float) -> int:
+        service = self.cluster.config.service
+        found = []
+        for worker in self.cluster.workers:
+            work = 0.0
+            for job in [*worker.prefilling, *worker.waiting]:
+                done = job.computed
+                if done == 0:
+                    done = worker.cache.match(job.request.ids, (job.request.prompt_tokens - 1) // BLOCK) * BLOCK
+                length = job.request.prompt_tokens
+                work += length - done + (length**2 - done**2) / (2.0 * service.quadratic_tokens)
+            found.append(work * 1e6 + worker.running)
+        return argmin(found)

@@ -1,0 +1,193 @@
+"""Traces as lists of requests: readers of the two public formats, sampling, load scaling, block bookkeeping.
+
+Everything counts in trace blocks of `BLOCK` tokens. A block id names a whole prefix (ids are unique to what came before),
+as in the traces. Output blocks become known when a later request continues its predecessor: they are assigned here, once,
+so that every policy sees the same.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BLOCK = 512
+"""Tokens of a simulated cache block: Mooncake's; 64-token traces are coarsened to it exactly, by every eighth id."""
+
+
+@dataclass(slots=True)
+class SimRequest:
+    """One request of a trace. `ids` has one id a block of the prompt, a partial last one included."""
+
+    index: int
+    session: int
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    ids: list[int]
+    after: int | None = None
+    """Closed loop: sent `arrival_s` seconds (think time) after request `after` was answered."""
+    final_ids: list[int] = field(default_factory=list)
+    """The full blocks of prompt and output, as far as a later request shows what the output's are called."""
+
+    @property
+    def full_blocks(self) -> int:
+        return self.prompt_tokens // BLOCK
+
+
+@dataclass(slots=True)
+class Workload:
+    """A trace, ready to be scaled. `speed` multiplies the arrival rate of what is not closed loop."""
+
+    name: str
+    requests: list[SimRequest]
+    note: str
+    working_set_blocks: int = 0
+
+    def arrivals(self, speed: float) -> Iterator[tuple[float, SimRequest]]:
+        """(time, request) of everything that does not wait for another."""
+        for request in self.requests:
+            if request.after is None:
+                yield request.arrival_s / speed, request
+
+
+def read_trace(path: Path, *, limit: int | None, seed: int) -> Workload:
+    """Read either format, by its first line. Raises ValueError naming what is missing."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8") as lines:
+        records = [json.loads(line) for line in lines if line.strip()]
+    if not records:
+        raise ValueError(f"{path}: no lines")
+    if "hash_ids" in records[0]:
+        workload = _mooncake(path.name.split(".")[0], records, limit)
+    elif "reqs" in records[0]:
+        workload = _sessions(path.name.split(".")[0], records, limit, seed)
+    else:
+        raise ValueError(f"{path}: line 1 has neither `hash_ids` (Mooncake) nor `reqs` (agent sessions)")
+    return finish(workload)
+
+
+def _mooncake(name: str, records: list[dict[str, Any]], limit: int | None) -> Workload:
+    """`timestamp` ms, `input_length`, `output_length`, `hash_ids` of 512-token blocks."""
+    requests = []
+    for i, record in enumerate(records[:limit]):
+        requests.append(
+            SimRequest(
+                index=i,
+                session=i,
+                arrival_s=record["timestamp"] / 1000.0,
+                prompt_tokens=record["input_length"],
+                output_tokens=max(1, record["output_length"]),
+                ids=record["hash_ids"][: -(-record["input_length"] // BLOCK)],
+            )
+        )
+    # Many requests share one millisecond stamp of a 3 s grid in the trace: spread them evenly to the next stamp.
+    stamps = sorted({r.arrival_s for r in requests})
+    following = dict(zip(stamps, [*stamps[1:], stamps[-1] + 3.0]))
+    groups: dict[float, list[SimRequest]] = {}
+    for request in requests:
+        groups.setdefault(request.arrival_s, []).append(request)
+    for stamp, group in groups.items():
+        for k, request in enumerate(group):
+            request.arrival_s = stamp + (following[stamp] - stamp) * k / len(group)
+    return Workload(name, requests, f"{len(requests)} requests, open loop")
+
+
+def _sessions(name: str, records: list[dict[str, Any]], limit: int | None, seed: int) -> Workload:
+    """Agent sessions, closed loop: the next request follows the answer after the think time, cut to 60 s. Cut to 60
+    requests of at most 131,072 tokens a session; sessions start at random, one second apart on average at speed 1."""
+    rng = random.Random(seed)
+    order = list(range(len(records)))
+    rng.shuffle(order)
+    requests: list[SimRequest] = []
+    start_s = 0.0
+    for session in order:
+        record = records[session]
+        if record["bs"] != 64:
+            raise ValueError(f"session {record['id']}: block size {record['bs']}, expected 64")
+        turns = [r for r in record["reqs"] if "in" in r and r["in"] <= 131_072][:60]
+        start_s += rng.expovariate(1.0)
+        before: int | None = None
+        for turn in turns:
+            fine = [first + k for first, count in zip(turn["h"][::2], turn["h"][1::2]) for k in range(count)]
+            blocks = -(-turn["in"] // BLOCK)
+            ids = [session * 1_000_000 + fine[min(8 * b + 7, len(fine) - 1)] for b in range(blocks) if 8 * b < len(fine)]
+            request = SimRequest(
+                index=len(requests),
+                session=session,
+                arrival_s=start_s if before is None else min(60.0, max(0.0, turn["think"])),
+                prompt_tokens=min(turn["in"], len(ids) * BLOCK),
+                output_tokens=max(1, turn["out"]),
+                ids=ids,
+                after=before,
+            )
+            if request.prompt_tokens > 0:
+                requests.append(request)
+                before = request.index
+        if limit is not None and len(requests) >= limit:
+            break
+    return Workload(name, requests, f"{len(requests)} requests of {len(order)} sessions at most, closed loop")
+
+
+def synthetic(name: str, *, seed: int, requests_max: int = 6000) -> Workload:
+    """A tool-use stand-in: 40 tools with long, shared, skewed prompts, each followed by a short unique question and
+    one or two follow-up turns; open loop, Poisson."""
+    rng = random.Random(seed)
+    next_id = 1
+    tools = []
+    for _ in range(40):
+        blocks = rng.randint(4, 40)
+        tools.append(list(range(next_id, next_id + blocks)))
+        next_id += blocks
+    weights = [1.0 / (k + 1) for k in range(len(tools))]
+    requests: list[SimRequest] = []
+    now = 0.0
+    while len(requests) < requests_max:
+        now += rng.expovariate(4.0)
+        ids = list(rng.choices(tools, weights)[0])
+        at = now
+        for _ in range(rng.randint(1, 3)):
+            fresh = rng.randint(1, 6)
+            ids = ids + list(range(next_id, next_id + fresh))
+            next_id += fresh
+            tail = rng.randint(1, BLOCK)
+            length = (len(ids) - 1) * BLOCK + tail
+            requests.append(
+                SimRequest(len(requests), len(requests), at, length, rng.randint(20, 400), list(ids), None)
+            )
+            ids[-1] = next_id  # the next turn fills the partial block: another content, another name
+            next_id += 1
+            at += rng.uniform(5.0, 40.0)
+    requests.sort(key=lambda r: r.arrival_s)
+    for i, request in enumerate(requests):
+        request.index = request.session = i
+    return finish(Workload(name, requests, f"{len(requests)} requests, open loop, generated with seed {seed}"))
+
+
+def finish(workload: Workload) -> Workload:
+    """Name output blocks by the first later request that continues its predecessor; link sessions; count blocks."""
+    ends: dict[int, SimRequest] = {}
+    """last full block id of a prompt -> the request it ended"""
+    for request in workload.requests:
+        request.final_ids = request.ids[: request.full_blocks]
+    for request in workload.requests:
+        parent = None
+        for k in range(len(request.ids), 0, -1):
+            found = ends.get(request.ids[k - 1])
+            if found is not None and found.prompt_tokens + found.output_tokens <= request.prompt_tokens:
+                parent = found
+                break
+        if parent is not None:
+            reach = min((parent.prompt_tokens + parent.output_tokens) // BLOCK, request.full_blocks)
+            if len(parent.final_ids) == parent.full_blocks and reach > parent.full_blocks:
+                parent.final_ids = request.ids[:reach]
+            if request.after is None:
+                request.session = parent.session
+        if request.full_blocks:
+            ends[request.ids[request.full_blocks - 1]] = request
+    workload.working_set_blocks = len({b for r in workload.requests for b in r.final_ids})
+    return workload
