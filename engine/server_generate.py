@@ -142,9 +142,7 @@ class Follower:
         return choice, piece
 
 
-async def _stream(
-    state: ServerState, request: web.Request, follower: Follower, answer: Answer
-) -> web.StreamResponse:
+async def _stream(state: ServerState, request: web.Request, follower: Follower, answer: Answer) -> web.StreamResponse:
     response: web.StreamResponse | None = None
     try:
         async for pieces in follower:

@@ -103,7 +103,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _TokenizeProbe(msgspec.Struct):
-    messages: msgspec.Raw | None = None
+    messages: Any = None
     return_token_strs: bool | None = None
 
 

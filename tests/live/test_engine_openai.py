@@ -1,0 +1,436 @@
+"""`engine serve` as its users see it: the official client, curl, bodies of vLLM's documentation, wrong input."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+
+pytestmark = pytest.mark.live
+
+MESSAGES: list[Any] = [
+    {"role": "system", "content": "You are a helpful assistant."},
+    {"role": "user", "content": "Who won the world series in 2020?"},
+]
+TEXT = "San Francisco is a city that many people visit, and the reasons they give for it are " * 8
+
+
+@pytest.fixture(scope="module")
+def client(engine: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=engine.url + "/v1", api_key="EMPTY", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def post(url: str, body: Any, headers: dict[str, str] | None = None, method: str = "POST") -> tuple[int, Any, Any]:
+    data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            status, text, got = response.status, response.read(), response.headers
+    except urllib.error.HTTPError as error:
+        with error:
+            status, text, got = error.code, error.read(), error.headers
+    return status, json.loads(text) if text else None, got
+
+
+def metric(engine: Any, name: str) -> float:
+    with urllib.request.urlopen(engine.url + "/metrics", timeout=10) as response:
+        for line in response.read().decode().splitlines():
+            if line.startswith((name + "{", name + " ")):
+                return float(line.rsplit(" ", 1)[1])
+    raise AssertionError(f"no metric {name}")
+
+
+def until(condition: Any, timeout_s: float = 20.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, "timed out"
+        time.sleep(0.05)
+
+
+# ---------------------------------------------------------------- the official client
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=12, temperature=0)
+    assert answer.object == "chat.completion"
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content
+    assert answer.choices[0].finish_reason in ("length", "stop")
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens <= 12
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_a_stream_spells_the_same_text(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=40, temperature=0)
+    options: Any = {"include_usage": True}
+    chunks = list(
+        client.chat.completions.create(
+            model="tiny", messages=MESSAGES, max_tokens=40, temperature=0, stream=True, stream_options=options
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_cached_tokens_are_reported(client: openai.OpenAI) -> None:
+    prompt = "Never seen before: " + TEXT
+
+    def cached() -> int:
+        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=2)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    assert cached() == 0
+    again = cached()
+    assert again > 0
+    assert again % 16 == 0
+
+
+def test_several_prompts_and_samples(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="tiny", prompt=["one", "two", "three"], n=2, max_tokens=4, temperature=0.9, seed=3
+    )
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    again = client.completions.create(
+        model="tiny", prompt=["one", "two", "three"], n=2, max_tokens=4, temperature=0.9, seed=3
+    )
+    assert [choice.text for choice in again.choices] == [choice.text for choice in answer.choices]
+    assert answer.choices[0].text != answer.choices[1].text
+
+
+def test_samples_stream_side_by_side(client: openai.OpenAI) -> None:
+    texts: dict[int, str] = {}
+    finished: dict[int, int] = {}
+    for chunk in client.completions.create(model="tiny", prompt="x", n=3, max_tokens=8, seed=1, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+            finished[choice.index] = finished.get(choice.index, 0) + (choice.finish_reason is not None)
+    assert finished == {0: 1, 1: 1, 2: 1}
+    whole = client.completions.create(model="tiny", prompt="x", n=3, max_tokens=8, seed=1)
+    assert [choice.text for choice in whole.choices] == [texts[i] for i in range(3)]
+
+
+def test_token_id_prompts(client: openai.OpenAI, engine: Any) -> None:
+    _, tokens, _ = post(engine.url + "/tokenize", {"prompt": "San Francisco is a"})
+    by_ids = client.completions.create(model="tiny", prompt=tokens["tokens"], max_tokens=6, temperature=0)
+    by_text = client.completions.create(model="tiny", prompt="San Francisco is a", max_tokens=6, temperature=0)
+    assert by_ids.choices[0].text == by_text.choices[0].text
+
+
+def test_chat_logprobs(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=5, temperature=0, logprobs=True, top_logprobs=3
+    )
+    assert answer.choices[0].logprobs is not None
+    content = answer.choices[0].logprobs.content
+    assert content is not None
+    assert answer.usage is not None
+    assert len(content) == answer.usage.completion_tokens
+    for entry in content:
+        assert len(entry.top_logprobs) == 3
+        assert entry.logprob == max(top.logprob for top in entry.top_logprobs)  # greedy
+        assert bytes(entry.bytes or []).decode(errors="replace") == entry.token
+
+
+def test_completion_logprobs_with_echo_score_the_prompt(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="tiny", prompt="San Francisco is", max_tokens=0, echo=True, logprobs=1)
+    choice = answer.choices[0]
+    assert choice.text == "San Francisco is"
+    assert choice.logprobs is not None
+    assert "".join(choice.logprobs.tokens or []) == "San Francisco is"
+    scores: list[Any] = list(choice.logprobs.token_logprobs or [])
+    assert scores[0] is None
+    assert all(score <= 0 for score in scores[1:])
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 0
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings(client: openai.OpenAI, engine: Any, include: bool, stream: bool) -> None:
+    whole = client.completions.create(model="tiny", prompt="Tell me", max_tokens=30, temperature=0).choices[0].text
+    stop = whole[len(whole) // 2 : len(whole) // 2 + 4]
+    expected = whole[: whole.index(stop)] + (stop if include else "")
+    extra = {"include_stop_str_in_output": include}
+    answer: Any = client.completions.create(
+        model="tiny", prompt="Tell me", max_tokens=30, temperature=0, stop=[stop], stream=stream, extra_body=extra
+    )
+    choices = [chunk.choices[0] for chunk in answer] if stream else [answer.choices[0]]
+    assert "".join(choice.text for choice in choices) == expected
+    assert choices[-1].finish_reason == "stop"
+    assert choices[-1].stop_reason == stop
+    until(lambda: metric(engine, "vllm:num_requests_running") == 0)
+
+
+def test_continuous_usage(client: openai.OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(
+        client.completions.create(model="tiny", prompt="x", max_tokens=5, stream=True, stream_options=options)
+    )
+    counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage]
+    assert counts == sorted(counts)
+    assert counts[-1] == 5 or chunks[-2].choices[0].finish_reason == "stop"
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-5")
+
+
+def test_curl_streams(engine: Any) -> None:
+    body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 3, "stream": True})
+    command = ["curl", "-sN", engine.url + "/v1/completions", "-H", "Content-Type: application/json", "-d", body]
+    lines = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    assert all(json.loads(line.removeprefix("data: "))["object"] == "text_completion" for line in lines[:-2])
+
+
+# ---------------------------------------------------------------- bodies as vLLM's documentation shows them
+
+DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"model": "tiny", "prompt": "San Francisco is a", "max_tokens": 7, "temperature": 0}),
+    ("/v1/chat/completions", {"model": "tiny", "messages": MESSAGES}),
+    ("/v1/chat/completions", {"model": "tiny", "messages": MESSAGES, "temperature": 0.7, "top_p": 0.8, "top_k": 20,
+                              "max_tokens": 64, "presence_penalty": 1.5,
+                              "chat_template_kwargs": {"enable_thinking": False}}),
+    ("/v1/chat/completions", {"model": "tiny", "max_completion_tokens": 8,
+                              "messages": [{"role": "user", "content": [{"type": "text", "text": "Hello!"}]}]}),
+    ("/v1/completions", {"model": "tiny", "prompt": "A robot may not injure a human being", "n": 2, "best_of": 2,
+                         "logprobs": 3, "stop": ["\n"], "frequency_penalty": 0.1, "logit_bias": {"50": -100}}),
+    ("/v1/completions", {"prompt": "Hello, my name is", "min_tokens": 3, "max_tokens": 5, "ignore_eos": True,
+                         "repetition_penalty": 1.1, "min_p": 0.05, "stop_token_ids": [7],
+                         "skip_special_tokens": False, "spaces_between_special_tokens": False}),
+    ("/v1/completions", {"model": "tiny", "prompt": [[1, 2, 3], [4, 5, 6]], "max_tokens": 2,
+                         "return_token_ids": True, "priority": 1, "cache_salt": "tenant-1"}),
+    ("/v1/completions", {"model": "tiny", "prompt": "x y z " * 40, "truncate_prompt_tokens": 10, "max_tokens": 2,
+                         "prompt_logprobs": 1, "request_id": "mine-1"}),
+    ("/v1/chat/completions", {"model": "tiny", "max_tokens": 4, "continue_final_message": True,
+                              "add_generation_prompt": False, "echo": True,
+                              "messages": [{"role": "user", "content": "Count"},
+                                           {"role": "assistant", "content": "One, two,"}]}),
+    ("/v1/chat/completions", {"model": "tiny", "messages": MESSAGES, "max_tokens": 4, "tool_choice": "auto",
+                              "tools": [{"type": "function", "function": {"name": "get_weather", "parameters": {
+                                  "type": "object", "properties": {"location": {"type": "string"}}}}}]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body"), DOCUMENTED)
+@pytest.mark.parametrize("stream", [False, True])
+def test_documented_bodies_work_unchanged(engine: Any, path: str, body: dict[str, Any], stream: bool) -> None:
+    if stream and ("prompt_logprobs" in body):
+        pytest.skip("prompt_logprobs are not streamed, as in vLLM")
+    if not stream:
+        status, answer, _ = post(engine.url + path, body)
+        assert status == 200, answer
+        assert answer["choices"]
+        assert answer["usage"]["completion_tokens"] >= 1
+        return
+    data = json.dumps({**body, "stream": True}).encode()
+    request = urllib.request.Request(engine.url + path, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        assert response.headers["Content-Type"].startswith("text/event-stream")
+        assert response.read().endswith(b"data: [DONE]\n\n")
+
+
+def test_what_only_vllm_answers_hold(engine: Any) -> None:
+    body = {"prompt": [1, 2, 3], "max_tokens": 3, "return_token_ids": True, "prompt_logprobs": 2, "ignore_eos": True,
+            "request_id": "abc", "return_tokens_as_token_ids": True, "logprobs": 1}  # fmt: skip
+    _, answer, _ = post(engine.url + "/v1/completions", body)
+    assert answer["id"] == "cmpl-abc"
+    choice = answer["choices"][0]
+    assert choice["prompt_token_ids"] == [1, 2, 3]
+    assert len(choice["token_ids"]) == 3
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token_id}" for token_id in choice["token_ids"]]
+    assert choice["prompt_logprobs"][0] is None
+    assert {"logprob", "rank", "decoded_token"} == set(choice["prompt_logprobs"][1]["2"])
+
+
+def test_echo_in_a_continued_chat(engine: Any) -> None:
+    path, body = DOCUMENTED[8]
+    _, answer, _ = post(engine.url + path, {**body, "temperature": 0})
+    message = answer["choices"][0]["message"]
+    assert message["role"] == "assistant"
+    assert message["content"].startswith("One, two,")
+
+
+# ---------------------------------------------------------------- wrong input
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+WRONG: list[tuple[str, Any, int, str | None]] = [
+    ("/v1/chat/completions", b"{not json", 400, None),
+    ("/v1/chat/completions", b"", 400, None),
+    ("/v1/chat/completions", b"[]", 400, None),
+    ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "\xff"}]}', 400, None),
+    ("/v1/chat/completions", b"[" * 100_000, 400, None),
+    ("/v1/chat/completions", {**CHAT, "model": "gpt-5"}, 404, "model"),
+    ("/v1/chat/completions", {**CHAT, "messages": []}, 400, "messages"),
+    ("/v1/chat/completions", {**CHAT, "messages": "hi"}, 400, "messages"),
+    ("/v1/chat/completions", {"model": "tiny"}, 400, "messages"),
+    ("/v1/chat/completions", {**CHAT, "messages": [{"content": "hi"}]}, 400, "messages[0].role"),
+    ("/v1/chat/completions", {**CHAT, "temperature": -1}, 400, "temperature"),
+    ("/v1/chat/completions", {**CHAT, "temperature": "hot"}, 400, "temperature"),
+    ("/v1/chat/completions", {**CHAT, "top_p": 0}, 400, "top_p"),
+    ("/v1/chat/completions", {**CHAT, "max_tokens": -1}, 400, "max_tokens"),
+    ("/v1/chat/completions", {**CHAT, "max_tokens": 0}, 400, "max_tokens"),
+    ("/v1/chat/completions", {**CHAT, "max_tokens": True}, 400, "max_tokens"),
+    ("/v1/chat/completions", {**CHAT, "max_tokens": 5000}, 400, "max_tokens"),
+    ("/v1/chat/completions", {**CHAT, "n": 0}, 400, "n"),
+    ("/v1/chat/completions", {**CHAT, "n": 100_000}, 400, "n"),
+    ("/v1/chat/completions", {**CHAT, "stream": "yes"}, 400, "stream"),
+    ("/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}}, 400, "stream_options"),
+    ("/v1/chat/completions", {**CHAT, "top_logprobs": 5}, 400, "top_logprobs"),
+    ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 50}, 400, "top_logprobs"),
+    ("/v1/chat/completions", {**CHAT, "logit_bias": {"99999999": 1}}, 400, "logit_bias"),
+    ("/v1/chat/completions", {**CHAT, "logit_bias": {"1": 1000}}, 400, "logit_bias[...]"),
+    ("/v1/chat/completions", {**CHAT, "seed": 2**70}, 400, "seed"),
+    ("/v1/chat/completions", {**CHAT, "min_tokens": 10}, 400, "min_tokens"),
+    ("/v1/chat/completions", {**CHAT, "stop": ""}, 400, "stop"),
+    ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format.type"),
+    ("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": "x " * 9000}]}, 400, "messages"),
+    ("/v1/completions", {"model": "tiny"}, 400, "prompt"),
+    ("/v1/completions", {"prompt": ""}, 400, "prompt"),
+    ("/v1/completions", {"prompt": []}, 400, "prompt"),
+    ("/v1/completions", {"prompt": [1, "a"]}, 400, "prompt[1]"),
+    ("/v1/completions", {"prompt": [-1]}, 400, "prompt[0]"),
+    ("/v1/completions", {"prompt": [10_000_000]}, 400, "prompt[0]"),
+    ("/v1/completions", {"prompt": "hi", "suffix": "x"}, 400, "suffix"),
+    ("/v1/completions", {"prompt": "hi", "prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs"),
+    ("/v1/completions", {"prompt": "hi", "truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens"),
+    ("/tokenize", {"prompt": 5}, 400, "prompt"),
+    ("/detokenize", {"tokens": [10**8]}, 400, "tokens[0]"),
+    ("/v1/nothing", {}, 404, None),
+    ("/health", {}, 405, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param"), WRONG)
+def test_wrong_input_gets_an_error_that_names_the_field(
+    engine: Any, path: str, body: Any, status: int, param: str | None
+) -> None:
+    got, answer, headers = post(engine.url + path, body)
+    error = answer["error"]
+    assert (got, error["param"]) == (status, param), error
+    assert headers["Content-Type"] == "application/json"
+    assert error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_the_messages_hold_the_numbers(engine: Any) -> None:
+    _, answer, _ = post(engine.url + "/v1/completions", {"prompt": [5] * 2048, "max_tokens": 1})
+    message = answer["error"]["message"]
+    assert "2048 tokens" in message
+    assert "max_model_len" in message
+    assert answer["error"]["code"] == "context_length_exceeded"
+    _, answer, _ = post(engine.url + "/v1/completions", {"prompt": [5] * 2040, "max_tokens": 9})
+    assert "2040 tokens" in answer["error"]["message"]
+    assert "at most 8" in answer["error"]["message"]
+    _, answer, _ = post(engine.url + "/v1/completions", {"prompt": "x", "model": "other"})
+    assert answer["error"]["code"] == "model_not_found"
+
+
+# ---------------------------------------------------------------- the rest of the API
+
+
+def test_tokenize_and_detokenize(engine: Any) -> None:
+    _, answer, _ = post(engine.url + "/tokenize", {"prompt": "naïve café 🙂", "return_token_strs": True})
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert answer["max_model_len"] == 2048
+    _, back, _ = post(engine.url + "/detokenize", {"tokens": answer["tokens"]})
+    assert back["prompt"] == "naïve café 🙂"
+    _, chat, _ = post(engine.url + "/tokenize", {"messages": MESSAGES})
+    _, completion, _ = post(engine.url + "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1})
+    assert chat["count"] == completion["usage"]["prompt_tokens"]
+
+
+def test_facts_of_the_cache(engine: Any) -> None:
+    _, groups, _ = post(engine.url + "/kv_cache/groups", None, method="GET")
+    assert groups == [{"group_idx": 0, "kind": "full_attention", "block_size": 16, "sliding_window": None}]
+    _, sources, _ = post(engine.url + "/kv_event_sources", None, method="GET")
+    assert sources[0]["endpoint"].startswith("tcp://127.0.0.1:")
+    assert sources[0]["block_size"] == 16
+    assert sources[0]["epoch"]
+
+
+def test_reset_forgets_the_prefixes(engine: Any) -> None:
+    body = {"prompt": "Reset me. " + TEXT, "max_tokens": 1}
+    url = engine.url + "/v1/completions"
+    post(url, body)
+    assert post(url, body)[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert post(engine.url + "/reset_prefix_cache", b"")[0] == 200
+    assert post(url, body)[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_metrics_have_vllms_names(engine: Any) -> None:
+    before = metric(engine, "vllm:generation_tokens_total")
+    post(engine.url + "/v1/completions", {"prompt": "x", "max_tokens": 7, "ignore_eos": True})
+    assert metric(engine, "vllm:generation_tokens_total") == before + 7
+    for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
+                 "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total", "vllm:num_preemptions_total",
+                 "vllm:prompt_tokens_total", "vllm:request_success_total", "vllm:cache_config_info",
+                 "vllm:time_to_first_token_seconds_count", "vllm:inter_token_latency_seconds_count",
+                 "vllm:e2e_request_latency_seconds_count"):  # fmt: skip
+        assert metric(engine, name) >= 0
+
+
+# ---------------------------------------------------------------- clients that leave
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_blocks(engine: Any, stream: bool) -> None:
+    until(lambda: metric(engine, "vllm:num_requests_running") == 0)
+    body = {"prompt": TEXT, "max_tokens": 1500, "ignore_eos": True, "stream": stream}
+    address = urlsplit(engine.url)
+    connection = http.client.HTTPConnection(str(address.hostname), int(address.port or 0), timeout=60)
+    connection.request("POST", "/v1/completions", json.dumps(body))
+    if stream:
+        response = connection.getresponse()
+        assert response.read(6) == b"data: "
+    until(lambda: metric(engine, "vllm:num_requests_running") == 1)
+    assert metric(engine, "vllm:kv_cache_usage_perc") > 0
+    if connection.sock is not None:
+        connection.sock.shutdown(socket.SHUT_RDWR)
+    connection.close()
+    if stream:
+        response.close()
+    until(lambda: metric(engine, "vllm:num_requests_running") == 0)
+    until(lambda: metric(engine, "vllm:kv_cache_usage_perc") == 0)
+
+
+def test_a_slow_reader_stalls_nobody(engine: Any) -> None:
+    body = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True, "n": 4}
+    address = urlsplit(engine.url)
+    with socket.create_connection((address.hostname, address.port)) as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        data = json.dumps(body).encode()
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        until(lambda: metric(engine, "vllm:num_requests_running") == 4)
+        status, answer, _ = post(engine.url + "/v1/completions", {"prompt": "y", "max_tokens": 5})
+        assert (status, answer["object"]) == (200, "text_completion")
+        until(lambda: metric(engine, "vllm:num_requests_running") == 0, 60)
+        slow.settimeout(30)
+        received = b""
+        while not received.endswith(b"0\r\n\r\n"):
+            received += slow.recv(65536)
+        assert b"data: [DONE]" in received

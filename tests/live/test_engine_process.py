@@ -1,0 +1,178 @@
+"""The life of `engine serve` as processes: keys, limits, draining, a core that dies, orphans, shadowed packages."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.live
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def get(url: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, bytes, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers or {}), timeout=60) as response:
+            return response.status, response.read(), response.headers
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read(), error.headers
+
+
+def in_background(function: Any, *args: Any) -> tuple[threading.Thread, list[Any]]:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function(*args)))
+    thread.start()
+    return thread, results
+
+
+def running(url: str) -> float:
+    page = get(url + "/metrics")[1].decode()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith("vllm:num_requests_"))
+
+
+def until(condition: Any, timeout_s: float = 20.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, "timed out"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+LONG = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
+
+
+def test_keys_names_and_the_queue_limit(start_engine: Any) -> None:
+    engine = start_engine("--api-key", "secret", "--served-model-name", "a", "--served-model-name", "b",
+                          "--max-queue", "2", "--max-num-seqs", "1")  # fmt: skip
+    url, key = engine.url, {"Authorization": "Bearer secret"}
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+        status, body, _ = get(url + "/v1/models", headers=headers)
+        assert status == 401
+        assert json.loads(body)["error"]["code"] == "invalid_api_key"
+    assert get(url + "/health")[0] == 200
+    assert [card["id"] for card in json.loads(get(url + "/v1/models", headers=key)[1])["data"]] == ["a", "b"]
+    status, body, _ = get(url + "/v1/completions", {"model": "b", "prompt": "x", "max_tokens": 1}, key)
+    assert (status, json.loads(body)["model"]) == (200, "b")
+
+    first, _ = in_background(get, url + "/v1/completions", {**LONG, "max_tokens": 1500}, key)
+    second, _ = in_background(get, url + "/v1/completions", {**LONG, "max_tokens": 1500}, key)
+    until(lambda: running(url) == 2)
+    status, body, headers = get(url + "/v1/completions", {"prompt": "x"}, key)
+    assert (status, json.loads(body)["error"]["code"]) == (429, "queue_full")
+    assert headers["Retry-After"]
+    first.join()
+    second.join()
+    assert get(url + "/v1/completions", {"prompt": "x"}, key)[0] == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_and_ends_with_zero(start_engine: Any, number: int) -> None:
+    engine = start_engine()
+    core = engine.core_pid()
+    thread, results = in_background(get, engine.url + "/v1/completions", {**LONG, "max_tokens": 1500})
+    until(lambda: running(engine.url) == 1)
+    engine.process.send_signal(number)
+    until(lambda: get(engine.url + "/health")[0] == 503)
+    status, body, headers = get(engine.url + "/v1/completions", {"prompt": "x"})
+    assert (status, json.loads(body)["error"]["code"]) == (503, "unavailable")
+    assert headers["Retry-After"]
+    thread.join()
+    assert results[0][0] == 200
+    assert json.loads(results[0][1])["usage"]["completion_tokens"] == 1500
+    assert engine.process.wait(20) == 0
+    assert not alive(core)
+
+
+def test_a_second_signal_ends_at_once(start_engine: Any) -> None:
+    engine = start_engine("--shutdown-timeout", "300")
+    thread, _ = in_background(get_or_fail, engine.url + "/v1/completions", {**LONG, "n": 8})
+    until(lambda: running(engine.url) == 8)
+    engine.process.send_signal(signal.SIGINT)
+    until(lambda: get(engine.url + "/health")[0] == 503)
+    engine.process.send_signal(signal.SIGINT)
+    assert engine.process.wait(20) == 0
+    thread.join()
+
+
+def get_or_fail(url: str, body: Any) -> Any:
+    try:
+        return get(url, body)
+    except (OSError, ValueError) as error:
+        return error
+
+
+def test_a_dead_core_is_told_to_everyone(start_engine: Any) -> None:
+    engine = start_engine()
+    thread, results = in_background(get, engine.url + "/v1/completions", LONG)
+    until(lambda: running(engine.url) == 1)
+    os.kill(engine.core_pid(), signal.SIGKILL)
+    thread.join()
+    status, body, _ = results[0]
+    assert (status, json.loads(body)["error"]["type"]) == (503, "server_error")
+    assert engine.process.wait(20) == 1
+    assert "the core process ended" in engine.log()
+
+
+def test_no_orphan_when_the_server_is_killed(start_engine: Any) -> None:
+    engine = start_engine()
+    core = engine.core_pid()
+    engine.process.kill()
+    until(lambda: not alive(core))
+
+
+def test_a_wrong_model_is_one_clear_line(start_engine: Any, tmp_path: Path) -> None:
+    engine = start_engine(str(tmp_path / "nowhere"), wait=False)
+    assert engine.process.wait(60) == 1
+    (line,) = engine.log().strip().splitlines()
+    assert "nowhere" in line
+    assert "no such folder" in line
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"architectures": ["FooForCausalLM"]}')
+    engine = start_engine(str(tmp_path / "model"), wait=False)
+    assert engine.process.wait(60) == 1
+    assert "FooForCausalLM" in engine.log()
+    assert "Qwen3ForCausalLM" in engine.log()
+
+
+def test_a_taken_port_is_one_clear_line(start_engine: Any) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run([sys.executable, "-m", "engine", "serve", "--port", str(port)], cwd=ROOT,
+                              capture_output=True, text=True, timeout=60)  # fmt: skip
+    assert done.returncode == 1
+    assert f"127.0.0.1:{port}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_shadowed_package_is_named(tmp_path: Path) -> None:
+    foreign = tmp_path / "events" / "__init__.py"
+    foreign.parent.mkdir()
+    foreign.write_text("")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", "from engine.__main__ import main; main()", "--help"], env=env,
+                          cwd=tmp_path, capture_output=True, text=True, timeout=60)  # fmt: skip
+    assert done.returncode == 1
+    (line,) = done.stderr.strip().splitlines()
+    assert str(foreign) in line
+    assert str(ROOT / "events") in line
