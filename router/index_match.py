@@ -134,11 +134,11 @@ def _tiled(group: Group, has: Has, limit: int, lengths: list[int]) -> set[int]:
 
 
 def _ends(groups: list[Group], has: Has, limit: int, cuts: tuple[int, ...]) -> set[int]:
-    """Boundaries of the first group, for models without full attention."""
-    if not groups:
-        return {0}
-    group, lengths = groups[0], _lengths(groups[0], cuts)
-    return {0} | {p for p in range(1, limit + 1) if any(length <= p and has(group, p, length) for length in lengths)}
+    """Every boundary of any group, for models without full attention."""
+    pairs = [(group, length) for group in groups for length in _lengths(group, cuts)]
+    return {0} | {
+        p for p in range(1, limit + 1) if any(length <= p and has(group, p, length) for group, length in pairs)
+    }
 
 
 def _resumes(group: Group, has: Has, p: int, lengths: list[int], lands: Callable[[Group, int], bool] | None) -> bool:

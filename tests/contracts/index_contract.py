@@ -1,0 +1,655 @@
+"""What every PrefixIndex must do, as functions `check_*(make_index)`; tests/router/test_index.py runs them.
+
+The bytes come from our own codec here; tests/golden holds those of real engines.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from events.codec import encode_batch
+from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
+from router.view import SILENT_AFTER_STORES, HolderId, Match, PrefixIndex, Scope
+
+MakeIndex = Callable[[], PrefixIndex]
+PROMPT = list(range(100, 300))
+SCOPE = Scope("m")
+
+
+def batch(*events: Event, legacy: bool = False) -> bytes:
+    return encode_batch(EventBatch(0.0, list(events), 0), legacy)
+
+
+def stored(
+    names: list[Any],
+    tokens: list[int],
+    parent: Any = None,
+    size: int = 16,
+    medium: str | None = "GPU",
+    lora: str | None = None,
+    **fields: Any,
+) -> BlockStored:
+    lora_id = fields.pop("lora_id", None)
+    return BlockStored(names, parent, tokens, size, lora_id, medium, lora, **fields)
+
+
+def removed(*names: Any, medium: str | None = "GPU", group: int | None = None) -> BlockRemoved:
+    return BlockRemoved(list(names), medium, group)
+
+
+def run(count: int, size: int = 16, first: int = 1, tokens: list[int] = PROMPT, **fields: Any) -> BlockStored:
+    """The first `count` blocks of the prompt, named first, first + 1, ..."""
+    return stored(list(range(first, first + count)), tokens[: count * size], size=size, **fields)
+
+
+def one_holder(make: MakeIndex) -> tuple[PrefixIndex, HolderId]:
+    index = make()
+    return index, index.add_holder("w", "m")
+
+
+def found(index: PrefixIndex, tokens: list[int] = PROMPT, scope: Scope = SCOPE) -> Match | None:
+    matches = list(index.match(tokens, scope))
+    assert len(matches) <= 1
+    return matches[0] if matches else None
+
+
+def tokens_of(index: PrefixIndex, tokens: list[int] = PROMPT, scope: Scope = SCOPE) -> int:
+    match = found(index, tokens, scope)
+    return 0 if match is None else match.tokens
+
+
+def by_holder(index: PrefixIndex, tokens: list[int] = PROMPT, scope: Scope = SCOPE) -> dict[int, int]:
+    return {match.holder: match.tokens for match in index.match(tokens, scope)}
+
+
+# -- full attention ------------------------------------------------------------------------------------------------
+
+
+def check_stored_blocks_match(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    report = index.ingest(holder, batch(run(4)))
+    assert (report.stored, report.parked, report.malformed) == (4, 0, [])
+    assert tokens_of(index) == 64
+    assert tokens_of(index, PROMPT[:40]) == 32
+    assert tokens_of(index, [1, *PROMPT]) == 0
+    assert tokens_of(index, []) == 0 == tokens_of(index, [7])
+    match = found(index)
+    assert match is not None
+    assert (match.gpu_tokens, tuple(match.tier_tokens), match.pinned_tokens) == (64, (64, 0, 0, 0), 64)
+
+
+def check_at_most_prompt_minus_one(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(run(4)))
+    assert tokens_of(index, PROMPT[:64]) == 48
+    assert tokens_of(index, PROMPT[:65]) == 64
+
+
+def check_holes_are_exact(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(run(10)))
+    index.ingest(holder, batch(removed(5)))
+    assert tokens_of(index) == 64
+    index.ingest(holder, batch(stored([5], PROMPT[64:80], parent=4)))
+    assert tokens_of(index) == 160
+
+
+def check_copies_are_counted(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(run(4)))
+    index.ingest(holder, batch(stored([4], PROMPT[48:64], parent=3)))
+    index.ingest(holder, batch(removed(4)))
+    assert tokens_of(index) == 64
+    index.ingest(holder, batch(removed(4)))
+    assert tokens_of(index) == 48
+    assert index.ingest(holder, batch(removed(4))).unknown_removals == 1
+    assert tokens_of(index) == 48
+
+
+def check_two_names_of_one_block(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(run(2), run(2, first=11)))
+    index.ingest(holder, batch(removed(2), removed(1)))
+    assert tokens_of(index) == 32
+    index.ingest(holder, batch(removed(11)))
+    assert tokens_of(index) == 0
+
+
+def check_reannounced_hits_are_a_set(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.set_reannounces(holder, True)
+    index.ingest(holder, batch(run(4)))
+    index.ingest(holder, batch(run(4)))
+    index.ingest(holder, batch(removed(4)))
+    assert tokens_of(index) == 48
+
+
+def check_reused_name_follows_the_newest_block(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(run(2)))
+    other = list(range(500, 600))
+    index.ingest(holder, batch(run(2, tokens=other)))
+    assert tokens_of(index) == 0
+    assert tokens_of(index, other) == 32
+    index.ingest(holder, batch(removed(1, 2)))
+    assert tokens_of(index, other) == 0
+    assert index.stats().entries == 0
+
+
+# -- names and parents ---------------------------------------------------------------------------------------------
+
+
+def check_names_of_every_form(make: MakeIndex) -> None:
+    forms: list[tuple[Any, Any]] = [
+        (2**64 - 1, 2**63),
+        (-1, -(2**63)),
+        (bytes(32), bytes(range(32))),
+        (0, 1),
+        (b"", b"x"),
+    ]
+    for first, second in forms:
+        for legacy in (False, True):
+            index, holder = one_holder(make)
+            index.ingest(holder, batch(stored([first], PROMPT[:16]), legacy=legacy))
+            index.ingest(holder, batch(stored([second], PROMPT[16:32], parent=first), legacy=legacy))
+            assert tokens_of(index) == 32, (first, second)
+            assert index.ingest(holder, batch(removed(second), legacy=legacy)).removed == 1
+            assert tokens_of(index) == 16
+
+
+def check_unknown_parent_waits(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    assert index.ingest(holder, batch(stored([3, 4], PROMPT[32:64], parent=2))).parked == 2
+    assert index.ingest(holder, batch(stored([5], PROMPT[64:80], parent=4))).parked == 1
+    assert index.stats().parked == 3
+    assert tokens_of(index) == 0
+    index.ingest(holder, batch(run(2)))
+    assert tokens_of(index) == 80
+    assert (index.stats().parked, index.stats().entries) == (0, 5)
+
+
+def check_removal_of_a_waiting_block(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(stored([3, 4], PROMPT[32:64], parent=2)))
+    assert index.ingest(holder, batch(removed(4))).removed == 1
+    index.ingest(holder, batch(run(2)))
+    assert tokens_of(index) == 48
+    assert index.ingest(holder, batch(removed(4))).unknown_removals == 1
+
+
+def check_waiting_blocks_are_bounded(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    runs = [stored(list(range(at, at + 512)), [7] * 512, parent=at - 1, size=1) for at in range(10, 70_000, 513)]
+    for event in runs:
+        index.ingest(holder, batch(event))
+    assert 60_000 < index.stats().parked <= 65_536
+
+
+def check_child_before_parent_in_one_batch(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    report = index.ingest(holder, batch(stored([3], PROMPT[32:48], parent=2), run(2)))
+    assert (report.stored, report.parked) == (3, 0)
+    assert tokens_of(index) == 48
+
+
+def check_store_and_removal_in_one_batch(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(run(3), removed(3), removed(9)))
+    assert tokens_of(index) == 32
+    index.ingest(holder, batch(removed(2), stored([2, 3], PROMPT[16:48], parent=1), removed(3)))
+    assert tokens_of(index) == 32
+
+
+# -- clearing, holders, models -------------------------------------------------------------------------------------
+
+
+def check_clear_event_inside_a_batch(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(run(4)))
+    report = index.ingest(holder, batch(run(5), AllBlocksCleared(), run(2)))
+    assert (report.cleared, report.stored) == (1, 7)
+    assert tokens_of(index) == 32
+    index.ingest(holder, batch(AllBlocksCleared()))
+    assert tokens_of(index) == 0
+    assert index.stats().entries == 0
+
+
+def check_clear_and_remove_holder(make: MakeIndex) -> None:
+    index = make()
+    a, b = index.add_holder("a", "m"), index.add_holder("b", "m")
+    for holder in (a, b):
+        index.ingest(holder, batch(run(4)))
+    index.clear(a)
+    assert by_holder(index) == {b: 64}
+    index.remove_holder(b)
+    assert by_holder(index) == {}
+    assert (index.stats().entries, index.stats().holders) == (0, 1)
+    with pytest.raises(KeyError):
+        index.ingest(b, batch(run(4)))
+    with pytest.raises(KeyError):
+        index.clear(b)
+    c = index.add_holder("c", "m")
+    assert c != b
+    index.ingest(c, batch(run(1)))
+    index.ingest(a, batch(run(2)))
+    assert by_holder(index) == {a: 32, c: 16}
+
+
+def check_models_are_apart(make: MakeIndex) -> None:
+    index = make()
+    a, b = index.add_holder("a", "m"), index.add_holder("b", "other")
+    index.ingest(a, batch(run(4)))
+    index.ingest(b, batch(run(2)))
+    assert by_holder(index) == {a: 64}
+    assert by_holder(index, scope=Scope("other")) == {b: 32}
+    assert by_holder(index, scope=Scope("third")) == {}
+
+
+def check_many_holders(make: MakeIndex) -> None:
+    index = make()
+    holders = [index.add_holder(f"w{i}", "m") for i in range(150)]
+    for i, holder in enumerate(holders):
+        index.ingest(holder, batch(run(1 + i % 12)))
+    assert by_holder(index) == {holder: 16 * (1 + i % 12) for i, holder in enumerate(holders)}
+    for holder in holders[::2]:
+        index.remove_holder(holder)
+    for i, holder in enumerate(holders[1::2]):
+        index.ingest(holder, batch(removed(1 + (1 + 2 * i) % 12)))
+    expected = {holder: 16 * (i % 12) for i, holder in enumerate(holders) if i % 2}
+    assert by_holder(index) == {holder: tokens for holder, tokens in expected.items() if tokens}
+
+
+# -- block sizes ---------------------------------------------------------------------------------------------------
+
+
+def check_block_sizes_between_holders(make: MakeIndex) -> None:
+    index = make()
+    a, b = index.add_holder("a", "m"), index.add_holder("b", "m")
+    index.ingest(a, batch(run(4)))
+    index.ingest(b, batch(run(2, size=48)))
+    assert by_holder(index) == {a: 64, b: 96}
+
+
+def check_block_sizes_inside_a_group(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(stored([1], PROMPT[:32], size=32), stored([2], PROMPT[32:48], parent=1)))
+    index.ingest(holder, batch(stored([3], PROMPT[48:128], parent=2, size=80)))
+    assert tokens_of(index) == 128
+    assert tokens_of(index, PROMPT[:128]) == 48
+    index.ingest(holder, batch(removed(1)))
+    assert tokens_of(index) == 0
+    index.ingest(holder, batch(stored([7, 8], PROMPT[:32])))
+    assert tokens_of(index) == 128
+
+
+# -- what tells prompts apart --------------------------------------------------------------------------------------
+
+
+def check_salts(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(run(2, extra_keys=[("A",), None])))
+    index.ingest(holder, batch(stored([3], PROMPT[32:48], parent=2, extra_keys=[None])))
+    assert tokens_of(index) == 0
+    assert tokens_of(index, scope=Scope("m", "B")) == 0
+    assert tokens_of(index, scope=Scope("m", "A")) == 48
+    sglang = make()
+    holder = sglang.add_holder("s", "m")
+    sglang.ingest(holder, batch(run(2, cache_salt="A")))
+    assert (tokens_of(sglang), tokens_of(sglang, scope=Scope("m", "A"))) == (0, 32)
+
+
+def check_loras(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(run(2, lora="lo", lora_id=1, extra_keys=[("lo", "S"), ("lo",)])))
+    index.ingest(holder, batch(run(3, first=11, lora="lo", extra_keys=[("lo",)] * 3)))
+    index.ingest(holder, batch(run(4, first=21, lora="lo2")))
+    index.ingest(holder, batch(run(5, first=31, lora_id=9)))
+    assert tokens_of(index) == 0
+    assert tokens_of(index, scope=Scope("m", "S", "lo")) == 32
+    assert tokens_of(index, scope=Scope("m", None, "lo")) == 48
+    assert tokens_of(index, scope=Scope("m", None, "lo2")) == 64
+
+
+def check_media(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    keys = [(("img", 4),), (("img", -12), ("snd", 15)), (("snd", -1),)]
+    index.ingest(holder, batch(run(3, extra_keys=keys)))
+    assert tokens_of(index) == 0
+    assert tokens_of(index, scope=Scope("m", media=((4, "img"), (31, "snd")))) == 48
+    assert tokens_of(index, scope=Scope("m", media=((4, "img"),))) == 16
+    assert tokens_of(index, scope=Scope("m", media=((5, "img"), (31, "snd")))) == 0
+    # Cut into other blocks, the same prompt has the same keys.
+    other = index.add_holder("w2", "m")
+    index.ingest(other, batch(run(2, size=24, extra_keys=[(("img", 4),), (("img", -20), ("snd", 7))])))
+    assert by_holder(index, scope=Scope("m", media=((31, "snd"), (4, "img")))) == {holder: 48, other: 48}
+
+
+def check_unreadable_extra_keys_match_nothing(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(run(3, extra_keys=[None, ("bare-identifier",), None])))
+    assert tokens_of(index) == 16
+    index.ingest(holder, batch(run(3, first=11, extra_keys=[None, None, (5, b"x", ("y", "z"))])))
+    assert tokens_of(index) == 32
+
+
+# -- groups --------------------------------------------------------------------------------------------------------
+
+
+def grouped(event: BlockStored, group: int, kind: str, window: int | None = None) -> BlockStored:
+    event.group_idx, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window = group, kind, window
+    return event
+
+
+def check_sliding_window(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(grouped(run(8), 1, "full_attention"), grouped(run(8), 0, "sliding_window", 40)))
+    assert tokens_of(index) == 128
+    # ceil(39 / 16) = 3 blocks before p
+    index.ingest(holder, batch(removed(6, group=0)))
+    assert tokens_of(index) == 80
+    index.ingest(holder, batch(removed(1, group=0), removed(2, group=0)))
+    assert tokens_of(index) == 80
+    index.ingest(holder, batch(removed(3, group=0)))
+    assert tokens_of(index) == 0
+    index.ingest(holder, batch(grouped(stored([1], PROMPT[:16]), 0, "sliding_window", 40)))
+    assert tokens_of(index) == 16
+    assert tokens_of(index, PROMPT[:33]) == 16
+
+
+def check_window_smaller_than_a_block(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(grouped(run(8), 0, "full_attention")))
+    index.ingest(holder, batch(grouped(stored([8], PROMPT[112:128], parent=7), 1, "sliding_window", 17)))
+    assert tokens_of(index) == 128
+    assert tokens_of(index, PROMPT[:128]) == 0
+
+
+def check_chunked_local(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(grouped(run(8), 0, "full_attention")))
+    index.ingest(holder, batch(grouped(stored([5], PROMPT[64:80], parent=4), 1, "chunked_local_attention", 64)))
+    assert tokens_of(index) == 128
+    assert tokens_of(index, PROMPT[:128]) == 80
+    assert tokens_of(index, PROMPT[:80]) == 64
+
+
+def check_state_checkpoints(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(grouped(stored([6], PROMPT[:96]), 0, "mamba"), grouped(run(8), 3, "full_attention")))
+    assert tokens_of(index) == 96
+    assert tokens_of(index, PROMPT[:96]) == 0
+    index.ingest(holder, batch(grouped(stored([2], PROMPT[16:32], parent=1), 0, "mamba")))
+    assert tokens_of(index, PROMPT[:96]) == 32
+    index.ingest(holder, batch(removed(6, group=0)))
+    assert tokens_of(index) == 32
+    index.ingest(holder, batch(removed(2, group=0)))
+    assert tokens_of(index) == 0
+
+
+def check_every_group_must_resume(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(grouped(run(8), 0, "full_attention"), grouped(run(8), 1, "sliding_window", 33)))
+    index.ingest(holder, batch(*(grouped(stored([n], PROMPT[: 16 * n]), 2, "mamba") for n in (3, 5, 7))))
+    assert tokens_of(index) == 112
+    index.ingest(holder, batch(removed(6, group=1)))
+    assert tokens_of(index) == 80
+    index.ingest(holder, batch(removed(5, group=2)))
+    assert tokens_of(index) == 48
+    index.ingest(holder, batch(removed(2, group=0)))
+    assert tokens_of(index) == 0
+
+
+def check_sparse_events(make: MakeIndex) -> None:
+    """As vLLM 0.32: the window group names its last blocks only, before full attention spells them out."""
+    index, holder = one_holder(make)
+    sparse = grouped(stored([7, 8], PROMPT[:128]), 0, "sliding_window", 33)
+    report = index.ingest(holder, batch(sparse, grouped(run(8), 1, "full_attention")))
+    assert (report.stored, report.parked) == (10, 0)
+    assert tokens_of(index) == 128
+    assert tokens_of(index, PROMPT[:128]) == 0
+    index.ingest(holder, batch(grouped(stored([], PROMPT[128:144], parent=8), 0, "sliding_window", 33)))
+    assert tokens_of(index) == 128
+
+
+def check_sparse_names_wait_for_their_spelling(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    sparse = grouped(stored([7, 8], PROMPT[:128]), 0, "sliding_window", 33)
+    assert index.ingest(holder, batch(sparse)).parked == 2
+    index.ingest(holder, batch(removed(7, group=0)))
+    index.ingest(holder, batch(grouped(run(8), 1, "full_attention")))
+    assert tokens_of(index) == 0
+    assert index.stats().entries == 9
+
+
+def check_state_model_without_full_attention(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(grouped(stored([6], PROMPT[:96]), 0, "mamba")))
+    assert tokens_of(index) == 96
+    index.ingest(holder, batch(grouped(stored([8], PROMPT[96:128], parent=6), 0, "mamba")))
+    assert tokens_of(index) == 128
+
+
+def check_empty_group_that_has_spoken(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(grouped(run(8), 0, "full_attention"), grouped(stored([], PROMPT[:128]), 1, "mamba")))
+    assert tokens_of(index) == 0
+
+
+def check_declared_groups(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    full = {"group_idx": 0, "kind": "full_attention", "block_size": 16, "sliding_window": None}
+    state = {"group_idx": 1, "kind": "mamba", "block_size": 16, "sliding_window": None}
+    index.declare_groups(holder, [full, state])
+    index.ingest(holder, batch(grouped(run(2), 0, "full_attention")))
+    assert tokens_of(index) == 0
+    assert [group["silent"] for group in index.groups(holder)] == [False, False]
+    for at in range(3, 3 + SILENT_AFTER_STORES):
+        event = stored([at], PROMPT[16 * at - 16 : 16 * at], parent=at - 1)
+        index.ingest(holder, batch(grouped(event, 0, "full_attention")))
+    assert tokens_of(index) == 160
+    assert index.groups(holder)[1] == {**state, "blocks": 0, "silent": True}
+    index.ingest(holder, batch(grouped(stored([4], PROMPT[48:64], parent=3), 1, "mamba")))
+    assert tokens_of(index) == 64
+    index.clear(holder)
+    assert [(group["group_idx"], group["blocks"], group["silent"]) for group in index.groups(holder)] == [
+        (0, 0, False),
+        (1, 0, False),
+    ]
+
+
+def check_encoder_groups_are_ignored(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(grouped(run(2), 0, "full_attention"), grouped(run(1), 1, "cross_attention")))
+    assert tokens_of(index) == 32
+
+
+def check_groups_report(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(grouped(run(4), 1, "full_attention"), grouped(run(2), 0, "sliding_window", 40)))
+    assert index.groups(holder) == [
+        {
+            "group_idx": 0,
+            "kind": "sliding_window",
+            "block_size": 16,
+            "sliding_window": 40,
+            "blocks": 2,
+            "silent": False,
+        },
+        {
+            "group_idx": 1,
+            "kind": "full_attention",
+            "block_size": 16,
+            "sliding_window": None,
+            "blocks": 4,
+            "silent": False,
+        },
+    ]
+    assert index.stats().entries == 6
+    assert index.stats().memory_bytes > 0
+
+
+# -- tiers ---------------------------------------------------------------------------------------------------------
+
+
+def check_tiers(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(run(6), run(8, medium="CPU_PINNED"), run(3, medium="DISK"), run(9, medium="EXTERNAL")))
+    index.ingest(holder, batch(removed(5, 3, medium="GPU")))
+    match = found(index)
+    assert match is not None
+    assert (match.tokens, match.gpu_tokens) == (144, 32)
+    assert tuple(match.tier_tokens) == (64, 64, 0, 16)
+    index.ingest(holder, batch(removed(1, medium="CPU"), removed(3, medium="cpu"), removed(7, medium="REMOTE")))
+    match = found(index)
+    assert match is not None
+    assert (match.tokens, tuple(match.tier_tokens)) == (144, (64, 48, 16, 16))
+    index.ingest(holder, batch(removed(1, 2, 4, 6)))
+    match = found(index)
+    assert match is not None
+    assert (match.tokens, match.gpu_tokens, tuple(match.tier_tokens)) == (144, 0, (0, 96, 32, 16))
+
+
+# -- pins ----------------------------------------------------------------------------------------------------------
+
+
+def pinned(index: PrefixIndex, tokens: list[int] = PROMPT, scope: Scope = SCOPE) -> tuple[int, int]:
+    match = found(index, tokens, scope)
+    return (0, 0) if match is None else (match.tokens, match.pinned_tokens)
+
+
+def check_pins(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(run(2)))
+    first = index.pin(holder, PROMPT[:100], SCOPE)
+    second = index.pin(holder, array("I", PROMPT[:70]).tobytes(), SCOPE)
+    assert pinned(index) == (32, 96)
+    assert pinned(index, PROMPT[:90] + [1] * 20) == (32, 80)
+    assert pinned(index, scope=Scope("m", "salt")) == (0, 0)
+    assert index.stats().pins == 2
+    index.unpin(first)
+    assert pinned(index) == (32, 64)
+    index.clear(holder)
+    assert pinned(index) == (0, 64)
+    index.unpin(second)
+    index.unpin(second)
+    assert pinned(index) == (0, 0)
+    assert index.stats().pins == 0
+
+
+def check_pins_fill_holes(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(run(6), removed(2)))
+    pin = index.pin(holder, PROMPT[:40], SCOPE)
+    assert pinned(index) == (16, 96)
+    index.unpin(pin)
+    assert pinned(index) == (16, 16)
+
+
+def check_pins_of_a_state_model(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.declare_groups(
+        holder,
+        [
+            {"group_idx": 0, "kind": "full_attention", "block_size": 16, "sliding_window": None},
+            {"group_idx": 1, "kind": "mamba", "block_size": 16, "sliding_window": None},
+        ],
+    )
+    index.pin(holder, PROMPT[:64], SCOPE)
+    assert pinned(index) == (0, 48)
+    assert pinned(index, PROMPT[:48]) == (0, 0)
+    index.ingest(holder, batch(grouped(run(8), 0, "full_attention"), grouped(stored([2], PROMPT[:32]), 1, "mamba")))
+    assert pinned(index) == (32, 48)
+
+
+def check_pins_of_sparse_windows(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    sparse = grouped(stored([3, 4], PROMPT[:64]), 0, "sliding_window", 33)
+    index.ingest(holder, batch(sparse, grouped(run(4), 1, "full_attention")))
+    index.pin(holder, PROMPT[:128], SCOPE)
+    assert pinned(index) == (64, 112)
+    assert pinned(index, PROMPT[:112]) == (64, 64)
+
+
+def check_pins_end_with_their_holder(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    pin = index.pin(holder, PROMPT, SCOPE)
+    index.remove_holder(holder)
+    assert index.stats().pins == 0
+    index.unpin(pin)
+    other = index.add_holder("w2", "m")
+    index.pin(other, PROMPT[:32], SCOPE)
+    assert pinned(index) == (0, 32)
+
+
+# -- input and output ----------------------------------------------------------------------------------------------
+
+
+def check_token_bytes(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(run(4)))
+    for tokens in (PROMPT, tuple(PROMPT), array("I", PROMPT), array("q", PROMPT), array("I", PROMPT).tobytes()):
+        assert [match.tokens for match in index.match(tokens, SCOPE)] == [64], type(tokens)
+    for bad in ([1, -1], [1 << 32], b"\0" * 7):
+        with pytest.raises(ValueError):
+            index.match(bad, SCOPE)
+
+
+def check_large_token_ids(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    tokens = [2**32 - 1, 0, 2**31, 128, 127, 255, 256, 65535, 65536] * 3
+    index.ingest(holder, batch(run(20, size=1, tokens=tokens)))
+    assert tokens_of(index, tokens) == 20
+
+
+def check_bad_events_cost_only_themselves(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    bad = [
+        stored([1, 2], PROMPT[:31]),
+        stored([1], PROMPT[:16], size=0),
+        stored([1], [2**32] * 16),
+        stored([1], [-1] * 16),
+    ]
+    for event in bad:
+        report = index.ingest(holder, batch(event, run(3)))
+        assert (report.stored, len(report.malformed)) == (3, 1), event
+        assert "BlockStored" in report.malformed[0]
+    assert tokens_of(index) == 48
+    for payload in (b"", b"\xc1", batch(run(2))[:-40], b"\x93\x01", b"\x91\x01"):
+        assert len(index.ingest(holder, payload).malformed) == 1, payload
+    assert tokens_of(index) == 48
+
+
+def check_dump_moves_to_an_index_of_the_same_seed(make_seeded: Callable[[int], PrefixIndex]) -> None:
+    index, twin, stranger = make_seeded(5), make_seeded(5), make_seeded(6)
+    holder = index.add_holder("w", "m")
+    events = [
+        grouped(run(8), 1, "full_attention"),
+        grouped(stored([7, 8], PROMPT[:128]), 0, "sliding_window", 33),
+        grouped(stored([8], PROMPT[112:128], parent=7), 1, "full_attention"),
+    ]
+    index.ingest(holder, batch(*events))
+    index.ingest(holder, batch(stored([1], PROMPT[:16], medium="CPU", group_idx=1)))
+    chunks = index.dump(holder)
+    copy = twin.add_holder("w", "m")
+    for chunk in chunks:
+        assert twin.ingest(copy, chunk).malformed == []
+    assert twin.groups(copy) == index.groups(holder)
+    assert twin.stats().entries == index.stats().entries
+    for payload in (batch(removed(8, group=1)), batch(removed(8, group=1)), batch(removed(7, group=0))):
+        assert tokens_of(twin) == tokens_of(index)
+        index.ingest(holder, payload)
+        twin.ingest(copy, payload)
+    assert tokens_of(twin) == tokens_of(index) == 0
+    other = stranger.add_holder("w", "m")
+    assert all(len(stranger.ingest(other, chunk).malformed) == 1 for chunk in chunks)
+    assert stranger.stats().entries == 0
+
+
+CHECKS = [
+    value for name, value in sorted(globals().items()) if name.startswith("check_") and "make" in value.__annotations__
+]
+SEEDED_CHECKS = [check_dump_moves_to_an_index_of_the_same_seed]

@@ -1,0 +1,210 @@
+"""The indexes in lockstep with a naive model, under any interleaving of what engines do to them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from events.codec import encode_batch
+from events.types import EventBatch
+from router.index import ReferenceIndex, make_index
+from router.view import PrefixIndex, Scope
+
+TESTS = Path(__file__).resolve().parent.parent
+SCOPE = Scope("m")
+
+
+def load(path: Path) -> ModuleType:
+    name = f"loaded_{path.stem}"
+    if name not in sys.modules:
+        loader = SourceFileLoader(name, str(path))
+        spec = importlib.util.spec_from_loader(name, loader)
+        assert spec is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+model = load(TESTS / "contracts" / "index_model.py")
+Spec = model.GroupSpec
+
+
+def native(seed: int | None = None) -> PrefixIndex:
+    pytest.importorskip("router._native", reason="the native index was not built")
+    return make_index("native", seed)
+
+
+index_factories = [pytest.param(ReferenceIndex, id="reference"), pytest.param(native, id="native")]
+
+LAYOUTS = [
+    (Spec(None, None, 2),),
+    (Spec(0, "full_attention", 1),),
+    (Spec(0, "sliding_window", 2, 4), Spec(1, "full_attention", 2)),
+    (Spec(0, "full_attention", 2), Spec(1, "mamba", 2), Spec(2, "mamba", 2)),
+    (Spec(0, "full_attention", 2), Spec(1, "sliding_window", 1, 4), Spec(2, "mamba", 2)),
+    (Spec(0, "full_attention", 2), Spec(0, "full_attention", 3), Spec(0, "full_attention", 1)),
+    (Spec(3, "full_attention", 2), Spec(4, "full_attention", 1), Spec(5, "chunked_local_attention", 1, 4)),
+    (Spec(0, "full_attention", 1), Spec(1, "sliding_window", 1, 3), Spec(1, "sliding_window", 2, 3)),
+]
+
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12).map(tuple)
+tiers = st.sampled_from(("GPU", "GPU", "GPU", "CPU", "STORAGE"))
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("store"), st.integers(0, 2), tiers, prompts, st.integers(0, 4), st.integers(1, 6)),
+        st.tuples(st.just("whole"), st.integers(0, 2), tiers, prompts),
+        st.tuples(st.just("sparse"), st.integers(0, 2), tiers, prompts, st.integers(0, 4095)),
+        st.tuples(st.just("remove"), st.integers(0, 2), tiers, prompts, st.integers(0, 6)),
+        st.tuples(st.just("clear")),
+        st.tuples(st.just("restart")),
+        st.tuples(st.just("flush")),
+        st.tuples(st.just("match"), prompts),
+    ),
+    max_size=40,
+)
+
+
+def drive(world: Any, operation: tuple[Any, ...]) -> list[Any]:
+    """The events of one operation; the model learns of it."""
+    kind, *args = operation
+    if kind == "clear":
+        return list(world.clear())
+    spec = world.model.specs[args[0] % len(world.model.specs)]
+    if kind == "store":
+        return list(world.store(spec, *args[1:]))
+    if kind == "whole":
+        return list(world.store(spec, args[1], args[2], 0, len(args[2])))
+    if kind == "sparse":
+        return [] if spec.kind in (None, "full_attention") else list(world.store_sparse(spec, *args[1:]))
+    return list(world.remove(spec, *args[1:]))
+
+
+def compare(index: PrefixIndex, worlds: list[Any], holders: list[Any], prompt: tuple[int, ...]) -> None:
+    matches = {match.holder: match for match in index.match(prompt, SCOPE)}
+    for world, holder in zip(worlds, holders):
+        expected = world.model.usable(prompt)
+        match = matches.get(holder)
+        assert (match.tokens if match else 0) == expected, (holder, prompt)
+        if match is not None:
+            assert match.gpu_tokens == world.model.usable(prompt[: expected + 1], ("GPU",))
+            assert sum(match.tier_tokens) == match.tokens == match.pinned_tokens
+
+
+@pytest.mark.parametrize("factory", index_factories)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    layouts=st.lists(st.sampled_from(LAYOUTS), min_size=1, max_size=3),
+    steps=st.lists(st.tuples(st.integers(0, 2), operations), max_size=4),
+    legacy=st.booleans(),
+    names_are_bytes=st.booleans(),
+)
+def test_index_equals_the_model(
+    factory: Callable[[], PrefixIndex], layouts: Any, steps: Any, legacy: bool, names_are_bytes: bool
+) -> None:
+    index = factory()
+    worlds = [model.World(layout, names_are_bytes) for layout in layouts]
+    holders = [index.add_holder(f"w{i}", "m") for i in range(len(worlds))]
+    for pick, run in steps:
+        world, holder = worlds[pick % len(worlds)], holders[pick % len(worlds)]
+        pending: list[Any] = []
+
+        def flush(pending: list[Any] = pending, holder: Any = holder) -> None:
+            report = index.ingest(holder, encode_batch(EventBatch(0.0, list(pending)), legacy))
+            assert report.malformed == []
+            pending.clear()
+
+        for operation in run:
+            if operation[0] in ("flush", "match", "restart"):
+                flush()
+                if operation[0] == "restart":
+                    index.clear(holder)
+                    world.model.restart()
+                elif operation[0] == "match":
+                    compare(index, worlds, holders, operation[1])
+            else:
+                pending.extend(drive(world, operation))
+        flush()
+        if isinstance(index, ReferenceIndex):
+            index.check_invariants()
+    for bits in range(256):
+        compare(index, worlds, holders, tuple(bits >> i & 1 for i in range(8)))
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    layouts=st.lists(st.sampled_from(LAYOUTS), min_size=1, max_size=3),
+    steps=st.lists(st.tuples(st.integers(0, 2), operations), max_size=4),
+    pins=st.lists(st.tuples(st.integers(0, 2), prompts, st.booleans()), max_size=4),
+    seed=st.integers(0, 2**64 - 1),
+)
+def test_native_equals_the_reference(layouts: Any, steps: Any, pins: Any, seed: int) -> None:
+    """Reports, groups, statistics and every field of every match, pins included."""
+    pair = (ReferenceIndex(seed), native(seed))
+    worlds = [model.World(layout) for layout in layouts]
+    holders = [[index.add_holder(f"w{i}", "m") for i in range(len(worlds))] for index in pair]
+    assert holders[0] == holders[1]
+    asked: set[tuple[int, ...]] = {()}
+    for pick, prompt, stays in pins:
+        held = [index.pin(holders[0][pick % len(worlds)], prompt, SCOPE) for index in pair]
+        asked.add(prompt)
+        if not stays:
+            for index, pin in zip(pair, held):
+                index.unpin(pin)
+    for pick, run in steps:
+        at = pick % len(worlds)
+        pending: list[Any] = []
+        for operation in [*run, ("flush",)]:
+            if operation[0] in ("flush", "restart"):
+                payload = encode_batch(EventBatch(0.0, pending))
+                pending = []
+                reports = [index.ingest(holders[0][at], payload) for index in pair]
+                assert reports[0] == reports[1]
+                if operation[0] == "restart":
+                    for index in pair:
+                        index.clear(holders[0][at])
+            elif operation[0] == "match":
+                asked.add(operation[1])
+            else:
+                pending.extend(drive(worlds[at], operation))
+                asked.update(value for value in operation if isinstance(value, tuple))
+    for prompt in asked:
+        _same_matches(pair, prompt)
+    for holder in holders[0]:
+        assert pair[0].groups(holder) == pair[1].groups(holder)
+        twins = (ReferenceIndex(seed), native(seed))
+        for source in pair:
+            for twin in twins:
+                _check_copy(source, twin, holder, asked)
+    stats = [index.stats() for index in pair]
+    assert (stats[0].entries, stats[0].parked, stats[0].pins) == (stats[1].entries, stats[1].parked, stats[1].pins)
+
+
+def _check_copy(source: PrefixIndex, twin: PrefixIndex, holder: Any, asked: Any) -> None:
+    """A dump of either implementation rebuilds the holder in either."""
+    copy = twin.add_holder("copy", "m")
+    for chunk in source.dump(holder):
+        assert twin.ingest(copy, chunk).malformed == []
+    for prompt in asked:
+        tokens = {match.holder: match.tokens for match in source.match(prompt, SCOPE)}
+        copied = {match.holder: match.tokens for match in twin.match(prompt, SCOPE)}
+        assert tokens.get(holder, 0) == copied.get(copy, 0)
+
+
+def _same_matches(pair: Any, prompt: tuple[int, ...]) -> None:
+    rows = [
+        sorted(
+            (m.holder, m.tokens, m.gpu_tokens, tuple(m.tier_tokens), m.pinned_tokens)
+            for m in index.match(prompt, SCOPE)
+        )
+        for index in pair
+    ]
+    assert rows[0] == rows[1]
