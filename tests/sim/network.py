@@ -1,0 +1,104 @@
+"""A publisher without threads, and a network that loses, repeats, delays, reorders and cuts.
+
+The publisher is made of the real ring, shadow and replies; only the sockets are missing. Everything random comes from
+the `rng` that is handed in, everything timed from `now`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from events import Event, EventBatch
+from events.frames import END_SEQ, SNAPSHOT_SEQ
+from events.replies import Message, replay_reply, snapshot_reply
+from events.resident import ResidentSet
+from events.ring import Entry, Ring
+
+
+class SimPublisher:
+    """What `events.EventPublisher` does on its threads, as plain calls."""
+
+    def __init__(self, epoch: str, ring_size: int, snapshots: bool) -> None:
+        self.epoch = epoch
+        self.ring = Ring(ring_size)
+        self.snapshots = snapshots
+        self._shadow = ResidentSet()
+        self._last: Entry | None = None
+
+    def publish(self, events: list[Event], now: float) -> Message:
+        entry = self.ring.append(EventBatch(now, events, 0))
+        if self.snapshots:
+            self._shadow.apply(events)
+        self._last = entry
+        return entry.seq, entry.payload()
+
+    def reply(self, start_seq: int, now: float) -> Iterator[Message]:
+        """The messages of the reply, the end marker included. A foreign publisher has no snapshot: a bare end marker."""
+        if start_seq != SNAPSHOT_SEQ:
+            return replay_reply(self.ring.since(start_seq))
+        if not self.snapshots:
+            return iter([(END_SEQ, b"")])
+        return snapshot_reply(self._shadow.blocks(), self._last, 0, now)
+
+
+@dataclass
+class Faults:
+    """Probabilities, each of one thing happening to one message or in one tick."""
+
+    lose: float = 0.0
+    repeat: float = 0.0
+    reorder: float = 0.0
+    lose_reply: float = 0.0
+    cut: float = 0.0
+    crash: float = 0.0
+    restart_router: float = 0.0
+    delay_s_max: float = 0.05
+
+    @staticmethod
+    def drawn(rng: random.Random) -> Faults:
+        """A random mix: most runs have a few kinds of faults, some have all, some none."""
+
+        def maybe(high: float) -> float:
+            return rng.random() * high if rng.random() < 0.6 else 0.0
+
+        return Faults(
+            lose=maybe(0.2),
+            repeat=maybe(0.2),
+            reorder=maybe(0.3),
+            lose_reply=maybe(0.05),
+            cut=maybe(0.01),
+            crash=maybe(0.006),
+            restart_router=maybe(0.006),
+            delay_s_max=rng.choice([0.0, 0.02, 0.5]),
+        )
+
+
+@dataclass
+class Wire:
+    """One direction of one subscription: messages under way, delivered by time."""
+
+    rng: random.Random
+    under_way: list[tuple[float, int, bytes]] = field(default_factory=list)
+    last_due: float = 0.0
+
+    def send(self, seq: int, payload: bytes, now: float, faults: Faults) -> None:
+        if self.rng.random() < faults.lose:
+            return
+        copies = 2 if self.rng.random() < faults.repeat else 1
+        for _ in range(copies):
+            due = now + self.rng.random() * faults.delay_s_max
+            if self.rng.random() >= faults.reorder:
+                due = self.last_due = max(due, self.last_due)
+            self.under_way.append((due, seq, payload))
+
+    def due(self, now: float) -> list[tuple[int, bytes]]:
+        """Takes out what has arrived, in order of arrival."""
+        arrived = sorted((m for m in self.under_way if m[0] <= now), key=lambda message: message[0])
+        self.under_way = [m for m in self.under_way if m[0] > now]
+        return [(seq, payload) for _, seq, payload in arrived]
+
+    def reset(self, now: float) -> None:
+        self.under_way.clear()
+        self.last_due = now
