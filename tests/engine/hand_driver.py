@@ -16,6 +16,8 @@ from engine.runner import ModelRunner
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, StepResult, UnitId
 from kernels import Kernels
 
+torch.set_num_threads(1)  # tests run beside others; tiny models gain nothing from more
+
 
 class Driver:
     """A runner over a pool of its own, and the hidden states of its last step."""
