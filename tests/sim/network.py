@@ -35,7 +35,7 @@ class SimPublisher:
         return entry.seq, entry.payload()
 
     def reply(self, start_seq: int, now: float) -> Iterator[Message]:
-        """The messages of the reply, the end marker included. A foreign publisher has no snapshot: a bare end marker."""
+        """The messages of the reply; without snapshots, as a foreign publisher, a bare end marker where one is asked."""
         if start_seq != SNAPSHOT_SEQ:
             return replay_reply(self.ring.since(start_seq))
         if not self.snapshots:

@@ -67,7 +67,7 @@ class SetIndex(ReferenceIndex):
 
 
 class GapBlindStream(StreamState):
-    """Planted bug: a gap is noticed and nothing is asked for; what was buffered is applied as if nothing was missing."""
+    """Planted bug: a gap is passed over as if nothing was missing."""
 
     def live(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
         if self._next is not None and seq > self._next:
