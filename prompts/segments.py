@@ -70,7 +70,9 @@ def encode_plain(hf: HfTokenizer, text: str, *, add_special_tokens: bool) -> lis
 class SegmentCache:
     """Segment text -> ids, bounded by bytes. Thread-safe; encoding happens outside the lock."""
 
-    def __init__(self, hf: HfTokenizer, plan: SegmentPlan, *, max_bytes: int = CACHE_BYTES_DEFAULT) -> None:
+    def __init__(
+        self, hf: HfTokenizer, plan: SegmentPlan, *, vocab_size: int, max_bytes: int = CACHE_BYTES_DEFAULT
+    ) -> None:
         self._hf = hf
         self._plan = plan
         self._max_bytes = max_bytes
@@ -79,7 +81,7 @@ class SegmentCache:
         self._lock = threading.Lock()
         self._hits = self._misses = self._hit_tokens = self._miss_tokens = 0
         # One int object an id, shared by all entries: an id costs 8 bytes instead of 40.
-        self._ints = list(range(max(hf.get_vocab(with_added_tokens=True).values(), default=0) + 1))
+        self._ints = list(range(vocab_size))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int] | None:
         """Ids of `text`, or None where this plan cannot add the special tokens."""

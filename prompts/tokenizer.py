@@ -60,7 +60,11 @@ class Tokenizer:
         plan = plan_segments(hf) if cache_bytes > 0 else "it was not asked for"
         self.no_cache_reason = plan if isinstance(plan, str) else None
         """Why this tokenizer has no segment cache; None where it has one."""
-        self._cache = SegmentCache(hf, plan, max_bytes=cache_bytes) if isinstance(plan, SegmentPlan) else None
+        self._cache = (
+            SegmentCache(hf, plan, vocab_size=self.vocab_size, max_bytes=cache_bytes)
+            if isinstance(plan, SegmentPlan)
+            else None
+        )
 
     @classmethod
     def load(

@@ -25,6 +25,11 @@ def _prepared(spec: str) -> tuple[Tokenizer, SegmentPlan | str, list[str]]:
     return hf, plan_segments(hf), added
 
 
+def make_cache(hf, plan=None, **options):
+    vocab_size = max(hf.get_vocab(with_added_tokens=True).values()) + 1
+    return SegmentCache(hf, plan or plan_segments(hf), vocab_size=vocab_size, **options)
+
+
 def texts(added: list[str]) -> st.SearchStrategy[str]:
     pieces = st.one_of(
         st.sampled_from(added),
@@ -40,7 +45,7 @@ def texts(added: list[str]) -> st.SearchStrategy[str]:
 def test_cached_ids_equal_a_full_encode(kind, make_tokenizer, data):
     hf, plan, added = _prepared(make_tokenizer(kind).to_str())
     assert isinstance(plan, SegmentPlan), plan
-    cache = SegmentCache(hf, plan, max_bytes=data.draw(st.sampled_from([1, 2_000, 1_000_000])))
+    cache = make_cache(hf, plan, max_bytes=data.draw(st.sampled_from([1, 2_000, 1_000_000])))
     history = ""
     for _ in range(data.draw(st.integers(1, 4))):
         history += data.draw(texts(added))
@@ -97,7 +102,7 @@ def test_the_pattern_finds_the_leftmost_longest_token(words, text):
 
 def test_a_new_turn_costs_only_itself(make_tokenizer):
     hf = make_tokenizer("qwen")
-    cache = SegmentCache(hf, plan_segments(hf))
+    cache = make_cache(hf)
     turns = [f"<|im_start|>user\nquestion {i}<|im_end|>\n" for i in range(20)]
     cache.encode("".join(turns), add_special_tokens=False)
     before = cache.stats()
@@ -110,7 +115,7 @@ def test_a_new_turn_costs_only_itself(make_tokenizer):
 
 def test_memory_is_bounded_and_the_oldest_goes_first(make_tokenizer):
     hf = make_tokenizer("qwen")
-    cache = SegmentCache(hf, plan_segments(hf), max_bytes=4_000)
+    cache = make_cache(hf, max_bytes=4_000)
     first = "<|im_start|>first"
     for i in range(50):
         cache.encode(first, add_special_tokens=False)  # used all the time: it stays
@@ -127,7 +132,7 @@ def test_memory_is_bounded_and_the_oldest_goes_first(make_tokenizer):
 
 def test_many_threads_agree(make_tokenizer):
     hf = make_tokenizer("metaspace_first")
-    cache = SegmentCache(hf, plan_segments(hf), max_bytes=3_000)
+    cache = make_cache(hf, max_bytes=3_000)
     chats = ["".join(f"<|im_start|>user {j % 7} {i}<|im_end|>" for j in range(i)) for i in range(1, 30)]
     want = [encode_plain(hf, chat, add_special_tokens=True) for chat in chats]
     wrong = []
@@ -147,7 +152,7 @@ def test_many_threads_agree(make_tokenizer):
 
 def test_the_callers_list_is_its_own(make_tokenizer):
     hf = make_tokenizer("qwen")
-    cache = SegmentCache(hf, plan_segments(hf))
+    cache = make_cache(hf)
     text = "<|im_start|>user"
     want = encode_plain(hf, text, add_special_tokens=False)
     cache.encode(text, add_special_tokens=False).append(7)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from prompts import ChatTemplate, RequestError, Tokenizer, TokenizerError, parse_chat, parse_completion
+from prompts import ChatTemplate, RequestError, Tokenizer, TokenizerError, parse_chat, parse_completion, parse_routing
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{{ bos_token }}"
 TEXTS = [
@@ -242,3 +246,51 @@ def test_encoding_releases_the_gil(checkpoint):
 
 def test_template_object_is_reachable(checkpoint):
     assert isinstance(Tokenizer.load(checkpoint(config={"chat_template": "x"})).chat_template, ChatTemplate)
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_engine_and_router_get_identical_ids(both_sides, data):
+    """Any body that the engine accepts gives the same ids through the router's lenient view."""
+    text = st.text(st.sampled_from("ab <|im_end|>\n\u00e9\U0001f642{}'\""), max_size=12)
+    part = st.builds(lambda t: {"type": "text", "text": t}, text)
+    call = st.builds(lambda t: {"type": "function", "function": {"name": "f", "arguments": json.dumps({"a": t})}}, text)
+    message = st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["system", "user", "assistant", "tool"]),
+            "content": text | st.lists(part, max_size=3),
+        },
+        optional={"tool_calls": st.lists(call, max_size=2), "reasoning_content": text, "name": text, "other": text},
+    )
+    body = data.draw(
+        st.fixed_dictionaries(
+            {"messages": st.lists(message, min_size=1, max_size=5)},
+            optional={
+                "tools": st.lists(st.builds(lambda t: {"type": "function", "function": {"name": "g" + t}}, text)),
+                "add_generation_prompt": st.booleans(),
+                "add_special_tokens": st.booleans(),
+                "chat_template_kwargs": st.just({"enable_thinking": False}),
+                "reasoning_effort": st.just("low"),
+                "temperature": st.just(0.5),
+            },
+        )
+    )
+    engine_side, router_side = both_sides
+    raw = json.dumps(body).encode()
+    assert engine_side.chat_ids(parse_chat(raw)) == router_side.chat_ids(parse_routing("/v1/chat/completions", raw))
+
+
+@pytest.fixture
+def both_sides(checkpoint):
+    shown = "{% for m in messages %}<|im_start|>{{ m | tojson }}<|im_end|>{% endfor %}"
+    template = shown + "{{ tools | tojson }}{{ add_generation_prompt }}{{ enable_thinking }}{{ reasoning_effort }}"
+    folder = checkpoint("llama3", {"chat_template": template})
+    return Tokenizer.load(folder, cache_bytes=0), Tokenizer.load(folder)
+
+
+def test_prompts_import_neither_torch_nor_transformers():
+    code = (
+        "import sys, prompts; print(sorted({'torch', 'transformers', 'numpy', 'engine', 'router'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
