@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +74,21 @@ def test_every_frame_decodes_to_what_the_engine_meant(capture: str) -> None:
             assert all(value is None for name, value in read.items() if name not in expected)
 
 
-@pytest.mark.parametrize("capture", [c for c in CAPTURES if c.startswith(("classes-0.33.0", "classes-0.23.0"))])
+def short_headers(payload: bytes) -> bytes:
+    """Map headers in their short form: which one msgspec writes depends on its version, in vLLM as here."""
+    return re.sub(rb"\xde\x00(.)(?=\xa4type)", lambda match: bytes([0x80 | match[1][0]]), payload, flags=re.DOTALL)
+
+
+WRITTEN_AS = ("classes-0.33.0", "classes-0.24.0", "server-0.32.0", "classes-0.23.0")
+
+
+@pytest.mark.parametrize("capture", [c for c in CAPTURES if c.startswith(WRITTEN_AS)])
 def test_what_we_write_is_byte_for_byte_what_vllm_writes(capture: str) -> None:
-    """0.33.0 is the reference for maps, 0.23.0 for legacy arrays."""
+    """0.23.0 is the reference for legacy arrays, the later ones for maps."""
     for raw in frames_of(capture):
         payload = parse_live(raw).payload
-        assert encode_batch(decode_batch(payload).batch, legacy="0.23.0" in capture) == payload
+        written = encode_batch(decode_batch(payload).batch, legacy="0.23.0" in capture)
+        assert short_headers(written) == short_headers(payload)
 
 
 @pytest.mark.parametrize("capture", [c for c in CAPTURES if c.startswith("server")])

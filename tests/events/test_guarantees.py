@@ -1,0 +1,225 @@
+"""The promises of docs/wire-format.md, against a model cache that keeps them and streams that break them."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from events import (
+    FULL_ATTENTION,
+    GPU,
+    MAMBA,
+    SLIDING_WINDOW,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    EventBatch,
+    EventPublisher,
+    InvariantError,
+    KVEventsConfig,
+    StreamChecker,
+    block_hash,
+    decode_batch,
+    encode_batch,
+)
+from events.replies import replay_reply, snapshot_reply
+from events.resident import ResidentSet
+from events.ring import Ring
+
+BLOCK = 2
+Name = int
+KINDS = {0: FULL_ATTENTION, 1: SLIDING_WINDOW, 2: MAMBA}
+Resident = set[tuple[int, str | None, int | bytes]]
+
+
+class ModelCache:
+    """A tree of full-attention blocks, some with a window copy or a state checkpoint; every change makes its events."""
+
+    def __init__(self) -> None:
+        self.tree: dict[Name, tuple[Name | None, list[int]]] = {}
+        self.held: dict[int, set[Name]] = {0: set(), 1: set(), 2: set()}
+
+    def resident(self) -> Resident:
+        return {(group, GPU, name) for group, names in self.held.items() for name in names}
+
+    def store(self, parent: Name | None, tokens: list[int], groups: list[int]) -> list[Event]:
+        name = block_hash(parent, tokens)
+        events: list[Event] = []
+        for group in [0, *groups]:
+            if name in self.held[group]:
+                continue
+            self.held[group].add(name)
+            self.tree[name] = (parent, tokens)
+            window = 4 * BLOCK if group == 1 else None
+            events.append(
+                BlockStored([name], parent, tokens, BLOCK, None, GPU, None, [None], group, KINDS[group], window)
+            )
+        return events
+
+    def evict(self, name: Name) -> list[Event]:
+        """With everything that hangs from it, deepest first."""
+        events: list[Event] = []
+        for child in [n for n in self.held[0] if self.tree[n][0] == name]:
+            events += self.evict(child)
+        for group in (2, 1, 0):
+            if name in self.held[group]:
+                self.held[group].remove(name)
+                events.append(BlockRemoved([name], GPU, group))
+        return events
+
+    def random_step(self, rng: random.Random) -> list[Event]:
+        events: list[Event] = []
+        for _ in range(rng.randint(1, 4)):
+            known = sorted(self.held[0])
+            roll = rng.random()
+            if roll < 0.7 or not known:
+                parent = rng.choice(known) if known and rng.random() < 0.7 else None
+                tokens = [rng.randint(0, 2) for _ in range(BLOCK)]
+                events += self.store(parent, tokens, [g for g in (1, 2) if rng.random() < 0.3])
+            elif roll < 0.95:
+                events += self.evict(rng.choice(known))
+            else:
+                events.append(AllBlocksCleared())
+                self.held = {0: set(), 1: set(), 2: set()}
+        return events
+
+
+def apply_all(payloads: list[bytes]) -> Resident:
+    checker = StreamChecker()
+    for payload in payloads:
+        decoded = decode_batch(payload)
+        assert not decoded.malformed
+        checker.check_batch(decoded.batch.events)
+    return checker.resident()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.integers(0, 40), st.booleans())
+def test_replay_and_snapshot_give_the_resident_set(seed: int, step_count: int, legacy: bool) -> None:
+    """Guarantee 6, and the snapshot keeps 1, 2 and 3 itself."""
+    rng, cache, ring, shadow = random.Random(seed), ModelCache(), Ring(1000), ResidentSet()
+    last = None
+    for _ in range(step_count):
+        events = cache.random_step(rng)
+        shadow.apply(events)
+        last = ring.append(EventBatch(0.0, events, 0))
+    replayed = list(replay_reply(ring.since(0), legacy))
+    assert [seq for seq, _ in replayed[:-1]] == list(range(step_count))
+    assert apply_all([payload for _, payload in replayed[:-1]]) == cache.resident()
+    snapshot = list(snapshot_reply(shadow.blocks(), last, 0, 0.0, legacy))
+    chunks = [payload for seq, payload in snapshot if seq == 2**64 - 2]
+    assert chunks
+    assert apply_all(chunks) == cache.resident()
+    if last is not None:
+        assert snapshot[-2] == (last.seq, last.payload(legacy))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 3))
+def test_publisher_keeps_the_shadow_also_of_dropped_batches(seed: int, queue_max: int, buffer_steps: int) -> None:
+    """Guarantee 7: the queue overflows, the shadow does not care, and the ring has every seq."""
+    rng, cache = random.Random(seed), ModelCache()
+    config = KVEventsConfig(
+        enable_kv_cache_events=True,
+        endpoint=f"inproc://{seed}",
+        max_queue_size=queue_max,
+        buffer_steps=buffer_steps,
+    )
+    publisher = EventPublisher(config)
+    try:
+        count = 0
+        for _ in range(60):
+            events = cache.random_step(rng)
+            count += bool(events)
+            publisher.publish(events)
+        assert publisher._ring.next_seq == count
+        deadline = time.monotonic() + 10
+        while publisher._applied is None or publisher._applied.seq < count - 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert publisher.stats.broken_invariants == 0
+        assert publisher._shadow.keys() == cache.resident()
+        assert publisher.stats.published == count
+    finally:
+        publisher.close()
+
+
+def test_every_start_has_its_own_epoch() -> None:
+    """Guarantee 8."""
+    config = KVEventsConfig(enable_kv_cache_events=True, endpoint="inproc://epoch")
+    epochs = set()
+    for _ in range(3):
+        publisher = EventPublisher(config)
+        epochs.add(publisher.source().epoch)
+        publisher.close()
+    assert len(epochs) == 3
+    with pytest.raises(RuntimeError, match="after close"):
+        publisher.publish([AllBlocksCleared()])
+
+
+def stored(name: int, parent: int | None, group: int = 0, tokens: int = BLOCK) -> BlockStored:
+    return BlockStored([name], parent, [0] * tokens, BLOCK, None, GPU, None, None, group, KINDS[group])
+
+
+@pytest.mark.parametrize(
+    ("guarantee", "events"),
+    [
+        (1, [stored(1, None), stored(1, None)]),
+        (1, [BlockRemoved([1], GPU, 0)]),
+        (1, [stored(1, None), BlockRemoved([1, 1], GPU, 0)]),
+        (1, [stored(1, None), BlockRemoved([1], GPU, 1)]),
+        (1, [stored(1, None), AllBlocksCleared(), BlockRemoved([1], GPU, 0)]),
+        (2, [stored(1, None, tokens=3)]),
+        (2, [msgspec.structs.replace(stored(1, None), block_hashes=[], token_ids=[])]),
+        (3, [stored(2, 1)]),
+        (3, [stored(1, None), stored(2, 1), BlockRemoved([1], GPU, 0)]),
+        (3, [stored(1, None), stored(2, 1), BlockRemoved([1, 2], GPU, 0)]),
+        (3, [stored(5, 4, group=2)]),
+    ],
+)
+def test_checker_catches_broken_promises(guarantee: int, events: list[Event]) -> None:
+    with pytest.raises(InvariantError, match=f"guarantee {guarantee}"):
+        StreamChecker().check_batch(events)
+
+
+def test_checker_accepts_what_is_promised() -> None:
+    checker = StreamChecker()
+    window = stored(2, 1, group=1)
+    checker.check_batch(
+        [window, stored(1, None), stored(2, 1)]
+    )  # the window's parent is spelled out by the batch's end
+    checker.check_batch([BlockRemoved([2], GPU, 1), BlockRemoved([2, 1], GPU, 0), stored(1, None)])
+    assert checker.resident() == {(0, GPU, 1)}
+    assert checker.resident_names(0) == {1}
+
+
+def test_the_example_of_the_docs_is_what_we_write() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text()
+    (example,) = re.findall(r"```hex\n(.*?)```", text, re.DOTALL)
+    parts = []
+    for line in example.splitlines():
+        match = re.match(r"\s*((?:[0-9a-f]{2} {1,2})*[0-9a-f]{2})(?=\s|$)", line)
+        assert match, line
+        parts.append(match[1])
+    documented = bytes.fromhex("".join(parts))
+    name = 0x1122334455667788
+    batch = EventBatch(
+        1764000000.5,
+        [
+            BlockStored([name], None, [1, 300], 2, None, GPU, None, [None], 0, FULL_ATTENTION),
+            BlockRemoved([name], GPU, 0),
+            AllBlocksCleared(),
+        ],
+        0,
+    )
+    assert decode_batch(documented).batch == batch
+    short = (b"\xde\x00\x0b", b"\x8b")  # which header the encoder writes depends on its version
+    assert encode_batch(batch).replace(*short) == documented.replace(*short)

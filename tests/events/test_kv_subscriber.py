@@ -1,0 +1,100 @@
+"""The command itself, as a process, against a real publisher."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from events import (
+    FULL_ATTENTION,
+    GPU,
+    BlockRemoved,
+    BlockStored,
+    EventPublisher,
+    KVEventsConfig,
+    block_hash,
+    decode_batch,
+)
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "kv_subscriber"
+
+
+@pytest.fixture
+def publisher() -> Iterator[EventPublisher]:
+    config = KVEventsConfig(
+        enable_kv_cache_events=True, endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*", topic="kv"
+    )
+    publisher = EventPublisher(config)
+    yield publisher
+    publisher.close()
+
+
+def stored(key: int) -> BlockStored:
+    return BlockStored([block_hash(None, [key])], None, [key], 1, None, GPU, None, [None], 0, FULL_ATTENTION)
+
+
+def command(publisher: EventPublisher, *options: str) -> list[str]:
+    source = publisher.source()
+    assert source.replay_endpoint
+    return [sys.executable, str(SCRIPT), source.endpoint, "--replay", source.replay_endpoint, "--json", *options]
+
+
+def lines(output: str) -> list[dict[str, object]]:
+    return [line for line in map(json.loads, output.splitlines()) if "type" in line]
+
+
+def run(publisher: EventPublisher, *options: str) -> list[dict[str, object]]:
+    done = subprocess.run(command(publisher, *options), capture_output=True, text=True, timeout=60, check=True)
+    return lines(done.stdout)
+
+
+def test_from_start_filters_and_records(publisher: EventPublisher, tmp_path: Path) -> None:
+    for key in range(3):
+        publisher.publish([stored(key)])
+    publisher.publish([BlockRemoved([block_hash(None, [1])], GPU, 0)])
+    record = tmp_path / "capture.frames.jsonl.gz"
+    shown = run(publisher, "--from-start", "--batches", "4", "--type", "removed", "--record", str(record))
+    assert [(line["seq"], line["type"]) for line in shown] == [(3, "BlockRemoved")]
+    with gzip.open(record, "rt") as file:
+        frames = [[bytes.fromhex(part) for part in json.loads(line)["frames"]] for line in file]
+    assert [int.from_bytes(seq, "big") for _, seq, _ in frames] == [0, 1, 2, 3]
+    assert decode_batch(frames[0][2]).batch.events == [stored(0)]
+
+
+def test_killed_and_started_again_it_fills_its_gap(publisher: EventPublisher, tmp_path: Path) -> None:
+    state = ("--state", str(tmp_path / "state.json"))
+    publisher.publish([stored(0)])
+    first = subprocess.Popen(command(publisher, "--from-start", *state), stdout=subprocess.PIPE, text=True)
+    assert first.stdout
+    while '"seq": 0' not in first.stdout.readline():
+        assert first.poll() is None
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "state.json").exists() or b"[0," not in (tmp_path / "state.json").read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    first.stdout.close()
+    for key in range(1, 6):
+        publisher.publish([stored(key)])
+    shown = run(publisher, "--batches", "5", *state)
+    assert [(line["seq"], line["origin"]) for line in shown] == [(seq, "replay") for seq in range(1, 6)]
+
+
+def test_wrong_addresses_say_so() -> None:
+    for arguments, says in [
+        ([], "nothing to follow"),
+        (["host:1"], "expected tcp://"),
+        (["http://127.0.0.1:1"], "cannot ask"),
+    ]:
+        done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=60)
+        assert done.returncode != 0
+        assert says in done.stderr
