@@ -1,8 +1,8 @@
 """From a worker's HTTP address to everything the router needs to know of it.
 
 Pure readers for what workers answer (`/v1/models`, `/kv_event_sources`, `/server_info`, `/metrics`), the `--worker`
-flag, and one thin asynchronous prober that asks. A worker that answers no event source is tried at vLLM's default port; where
-nobody listens there, its cache is followed by history.
+flag, and one thin asynchronous prober that asks. A worker that answers no event source is tried at vLLM's default port;
+where nobody listens there, its cache is followed by history.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
+from router.config import ServiceModel
 from routing_sim.engine import Cache, Job, SimWorker
 from routing_sim.workload import SimRequest, Workload
-
-from router.config import ServiceModel
 
 
 class Router(Protocol):
@@ -135,7 +135,7 @@ class Cluster:
     def run(self, *, ttft_limit_s: float | None = None, progress: Callable[[int], None] | None = None) -> Result:
         """Until every request was answered. `ttft_limit_s` cuts a run whose requests wait absurdly long."""
         for time_s, request in self.workload.arrivals(self.config.speed):
-            self.at(time_s, lambda request=request: self._arrive(request))  # type: ignore[misc]
+            self.at(time_s, partial(self._arrive, request))
         for request in self.workload.requests:
             if request.after is not None:
                 self._followers.setdefault(request.after, []).append(request)
@@ -208,7 +208,7 @@ class Cluster:
         self._perform(self.routers[which].finished(job.request, worker.number, cached, self.now))
         self._schedule_tick(which)
         for follower in self._followers.pop(index, ()):
-            self.at(self.now + follower.arrival_s, lambda follower=follower: self._arrive(follower))  # type: ignore[misc]
+            self.at(self.now + follower.arrival_s, partial(self._arrive, follower))
 
     # Routers' clocks and ears ------------------------------------------------------------------------------------
     def _schedule_tick(self, which: int) -> None:
@@ -228,12 +228,20 @@ class Cluster:
         delay_s, number = self.config.event_delay_s, worker.number
 
         def stored(ids: list[int], parent: int | None) -> None:
-            self.at(self.now + delay_s, lambda: [r.stored(number, ids, parent, self.now) for r in self.routers] and None)
+            self.at(self.now + delay_s, partial(self._hear_stored, number, ids, parent))
 
         def removed(ids: list[int]) -> None:
-            self.at(self.now + delay_s, lambda: [r.removed(number, ids, self.now) for r in self.routers] and None)
+            self.at(self.now + delay_s, partial(self._hear_removed, number, ids))
 
         worker.cache.on_store, worker.cache.on_remove = stored, removed
+
+    def _hear_stored(self, number: int, ids: list[int], parent: int | None) -> None:
+        for router in self.routers:
+            router.stored(number, ids, parent, self.now)
+
+    def _hear_removed(self, number: int, ids: list[int]) -> None:
+        for router in self.routers:
+            router.removed(number, ids, self.now)
 
 
 def _slower(service: ServiceModel, factor: float) -> ServiceModel:

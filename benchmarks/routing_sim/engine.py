@@ -14,9 +14,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from routing_sim.workload import BLOCK, SimRequest
-
 from router.config import ServiceModel
+from routing_sim.workload import BLOCK, SimRequest
 
 BATCH_MAX = 256
 
@@ -74,7 +73,8 @@ class Cache:
         return True
 
     def register(self, ids: list[int], start: int, end: int) -> None:
-        """Private pages of [start, end) are computed: they get their names. A name that is resident already is shared."""
+        """Private pages of [start, end) are computed: they get their names. A name that is resident already is
+        shared."""
         new = []
         for block in ids[start:end]:
             self.private -= 1
@@ -214,7 +214,9 @@ class SimWorker:
             self._stretch = (now, self.decode_context, steps)
             self.wake_s = now + self._stretch_s(steps)
         else:
-            assert not self.waiting, f"worker {self.number} cannot take a request even when idle: its cache is too small"
+            assert not self.waiting, (
+                f"worker {self.number} cannot take a request even when idle: its cache is too small"
+            )
             self.wake_s = None
 
     def _stretch_s(self, steps: int) -> float:

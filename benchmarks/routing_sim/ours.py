@@ -1,15 +1,12 @@
 """The real router core, tracker, policy and index behind the simulation's `Router` interface.
 
-One "token" of the index stands for one trace block, so a prompt of 16k tokens is 32 ids and the index code is the real one
-with a block size of one; `BlockScaled` turns its answers into tokens. Events pass through the real codec as bytes.
+One "token" of the index stands for one trace block, so a prompt of 16k tokens is 32 ids and the index code is the real
+one with a block size of one; `BlockScaled` turns its answers into tokens. Events pass through the real codec as bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-
-from routing_sim.cluster import Cluster
-from routing_sim.workload import BLOCK, SimRequest
 
 from events.codec import encode_batch
 from events.types import BlockRemoved, BlockStored, EventBatch
@@ -17,9 +14,10 @@ from router.config import CoreConfig
 from router.core import RouterCore
 from router.index import make_index
 from router.messages import Forward, Instruction, Refuse, RouteRequest, Usage
-from router.tracker import SharedLoad
 from router.view import HolderId, IndexStats, IngestReport, Match, PinId, PrefixIndex, Scope
 from router.workers import ServedModel, WorkerSpec
+from routing_sim.cluster import Cluster
+from routing_sim.workload import BLOCK, SimRequest
 
 MODEL = "sim"
 
@@ -88,13 +86,12 @@ class Ours:
     def __init__(
         self, config: CoreConfig, *, seed: int = 0, name: str = "0", index: str = "auto", share_delay_s: float = 0.005
     ) -> None:
-        self.core = RouterCore(BlockScaled(make_index(index, seed=seed + 1)), config, seed=seed)  # type: ignore[arg-type]
+        inner = make_index(index, seed=seed + 1)  # type: ignore[arg-type]
+        self.core = RouterCore(BlockScaled(inner), config, seed=seed)
         self.name = name
         self.siblings: list[Ours] = []
         self._share_delay_s = share_delay_s
-        self._shared: dict[str, SharedLoad] = {}
         self._pending: set[str] = set()
-        self._known: dict[int, SimRequest] = {}
 
     def attach(self, cluster: Cluster) -> None:
         self.cluster = cluster

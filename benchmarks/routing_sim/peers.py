@@ -1,8 +1,8 @@
 """Other routers' policies, re-implemented from their documented formulas, and the two bounds.
 
-Each class names its source and its defaults; benchmarks/routing_sim/test fixtures hold decisions computed by hand. All of
-them see the same event-fed view of the caches (`Residency`), also those that approximate it in their own programs, unless
-the approximation is the policy (SGLang's tree).
+Each class names its source and its defaults; benchmarks/routing_sim/test fixtures hold decisions computed by hand. All
+of them see the same event-fed view of the caches (`Residency`), also those that approximate it in their own programs,
+unless the approximation is the policy (SGLang's tree).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 import xxhash
+
 from routing_sim.cluster import Cluster, SilentRouter
 from routing_sim.workload import BLOCK, SimRequest
 
@@ -97,7 +98,8 @@ class LongestPrefix(Residency):
 
 class BoundedHash(Residency):
     """Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2016), as KubeAI's PrefixHash uses it:
-    key = the first blocks of the prompt, load factor 1.25, 256 points a worker; walk on while a worker is over the bound.
+    key = the first blocks of the prompt, load factor 1.25, 256 points a worker; walk on while a worker is over the
+    bound.
     """
 
     KEY_BLOCKS = 1
@@ -136,9 +138,10 @@ class SessionSticky(Residency):
 class SglangTree(Residency):
     """SGLang's cache-aware router (sgl-router, `cache_aware`): an approximate radix tree of what it sent where.
 
-    Imbalanced, when max - min > balance_abs_threshold (64) and max > balance_rel_threshold (1.5) * min requests in flight:
-    the fewest requests. Else the worker of the longest match, if it covers more than cache_threshold (0.5) of the prompt;
-    else the worker whose tree is smallest. The tree keeps at most max_tree_size; here, each worker's true capacity.
+    Imbalanced, when max - min > balance_abs_threshold (64) and max > balance_rel_threshold (1.5) * min requests in
+    flight: the fewest requests. Else the worker of the longest match, if it covers more than cache_threshold (0.5) of
+    the prompt; else the worker whose tree is smallest. The tree keeps at most max_tree_size; here, each worker's true
+    capacity.
     """
 
     CACHE_THRESHOLD = 0.5
@@ -183,9 +186,9 @@ class Dynamo(Residency):
 
         cost = overlap_score_weight * potential prefill blocks + potential decode blocks
 
-    potential prefill = tokens routed there and not yet prefilled, plus this prompt's uncached ones, over the block size;
-    potential decode = blocks of the requests active there, this one's included, shared blocks once. Weight 1.0 and
-    router_temperature 0 (the least cost) by default; ties at random.
+    potential prefill = tokens routed there and not yet prefilled, plus this prompt's uncached ones, over the block
+    size; potential decode = blocks of the requests active there, this one's included, shared blocks once. Weight 1.0
+    and router_temperature 0 (the least cost) by default; ties at random.
     """
 
     def __init__(self, weight: float = 1.0, seed: int = 0) -> None:
@@ -233,8 +236,9 @@ class Dynamo(Residency):
 class LlmD(Residency):
     """llm-d's scheduler with the weights of its precise-prefix guide: prefix 2, KV utilisation 1, queue 1.
 
-    prefix = unbroken cached prefix / prompt, in blocks; KV = 1 - used share of the pages; queue = (max - q) / (max - min)
-    over the waiting requests, 1 where all are equal. Gauges are scraped every 50 ms; the best sum wins, ties at random.
+    prefix = unbroken cached prefix / prompt, in blocks; KV = 1 - used share of the pages; queue = (max - q) / (max -
+    min) over the waiting requests, 1 where all are equal. Gauges are scraped every 50 ms; the best sum wins, ties at
+    random.
     """
 
     SCRAPE_S = 0.05

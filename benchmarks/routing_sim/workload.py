@@ -1,8 +1,8 @@
 """Traces as lists of requests: readers of the two public formats, sampling, load scaling, block bookkeeping.
 
-Everything counts in trace blocks of `BLOCK` tokens. A block id names a whole prefix (ids are unique to what came before),
-as in the traces. Output blocks become known when a later request continues its predecessor: they are assigned here, once,
-so that every policy sees the same.
+Everything counts in trace blocks of `BLOCK` tokens. A block id names a whole prefix (ids are unique to what came
+before), as in the traces. Output blocks become known when a later request continues its predecessor: they are assigned
+here, once, so that every policy sees the same.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ def _sessions(name: str, records: list[dict[str, Any]], limit: int | None, seed:
         for turn in turns:
             fine = [first + k for first, count in zip(turn["h"][::2], turn["h"][1::2]) for k in range(count)]
             blocks = -(-turn["in"] // BLOCK)
-            ids = [session * 1_000_000 + fine[min(8 * b + 7, len(fine) - 1)] for b in range(blocks) if 8 * b < len(fine)]
+            ids = [
+                session * 1_000_000 + fine[min(8 * b + 7, len(fine) - 1)] for b in range(blocks) if 8 * b < len(fine)
+            ]
             request = SimRequest(
                 index=len(requests),
                 session=session,
@@ -156,9 +158,7 @@ def synthetic(name: str, *, seed: int, requests_max: int = 6000) -> Workload:
             next_id += fresh
             tail = rng.randint(1, BLOCK)
             length = (len(ids) - 1) * BLOCK + tail
-            requests.append(
-                SimRequest(len(requests), len(requests), at, length, rng.randint(20, 400), list(ids), None)
-            )
+            requests.append(SimRequest(len(requests), len(requests), at, length, rng.randint(20, 400), list(ids), None))
             ids[-1] = next_id  # the next turn fills the partial block: another content, another name
             next_id += 1
             at += rng.uniform(5.0, 40.0)

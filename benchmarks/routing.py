@@ -1,0 +1,168 @@
+#!/usr/bin/env python3
+"""Which router answers first: a discrete-event simulation of policies over public traces.
+
+The router under test is the real core, tracker, policy and index with a virtual clock; the others are re-implemented
+from their documented formulas (benchmarks/routing_sim/peers.py). INF is one infinite cache shared by all workers, POOL
+one shared cache of the same total size: what no router can beat without moving KV. Every figure is relative to INF in
+the same setting, and a geometric mean over the settings.
+
+    benchmarks/routing.py --trace mooncake_conversation.jsonl.gz --trace claude_code_agentic.jsonl.gz
+    benchmarks/routing.py --quick --trace ... --json routing.json --plot routing.png
+
+Traces: Mooncake's FAST25 release (github.com/kvcache-ai/Mooncake) and kv-cache-tester's agent sessions
+(github.com/callanjfox/kv-cache-tester), plain or gzipped. Without --trace, generated tool-use traffic is played.
+The service model is assumed, not measured: see --help for its parameters and docs/routing.md for what it leaves out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+
+from routing_sim.decision import measure_decision  # noqa: E402
+from routing_sim.report import print_table, write_plot  # noqa: E402
+from routing_sim.runs import BOUNDS, POLICIES, Calibration, Options, Score, Setting, absolute, relative, run  # noqa: E402
+from routing_sim.workload import Workload, read_trace, synthetic  # noqa: E402
+
+from router.config import ServiceModel  # noqa: E402
+
+_WORKLOADS: dict[str, Workload] = {}
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line. Exits with a message naming the option that is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", action="append", type=Path, default=[], help="a trace file; may be repeated")
+    parser.add_argument("--limit", type=int, help="requests of each trace (default: all; with --quick 3,000)")
+    parser.add_argument("--workers", type=_ints, help="comma-separated (default 4,8,16; with --quick 8)")
+    parser.add_argument("--cache", type=_floats, help="percent of the working set (default 10,30,100; --quick 30)")
+    parser.add_argument("--load", type=_floats, help="percent of saturation (default 70,95)")
+    parser.add_argument("--policy", action="append", choices=[*POLICIES], help="only these (and the bounds)")
+    parser.add_argument("--event-delay", type=float, default=0.02, help="seconds until a router hears of an event")
+    parser.add_argument("--routers", type=int, default=1, help="routers in front; requests are dealt in turn")
+    parser.add_argument("--slow-worker", type=float, help="worker 0 takes so many times as long as the others")
+    parser.add_argument("--quick", action="store_true", help="a few minutes instead of an hour")
+    parser.add_argument("--index", choices=["auto", "native", "reference"], default="auto")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write every figure to this file")
+    parser.add_argument("--plot", type=Path, help="write a picture (PNG or SVG); needs matplotlib")
+    parser.add_argument("--calibration", type=Path, default=Path.home() / ".cache/blockcast/routing-calibration.json")
+    for name, value in asdict(ServiceModel()).items():
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=type(value), default=value, help=f"service model (default {value})")
+    arguments = parser.parse_args(argv)
+    for path in arguments.trace:
+        if not path.is_file():
+            parser.error(f"--trace {path}: no such file")
+    arguments.workers = arguments.workers or ([8] if arguments.quick else [4, 8, 16])
+    arguments.cache = arguments.cache or ([30.0] if arguments.quick else [10.0, 30.0, 100.0])
+    arguments.load = arguments.load or [70.0, 95.0]
+    if arguments.limit is None and arguments.quick:
+        arguments.limit = 3000
+    return arguments
+
+
+def _ints(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _floats(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Calibrate, run the grid, print, write."""
+    arguments = parse_arguments(argv)
+    started = time.time()
+    service = ServiceModel(**{name: getattr(arguments, name) for name in asdict(ServiceModel())})
+    options = Options(service, arguments.event_delay, arguments.routers, seed=arguments.seed, index=arguments.index)
+    if arguments.slow_worker is not None:
+        options = replace(options, slow_workers={0: arguments.slow_worker})
+    for path in arguments.trace:
+        workload = read_trace(path, limit=arguments.limit, seed=arguments.seed)
+        _WORKLOADS[workload.name] = workload
+    if not _WORKLOADS:
+        limit = arguments.limit or 6000
+        _WORKLOADS["tool_use"] = synthetic("tool_use", seed=arguments.seed, requests_max=limit)
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}")
+    for workload in _WORKLOADS.values():
+        print(f"{workload.name}: {workload.note}; working set {workload.working_set_blocks:,} blocks of 512 tokens")
+    settings = [
+        Setting(trace, workers, cache / 100.0, load / 100.0)
+        for trace in _WORKLOADS
+        for workers in arguments.workers
+        for cache in arguments.cache
+        for load in arguments.load
+    ]
+    policies = [*BOUNDS, *(arguments.policy or POLICIES)]
+    scores, speeds = run_grid(settings, policies, options, arguments.calibration, arguments.jobs)
+    ratios = relative(scores)
+    print_table(ratios, settings, time.time() - started)
+    decision = measure_decision(arguments.index)
+    took_us, match_us = decision["decision_us_16k_tokens"], decision["match_us"]
+    print(f"\nA decision (16,384 token ids in, worker out, 64 workers): {took_us:.0f} us")
+    print(f"of which matching {match_us:.0f} us ({decision['index']}).")
+    if arguments.json is not None:
+        document = {
+            **{name: ratios[name] for name in policies},
+            "absolute": absolute(scores),
+            "decision": decision,
+            "settings": [
+                {**asdict(s), "speed": speeds[s], "policies": {n: asdict(v) for n, v in scores[s].items()}}
+                for s in settings
+            ],
+            "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}",
+            "options": {**asdict(options), "traces": {w.name: w.note for w in _WORKLOADS.values()}},
+        }
+        arguments.json.write_text(json.dumps(document, indent=1))
+    if arguments.plot is not None:
+        write_plot(arguments.plot, ratios)
+
+
+def run_grid(
+    settings: list[Setting], policies: list[str], options: Options, calibration_path: Path, jobs: int
+) -> tuple[dict[Setting, dict[str, Score]], dict[Setting, float]]:
+    """Every policy in every setting, over `jobs` processes, with a progress line."""
+    calibration = Calibration(calibration_path)
+    unit = {s: replace(s, load=1.0) for s in settings}
+    full: dict[Setting, float] = {}
+    for i, one in enumerate(dict.fromkeys(unit.values())):
+        _progress("calibrating load", i, len(set(unit.values())))
+        full[one] = calibration.speed(one, _WORKLOADS[one.trace], options)
+    speeds = {s: full[unit[s]] * s.load for s in settings}
+    work = [(policy, s, speeds[s], options) for s in settings for policy in policies]
+    scores: dict[Setting, dict[str, Score]] = {s: {} for s in settings}
+    context = multiprocessing.get_context("fork")
+    with context.Pool(min(jobs, len(work))) as pool:
+        for i, (policy, setting, figures) in enumerate(pool.imap_unordered(_run_one, work)):
+            scores[setting][policy] = figures
+            _progress("simulating", i + 1, len(work))
+    sys.stderr.write("\n")
+    return scores, speeds
+
+
+def _run_one(work: tuple[str, Setting, float, Options]) -> tuple[str, Setting, Score]:
+    policy, setting, speed, options = work
+    _, figures = run(policy, setting, _WORKLOADS[setting.trace], speed, options)
+    return policy, setting, figures
+
+
+def _progress(what: str, done: int, total: int) -> None:
+    width = 30
+    filled = width * done // max(total, 1)
+    sys.stderr.write(f"\r{what:<18} [{'#' * filled}{'.' * (width - filled)}] {done}/{total} ")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""One setting, one policy, one run; the definition of load; the grid. `benchmarks/routing.py` prints what comes out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from router.config import CoreConfig, QueueConfig, ServiceModel
+from routing_sim import peers
+from routing_sim.cluster import Cluster, ClusterConfig, Result, Router
+from routing_sim.ours import Ours
+from routing_sim.workload import BLOCK, Workload
+
+WARM_SHARE = 0.1
+"""Requests at the start of a trace that are not scored."""
+LOAD_FACTOR = 4.0
+"""100 % load: the largest arrival rate at which Dynamo's default keeps its mean TTFT within so many times its own at
+light load."""
+COLLAPSE_S = 900.0
+"""A run whose oldest waiting request has waited so long is cut while load is calibrated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One point of the grid."""
+
+    trace: str
+    workers: int
+    cache_share: float
+    """Summed cache of all workers as a share of the trace's working set."""
+    load: float
+    """1.0: Dynamo's default is just about saturated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What applies to every setting of a command."""
+
+    service: ServiceModel = field(default_factory=ServiceModel)
+    event_delay_s: float = 0.02
+    routers: int = 1
+    slow_workers: dict[int, float] = field(default_factory=dict)
+    seed: int = 0
+    index: str = "auto"
+
+
+@dataclass(slots=True)
+class Score:
+    """What one policy did in one setting. Seconds; hit is the share of prompt tokens taken from a cache."""
+
+    hit: float
+    ttft_mean: float
+    ttft_p50: float
+    ttft_p99: float
+    ttft_p999: float
+    e2e: float
+    imbalance: float
+    """Prefilled tokens of the busiest worker over the mean."""
+    run_s: float = 0.0
+
+
+def ours_config(options: Options, **changes: object) -> CoreConfig:
+    """The router's defaults: nothing is told about the service model beyond the built-in priors."""
+    return replace(CoreConfig(), **changes)  # type: ignore[arg-type]
+
+
+Factory = Callable[[Options], Router]
+
+POLICIES: dict[str, Factory] = {
+    "round_robin": lambda o: peers.RoundRobin(),
+    "least_requests": lambda o: peers.LeastRequests(o.seed),
+    "longest_prefix": lambda o: peers.LongestPrefix(o.seed),
+    "bounded_hash": lambda o: peers.BoundedHash(),
+    "session_sticky": lambda o: peers.SessionSticky(o.seed),
+    "sglang_tree": lambda o: peers.SglangTree(),
+    "dynamo_w1": lambda o: peers.Dynamo(1.0, o.seed),
+    "dynamo_w16": lambda o: peers.Dynamo(16.0, o.seed),
+    "llm_d": lambda o: peers.LlmD(o.seed),
+    "blockcast": lambda o: Ours(ours_config(o), seed=o.seed, index=o.index),
+    "blockcast_queue": lambda o: Ours(
+        ours_config(o, queue=QueueConfig(enabled=True, requests_max=1_000_000)), seed=o.seed, index=o.index
+    ),
+}
+BOUNDS = ("INF", "POOL")
+
+
+def cluster_config(setting: Setting, workload: Workload, speed: float, options: Options) -> ClusterConfig:
+    """Cache per worker in blocks: its part of the working set, but at least what the longest request needs."""
+    longest = max(-(-(r.prompt_tokens + r.output_tokens) // BLOCK) for r in workload.requests)
+    blocks = max(round(setting.cache_share * workload.working_set_blocks / setting.workers), longest + 1)
+    return ClusterConfig(
+        workers=setting.workers,
+        cache_blocks=blocks,
+        speed=speed,
+        service=options.service,
+        event_delay_s=options.event_delay_s,
+        slow_workers=options.slow_workers,
+    )
+
+
+def run(
+    policy: str,
+    setting: Setting,
+    workload: Workload,
+    speed: float,
+    options: Options,
+    *,
+    progress: Callable[[int], None] | None = None,
+    ttft_limit_s: float | None = None,
+    factory: Factory | None = None,
+) -> tuple[Result, Score]:
+    """Simulate once. `factory` replaces the named policy's."""
+    config = cluster_config(setting, workload, speed, options)
+    routers: list[Router]
+    if policy in BOUNDS:
+        config = replace(config, shared_cache=True, cache_blocks=None if policy == "INF" else config.cache_blocks)
+        routers = [peers.LeastWork()]
+    else:
+        make = factory or POLICIES[policy]
+        routers = [make(replace(options, seed=options.seed + i)) for i in range(options.routers)]
+        for i, router in enumerate(routers):
+            if isinstance(router, Ours):
+                router.name = str(i)
+    started = time.perf_counter()
+    result = Cluster(config, workload, routers).run(ttft_limit_s=ttft_limit_s, progress=progress)
+    return result, score(result, workload, time.perf_counter() - started)
+
+
+def score(result: Result, workload: Workload, run_s: float = 0.0, *, skip: int | None = None) -> Score:
+    """Figures over all requests but the first `skip` (a tenth)."""
+    first = int(len(workload.requests) * WARM_SHARE) if skip is None else skip
+    kept = [r for r in workload.requests[first:] if r.index in result.e2e_s]
+    ttft = sorted(result.ttft_s[r.index] for r in kept) or [math.inf]
+    mean_prefilled = statistics.mean(result.prefilled) if result.prefilled else 0.0
+    return Score(
+        hit=sum(result.hit_tokens[r.index] for r in kept) / max(1, sum(r.prompt_tokens for r in kept)),
+        ttft_mean=statistics.fmean(ttft),
+        ttft_p50=ttft[len(ttft) // 2],
+        ttft_p99=ttft[int(0.99 * (len(ttft) - 1))],
+        ttft_p999=ttft[int(0.999 * (len(ttft) - 1))],
+        e2e=statistics.fmean(result.e2e_s[r.index] for r in kept) if kept else math.inf,
+        imbalance=max(result.prefilled) / mean_prefilled if mean_prefilled else 1.0,
+        run_s=run_s,
+    )
+
+
+class Calibration:
+    """speed of 100 % load for each (trace, workers, cache), found by bisection and kept in a file between runs."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._known: dict[str, float] = {}
+        if path is not None and path.exists():
+            self._known = json.loads(path.read_text())
+
+    def speed(
+        self, setting: Setting, workload: Workload, options: Options, *, log: Callable[[str], None] = lambda _: None
+    ) -> float:
+        """Multiple of the trace's own arrival rate that counts as 100 % load."""
+        key = self._key(setting, workload, options)
+        if key not in self._known:
+            self._known[key] = _saturation(setting, workload, replace(options, routers=1, slow_workers={}), log)
+            if self._path is not None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._path.write_text(json.dumps(self._known, indent=1, sort_keys=True))
+        return self._known[key]
+
+    @staticmethod
+    def _key(setting: Setting, workload: Workload, options: Options) -> str:
+        digest = hashlib.sha256()
+        for r in workload.requests:
+            digest.update(repr((r.arrival_s, r.prompt_tokens, r.output_tokens, r.after, r.ids[-1:])).encode())
+        what = (asdict(options.service), options.event_delay_s, LOAD_FACTOR)
+        digest.update(repr(what).encode())
+        name = f"{setting.trace}/{len(workload.requests)}/n{setting.workers}/c{setting.cache_share}"
+        return f"{name}/{digest.hexdigest()[:12]}"
+
+
+def _saturation(setting: Setting, workload: Workload, options: Options, log: Callable[[str], None]) -> float:
+    def mean(speed: float, limit_s: float | None) -> float:
+        result, figures = run("dynamo_w1", setting, workload, speed, options, ttft_limit_s=limit_s)
+        return math.inf if result.collapsed else figures.ttft_mean
+
+    work = sum(r.prompt_tokens + r.prompt_tokens**2 / (2 * options.service.quadratic_tokens) for r in workload.requests)
+    work *= options.service.prefill_s_per_token
+    span = max(r.arrival_s for r in workload.requests if r.after is None) or 1.0
+    guess = setting.workers * span / work
+    light = mean(guess * 0.05, None)
+    low, high = guess * 0.05, guess * 0.5
+    while mean(high, COLLAPSE_S) <= LOAD_FACTOR * light:
+        low, high = high, high * 2.0
+        if high > 4096 * guess:
+            raise ValueError(f"{setting}: no arrival rate saturates it; is the trace long enough?")
+    while high / low > 1.02:
+        middle = math.sqrt(low * high)
+        if mean(middle, COLLAPSE_S) <= LOAD_FACTOR * light:
+            low = middle
+        else:
+            high = middle
+    log(f"{setting.trace}, {setting.workers} workers, cache {setting.cache_share:.0%}: 100 % load is speed {low:.3f}")
+    return low
+
+
+def relative(scores: dict[Setting, dict[str, Score]], base: str = "INF") -> dict[str, dict[str, float]]:
+    """Geometric means over the settings of each policy's figures divided by the base's."""
+    names = {name for by_policy in scores.values() for name in by_policy}
+    found: dict[str, dict[str, float]] = {}
+    for name in names:
+        rows = [(by_policy[name], by_policy[base]) for by_policy in scores.values() if name in by_policy]
+        found[name] = {
+            field_name: _geomean([getattr(a, field_name) / max(getattr(b, field_name), 1e-9) for a, b in rows])
+            for field_name in ("hit", "ttft_mean", "ttft_p50", "ttft_p99", "ttft_p999", "e2e")
+        }
+        found[name]["imbalance"] = _geomean([a.imbalance for a, _ in rows])
+    return found
+
+
+def absolute(scores: dict[Setting, dict[str, Score]]) -> dict[str, dict[str, float]]:
+    """Geometric means of the figures themselves."""
+    names = {name for by_policy in scores.values() for name in by_policy}
+    return {
+        name: {
+            field_name: _geomean([getattr(p[name], field_name) for p in scores.values() if name in p])
+            for field_name in ("hit", "ttft_mean", "ttft_p50", "ttft_p99", "e2e")
+        }
+        for name in names
+    }
+
+
+def _geomean(values: Iterable[float]) -> float:
+    logs = [math.log(max(value, 1e-9)) for value in values]
+    return math.exp(sum(logs) / len(logs))
