@@ -163,6 +163,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
+        /,
         *,
         tools: Sequence[Message] | None = None,
         documents: Sequence[Message] | None = None,

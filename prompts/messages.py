@@ -47,25 +47,21 @@ def render_chat(template: ChatTemplate, request: ChatPrompt) -> str:
     tools = None if request.tools is None else [_tool(tool) for tool in request.tools]
     form = template.content_format(request.chat_template, has_tools=tools is not None)
     continues = bool(request.continue_final_message)
+    generation = not continues if request.add_generation_prompt is None else request.add_generation_prompt
+    # As in vLLM, a field of the request wins over the same name among the template's variables.
     variables = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", request.reasoning_effort)
-    for name in ("messages", "tools", "chat_template"):
-        variables.pop(name, None)
-    generation = variables.pop("add_generation_prompt", None)
-    continued = variables.pop("continue_final_message", None)
     documents = variables.pop("documents", None)
-    if request.add_generation_prompt is not None:
-        generation = request.add_generation_prompt
-    elif generation is None:
-        generation = not continues
+    for name in ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"):
+        variables.pop(name, None)
+    if request.reasoning_effort is not None:
+        variables["reasoning_effort"] = request.reasoning_effort
     text = template.render(
         [_message(message, form) for message in request.messages or []],
         tools=tools,
         documents=request.documents if request.documents is not None else documents,
         chat_template=request.chat_template,
-        add_generation_prompt=bool(generation),
-        continue_final_message=continues or bool(continued),
+        add_generation_prompt=generation,
+        continue_final_message=continues,
         **variables,
     )
     return text.partition(MEDIA_MARKER)[0]

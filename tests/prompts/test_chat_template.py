@@ -185,7 +185,8 @@ def test_generation_prompt_defaults_to_true_unless_the_last_message_is_continued
 
 def test_template_kwargs_and_reasoning_effort_reach_the_template():
     template = ChatTemplate("{{ reasoning_effort }} {{ x }} {{ add_generation_prompt }}")
-    request = chat([{"role": "user"}], reasoning_effort="low", chat_template_kwargs={"x": 3, "messages": []})
+    kwargs = {"x": 3, "messages": [], "add_generation_prompt": False, "reasoning_effort": "high", "self": 1}
+    request = chat([{"role": "user"}], reasoning_effort="low", chat_template_kwargs=kwargs)
     assert render_chat(template, request) == "low 3 True"
 
 
