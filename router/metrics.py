@@ -98,7 +98,7 @@ class Metrics:
             ("request_seconds", "From a complete request to the end of its answer.", self.request_s),
             ("time_to_first_byte_seconds", "From a complete request to the answer's first body byte.", self.ttft_s),
             ("routing_seconds", "From a complete request to its dispatch, tokenising included.", self.routing_s),
-            ("tokenize_seconds", "Time to render and encode a prompt.", self.tokenize_s),
+            ("tokenize_seconds", "CPU time to render and encode a prompt.", self.tokenize_s),
         ):
             yield HistogramMetricFamily(PREFIX + name, text, histogram.buckets(), histogram.total)
 

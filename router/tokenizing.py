@@ -82,11 +82,11 @@ class PromptReader:
         return body_bytes <= INLINE_BYTES_MAX
 
     def read(self, parsed: RoutingRequest, tokenizer: Tokenizer | None) -> tuple[Sequence[int] | None, float]:
-        """(token ids of the prompt to route on or None, seconds it took). Thread-safe.
+        """(token ids of the prompt to route on or None, CPU seconds it took). Thread-safe.
 
         Of several prompts the first is routed on; of a prompt with images, the text before the first.
         """
-        started = time.perf_counter()
+        started = time.thread_time()
         ids: Sequence[int] | None = None
         try:
             ids = self._ids(parsed, tokenizer)
@@ -94,7 +94,7 @@ class PromptReader:
             log.debug("prompt left to the worker to judge: %s", error.message)
         if ids is not None and parsed.truncate_prompt_tokens is not None and parsed.truncate_prompt_tokens > 0:
             ids = ids[-parsed.truncate_prompt_tokens :]
-        return ids or None, time.perf_counter() - started
+        return ids or None, time.thread_time() - started
 
     def _ids(self, parsed: RoutingRequest, tokenizer: Tokenizer | None) -> Sequence[int] | None:
         if parsed.kind == "chat":

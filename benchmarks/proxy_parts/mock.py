@@ -1,0 +1,157 @@
+"""A worker that costs next to nothing: a raw asyncio protocol that answers from memory and paces streams by a timer.
+
+    python -m proxy_parts.mock --model FOLDER --announce FILE
+
+It announces real KV events for the conversations in FILE (JSON: lists of token ids), so that a router's index has
+something to match, and takes part in health checks and discovery like any worker. Prints its port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from events.config import KVEventsConfig
+from events.publisher import EventPublisher
+from events.sources import encode_sources
+from events.types import BlockStored
+
+BLOCK = 16
+ANSWER = json.dumps(
+    {
+        "id": "chatcmpl-0123456789abcdef", "object": "chat.completion", "created": 1700000000, "model": "mock",
+        "choices": [{"index": 0, "message": {"role": "assistant", "content": "A short answer. " * 8},
+                     "logprobs": None, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 1, "total_tokens": 33, "completion_tokens": 32},
+    }
+).encode()  # fmt: skip
+COMPLETE = (
+    b"HTTP/1.1 200 OK\r\ndate: Mon, 01 Jan 2024 00:00:00 GMT\r\nserver: uvicorn\r\ncontent-type: application/json\r\n"
+    b"content-length: %d\r\n\r\n" % len(ANSWER) + ANSWER
+)
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ndate: Mon, 01 Jan 2024 00:00:00 GMT\r\nserver: uvicorn\r\n"
+    b"content-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+
+
+def event() -> bytes:
+    """One chunk of a stream, as long as OpenAI's are, with the moment it is written."""
+    data = (
+        b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1700000000,"model":"mock",'
+        b'"choices":[{"index":0,"delta":{"content":" word"},"logprobs":null,"finish_reason":null}],"t":%d}\n\n'
+        % time.monotonic_ns()
+    )
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+class Mock(asyncio.Protocol):
+    """One connection."""
+
+    def __init__(self, pages: dict[bytes, bytes], chunks: int, pace_s: float) -> None:
+        self._pages = pages
+        self._chunks = chunks
+        self._pace_s = pace_s
+        self._buffer = b""
+        self._transport: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._buffer + data if self._buffer else data
+        while buffer:
+            end = buffer.find(b"\r\n\r\n")
+            if end < 0:
+                break
+            head = buffer[:end].lower()
+            at = head.find(b"content-length:")
+            length = int(head[at + 15 : at + 26].split(b"\r\n")[0]) if at >= 0 else 0
+            if len(buffer) < end + 4 + length:
+                break
+            body = buffer[end + 4 : end + 4 + length]
+            buffer = buffer[end + 4 + length :]
+            self._answer(head, body)
+        self._buffer = buffer
+
+    def _answer(self, head: bytes, body: bytes) -> None:
+        if head.startswith(b"post"):
+            if b'"stream":true' in body or b'"stream": true' in body:
+                self._transport.write(STREAM_HEAD)
+                self._tick(self._chunks, asyncio.get_running_loop().time())
+            else:
+                self._transport.write(COMPLETE)
+            return
+        page = self._pages.get(head.split(b" ", 2)[1], None)
+        status = b"200 OK" if page is not None else b"404 Not Found"
+        page = page or b""
+        self._transport.write(
+            b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (status, len(page)) + page
+        )
+
+    def _tick(self, left: int, due_s: float) -> None:
+        if self._transport.is_closing():
+            return
+        if left == 0:
+            self._transport.write(DONE)
+            return
+        self._transport.write(event())
+        loop = asyncio.get_running_loop()
+        loop.call_at(due_s + self._pace_s, self._tick, left - 1, due_s + self._pace_s)
+
+
+def publisher(announce: list[list[int]]) -> EventPublisher:
+    """A publisher that has announced every full block of each prompt."""
+    config = KVEventsConfig(
+        enable_kv_cache_events=True, endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*"
+    )
+    made = EventPublisher(config, model="mock", block_size=BLOCK)
+    next_hash = 1
+    for ids in announce:
+        count = len(ids) // BLOCK
+        if count:
+            hashes: list[Any] = list(range(next_hash, next_hash + count))
+            next_hash += count
+            made.publish([BlockStored(hashes, None, ids[: count * BLOCK], BLOCK, None, "GPU", None)])
+    return made
+
+
+async def serve(model: str, announce: Path | None, chunks: int, pace_ms: float) -> None:
+    events = publisher(json.loads(announce.read_text()) if announce is not None else [])
+    card = {"id": "mock", "object": "model", "owned_by": "mock", "root": model, "max_model_len": 1 << 20}
+    pages = {
+        b"/health": b"",
+        b"/v1/models": json.dumps({"object": "list", "data": [card]}).encode(),
+        b"/kv_event_sources": encode_sources([events.source()]),
+        b"/metrics": b"",
+        b"/get_server_info": json.dumps({"model_path": model, "served_model_name": "mock"}).encode(),
+    }
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Mock(pages, chunks, pace_ms / 1e3), "127.0.0.1", 0, backlog=1024)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+@click.command()
+@click.option("--model", required=True)
+@click.option("--announce", type=click.Path(path_type=Path, exists=True))
+@click.option("--chunks", default=64)
+@click.option("--pace-ms", default=10.0)
+def main(model: str, announce: Path | None, chunks: int, pace_ms: float) -> None:
+    import uvloop
+
+    uvloop.install()
+    asyncio.run(serve(model, announce, chunks, pace_ms))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The gateways that benchmarks/proxy.py compares with, each installed from the registry into an environment of its own."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+PEERS = {"smg": "smg", "vllm-router": "vllm-router"}
+"""Name -> distribution."""
+HOME = Path.home() / ".cache" / "blockcast" / "peers"
+
+
+def install(name: str) -> Path:
+    """The peer's environment, made where it is not there yet."""
+    folder = HOME / name
+    if not (folder / "ok").exists():
+        print(f"installing {PEERS[name]} into {folder}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        done = subprocess.run([folder / "bin" / "pip", "install", "-q", PEERS[name]], check=False)
+        if done.returncode:
+            raise click.ClickException(f"cannot install {PEERS[name]}")
+        (folder / "ok").touch()
+    return folder
+
+
+@contextmanager
+def peer_command(name: str, urls: list[str]) -> Iterator[tuple[list[str], str, int]]:
+    """(command, pattern of the line that says it serves, port), with the cache-aware policy."""
+    folder = install(name)
+    port = free_port()
+    binary = str(folder / "bin" / name)
+    common = ["--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware"]
+    if name == "smg":
+        command = [binary, "launch", "--worker-urls", *urls, *common, "--prometheus-port", str(free_port())]
+    else:
+        command = [binary, "--worker-urls", *urls, *common, "--prometheus-port", str(free_port())]
+    yield command, r"(?i)(start|listen|server|router)", port
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
