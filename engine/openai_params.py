@@ -6,7 +6,7 @@ defaults of its generation_config.json. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -78,6 +78,52 @@ def sampling_params(request: ChatRequest | CompletionRequest, limits: ModelLimit
 def echoes_only(request: ChatRequest | CompletionRequest) -> bool:
     """A completion that asks for its prompt back (usually with logprobs) and for no new token."""
     return isinstance(request, CompletionRequest) and bool(request.echo) and request.max_tokens == 0
+
+
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda v: v >= 0, "at least 0"),
+    "top_p": (lambda v: 0 < v <= 1, "above 0, at most 1"),
+    "min_p": (lambda v: 0 <= v <= 1, "0 to 1"),
+    "top_k": (lambda v: v >= -1, "-1 or 0 for all, or at least 1"),
+    "repetition_penalty": (lambda v: v > 0, "above 0"),
+    "presence_penalty": (lambda v: -2 <= v <= 2, "-2 to 2"),
+    "frequency_penalty": (lambda v: -2 <= v <= 2, "-2 to 2"),
+    "max_tokens": (lambda v: v is None or v >= 1, "at least 1, or None"),
+    "min_tokens": (lambda v: v >= 0, "at least 0"),
+    "n": (lambda v: 1 <= v <= MAX_N, f"1 to {MAX_N}"),
+    "logprobs": (lambda v: v is None or 0 <= v <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}, or None"),
+    "prompt_logprobs": (lambda v: v is None or 0 <= v <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}, or None"),
+    "stop": (all, "strings of at least one character"),
+}
+
+
+def check_params(params: SamplingParams, limits: ModelLimits) -> SamplingParams:
+    """Parameters that a program made (not an HTTP body): types, ranges, and lists where the engine has tuples.
+
+    Raises RequestError.
+    """
+    stop: object = params.stop
+    fields = msgspec.structs.asdict(params)
+    fields["stop"] = (stop,) if isinstance(stop, str) else stop
+    try:
+        params = msgspec.convert(fields, SamplingParams)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"SamplingParams: {error}", param=None) from None
+    for name, (holds, expectation) in _RANGES.items():
+        value = getattr(params, name)
+        if not holds(value):
+            raise bad_value(name, value, expectation)
+    for token_id in params.logit_bias or ():
+        if not 0 <= token_id < limits.vocab_size:
+            raise bad_value("logit_bias", token_id, f"token ids from 0 to {limits.vocab_size - 1}")
+    return msgspec.structs.replace(params, top_k=max(params.top_k, 0))
+
+
+def fit_max_tokens(params: SamplingParams, limits: ModelLimits, prompt_len: int) -> SamplingParams:
+    """None becomes all the room the model has; more than that is cut to it."""
+    room = limits.max_model_len - prompt_len
+    wanted = room if params.max_tokens is None else min(params.max_tokens, room)
+    return params if wanted == params.max_tokens else msgspec.structs.replace(params, max_tokens=wanted)
 
 
 def check_prompt(token_ids: list[int], limits: ModelLimits, param: str) -> None:

@@ -22,6 +22,7 @@ from aiohttp import web
 from engine.client import EngineClient, EngineDead
 from engine.config import EngineConfig, ServerConfig, is_loopback
 from engine.messages import CoreInfo
+from engine.openapi import document
 from engine.server_generate import STATE, chat_completions, completions
 from engine.server_routes import (
     detokenize,
@@ -42,7 +43,9 @@ log = logging.getLogger("engine.server")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/kv_event_sources", "/kv_cache/groups"})
+OPEN_PATHS = frozenset(
+    {"/health", "/ping", "/version", "/metrics", "/kv_event_sources", "/kv_cache/groups", "/openapi.json"}
+)
 """What needs no API key: probes, and what a router asks a worker before it has any."""
 DEATH_GRACE_S = 1.0
 """Between the core's death and the end of the process: for the last answers to leave."""
@@ -65,7 +68,13 @@ def build_app(state: ServerState) -> web.Application:
     app.router.add_post("/reset_prefix_cache", reset_prefix_cache)
     app.router.add_post("/tokenize", tokenize)
     app.router.add_post("/detokenize", detokenize)
+    app.router.add_get("/openapi.json", openapi_json)
     return app
+
+
+async def openapi_json(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    return web.Response(body=document(bool(state.config.api_keys)), content_type="application/json")
 
 
 @web.middleware

@@ -1,0 +1,356 @@
+"""Offline use: the engine in this process, prompts in, finished texts out, names and shapes as vLLM users know them.
+
+    from engine import LLM, SamplingParams
+    outputs = LLM("folder/of/a/checkpoint").generate(["Hello"], SamplingParams(temperature=0, max_tokens=32))
+
+Owns the prompt forms, the progress bar and the result objects; everything else is the server's own code: the same
+core, the same tokenizing, the same stop strings. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from engine.assembly import Assembled, assemble, locate
+from engine.choice import Choice, new_choice
+from engine.config import ConfigError, EngineConfig
+from engine.detokenizer import DetokenizerFactory
+from engine.openai_params import ModelLimits, check_params, check_prompt, fit_max_tokens
+from engine.types import Request, SamplingParams, TokenLogprobs
+from events.config import KVEventsConfig
+from prompts import ChatRequest, RequestError, Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or vLLM's {"prompt": text} / {"prompt_token_ids": ids}, either with "cache_salt"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+Logprobs = dict[int, Logprob]
+"""One position: its own token and the likeliest others."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One sample of a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[Logprobs] | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What became of one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[Logprobs | None] | None
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class _Job:
+    """One prompt under way."""
+
+    request_id: str
+    prompt: str | None
+    token_ids: list[int]
+    params: SamplingParams
+    requests: list[Request]
+    choices: list[Choice] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+
+class LLM:
+    """A loaded model. A context manager; or `close` it, or let it go with the process."""
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        chat_template: str | None = None,
+        kv_events_config: Mapping[str, Any] | KVEventsConfig | None = None,
+        **settings: Any,
+    ) -> None:
+        """`settings` are the fields of EngineConfig (dtype, device, max_model_len, max_num_seqs, seed ...).
+
+        Raises ConfigError, ModelError or TokenizerError, which are ValueErrors, and TypeError for unknown settings.
+        """
+        config = _config(model, kv_events_config, settings)
+        _, folder = locate(config.model)
+        self._tokenizer = Tokenizer.load(config.tokenizer or folder, chat_template=chat_template)
+        self._factory = DetokenizerFactory(self._tokenizer.hf)
+        self._assembled: Assembled | None = assemble(config, self._tokenizer.eos_token_ids)
+        self._core = self._assembled.core
+        self.info = self._assembled.info
+        self._limits = ModelLimits(
+            max_model_len=self.info.max_model_len,
+            vocab_size=self.info.vocab_size,
+            default_sampling=self.info.default_sampling,
+        )
+        self._numbers = itertools.count()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the publisher's addresses. Idempotent."""
+        if self._assembled is not None:
+            self._assembled.close()
+            self._assembled = None
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's own (generation_config.json) over the engine's defaults."""
+        return msgspec.convert(dict(self.info.default_sampling), SamplingParams)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes."""
+        self._core.reset_prefix_cache()
+        return True
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue every prompt; results in the prompts' order. Parameters: one for all, or one a prompt.
+
+        Raises RequestError, naming the prompt or parameter, before anything is computed.
+        """
+        given = _prompt_list(prompts)
+        read = [self._read(prompt, f"prompts[{number}]") for number, prompt in enumerate(given)]
+        salts = [prompt.get("cache_salt") if isinstance(prompt, Mapping) else None for prompt in given]
+        return self._run(read, self._spread(sampling_params, len(given)), salts, priority, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or several (a list of such lists)."""
+        conversations: list[list[dict[str, Any]]] = (
+            [list(messages)] if messages and isinstance(messages[0], Mapping) else [list(chat) for chat in messages]
+        )
+        read: list[tuple[str | None, list[int]]] = []
+        for conversation in conversations:
+            request = ChatRequest(
+                messages=conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            text = self._tokenizer.chat_text(request)
+            read.append((text, self._tokenizer.encode(text, add_special_tokens=False)))
+        salts: list[str | None] = [None] * len(read)
+        return self._run(read, self._spread(sampling_params, len(read)), salts, None, use_tqdm)
+
+    def _read(self, prompt: Prompt, where: str) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self._tokenizer.encode(prompt)
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            if not isinstance(prompt.get("prompt"), str):
+                raise RequestError(f"{where}: expected the key prompt or prompt_token_ids", param=where)
+            return prompt["prompt"], self._tokenizer.encode(prompt["prompt"])
+        return None, list(prompt)
+
+    def _spread(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [check_params(params, self._limits)] * count
+        if len(params) != count:
+            raise ValueError(f"sampling_params: got {len(params)}, expected one, or one for each of {count} prompts")
+        return [check_params(one, self._limits) for one in params]
+
+    def _run(
+        self,
+        read: list[tuple[str | None, list[int]]],
+        params: list[SamplingParams],
+        salts: Sequence[str | None],
+        priority: Sequence[int] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        if priority is not None and len(priority) != len(read):
+            raise ValueError(f"priority: got {len(priority)} values, expected one for each of {len(read)} prompts")
+        jobs = [
+            self._job(text, ids, own, salt, priority[number] if priority else 0, number)
+            for number, ((text, ids), own, salt) in enumerate(zip(read, params, salts))
+        ]
+        by_id = {request.request_id: (job, i) for job in jobs for i, request in enumerate(job.requests)}
+        progress = _Progress(len(jobs), enabled=use_tqdm)
+        try:
+            for job in jobs:
+                for request in job.requests:
+                    self._core.add(request, time.monotonic())
+            while self._core.has_work:
+                for output in self._core.step(time.monotonic()):
+                    job, index = by_id[output.request_id]
+                    if output.error is not None:
+                        raise RuntimeError(f"{output.request_id}: {output.error}")
+                    piece = job.choices[index].push(output)
+                    if piece.aborts:
+                        self._core.abort([output.request_id])
+                    progress.tokens(len(piece.token_ids))
+                    if piece.finish_reason is not None and job.done:
+                        progress.finish(job)
+        finally:
+            progress.close()
+            self._core.abort(list(by_id))  # only what an exception (or Ctrl-C) has left behind
+        return [self._result(job) for job in jobs]
+
+    def _job(
+        self, text: str | None, ids: list[int], params: SamplingParams, salt: str | None, priority: int, number: int
+    ) -> _Job:
+        check_prompt(ids, self._limits, f"prompts[{number}]")
+        params = fit_max_tokens(params, self._limits, len(ids))
+        name = str(next(self._numbers))
+        job = _Job(name, text, ids, params, [])
+        for sample in range(params.n):
+            own = params
+            if sample and params.seed is not None:
+                own = msgspec.structs.replace(params, seed=params.seed + sample)
+            job.requests.append(
+                Request(request_id=f"{name}-{sample}", token_ids=ids, params=own, cache_salt=salt, priority=priority)
+            )
+            job.choices.append(new_choice(sample, own, self._factory, keep=True))
+        return job
+
+    def _result(self, job: _Job) -> RequestOutput:
+        first = job.choices[0]
+        prompt_logprobs = None
+        if first.prompt_logprobs is not None:
+            prompt_logprobs = [None if entry is None else self._logprobs(entry) for entry in first.prompt_logprobs]
+        return RequestOutput(
+            request_id=job.request_id,
+            prompt=job.prompt,
+            prompt_token_ids=job.token_ids,
+            prompt_logprobs=prompt_logprobs,
+            outputs=[self._completion(choice) for choice in job.choices],
+            num_cached_tokens=first.cached_tokens,
+        )
+
+    def _completion(self, choice: Choice) -> CompletionOutput:
+        scored = choice.params.logprobs is not None
+        return CompletionOutput(
+            index=choice.index,
+            text=choice.text,
+            token_ids=choice.token_ids,
+            cumulative_logprob=sum(entry.logprob for entry in choice.logprobs) if scored else None,
+            logprobs=[self._logprobs(entry) for entry in choice.logprobs] if scored else None,
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+        )
+
+    def _logprobs(self, entry: TokenLogprobs) -> Logprobs:
+        ranked = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, 1)}
+        ranked = {entry.token_id: (entry.logprob, entry.rank), **ranked}
+        return {
+            token_id: Logprob(logprob, rank, self._factory.token_bytes(token_id).decode("utf-8", "replace"))
+            for token_id, (logprob, rank) in ranked.items()
+        }
+
+
+class _Progress:
+    """vLLM's bar: prompts done, and the speed of input and output so far."""
+
+    def __init__(self, total: int, *, enabled: bool) -> None:
+        self._start_s = time.perf_counter()
+        self._input = self._output = 0
+        self._bar: Any = None
+        if enabled:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, desc="Processed prompts", dynamic_ncols=True)
+
+    def tokens(self, count: int) -> None:
+        self._output += count
+
+    def finish(self, job: _Job) -> None:
+        self._input += len(job.token_ids)
+        if self._bar is not None:
+            elapsed_s = max(time.perf_counter() - self._start_s, 1e-9)
+            speeds = f"input: {self._input / elapsed_s:.1f} toks/s, output: {self._output / elapsed_s:.1f} toks/s"
+            self._bar.set_postfix_str(speeds, refresh=False)
+            self._bar.update(1)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _config(
+    model: str | None, kv_events: Mapping[str, Any] | KVEventsConfig | None, settings: dict[str, Any]
+) -> EngineConfig:
+    if settings.pop("tensor_parallel_size", 1) != 1:
+        raise ConfigError("tensor_parallel_size: only 1 is supported for now")
+    for name in ("enforce_eager", "trust_remote_code", "disable_log_stats"):
+        settings.pop(name, None)  # known to callers of other engines; without effect here
+    known = {item.name for item in fields(EngineConfig)} - {"model", "kv_events"}
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise TypeError(f"LLM() got unknown settings: {', '.join(unknown)}; known are: {', '.join(sorted(known))}")
+    if kv_events is None:
+        events = KVEventsConfig()
+    elif isinstance(kv_events, KVEventsConfig):
+        events = kv_events
+    else:
+        events = KVEventsConfig.parse(msgspec.json.encode(kv_events).decode())
+    return EngineConfig(model=model, kv_events=events, **settings)
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt in any form, or several, as a list of prompts."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    items: list[Any] = list(_iterable(prompts))
+    return [items] if items and isinstance(items[0], int) else items
+
+
+def _iterable(value: object) -> Iterable[Any]:
+    if not isinstance(value, Iterable):
+        raise RequestError(f"prompts: got {type(value).__name__}, expected texts or token ids", param="prompts")
+    return value

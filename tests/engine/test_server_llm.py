@@ -1,0 +1,98 @@
+"""The offline engine: forms of prompts, shapes of results, agreement with itself across batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine import LLM, SamplingParams
+from prompts import RequestError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(max_model_len=512, num_gpu_blocks_override=256) as llm:
+        yield llm
+
+
+def test_results_come_in_the_prompts_order_and_do_not_depend_on_the_batch(llm: LLM) -> None:
+    prompts = [f"prompt number {i} " * (i + 1) for i in range(6)]
+    together = llm.generate(prompts, GREEDY, use_tqdm=False)
+    alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in prompts]
+    assert [one.prompt for one in together] == prompts
+    assert [one.outputs[0].token_ids for one in together] == [one.outputs[0].token_ids for one in alone]
+    assert alone[5].num_cached_tokens > 0
+
+
+def test_all_forms_of_one_prompt(llm: LLM) -> None:
+    ids = llm.get_tokenizer().encode("the same prompt")
+    forms: list[Any] = ["the same prompt", ids, [ids], {"prompt": "the same prompt"}, [{"prompt_token_ids": ids}]]
+    texts = {llm.generate(form, GREEDY, use_tqdm=False)[0].outputs[0].text for form in forms}
+    assert len(texts) == 1
+
+
+def test_samples_seeds_and_logprobs(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=5, max_tokens=6, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    first = llm.generate("sample me", params, use_tqdm=False)[0]
+    again = llm.generate("sample me", params, use_tqdm=False)[0]
+    assert [one.token_ids for one in first.outputs] == [one.token_ids for one in again.outputs]
+    assert len({tuple(one.token_ids) for one in first.outputs}) == 3
+    for output in first.outputs:
+        assert output.logprobs is not None
+        assert output.cumulative_logprob is not None
+        assert len(output.logprobs) == 6
+        assert all(token_id in entry for token_id, entry in zip(output.token_ids, output.logprobs))
+        assert output.finish_reason == "length"
+    assert first.prompt_logprobs is not None
+    assert len(first.prompt_logprobs) == len(first.prompt_token_ids)
+    assert first.prompt_logprobs[0] is None
+
+
+def test_a_stop_string_ends_the_text(llm: LLM) -> None:
+    whole = llm.generate("stop me", GREEDY, use_tqdm=False)[0].outputs[0].text
+    stop: Any = whole[4:8]  # a plain string, as users write it
+    output = llm.generate("stop me", SamplingParams(temperature=0, max_tokens=12, stop=stop), use_tqdm=False)[0]
+    assert output.outputs[0].text == whole[: whole.index(stop)]
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].stop_reason == stop
+    assert not llm._core.has_work
+
+
+def test_chat_is_the_template_rendered(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    (one,) = llm.chat(messages, GREEDY)
+    assert "Processed prompts" in capsys.readouterr().err
+    two = llm.chat([messages, messages], GREEDY, use_tqdm=False)
+    assert [result.outputs[0].text for result in two] == [one.outputs[0].text] * 2
+    assert one.prompt is not None
+    assert "hello" in one.prompt
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "says"),
+    [
+        ([1, 2, 3] * 200, GREEDY, "600 tokens"),
+        ("x", SamplingParams(temperature=-1), "temperature"),
+        ("x", SamplingParams(top_p=0), "top_p"),
+        ("x", SamplingParams(stop=("",)), "stop"),
+        ("x", SamplingParams(logit_bias={10**9: 1.0}), "logit_bias"),
+        ([], GREEDY, ""),
+        ([[]], GREEDY, "no tokens"),
+    ],
+)
+def test_wrong_input_is_named_and_leaves_nothing(llm: LLM, prompt: Any, params: SamplingParams, says: str) -> None:
+    if prompt == []:
+        assert llm.generate(prompt, params, use_tqdm=False) == []
+        return
+    with pytest.raises(RequestError, match=says):
+        llm.generate(["fine", prompt] if prompt != [[]] else prompt, params, use_tqdm=False)
+    assert not llm._core.has_work
+
+
+def test_unknown_settings_are_named() -> None:
+    with pytest.raises(TypeError, match="max_model_length"):
+        LLM(max_model_length=5)
