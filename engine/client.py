@@ -7,15 +7,16 @@ taken yet are merged, so what is buffered for a request is bounded by the tokens
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import cast
 
 import msgspec
 
-from engine import process
 from engine.config import EngineConfig
 from engine.core import EngineStats
 from engine.messages import (
@@ -32,6 +33,11 @@ from engine.messages import (
     frame,
 )
 from engine.types import Request, RequestOutput
+
+_BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from engine.process import main; sys.exit(main(int(sys.argv[2])))"
+)
 
 log = logging.getLogger("engine.client")
 
@@ -133,7 +139,7 @@ class EngineClient(asyncio.Protocol):
     @classmethod
     async def start(cls, config: EngineConfig, on_death: Callable[[str], None]) -> EngineClient:
         """`on_death` is called once, with the reason, if the core ends without having been told to."""
-        child, sock = process.start(config)
+        child, sock = start_core(config)
         return await cls._connect(child, sock, on_death)
 
     @classmethod
@@ -248,3 +254,16 @@ class EngineClient(asyncio.Protocol):
             if not future.done():
                 future.set_exception(error)
         self._on_death(self.dead)
+
+
+def start_core(config: EngineConfig) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start the core process; returns it and our end of the socket, on which `Ready` or `Failed` will arrive."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+    ours.sendall(frame(msgspec.msgpack.encode(config)))
+    return process, ours

@@ -10,14 +10,11 @@ Knows nothing of HTTP, text or clients. The other end is `engine.client`; the me
 from __future__ import annotations
 
 import faulthandler
-import json
 import logging
 import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import time
 import traceback
 
@@ -40,11 +37,6 @@ from engine.messages import (
 from engine.types import FinishReason, RequestOutput
 
 STATS_PERIOD_S = 0.1
-
-_BOOTSTRAP = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from engine.process import main; sys.exit(main(int(sys.argv[2])))"
-)
 
 log = logging.getLogger("engine.process")
 
@@ -161,19 +153,6 @@ class CoreLoop:
         else:
             self._core.reset_prefix_cache()
             self._link.send(ResetDone(command.call_id))
-
-
-def start(config: EngineConfig) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start the core process; returns it and our end of the socket, on which `Ready` or `Failed` will arrive."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-        )
-    ours.sendall(frame(msgspec.msgpack.encode(config)))
-    return process, ours
 
 
 def main(fd: int) -> int:
