@@ -248,11 +248,11 @@ class Scheduler:
                 chunks[entry] = Chunk(seq, start, start + 1, True)
         budget -= len(chunks)
         for entry in prefills:
-            if budget < 1:
-                break
             seq = entry.seq
+            if budget < 1 or seq not in self.cache:  # preempted meanwhile
+                continue
             end = self.cache.clip(seq, min(len(seq.token_ids), seq.computed + budget))
-            if entry in self._running and self._grow(entry, end, chunks):
+            if self._grow(entry, end, chunks):
                 chunks[entry] = Chunk(seq, seq.computed, end, end == len(seq.token_ids))
                 budget = self.config.max_num_batched_tokens - sum(c.end - c.start for c in chunks.values())
         for chunk in chunks.values():

@@ -200,12 +200,10 @@ class KVCache:
         """Make the tables of `seq` cover the positions [0, end). On False nothing has changed."""
         table = seq.block_tables[FULL]
         wanted = -(-end // self.block_size)
-        if wanted <= len(table) and not self._has_windows:
+        missing = wanted - len(table)
+        if missing <= 0:
             return True
         chain = self._chains[seq]
-        if self._has_windows:
-            self._pass_windows(seq, chain)
-        missing = wanted - len(table)
         taken: list[list[Block[Node]]] = [[] for _ in self._groups]
         for g in self._groups:
             for _ in range(missing):
@@ -267,6 +265,8 @@ class KVCache:
             if chain.merges:
                 self._merge(seq, chain)
             seq.computed = chunk.end
+            if self._has_windows:
+                self._pass_windows(seq, chain)
             if self._checkpoints is not None:
                 self._checkpoints.commit(seq, chunk.start, chunk.end)
         self._moved.clear()

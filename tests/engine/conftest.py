@@ -21,3 +21,4 @@ def _load(name: str) -> None:
 
 _load("fake_device")
 _load("hand_driver")
+_load("naive_memory")

@@ -8,21 +8,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.cache.kv_cache import KVCache
-from engine.cache.spec import FULL_ATTENTION, SLIDING_WINDOW, CacheSpec, GroupSpec
+from engine.cache.spec import FULL_ATTENTION, SLIDING_WINDOW, CacheSpec, GroupSpec, StateSpec
 from engine.scheduler import RequestRefusedError, SchedulerConfig
 from engine.types import StepPlan
 
 
-def full(bytes_scale: int = 1) -> GroupSpec:
-    return GroupSpec(kind=FULL_ATTENTION, layers=(0,), num_kv_heads=bytes_scale, head_dim=8, dtype_bytes=2)
-
-
-def sliding(window: int, bytes_scale: int = 1) -> GroupSpec:
+def group(layers: int, window: int | None = None) -> GroupSpec:
+    """A group whose block of one token takes `layers` times 256 bytes, the alignment of units."""
     return GroupSpec(
-        kind=SLIDING_WINDOW,
-        layers=(1,),
-        num_kv_heads=bytes_scale,
-        head_dim=8,
+        kind=FULL_ATTENTION if window is None else SLIDING_WINDOW,
+        layers=tuple(range(layers)),
+        num_kv_heads=1,
+        head_dim=64,
         dtype_bytes=2,
         sliding_window=window,
     )
@@ -30,19 +27,26 @@ def sliding(window: int, bytes_scale: int = 1) -> GroupSpec:
 
 @st.composite
 def specs(draw: st.DrawFn) -> CacheSpec:
-    groups = [full()]
+    """Dense, with windows, with state, with both; units of one block or of several."""
+    block_size = draw(st.integers(1, 4))
+    groups = [group(draw(st.integers(1, 2)))]
     if draw(st.booleans()):
-        groups.append(sliding(draw(st.integers(1, 9))))
-    return CacheSpec(block_size=draw(st.integers(1, 4)), groups=tuple(groups))
+        groups.append(group(draw(st.integers(1, 3)), window=draw(st.integers(1, 9))))
+    state = None
+    if draw(st.booleans()):
+        state = StateSpec(
+            layers=(9,), state_bytes=draw(st.integers(1, 6)) * block_size * 256 + draw(st.integers(0, 200))
+        )
+    return CacheSpec(block_size=block_size, groups=tuple(groups), state=state)
 
 
 class CoreMachine(RuleBasedStateMachine):
     @initialize(
         spec=specs(),
-        units=st.integers(6, 30),
+        units=st.integers(4, 16),
         max_num_seqs=st.integers(1, 4),
         extra_budget=st.integers(0, 20),
-        max_model_len=st.integers(8, 40),
+        max_model_len=st.integers(8, 60),
         eos=st.booleans(),
     )
     def start(
@@ -61,7 +65,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(
         data=st.data(),
-        tail=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+        tail=st.lists(st.integers(0, 1), min_size=1, max_size=16),
         twins=st.integers(1, 3),
         max_tokens=st.integers(1, 12),
         priority=st.integers(0, 1),

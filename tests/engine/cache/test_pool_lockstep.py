@@ -1,0 +1,185 @@
+"""The pool, tree and tables in lockstep with a naive model, and mutants of them that the lockstep must catch.
+
+The seven invariants: one state per unit and sub-block, kinds never mixed in a unit; references = table entries;
+hash <-> block bijection; replayed events = resident set, strictly alternating; bytes follow hashes through compaction
+and merge; allocation succeeds exactly when capacity says so; prefix closure.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from fake_device import EventChecker, resident_in
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from naive_memory import NaiveCache
+
+from engine.cache.kv_cache import KVCache
+from engine.cache.spec import FULL_ATTENTION, SLIDING_WINDOW, CacheSpec, GroupSpec, StateSpec
+from engine.types import Chunk, Request, SamplingParams, Sequence, StepPlan
+
+
+def group(layers: int, window: int | None = None) -> GroupSpec:
+    kind = FULL_ATTENTION if window is None else SLIDING_WINDOW
+    return GroupSpec(kind, tuple(range(layers)), num_kv_heads=1, head_dim=64, dtype_bytes=2, sliding_window=window)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> CacheSpec:
+    block_size = draw(st.integers(1, 3))
+    groups = [group(draw(st.integers(1, 2)))]
+    if draw(st.booleans()):
+        groups.append(group(draw(st.integers(1, 3)), window=draw(st.integers(1, 6))))
+    state = None
+    if draw(st.booleans()):
+        state = StateSpec(
+            layers=(9,), state_bytes=draw(st.integers(1, 5)) * block_size * 256 + draw(st.integers(0, 200))
+        )
+    return CacheSpec(block_size=block_size, groups=tuple(groups), state=state)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """A scheduler that does anything at random, within the contract of KVCache."""
+
+    @initialize(spec=specs(), units=st.integers(3, 12))
+    def start(self, spec: CacheSpec, units: int) -> None:
+        self.cache = KVCache(spec, units, step_tokens_max=8)
+        self.naive = NaiveCache(self.cache)
+        self.events = EventChecker(spec.block_size)
+        self.running: list[Sequence] = []
+        self.texts: list[list[int]] = [[]]
+
+    @rule(
+        seed=st.integers(0, 2**32),
+        admissions=st.integers(0, 3),
+        outcome=st.sampled_from(["apply"] * 6 + ["fail", "reset"]),
+    )
+    def step(self, seed: int, admissions: int, outcome: str) -> None:
+        """Grow some running sequences, admit new ones, compute, commit (or fail, or be reset meanwhile)."""
+        rng = random.Random(seed)
+        self.naive.pinned = set()
+        chunks: list[Chunk] = []
+        for seq in list(self.running):
+            if rng.random() < 0.8:
+                self._continue(seq, rng, chunks)
+        for chunk in chunks:
+            self._reserve(chunk.seq, chunk.end)
+        for _ in range(admissions):
+            self._admit(rng, chunks)
+        plan = StepPlan(chunks=chunks)
+        self.cache.fill(plan)  # without chunks it may hold the moves of a compaction that did not help enough
+        self.cache.check_invariants()
+        if outcome == "fail":
+            self._fail(plan)
+            return
+        self.naive.execute(plan)
+        if outcome == "reset":
+            self.cache.reset()
+        self.cache.commit(chunks)
+        self.naive.pinned = set()
+
+    @rule(seed=st.integers(0, 2**32))
+    def finish(self, seed: int) -> None:
+        if self.running:
+            seq = self.running.pop(random.Random(seed).randrange(len(self.running)))
+            self.texts = [*self.texts, list(seq.token_ids)][-8:]
+            self._release(seq)
+
+    @rule()
+    def reset(self) -> None:
+        self.cache.reset()
+
+    @invariant()
+    def holds(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        self.cache.check_invariants()
+        if events := self.cache.take_events():
+            self.events(events)
+        assert set(self.events.resident) == resident_in(self.cache)
+        self.naive.check_structure()
+        self.naive.check_cached()
+        for seq in self.running:
+            self.naive.check_readable(seq, seq.computed, seq.computed)
+
+    def teardown(self) -> None:
+        if hasattr(self, "cache"):
+            for seq in self.running:
+                self._release(seq)
+            self.running = []
+            self.holds()
+            assert self.cache.usage.live_units == 0
+
+    # ------------------------------------------------------------------ one step's parts
+
+    def _continue(self, seq: Sequence, rng: random.Random, chunks: list[Chunk]) -> None:
+        if seq.computed == len(seq.token_ids):
+            seq.token_ids.append(rng.randrange(2))
+        end = self.cache.clip(seq, rng.randint(seq.computed + 1, min(len(seq.token_ids), seq.computed + 8)))
+        if self._grow(seq, end):
+            chunks.append(Chunk(seq, seq.computed, end, False))
+
+    def _grow(self, seq: Sequence, end: int) -> bool:
+        wanted = -(-end // self.cache.block_size) - len(seq.block_tables[0])
+        more = [max(0, wanted)] * len(self.cache.spec.groups) + [0]
+        room = self.naive.has_room(more)
+        grown = self.cache.grow(seq, end)
+        assert grown == room, f"grow said {grown}, capacity says {room}"
+        return grown
+
+    def _admit(self, rng: random.Random, chunks: list[Chunk]) -> None:
+        text = rng.choice(self.texts)
+        text = text[: rng.randint(0, len(text))] + [rng.randrange(2) for _ in range(rng.randint(1, 6))]
+        request = Request(request_id="r", token_ids=text, params=SamplingParams())
+        seq = Sequence(request=request, token_ids=list(text), prompt_len=len(text), arrival_s=0.0)
+        if self.cache.should_wait(seq) or not self.cache.admit(seq):
+            self.cache.forget_names(seq)
+            return
+        for other in rng.sample(self.texts, k=min(2, len(self.texts))):
+            if len(other) > 1:
+                twin = Sequence(request=request, token_ids=list(other), prompt_len=len(other), arrival_s=0.0)
+                self.cache.plan_common(seq, twin)
+                self.cache.forget_names(twin)
+        end = self.cache.clip(seq, min(len(text), seq.computed + 8))
+        if not self.cache.grow(seq, end):
+            self._release(seq)
+            return
+        self.running.append(seq)
+        chunks.append(Chunk(seq, seq.computed, end, False))
+        self._reserve(seq, end)
+
+    def _reserve(self, seq: Sequence, end: int) -> None:
+        """States that the step pins count as live until it is over."""
+        self.cache.reserve(seq, end)
+        if self.cache.spec.state is not None:
+            kind = len(self.cache.spec.groups)
+            self.naive.pinned = {
+                u.index for u in self.cache.pool.units if u.kind == kind and u.blocks[0].refs and u.blocks[0].node
+            }
+
+    def _release(self, seq: Sequence) -> None:
+        self.cache.release(seq)
+        self.cache.forget_names(seq)
+
+    def _fail(self, plan: StepPlan) -> None:
+        self.cache.abandon(plan.chunks)
+        for chunk in reversed(plan.chunks):
+            self.running.remove(chunk.seq)
+            self._release(chunk.seq)
+        if self.cache.distrust_moved():
+            for seq in self.running:
+                self._release(seq)
+            self.running = []
+            assert not self.cache.distrust_moved()
+
+
+QUICK = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPool = PoolMachine.TestCase
+TestPool.settings = QUICK
+
+
+@pytest.mark.slow
+def test_thousands_of_histories() -> None:
+    run_state_machine_as_test(PoolMachine, settings=settings(max_examples=5000, stateful_step_count=60, deadline=None))

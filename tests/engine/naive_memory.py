@@ -1,0 +1,182 @@
+"""A naive model of the cache's memory: bytes, labels and sets, recomputed from scratch at every question.
+
+It knows the page arithmetic (unit, sub-block, bytes) but none of the pool's structures, and so can be believed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from engine.cache.kv_cache import KVCache
+from engine.cache.spec import CacheSpec
+from engine.types import Sequence, StepPlan
+
+
+class Memory:
+    """Byte ranges of units and what they hold; writing a range wipes whatever overlaps it.
+
+    A state is a tuple of the tokens it has seen, a KV block a list with such a tuple a position.
+    """
+
+    def __init__(self, spec: CacheSpec) -> None:
+        self.spec = spec
+        self.held: dict[int, dict[tuple[int, int], object]] = {}
+
+    def span(self, kind: int, block: int) -> tuple[int, tuple[int, int]]:
+        if kind == len(self.spec.groups):
+            assert self.spec.state is not None
+            return block, (0, self.spec.state.state_bytes)
+        size = self.spec.block_bytes(kind)
+        unit, slot = divmod(block, self.spec.unit_bytes // size)
+        return unit, (slot * size, (slot + 1) * size)
+
+    def write(self, kind: int, block: int, content: object) -> None:
+        unit, (start, end) = self.span(kind, block)
+        assert end <= self.spec.unit_bytes
+        ranges = self.held.setdefault(unit, {})
+        for other in [r for r in ranges if r[0] < end and start < r[1]]:
+            del ranges[other]
+        ranges[start, end] = content
+
+    def read(self, kind: int, block: int) -> object:
+        unit, span = self.span(kind, block)
+        return self.held.get(unit, {}).get(span)
+
+
+class NaiveCache:
+    """Running sequences, what their blocks must hold, and what a pool of this size must be able to give."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self.spec = cache.spec
+        self.memory = Memory(cache.spec)
+        self.state_kind = len(self.spec.groups)
+        self.pinned: set[int] = set()
+        """State units held by the step being planned: sources of restores, destinations of checkpoints."""
+
+    # ------------------------------------------------------------------ computing
+
+    def execute(self, plan: StepPlan) -> None:
+        """Do what a device would: moves, restores, resets; then write all chunks; then copy checkpoints."""
+        state = self.state_kind
+        for group, source, destination in plan.block_moves:
+            content = self.memory.read(group, source)
+            self.memory.write(group, destination, content)
+        for source, destination in plan.state_restores:
+            self.memory.write(state, destination, self.memory.read(state, source))
+        for unit in plan.state_resets:
+            self.memory.write(state, unit, ())
+        size = self.spec.block_size
+        for chunk in plan.chunks:
+            tokens = chunk.seq.token_ids
+            for group in range(state):
+                for index in range(chunk.start // size, -(-chunk.end // size)):
+                    block = chunk.seq.block_tables[group][index]
+                    start, end = max(chunk.start, index * size), min(chunk.end, (index + 1) * size)
+                    old = self.memory.read(group, block)
+                    slots = list(old) if isinstance(old, list) else [None] * size
+                    for position in range(start, end):
+                        slots[position % size] = tuple(tokens[: position + 1])
+                    self.memory.write(group, block, slots)
+            if chunk.seq.state_unit is not None:
+                before = self.memory.read(state, chunk.seq.state_unit)
+                assert before == tuple(tokens[: chunk.start]), f"state of {before} resumed at {chunk.start}"
+                self.memory.write(state, chunk.seq.state_unit, tuple(tokens[: chunk.end]))
+        for chunk in plan.chunks:
+            self.check_readable(chunk.seq, chunk.start, chunk.end)
+        for source, destination in plan.state_checkpoints:
+            self.memory.write(state, destination, self.memory.read(state, source))
+
+    def check_readable(self, seq: Sequence, start: int, end: int) -> None:
+        """Everything that queries at [start, end) look at holds the KV of exactly this prefix."""
+        size = self.spec.block_size
+        for group, spec in enumerate(self.spec.groups):
+            first = 0 if spec.sliding_window is None else max(0, start - spec.sliding_window + 1)
+            for position in range(first, end):
+                slots = self.memory.read(group, seq.block_tables[group][position // size])
+                assert isinstance(slots, list), f"group {group}: position {position} was overwritten"
+                assert slots[position % size] == tuple(seq.token_ids[: position + 1]), f"foreign KV at {position}"
+
+    def check_cached(self) -> None:
+        """Every named block, held or not, has the bytes of its prefix, wherever moves and merges brought it."""
+        size = self.spec.block_size
+        seen_hashes: set[int] = set()
+        seen_blocks: set[tuple[int, int]] = set()
+        for node in self.cache.tree.nodes():
+            assert node.hash not in seen_hashes
+            seen_hashes.add(node.hash)
+            prefix: tuple[int, ...] = ()
+            at = node
+            while at is not None:
+                prefix = at.name.token_ids + prefix
+                at = at.parent  # type: ignore[assignment]
+            for kind, block in enumerate(node.blocks):
+                if block is None or block.pending:
+                    continue
+                number = block.unit.index if kind == self.state_kind else block.id
+                assert (kind, number) not in seen_blocks, "two hashes on one block"
+                seen_blocks.add((kind, number))
+                content = self.memory.read(kind, number)
+                start = len(prefix) - size
+                wanted = prefix if kind == self.state_kind else [prefix[: start + i + 1] for i in range(size)]
+                assert content == wanted, f"block {number} of kind {kind} does not hold what its hash says"
+
+    # ------------------------------------------------------------------ capacity
+
+    def live(self) -> list[set[int]]:
+        """Blocks of every kind that somebody needs, read off the tables."""
+        size = self.spec.block_size
+        held: list[set[int]] = [set() for _ in range(self.state_kind + (self.spec.state is not None))]
+        for seq in self.cache.sequences():
+            for group, table in enumerate(seq.block_tables):
+                window = self.spec.groups[group].sliding_window
+                first = 0 if window is None else max(0, seq.computed - window + 1) // size
+                held[group].update(table[first:])
+            if seq.state_unit is not None:
+                held[self.state_kind].add(seq.state_unit)
+        if self.spec.state is not None:
+            held[self.state_kind] |= self.pinned
+        return held
+
+    def has_room(self, more: list[int]) -> bool:
+        """Whether `more[k]` blocks of every kind fit beside the live ones, with all else gone and all packed."""
+        units = 0
+        for kind, blocks in enumerate(self.live()):
+            per_unit = 1 if kind == self.state_kind else self.spec.blocks_per_unit(kind)
+            units += -(-(len(blocks) + more[kind]) // per_unit)
+        return units <= len(self.cache.pool.units)
+
+    # ------------------------------------------------------------------ structure
+
+    def check_structure(self) -> None:
+        """Units hold one kind; references are table entries; nothing overlaps."""
+        pool = self.cache.pool
+        kinds_of_unit: dict[int, set[int]] = {}
+        references: Counter[tuple[int, int]] = Counter()
+        for seq in self.cache.sequences():
+            size = self.spec.block_size
+            for group, table in enumerate(seq.block_tables):
+                window = self.spec.groups[group].sliding_window
+                first = 0 if window is None else max(0, seq.computed - window + 1) // size
+                for block in table[first:]:
+                    references[group, block] += 1
+            if seq.state_unit is not None:
+                references[self.state_kind, seq.state_unit] += 1
+        for kind, block in references:
+            per_unit = 1 if kind == self.state_kind else self.spec.blocks_per_unit(kind)
+            kinds_of_unit.setdefault(block // per_unit, set()).add(kind)
+        for node in self.cache.tree.nodes():
+            assert node.parent is None or node.parent.has(0), "prefix closure"
+            assert node.has(0), "prefix closure"
+            for kind, named in enumerate(node.blocks):
+                if named is not None:
+                    kinds_of_unit.setdefault(named.unit.index, set()).add(kind)
+        assert all(len(kinds) == 1 for kinds in kinds_of_unit.values()), "a unit of two kinds"
+        for unit in pool.units:
+            assert (unit.kind is None) == (unit.index not in kinds_of_unit), (
+                f"unit {unit.index} is lost or claimed twice"
+            )
+            for block in unit.blocks:
+                number = unit.index if unit.kind == self.state_kind else block.id
+                wanted = references[block.kind, number]
+                assert block.refs == wanted, f"{block!r}: {wanted} table entries"
