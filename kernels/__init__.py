@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from kernels.interface import Kernels, PagedKV, Ragged
+from kernels.interface import Kernels, PagedKV, Ragged, StatePlan
 
-__all__ = ["BACKENDS", "Kernels", "PagedKV", "Ragged", "select"]
+__all__ = ["BACKENDS", "Kernels", "PagedKV", "Ragged", "StatePlan", "select"]
 
 BACKENDS = ("auto", "cpu", "reference")
 

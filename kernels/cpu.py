@@ -60,6 +60,7 @@ class CpuKernels(ReferenceKernels):
     """Implements `interface.Kernels`. One instance serves one step loop: it owns gather buffers."""
 
     name = "cpu"
+    chunked_scans = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

@@ -115,6 +115,31 @@ class Ragged:
         return np.repeat(np.arange(len(self.context_lens)), np.diff(self.query_starts))
 
 
+@dataclass(frozen=True, slots=True)
+class StatePlan:
+    """Where the recurrent states of a step's sequences are, by unit of the pool."""
+
+    batch: Ragged
+    decode_units: torch.Tensor
+    """[decode_count] int64."""
+    chunks: tuple[tuple[int, int, int], ...]
+    """(first token, end, unit) of every sequence with more than one query."""
+
+    @staticmethod
+    def of(batch: Ragged, units: IntArray, device: torch.device) -> StatePlan:
+        """`units`: [sequences], the state unit of each."""
+        count = batch.decode_count
+        starts = batch.query_starts.tolist()
+        rest = range(count, len(units))
+        chunks = tuple((starts[i], starts[i + 1], int(units[i])) for i in rest)
+        return StatePlan(batch, torch.from_numpy(units[:count]).to(device), chunks)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype sums are taken in: fp64 stays, everything else becomes fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def slot_rows(batch: Ragged, block_table: IntArray, kv: PagedKV) -> IntArray:
     """[tokens]: the row where the K of each query goes in layer 0. `block_table` is [sequences, blocks]."""
     block_index, offset = np.divmod(batch.positions, kv.block_size)
@@ -181,5 +206,76 @@ class Kernels(Protocol):
 
         x: [tokens, hidden]; gate_up: [experts, 2 * size, hidden]; down: [experts, hidden, size]; chosen and weights:
         [tokens, k], the k experts of a token being distinct. Returns [tokens, hidden].
+        """
+        ...
+
+    def relu_squared(self, x: torch.Tensor) -> torch.Tensor:
+        """relu(x) ** 2."""
+        ...
+
+    def norm_then_gate(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """rms_norm(x) * weight * silu(gate), over the last axis. x and gate: [..., dim]; weight: [dim]."""
+        ...
+
+    def gate_then_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, groups: int
+    ) -> torch.Tensor:
+        """rms_norm(x * silu(gate)) * weight, each of `groups` equal parts of the last axis normed by itself."""
+        ...
+
+    def plan_state(self, batch: Ragged, units: IntArray) -> Any:
+        """What the recurrent operations need to know of this batch, once a step. `units`: [sequences]."""
+        ...
+
+    def causal_conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        tails: torch.Tensor,
+        plan: Any,
+        silu: bool,
+    ) -> torch.Tensor:
+        """Depthwise convolution over each sequence's tokens and the tail of those before, then silu if asked.
+
+        x: [tokens, channels]; weight: [channels, width], last tap on the current token; bias: [channels];
+        tails: [units, width - 1, channels], oldest first, updated in place. Returns [tokens, channels].
+        """
+        ...
+
+    def gated_delta(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        log_decay: torch.Tensor,
+        rate: torch.Tensor,
+        states: torch.Tensor,
+        plan: Any,
+    ) -> torch.Tensor:
+        """The gated delta rule of `kernels.delta`; q and k are made unit length here.
+
+        q, k: [tokens, key_heads, key_dim]; v: [tokens, value_heads, value_dim], value_heads a multiple of key_heads;
+        log_decay, rate: [tokens, value_heads]; states: [units, value_heads, key_dim, value_dim], updated in place.
+        Returns [tokens, value_heads, value_dim] in v's dtype.
+        """
+        ...
+
+    def state_space(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        rate: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        skip: torch.Tensor,
+        states: torch.Tensor,
+        plan: Any,
+    ) -> torch.Tensor:
+        """Mamba-2's recurrence of `kernels.ssm`.
+
+        x: [tokens, heads, head_dim]; dt: [tokens, heads], positive; rate (A, negative) and skip (D): [heads];
+        b, c: [tokens, groups, state_dim], heads a multiple of groups; states: [units, heads, head_dim, state_dim],
+        updated in place. Returns [tokens, heads, head_dim] in x's dtype.
         """
         ...

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from kernels.interface import IntArray, PagedKV, Ragged
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype sums are taken in: fp64 stays, everything else becomes fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from kernels.conv import causal_conv
+from kernels.delta import gated_delta
+from kernels.interface import IntArray, PagedKV, Ragged, StatePlan, wide
+from kernels.ssm import state_space
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +27,8 @@ class ReferenceKernels:
     """Implements `interface.Kernels`."""
 
     name = "reference"
+    chunked_scans = False
+    """Whether the recurrences of a prompt are computed chunk by chunk or token by token."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -107,6 +107,59 @@ class ReferenceKernels:
             for expert, weight in zip(chosen[token].tolist(), weights[token], strict=True):
                 out[token] += weight * (down[expert] @ self.silu_and_mul(gate_up[expert] @ x[token]))
         return out
+
+    def relu_squared(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x).square()
+
+    def norm_then_gate(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        normed = self.rms_norm(x, weight, eps).to(wide(x.dtype))
+        return (normed * F.silu(gate.to(normed.dtype))).to(x.dtype)
+
+    def gate_then_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, groups: int
+    ) -> torch.Tensor:
+        gated = x.to(wide(x.dtype)) * F.silu(gate.to(wide(x.dtype)))
+        parts = gated.reshape(*x.shape[:-1], groups, -1)
+        return self.rms_norm(parts, weight.view(groups, -1), eps).reshape(x.shape).to(x.dtype)
+
+    def plan_state(self, batch: Ragged, units: IntArray) -> StatePlan:
+        return StatePlan.of(batch, units, self.device)
+
+    def causal_conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        tails: torch.Tensor,
+        plan: StatePlan,
+        silu: bool,
+    ) -> torch.Tensor:
+        return causal_conv(x, weight, bias, tails, plan, silu)
+
+    def gated_delta(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        log_decay: torch.Tensor,
+        rate: torch.Tensor,
+        states: torch.Tensor,
+        plan: StatePlan,
+    ) -> torch.Tensor:
+        return gated_delta(q, k, v, log_decay, rate, states, plan, self.chunked_scans)
+
+    def state_space(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        rate: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        skip: torch.Tensor,
+        states: torch.Tensor,
+        plan: StatePlan,
+    ) -> torch.Tensor:
+        return state_space(x, dt, rate, b, c, skip, states, plan, self.chunked_scans)
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, scale: float) -> torch.Tensor:
