@@ -9,6 +9,9 @@ from urllib.parse import urlsplit
 from events.errors import DecodeError
 from events.sources import EventSource, default_sources, parse_sources
 
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Workers are neighbours: a proxy of the environment is not for them."""
+
 
 def discover(worker_url: str, timeout_s: float = 5.0) -> list[EventSource]:
     """The event sources of the worker at `worker_url`; vLLM's default address if it does not know the path.
@@ -18,7 +21,7 @@ def discover(worker_url: str, timeout_s: float = 5.0) -> list[EventSource]:
     if urlsplit(worker_url).scheme not in ("http", "https"):
         raise DecodeError(f"worker {worker_url!r}: expected an http:// or https:// URL")
     try:
-        with urllib.request.urlopen(worker_url.rstrip("/") + "/kv_event_sources", timeout=timeout_s) as response:
+        with _DIRECT.open(worker_url.rstrip("/") + "/kv_event_sources", timeout=timeout_s) as response:
             body: bytes = response.read()
     except urllib.error.HTTPError as error:
         with error:

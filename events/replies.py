@@ -27,7 +27,12 @@ def replay_reply(entries: Iterable[Entry], legacy: bool = False) -> Iterator[Mes
 
 
 def snapshot_reply(
-    blocks: list[ResidentBlock], last: Entry | None, dp_rank: int | None, ts: float, legacy: bool = False
+    blocks: list[ResidentBlock],
+    last: Entry | None,
+    dp_rank: int | None,
+    ts: float,
+    legacy: bool = False,
+    chunk_blocks: int = SNAPSHOT_CHUNK_BLOCKS,
 ) -> Iterator[Message]:
     """At least one chunk of the resident set, then `last`, the batch it is true for, as replay would send it, then the
     end marker.
@@ -37,7 +42,7 @@ def snapshot_reply(
     events: list[Event] = []
     block_count = 0
     for event in snapshot_events(blocks):
-        if block_count >= SNAPSHOT_CHUNK_BLOCKS:
+        if block_count >= chunk_blocks:
             yield SNAPSHOT_SEQ, encode_batch(EventBatch(ts, events, dp_rank), legacy)
             events, block_count = [], 0
         events.append(event)

@@ -12,12 +12,15 @@ import zmq
 from events import (
     FULL_ATTENTION,
     GPU,
+    Apply,
     BlockRemoved,
     BlockStored,
     Clear,
     Connection,
     EventBatch,
+    EventFeed,
     EventPublisher,
+    Instruction,
     Join,
     KVEventsConfig,
     Message,
@@ -268,3 +271,62 @@ def test_resume_replays_only_what_is_new(publish: Publish, follow: Follow) -> No
     second.until(lambda: len(second.messages) == 5)
     assert [m.seq for m in second.messages] == [4, 5, 6, 7, 8]
     assert not second.saw(Clear)
+
+
+def test_nothing_of_a_new_connection_passes_for_the_old_one() -> None:
+    """A restarted publisher is back with exactly the next seq before the feed's thread runs again."""
+    handed: list[Instruction] = []
+
+    class Handler:
+        def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> None:
+            handed.append(instruction)
+
+        def connection(self, stream_id: str, up: bool) -> None:
+            pass
+
+    context = zmq.Context()
+    feed = EventFeed(Handler())  # never started: the test takes the thread's steps
+    try:
+        first = context.socket(zmq.PUB)
+        port = first.bind_to_random_port("tcp://127.0.0.1")
+        feed._add(StreamSource("w", f"tcp://127.0.0.1:{port}", None, None, StreamConfig(join=Join.LIVE)))
+        (subscription,) = set(feed._subscriptions.values())
+        assert subscription.monitor.poll(10_000)
+        feed._read_monitor(subscription)
+        _send_until_received(first, subscription.socket, 0)
+        feed._read_live(subscription)
+        assert isinstance(handed[-1], Apply)
+        assert isinstance(handed[-1].seq, int)
+        expected = handed[-1].seq + 1
+        handed.clear()
+        first.close(0)
+        assert subscription.monitor.poll(10_000)  # the end of the connection is reported, nobody has looked
+        second = context.socket(zmq.PUB)
+        _bind(second, port)
+        _send_until_received(second, subscription.socket, expected)
+        feed._read_live(subscription)
+        assert [type(instruction) for instruction in handed] == [Clear]
+        second.close(0)
+    finally:
+        feed.close()
+        context.term()
+
+
+def _bind(socket: zmq.Socket[bytes], port: int) -> None:
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            socket.bind(f"tcp://127.0.0.1:{port}")
+            return
+        except zmq.ZMQError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def _send_until_received(pub: zmq.Socket[bytes], sub: zmq.Socket[bytes], seq: int) -> None:
+    """A subscription takes effect a moment after the connection stands."""
+    for attempt in range(500):
+        pub.send_multipart([b"", pack_seq(seq), b"payload %d" % seq])
+        if sub.poll(20):
+            return
+        assert attempt < 499

@@ -381,6 +381,21 @@ def test_a_reply_with_a_hole_is_asked_for_again() -> None:
     assert world.follower.stream.stats.clears == 0
 
 
+def test_what_one_reply_did_not_bring_is_asked_for_at_once() -> None:
+    world = live_follower(3)
+    world.publisher.toggle(10)
+    late = world.publisher.toggle(11)
+    world.follower.perform(world.follower.stream.live(*late, world.now))
+    world.serve()
+    world.publisher.toggle(12)
+    world.follower.perform(world.follower.stream.live(*world.publisher.toggle(13), world.now))
+    while world.replies:
+        world.deliver_reply()
+    assert world.follower.request == RequestReplay(world.follower.stream._request_id, 4)
+    world.answer()
+    assert world.follower.held == world.publisher.resident
+
+
 def test_a_ring_in_answer_to_a_snapshot_request_is_not_taken_for_one() -> None:
     """A publisher that reads the reserved start_seq as a signed number replays everything."""
     world = World(StreamConfig(), 1000, snapshots=False)
