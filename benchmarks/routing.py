@@ -26,7 +26,9 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+_HERE = Path(__file__).resolve().parent
+# This folder last: it has a file named like a module of the standard library.
+sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE), str(_HERE)]
 
 from routing_sim.decision import measure_decision  # noqa: E402
 from routing_sim.report import print_table, write_plot  # noqa: E402

@@ -121,7 +121,7 @@ def _sessions(name: str, records: list[dict[str, Any]], limit: int | None, seed:
             request = SimRequest(
                 index=len(requests),
                 session=session,
-                arrival_s=start_s if before is None else min(60.0, max(0.0, turn["think"])),
+                arrival_s=start_s if before is None else min(60.0, max(0.0, turn["think"] or 0.0)),
                 prompt_tokens=min(turn["in"], len(ids) * BLOCK),
                 output_tokens=max(1, turn["out"]),
                 ids=ids,

@@ -1,0 +1,247 @@
+"""The routing benchmark's own truth: engines against a naive step loop, peers' decisions computed by hand."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.config import CoreConfig, ServiceModel
+
+
+@pytest.fixture(scope="module")
+def sim() -> Any:
+    folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
+    sys.path.append(folder)  # last: benchmarks/ has files named like modules of the standard library
+    names = ("workload", "engine", "cluster", "peers", "ours", "runs")
+    yield SimpleNamespace(**{name: importlib.import_module(f"routing_sim.{name}") for name in names})
+    sys.path.remove(folder)
+
+
+def request(sim: Any, index: int, ids: list[int], *, at: float = 0.0, out: int = 4, tail: int = 0) -> Any:
+    """A prompt of full blocks `ids`, or with a partial last one of `tail` tokens."""
+    length = len(ids) * 512 - (512 - tail if tail else 0)
+    made = sim.workload.SimRequest(index, index, at, length, out, ids)
+    made.final_ids = ids[: length // 512]
+    return made
+
+
+def naive_times(
+    arrivals: list[tuple[float, int, int]], service: ServiceModel
+) -> tuple[dict[int, float], dict[int, float]]:
+    """(first token, end) of each request on one engine, one step at a time, no cache."""
+    now, waiting, running = 0.0, sorted(range(len(arrivals)), key=lambda i: (arrivals[i][0], i)), []
+    done_tokens: dict[int, int] = {}
+    out: dict[int, int] = {}
+    first: dict[int, float] = {}
+    end: dict[int, float] = {}
+    while waiting or running:
+        ready = [i for i in waiting if arrivals[i][0] <= now]
+        if not ready and not running:
+            now = arrivals[waiting[0]][0]
+            continue
+        decoding = [i for i in running if i in first]
+        budget, work, chunks = service.step_tokens - len(decoding), 0.0, []
+        for i in [j for j in running if j not in first] + ready:
+            if budget <= 0:
+                break
+            if i in ready:
+                waiting.remove(i)
+                running.append(i)
+                done_tokens[i] = 0
+            chunk = min(budget, arrivals[i][1] - done_tokens[i])
+            work += chunk * (1 + (done_tokens[i] + chunk / 2) / service.quadratic_tokens)
+            chunks.append((i, chunk))
+            budget -= chunk
+        context = sum(arrivals[i][1] + out[i] for i in decoding)
+        now += service.step_s + service.prefill_s_per_token * work
+        now += service.decode_request_s * len(decoding) + service.decode_context_s * context
+        for i in decoding:
+            out[i] += 1
+        for i, chunk in chunks:
+            done_tokens[i] += chunk
+            if done_tokens[i] == arrivals[i][1]:
+                first[i], out[i] = now, 1
+        for i in list(running):
+            if i in first and out[i] >= arrivals[i][2]:
+                end[i] = now
+                running.remove(i)
+    return first, end
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 30_000).map(lambda k: k * 1.00013e-4), st.integers(1, 5000), st.integers(1, 60)),
+        min_size=1,
+        max_size=12,
+        unique_by=lambda arrival: arrival[0],
+    )
+)
+def test_the_engine_is_its_step_loop(arrivals: list[tuple[float, int, int]]) -> None:
+    """Jumping over decode stretches in closed form gives the same times as stepping through them."""
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    cluster = importlib.import_module("routing_sim.cluster")
+    peers = importlib.import_module("routing_sim.peers")
+    workload = importlib.import_module("routing_sim.workload")
+    requests, block = [], 0
+    for i, (at, length, out) in enumerate(arrivals):
+        blocks = -(-length // 512)
+        ids = list(range(block, block + blocks))
+        block += blocks
+        made = workload.SimRequest(i, i, at, length, out, ids)
+        made.final_ids = ids[: length // 512]
+        requests.append(made)
+    service = ServiceModel()
+    config = cluster.ClusterConfig(workers=1, cache_blocks=None, speed=1.0, service=service)
+    result = cluster.Cluster(config, workload.Workload("t", requests, ""), [peers.RoundRobin()]).run()
+    first, end = naive_times(arrivals, service)
+    for i, (at, _, _) in enumerate(arrivals):
+        assert math.isclose(result.ttft_s[i], first[i] - at, rel_tol=1e-6, abs_tol=1e-6)
+        assert math.isclose(result.e2e_s[i], end[i] - at, rel_tol=1e-6, abs_tol=1e-6)
+
+
+def test_the_cache_evicts_leaves_first_and_shares_what_is_computed(sim: Any) -> None:
+    cache = sim.engine.Cache(4)
+    stored: list[int] = []
+    gone: list[int] = []
+    cache.on_store = lambda ids, parent: stored.extend(ids)
+    cache.on_remove = gone.extend
+    assert cache.reserve([1, 2, 3], 0, 3)
+    cache.register([1, 2, 3], 0, 3)
+    cache.release([1, 2, 3], 0)
+    assert stored == [1, 2, 3]
+    assert cache.match([1, 2, 9], 5) == 2
+    assert cache.reserve([7, 8], 0, 2), "one page is free, one comes from the deepest cached block"
+    assert gone == [3]
+    assert not cache.reserve([1, 2, 5, 6], 2, 4), "two pages are taken and two would be needed beside the two hits"
+    cache.register([7, 8], 0, 2)
+    cache.release([7, 8], 0)
+    assert (cache.private, cache.used) == (0, {})
+
+
+def attached(sim: Any, policy: Any, workers: int = 2, **config: Any) -> Any:
+    settings = {"workers": workers, "cache_blocks": 1000, "speed": 1.0, "service": ServiceModel(), **config}
+    sim.cluster.Cluster(sim.cluster.ClusterConfig(**settings), sim.workload.Workload("t", [], ""), [policy])
+    return policy
+
+
+def test_dynamo_by_hand(sim: Any) -> None:
+    """8 blocks of prompt, worker 1 holds 4 and has 2 other blocks active and 1,024 tokens to prefill.
+
+    w = 1: worker 0: 8 + 8 = 16; worker 1: (1024 + 4096 - 2048) / 512 + (2 + 8) = 6 + 10 = 16. w = 16: 136 and 106."""
+    policy = attached(sim, sim.peers.Dynamo(1.0))
+    policy.stored(1, [0, 1, 2, 3], None, 0.0)
+    policy.prefill_tokens[1] = 1024
+    policy.active[1].update([90, 91])
+    asked = request(sim, 0, list(range(8)))
+    assert policy.costs(asked) == [16.0, 16.0]
+    policy.weight = 16.0
+    assert policy.costs(asked) == [136.0, 106.0]
+    assert policy.choose(asked, 0.0) == 1
+
+
+def test_dynamo_counts_prefill_until_the_first_token_and_blocks_until_the_end(sim: Any) -> None:
+    policy = attached(sim, sim.peers.Dynamo(1.0), workers=1)
+    asked = request(sim, 0, [1, 2, 3])
+    ((_, worker),) = policy.route(asked, 0.0)
+    assert (policy.prefill_tokens[0], len(policy.active[0])) == (1536, 3)
+    policy.first_token(asked, worker, 1.0)
+    assert (policy.prefill_tokens[0], len(policy.active[0])) == (0, 3)
+    policy.finished(asked, worker, 0, 2.0)
+    assert (policy.in_flight[0], len(policy.active[0])) == (0, 0)
+
+
+def test_llm_d_by_hand(sim: Any) -> None:
+    """Prefix 6/8 on worker 1: 2 * 0.75 + (1 - 0.4) + 0 = 2.1 against 0 + (1 - 0.1) + 1 = 1.9 on worker 0, which has the
+    shorter queue; on worker 2, halfway: 0 + 1 + 0.5."""
+    policy = attached(sim, sim.peers.LlmD(), workers=3)
+    policy.stored(1, [0, 1, 2, 3, 4, 5], None, 0.0)
+    policy.scraped_s = 100.0
+    policy.waiting, policy.usage = [0, 4, 2], [0.1, 0.4, 0.0]
+    asked = request(sim, 0, list(range(8)))
+    assert policy.scores(asked, 100.0) == pytest.approx([1.9, 2.1, 1.5])
+    assert policy.choose(asked, 100.0) == 1
+
+
+def test_sglang_tree_by_hand(sim: Any) -> None:
+    """More than half matched: there. At most half: the smallest tree. Out of balance: the fewest requests."""
+    policy = attached(sim, sim.peers.SglangTree())
+    assert policy.choose(request(sim, 0, [1, 2, 3, 4]), 0.0) == 0
+    assert policy.choose(request(sim, 1, [1, 2, 3, 9]), 0.0) == 0, "3 of 4 matched"
+    assert policy.choose(request(sim, 2, [1, 2, 7, 8]), 0.0) == 1, "2 of 4 is not more than half"
+    policy.in_flight = [65, 0]
+    assert policy.choose(request(sim, 3, [1, 2, 3, 4]), 0.0) == 1, "65 - 0 > 64"
+    policy.in_flight = [64, 0]
+    assert policy.choose(request(sim, 4, [1, 2, 3, 4]), 0.0) in (0, 1)
+
+
+def test_bounded_hash_walks_on_where_the_bound_is_reached(sim: Any) -> None:
+    """One request in flight on each of 4 workers but the home: bound 1.25 * 4 / 4 = 1.25: home takes it. With one there
+    too: 1.25 * 5 / 4 = 1.56 and 2 > 1.56 everywhere: the least loaded."""
+    policy = attached(sim, sim.peers.BoundedHash(), workers=4)
+    asked = request(sim, 0, [5, 6])
+    home = policy.choose(asked, 0.0)
+    assert policy.choose(request(sim, 1, [5, 9]), 0.0) == home, "the same first block"
+    policy.in_flight = [0 if w == home else 1 for w in range(4)]
+    assert policy.choose(asked, 0.0) == home
+    policy.in_flight = [2 if w == home else 0 for w in range(4)]
+    assert policy.choose(asked, 0.0) != home
+
+
+def test_sticky_least_and_round_robin(sim: Any) -> None:
+    sticky = attached(sim, sim.peers.SessionSticky())
+    sticky.in_flight = [3, 1]
+    first = request(sim, 0, [1])
+    assert sticky.choose(first, 0.0) == 1
+    sticky.in_flight = [0, 9]
+    assert sticky.choose(first, 0.0) == 1
+    least = attached(sim, sim.peers.LeastRequests())
+    least.in_flight = [2, 1]
+    assert least.choose(first, 0.0) == 1
+    turns = attached(sim, sim.peers.RoundRobin())
+    assert [turns.choose(first, 0.0) for _ in range(4)] == [0, 1, 0, 1]
+
+
+def test_output_blocks_are_named_by_the_request_that_continues(sim: Any) -> None:
+    first = request(sim, 0, [1, 2], out=600)
+    second = request(sim, 1, [1, 2, 3, 4], at=10.0)
+    other = request(sim, 2, [1, 2, 9], at=11.0)
+    workload = sim.workload.finish(sim.workload.Workload("t", [first, second, other], ""))
+    assert first.final_ids == [1, 2, 3], "1,024 + 600 tokens fill one more block"
+    assert second.session == first.session
+    assert other.final_ids == [1, 2, 9]
+    assert workload.working_set_blocks == 5
+
+
+@pytest.mark.parametrize("queue", [False, True])
+def test_the_real_core_runs_in_the_simulation_and_leaks_nothing(sim: Any, queue: bool) -> None:
+    workload = sim.workload.synthetic("t", seed=3, requests_max=300)
+    name = "blockcast_queue" if queue else "blockcast"
+    made: list[Any] = []
+
+    def factory(options: Any) -> Any:
+        made.append(sim.runs.POLICIES[name](options))
+        return made[-1]
+
+    setting = sim.runs.Setting("t", 3, 0.3, 1.0)
+    options = sim.runs.Options(routers=2, index="reference")
+    _, ours = sim.runs.run(name, setting, workload, 3.0, options, factory=factory)
+    _, blind = sim.runs.run("round_robin", setting, workload, 3.0, options)
+    assert ours.hit > blind.hit
+    for router in made:
+        router.core.check_invariants()
+        router.core.tick(1e9)
+        assert not router.core.tracker.requests
+        assert router.core.index.stats().pins == 0
+        for target in router.core.tracker.targets.values():
+            assert (target.prefill_s, target.decode_requests, target.context_tokens) == (0.0, 0, 0)
+    assert len(made) == 2
+    assert CoreConfig().policy == "kv"
