@@ -88,6 +88,7 @@ def _options(function: Any) -> Any:
                      help="Accepted for vLLM's command lines; nothing is captured here."),
         click.option("--enable-prompt-tokens-details", is_flag=True,
                      help="Accepted for vLLM's command lines; cached tokens are always reported."),
+        click.option("--check-invariants", is_flag=True, hidden=True),
         click.option("--dry-run", is_flag=True, help="Print how the cache would be laid out, and end."),
     ]  # fmt: skip
     for flag in reversed(flags):
@@ -143,7 +144,7 @@ def parse(model: str | None, flags: dict[str, Any]) -> tuple[EngineConfig, Serve
 _ENGINE_FLAGS = (
     "tokenizer", "dtype", "device", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens",
     "num_gpu_blocks_override", "kv_cache_memory_bytes", "enable_prefix_caching", "attention_backend", "seed",
-    "num_threads", "generation_config", "legacy_events",
+    "num_threads", "check_invariants", "generation_config", "legacy_events",
 )  # fmt: skip
 
 

@@ -44,6 +44,8 @@ class EngineConfig:
     generation_config: str = "auto"
     """Where default sampling parameters come from: `auto` (the model's generation_config.json) or `vllm` (none)."""
     kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
+    check_invariants: bool = False
+    """Verify the scheduler's and the pool's invariants after every step: for tests, slow."""
     legacy_events: bool = False
     """Publish events as positional arrays, as vLLM did before June 2026."""
 

@@ -104,10 +104,10 @@ class CoreSocket:
 class CoreLoop:
     """Take commands, make a step, send what it produced; until the socket closes."""
 
-    def __init__(self, assembled: Assembled, link: CoreSocket) -> None:
-        self._assembled = assembled
+    def __init__(self, assembled: Assembled, link: CoreSocket, *, check_invariants: bool = False) -> None:
         self._core = assembled.core
         self._link = link
+        self._checks = check_invariants
         self._refused: list[RequestOutput] = []
 
     def run(self) -> None:
@@ -124,6 +124,8 @@ class CoreLoop:
             outputs, self._refused = self._refused, []
             if core.has_work:
                 outputs.extend(core.step(time.monotonic()))
+                if self._checks:
+                    core.check_invariants()
             now_s = time.monotonic()
             stats = None
             if now_s >= stats_due_s:
@@ -176,7 +178,7 @@ def main(fd: int) -> int:
         return 1
     try:
         link.send(Ready(assembled.info))
-        CoreLoop(assembled, link).run()
+        CoreLoop(assembled, link, check_invariants=config.check_invariants).run()
     except Exception as error:  # noqa: BLE001 - the last frame of the process: tell the other side, then end
         traceback.print_exc()
         link.send(Failed(f"the step loop failed: {type(error).__name__}: {error}"))
