@@ -10,29 +10,15 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
+from router.http_headers import LINES, HeaderBlock
+
 HEAD_BYTES_MAX = 64 * 1024
 CHUNK_LINE_MAX = 1024
 """A chunk-size line with its extensions, and each trailer line."""
 
-_STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-5]\d\d)(?: [^\r\n\x00]*)?\Z")
-_TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+\Z")
+_HEAD = re.compile(rb"HTTP/1\.([01]) (([1-5]\d\d)(?: [^\r\n\x00]*)?)\r\n(" + LINES + rb")\r\n")
 _HEX = re.compile(rb"[0-9A-Fa-f]{1,12}\Z")
 _DIGITS = re.compile(rb"[0-9]{1,18}\Z")
-
-HOP_BY_HOP = frozenset(
-    (
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    )
-)
-"""Headers that speak about one connection (RFC 9110 section 7.6.1) and are never passed on."""
 
 
 class UpstreamProtocolError(Exception):
@@ -158,11 +144,11 @@ class ChunkedBody:
 
 
 class ResponseHead:
-    """Status line and headers of one answer. Header names are lower-case; values are as sent."""
+    """Status line and headers of one answer, and how its body ends."""
 
     __slots__ = ("body", "chunked", "headers", "keep_alive", "reason_line", "status")
 
-    def __init__(self, status: int, reason_line: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+    def __init__(self, status: int, reason_line: bytes, headers: HeaderBlock) -> None:
         self.status = status
         self.reason_line = reason_line
         """`200 OK`, as sent."""
@@ -171,54 +157,40 @@ class ResponseHead:
         self.chunked = False
         self.keep_alive = True
 
-    def header(self, name: bytes) -> bytes | None:
-        for key, value in self.headers:
-            if key == name:
-                return value
-        return None
 
-
-def parse_head(block: bytes, method: str) -> ResponseHead:
-    """Parse `block`, everything up to and including the empty line, of the answer to a `method` request.
+def parse_head(data: bytes, method: str) -> tuple[ResponseHead, bytes] | None:
+    """(head, what comes after it) of the answer to a `method` request; None while the head is incomplete.
 
     Raises `UpstreamProtocolError`.
     """
-    lines = block[:-4].split(b"\r\n")
-    status_line = _STATUS_LINE.match(lines[0])
-    if status_line is None:
-        raise UpstreamProtocolError(f"bad status line {lines[0][:80]!r}")
-    headers: list[tuple[bytes, bytes]] = []
-    head = ResponseHead(int(status_line[2]), lines[0][9:], headers)
-    head.keep_alive = status_line[1] == b"1"
-    lengths: list[bytes] = []
-    encodings: list[bytes] = []
-    for line in lines[1:]:
-        name, colon, value = line.partition(b":")
-        if not colon or not _TOKEN.match(name) or b"\n" in value or b"\r" in value or b"\0" in value:
-            raise UpstreamProtocolError(f"bad header line {line[:80]!r}")
-        name = name.lower()
-        value = value.strip(b" \t")
-        if name == b"content-length":
-            lengths.append(value)
-        elif name == b"transfer-encoding":
-            encodings.append(value.lower())
-        elif name == b"connection":
-            options = value.lower()
-            if b"close" in options:
-                head.keep_alive = False
-            elif b"keep-alive" in options:
-                head.keep_alive = True
-        headers.append((name, value))
-    _frame(head, method, lengths, encodings)
-    return head
+    found = _HEAD.match(data)
+    if found is None:
+        end = data.find(b"\r\n\r\n")
+        if end >= 0 or len(data) > HEAD_BYTES_MAX:
+            raise UpstreamProtocolError(f"this is no head of an HTTP/1.x answer: {data[:80]!r}")
+        return None
+    if found.end() > HEAD_BYTES_MAX:
+        raise UpstreamProtocolError(f"head over {HEAD_BYTES_MAX} bytes")
+    headers = HeaderBlock(found[4])
+    head = ResponseHead(int(found[3]), found[2], headers)
+    if b"connection" in headers:
+        options = b",".join(headers.all(b"connection")).lower()
+        head.keep_alive = b"close" not in options and (found[1] == b"1" or b"keep-alive" in options)
+    else:
+        head.keep_alive = found[1] == b"1"
+    _frame(head, method)
+    return head, data[found.end() :]
 
 
-def _frame(head: ResponseHead, method: str, lengths: list[bytes], encodings: list[bytes]) -> None:
+def _frame(head: ResponseHead, method: str) -> None:
     """Decide how the body ends, in the order of RFC 9112 section 6.3."""
+    headers = head.headers
     if head.status < 200 or head.status in (204, 304) or method == "HEAD":
         return
-    if encodings:
-        if encodings != [b"chunked"] or lengths:
+    lengths = headers.all(b"content-length")
+    if b"transfer-encoding" in headers:
+        encodings = headers.all(b"transfer-encoding")
+        if lengths or len(encodings) != 1 or encodings[0].lower() != b"chunked":
             raise UpstreamProtocolError("transfer-encoding other than a lone chunked")
         head.chunked = True
         head.body = ChunkedBody()
@@ -229,14 +201,3 @@ def _frame(head: ResponseHead, method: str, lengths: list[bytes], encodings: lis
     else:
         head.keep_alive = False
         head.body = CloseBody()
-
-
-def connection_options(headers: list[tuple[bytes, bytes]]) -> frozenset[bytes]:
-    """The header names that `Connection` declares to be of this hop, and the hop-by-hop headers themselves."""
-    named = [value for name, value in headers if name == b"connection"]
-    if not named:
-        return HOP_BY_HOP
-    options = {option.strip().lower() for value in named for option in value.split(b",")}
-    # `Connection: content-length` must not strip what frames or authorises the message.
-    options -= {b"content-length", b"host", b"authorization", b"content-type", b"keep-alive", b"close"}
-    return HOP_BY_HOP | options if options else HOP_BY_HOP

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from router.core import RouterCore
+from router.http_headers import HOP_BY_HOP, dropping
 from router.http_request import Request
-from router.http_response import HEAD_BYTES_MAX as RESPONSE_HEAD_BYTES_MAX
-from router.http_response import HOP_BY_HOP, LengthBody, ResponseHead, UpstreamProtocolError, parse_head
+from router.http_response import LengthBody, ResponseHead, UpstreamProtocolError, parse_head
 from router.messages import Decision, FailureKind, Forward, Instruction, Refuse, RouteRequest, Usage, WorkerLost
 from router.metrics import Metrics
 from router.upstream import Target, UpstreamConnection, UpstreamPool
@@ -31,8 +31,10 @@ TAIL_BYTES = 2048
 PROGRESS_EVERY = 32
 """Chunks of a stream between two reports of progress to the core."""
 
-_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id", b"x-data-parallel-rank"}
-_NOT_RETURNED = HOP_BY_HOP | {b"x-request-id", b"x-blockcast-worker", b"x-blockcast-predicted-cached-tokens"}
+_NOT_FORWARDED = (*HOP_BY_HOP, b"host", b"content-length", b"expect", b"x-request-id", b"x-data-parallel-rank")
+_DROPPED = dropping(_NOT_FORWARDED)
+_DROPPED_WITH_KEY = dropping((*_NOT_FORWARDED, b"authorization"))
+_NOT_RETURNED = dropping((*HOP_BY_HOP, b"x-request-id", b"x-blockcast-worker", b"x-blockcast-predicted-cached-tokens"))
 # A quotation mark inside a JSON string is escaped, so generated text can never look like this key.
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _USAGE_FIELDS = re.compile(rb'"(prompt_tokens|completion_tokens|cached_tokens)"\s*:\s*(\d{1,9})\s*[,}]')
@@ -195,6 +197,7 @@ class Exchange:
         connection.user = self
         request = self.request
         target = connection.target
+        authorization = self._proxy.worker_authorization
         parts = [
             request.method.encode(),
             b" ",
@@ -204,23 +207,16 @@ class Exchange:
             target.authority,
             b"\r\nx-request-id: ",
             self.trace_id,
+            b"\r\n",
+            request.headers.without(_DROPPED if authorization is None else _DROPPED_WITH_KEY),
         ]
-        skip = _NOT_FORWARDED
-        for name, value in request.headers:
-            if name == b"connection":
-                skip = skip | _options(value)
-        authorization = self._proxy.worker_authorization
         if authorization is not None:
-            skip = skip | {b"authorization"}
-            parts += (b"\r\nauthorization: ", authorization)
-        for name, value in request.headers:
-            if name not in skip:
-                parts += (b"\r\n", name, b": ", value)
+            parts += (b"authorization: ", authorization, b"\r\n")
         if self.decision.rank is not None:
-            parts.append(b"\r\nx-data-parallel-rank: %d" % self.decision.rank)
+            parts.append(b"x-data-parallel-rank: %d\r\n" % self.decision.rank)
         if request.body or request.method not in ("GET", "HEAD", "DELETE", "OPTIONS"):
-            parts.append(b"\r\ncontent-length: %d" % len(request.body))
-        parts.append(b"\r\n\r\n")
+            parts.append(b"content-length: %d\r\n" % len(request.body))
+        parts.append(b"\r\n")
         self.sent_s = self.last_byte_s = self._proxy.now()
         connection.send(b"".join(parts), request.body)
 
@@ -244,14 +240,11 @@ class Exchange:
         """The head of the answer and what came after it, once it is complete."""
         buffer = self._head_buffer + data if self._head_buffer else data
         while True:
-            end = buffer.find(b"\r\n\r\n")
-            if end < 0 or end > RESPONSE_HEAD_BYTES_MAX:
-                if len(buffer) > RESPONSE_HEAD_BYTES_MAX:
-                    raise UpstreamProtocolError(f"head over {RESPONSE_HEAD_BYTES_MAX} bytes")
+            found = parse_head(buffer, self.request.method)
+            if found is None:
                 self._head_buffer = buffer
                 return None, b""
-            head = parse_head(buffer[: end + 4], self.request.method)
-            buffer = buffer[end + 4 :]
+            head, buffer = found
             if head.status >= 200:
                 return head, buffer
             if head.status == 101:
@@ -274,24 +267,16 @@ class Exchange:
         return self._render_head(head)
 
     def _render_head(self, head: ResponseHead) -> bytes:
-        keep_alive = self._keeps_alive(head)
         parts = [b"HTTP/1.1 ", head.reason_line, b"\r\nx-request-id: ", self.trace_id]
         if self.decision is not None:
-            parts += (
-                b"\r\nx-blockcast-worker: ",
-                self.decision.worker.encode(),
-                b"\r\nx-blockcast-predicted-cached-tokens: %d" % self.decision.predicted_cached_tokens,
+            parts.append(
+                b"\r\nx-blockcast-worker: %b\r\nx-blockcast-predicted-cached-tokens: %d"
+                % (self.decision.worker.encode(), self.decision.predicted_cached_tokens)
             )
-        skip = _NOT_RETURNED
-        for name, value in head.headers:
-            if name == b"connection":
-                skip = skip | _options(value)
-        for name, value in head.headers:
-            if name not in skip:
-                parts += (b"\r\n", name, b": ", value)
+        parts += (b"\r\n", head.headers.without(_NOT_RETURNED))
         if head.chunked and self._payload is None:
-            parts.append(b"\r\ntransfer-encoding: chunked")
-        parts.append(b"\r\n\r\n" if keep_alive else b"\r\nconnection: close\r\n\r\n")
+            parts.append(b"transfer-encoding: chunked\r\n")
+        parts.append(b"\r\n" if self._keeps_alive(head) else b"connection: close\r\n\r\n")
         return b"".join(parts)
 
     def _keeps_alive(self, head: ResponseHead) -> bool:
@@ -529,19 +514,16 @@ class Proxy:
 
 def find_usage(tail: bytes) -> Usage | None:
     """The last `usage` object that begins in `tail`, the end of an answer; None where there is none."""
-    begins = [match.end() for match in _USAGE.finditer(tail)]
-    if not begins:
-        return None
-    found = {name: int(value) for name, value in _USAGE_FIELDS.findall(tail, begins[-1])}
-    return Usage(found.get(b"prompt_tokens"), found.get(b"cached_tokens"), found.get(b"completion_tokens"))
+    at = tail.rfind(b'"usage"')
+    while at >= 0:
+        begin = _USAGE.match(tail, at)
+        if begin is not None:
+            found = {name: int(value) for name, value in _USAGE_FIELDS.findall(tail, begin.end())}
+            return Usage(found.get(b"prompt_tokens"), found.get(b"cached_tokens"), found.get(b"completion_tokens"))
+        at = tail.rfind(b'"usage"', 0, at)
+    return None
 
 
 def _gives_up(instructions: list[Instruction], request_id: str) -> bool:
     first = instructions[0] if instructions else None
     return isinstance(first, Refuse) and first.request_id == request_id
-
-
-def _options(value: bytes) -> set[bytes]:
-    """Header names that a `Connection` header declares to be of one hop; never those that frame the message."""
-    options = {option.strip().lower() for option in value.split(b",")}
-    return options - {b"content-length", b"content-type", b"host", b"authorization"}

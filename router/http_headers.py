@@ -1,0 +1,84 @@
+"""A header block as one piece of bytes: looked into by search, passed on by cutting out what must not be.
+
+A proxy reads a handful of headers and forwards the rest unchanged, so nothing here takes the block apart into a list.
+Invariant: a block is a sequence of `name:value CRLF` lines that match `LINES`, which both parsers see to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
+LINES = rb"(?:" + TOKEN + rb":[\t -~\x80-\xff]*\r\n)*"
+"""Pattern of a whole block: no folding, no space before a colon, no control characters."""
+
+HOP_BY_HOP = (
+    b"connection",
+    b"keep-alive",
+    b"proxy-authenticate",
+    b"proxy-authorization",
+    b"proxy-connection",
+    b"te",
+    b"trailer",
+    b"transfer-encoding",
+    b"upgrade",
+)
+"""Headers that speak about one connection (RFC 9110 section 7.6.1) and are never passed on."""
+
+_PLAIN_OPTIONS = frozenset((b"keep-alive", b"close", b""))
+_NEVER_DROPPED = frozenset((b"content-length", b"content-type", b"host", b"authorization"))
+"""What frames or authorises a message is not cut out because a `Connection` header names it."""
+
+
+class HeaderBlock:
+    """Headers as they were sent, names in any case."""
+
+    __slots__ = ("_lower", "raw")
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw = raw
+        self._lower = b"\n" + raw.lower()  # so that every line starts after a line feed
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[bytes, bytes]]) -> HeaderBlock:
+        """From names and values that a strict parser accepted."""
+        return cls(b"".join([b"%b: %b\r\n" % pair for pair in pairs]))
+
+    def __contains__(self, name: bytes) -> bool:
+        return b"\n" + name + b":" in self._lower
+
+    def get(self, name: bytes) -> bytes | None:
+        """The first value of `name` (lower-case), without the white space around it; None where there is none."""
+        at = self._lower.find(b"\n" + name + b":")
+        if at < 0:
+            return None
+        start = at + len(name) + 1
+        return self.raw[start : self.raw.index(b"\r", start)].strip(b" \t")
+
+    def all(self, name: bytes) -> list[bytes]:
+        """Every value of `name` (lower-case), in order."""
+        found = []
+        start_of_line = b"\n" + name + b":"
+        at = self._lower.find(start_of_line)
+        while at >= 0:
+            start = at + len(name) + 1
+            found.append(self.raw[start : self.raw.index(b"\r", start)].strip(b" \t"))
+            at = self._lower.find(start_of_line, start)
+        return found
+
+    def without(self, dropped: re.Pattern[bytes]) -> bytes:
+        """The lines that `dropped` (see `dropping`) does not name, nor a `Connection` header here."""
+        kept = dropped.sub(b"", self.raw)
+        connection = self.get(b"connection")
+        if connection is not None and (connection.lower() not in _PLAIN_OPTIONS or len(self.all(b"connection")) > 1):
+            values = b",".join(self.all(b"connection")).lower().split(b",")
+            options = {value.strip(b" \t") for value in values} - _PLAIN_OPTIONS - _NEVER_DROPPED
+            if options:
+                kept = dropping(options).sub(b"", kept)
+        return kept
+
+
+def dropping(names: Iterable[bytes]) -> re.Pattern[bytes]:
+    """A pattern of the lines whose header is one of `names`."""
+    return re.compile(rb"(?mi)^(?:" + b"|".join(re.escape(name) for name in sorted(names)) + rb"):[^\n]*\n")
