@@ -56,12 +56,13 @@ def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torc
     for path in _shards(folder):
         try:
             with safe_open(path, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                for stored in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                    name = _renamed(str(stored), model)
                     if name in wanted:
                         missing.discard(name)
-                        _place(tensors.get_tensor(name), wanted[name], path)
+                        _place(tensors.get_tensor(stored), wanted[name], path)
                     elif not name.startswith(tuple(model.ignored)):
-                        unexpected.append(name)
+                        unexpected.append(stored)
         except SafetensorError as error:
             raise ModelError(f"{path}: not a readable safetensors file: {error}") from error
     if missing:
@@ -97,13 +98,21 @@ def _shards(folder: Path) -> list[Path]:
     return paths
 
 
+def _renamed(name: str, model: CausalLM) -> str:
+    """The model's name of a checkpoint tensor, where the family has been saved under several prefixes."""
+    for prefix, own in model.renamed.items():
+        if name.startswith(prefix):
+            return own + name[len(prefix) :]
+    return name
+
+
 def _place(tensor: torch.Tensor, places: list[tuple[Weight, Part]], path: Path) -> None:
     for weight, part in places:
         if tuple(tensor.shape) != part.shape:
             raise ModelError(f"{path}: {part.name}: shape {list(tensor.shape)}, expected {list(part.shape)}")
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise ModelError(f"{path}: {part.name}: dtype {tensor.dtype} is not supported; expected a float tensor")
-        source = tensor if part.reshape is None else tensor.reshape(part.reshape)
+        source = tensor if part.take is None else part.take(tensor)
         weight.tensor[part.at].copy_(source)
 
 

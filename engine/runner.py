@@ -77,6 +77,9 @@ class ModelRunner:
             for g, group in enumerate(spec.groups)
         ]
 
+        layout = model.state_layout(dtype)
+        self._states = layout.views(self._buffer, stride) if spec.state is not None else []
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Do the step. Results are in the order of `plan.chunks`."""
@@ -108,6 +111,8 @@ class ModelRunner:
                 self._ops.plan_attention(batch, self._block_table(g, chunks), kv, self._windows[g])
                 for g, kv in enumerate(self._kv)
             ],
+            states=self._states,
+            state_plan=self._ops.plan_state(batch, _state_units(chunks)) if self._states else None,
         )
         return self.model.forward(torch.tensor(tokens, device=self.device), step), batch
 
@@ -171,3 +176,10 @@ class ModelRunner:
         ]
         old, new = (kv.buffer[start : start + kv.block_elems] for start in starts)
         new.copy_(old)
+
+
+def _state_units(chunks: list[Chunk]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """[chunks]: the unit of each chunk's recurrent state."""
+    units = [chunk.seq.state_unit for chunk in chunks]
+    assert None not in units, "a sequence without a state unit on a model that has state"
+    return np.array(units, np.int64)

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.models import llama, qwen2, qwen3, qwen3_moe
+from engine.models import bamba, gemma3, lfm2, llama, qwen2, qwen3, qwen3_5, qwen3_moe
 from engine.models.decoder import CausalLM
 from engine.models.hf_config import HfConfig, ModelError
 
 __all__ = ["ARCHITECTURES", "CausalLM", "HfConfig", "ModelError", "build_model"]
 
 ARCHITECTURES: dict[str, Callable[[HfConfig], CausalLM]] = {
+    "BambaForCausalLM": bamba.build_bamba,
+    "Gemma3ForCausalLM": gemma3.build,
+    "Gemma3ForConditionalGeneration": gemma3.build,
+    "GraniteMoeHybridForCausalLM": bamba.build_granite,
+    "Lfm2ForCausalLM": lfm2.build,
     "LlamaForCausalLM": llama.build,
     "MistralForCausalLM": llama.build_mistral,
+    "NemotronHForCausalLM": bamba.build_nemotron,
     "Qwen2ForCausalLM": qwen2.build,
     "Qwen3ForCausalLM": qwen3.build,
+    "Qwen3_5ForCausalLM": qwen3_5.build,
+    "Qwen3_5ForConditionalGeneration": qwen3_5.build,
     "Qwen3MoeForCausalLM": qwen3_moe.build,
 }
 

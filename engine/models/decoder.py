@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from engine.cache.spec import FULL_ATTENTION, SLIDING_WINDOW, CacheSpec, GroupSpec
+from engine.cache.spec import FULL_ATTENTION, SLIDING_WINDOW, CacheSpec, GroupSpec, StateSpec
 from engine.models.hf_config import HfConfig, ModelError
-from engine.models.layers import Attention, AttentionConfig, Block, GatedMLP, Mixer, RMSNorm, Step
+from engine.models.layers import Attention, AttentionConfig, Block, GatedMLP, Mixer, Recurrent, RMSNorm, Step
 from engine.models.rope import RopeConfig, RopeTable
+from engine.models.state import StateLayout
 from engine.models.weights import Scope, Weight
 
 
@@ -53,7 +54,17 @@ class DecoderConfig:
 class CausalLM:
     """A model built from its config; usable once `loader` has filled `weights`."""
 
-    def __init__(self, root: Scope, prefix: str, config: DecoderConfig, block: Callable[[Scope, int], Block]) -> None:
+    def __init__(
+        self,
+        root: Scope,
+        prefix: str,
+        config: DecoderConfig,
+        block: Callable[[Scope, int], Block],
+        *,
+        ignored: tuple[str, ...] = (),
+        renamed: dict[str, str] | None = None,
+    ) -> None:
+        """`block` makes one block from its scope and index, under PREFIX.layers.INDEX."""
         body = root.sub(prefix)
         c = self.config = config
         self.embedding = body.weight(f"{c.embedding_name}.weight", (c.vocab_size, c.hidden_size))
@@ -62,13 +73,18 @@ class CausalLM:
         self.norm = RMSNorm(body, c.norm_name, c.hidden_size, c.norm_eps, c.zero_centred_norm)
         self.head = self.embedding if c.tie_embeddings else root.weight(c.head_name, (c.vocab_size, c.hidden_size))
         self.weights: list[Weight] = root.weights
-        self.ignored = (c.head_name,) if c.tie_embeddings else ()
+        self.ignored = ((c.head_name,) if c.tie_embeddings else ()) + ignored
         """Prefixes of checkpoint tensors that this model does not use."""
-        self.attentions = [(i, b.attention) for i, b in enumerate(self.blocks) if b.attention is not None]
+        self.renamed = renamed or {}
+        """Prefix in a checkpoint -> the prefix of this model, for families that were saved under several."""
+        self.attentions = [(i, b.mixer) for i, b in enumerate(self.blocks) if isinstance(b.mixer, Attention)]
         self._groups = _group_layers([attention.config for _, attention in self.attentions])
         for group, members in enumerate(self._groups):
             for layer, member in enumerate(members):
                 self.attentions[member][1].group, self.attentions[member][1].layer = group, layer
+        self.recurrents = [(i, b.mixer) for i, b in enumerate(self.blocks) if isinstance(b.mixer, Recurrent)]
+        for index, (_, recurrent) in enumerate(self.recurrents):
+            recurrent.index = index
         self._ropes: list[RopeConfig] = []
         for _, attention in self.attentions:
             if (rope := attention.config.rope) is not None:
@@ -97,7 +113,14 @@ class CausalLM:
                     sliding_window=window,
                 )
             )
-        return CacheSpec(block_size, tuple(groups))
+        state = None
+        if self.recurrents:
+            layers = tuple(layer for layer, _ in self.recurrents)
+            state = StateSpec(layers, self.state_layout(dtype).state_bytes)
+        return CacheSpec(block_size, tuple(groups), state)
+
+    def state_layout(self, dtype: torch.dtype) -> StateLayout:
+        return StateLayout.of([recurrent.state_shape for _, recurrent in self.recurrents], dtype)
 
     def rope_tables(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> list[RopeTable]:
         return [RopeTable(rope, max_positions, dtype, device) for rope in self._ropes]
@@ -106,7 +129,7 @@ class CausalLM:
         """Hidden states after the last norm, [tokens, hidden]; the cache of the batch's positions is filled."""
         x = F.embedding(token_ids, self.embedding.tensor)
         if self.config.embedding_scale != 1.0:
-            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)
+            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype, device=x.device)
         residual: torch.Tensor | None = None
         for block in self.blocks:
             x, residual = block(x, residual, step)
@@ -128,8 +151,10 @@ def _group_layers(configs: Sequence[AttentionConfig]) -> list[list[int]]:
     return [groups[key] for key in order]
 
 
-def attention_config(config: HfConfig, decoder: DecoderConfig, *, theta: float = 10000.0) -> AttentionConfig:
-    """Attention under the names most families use."""
+def attention_config(
+    config: HfConfig, decoder: DecoderConfig, *, theta: float = 10000.0, partial: float = 1.0
+) -> AttentionConfig:
+    """Attention under the names most families use; `theta` and `partial` are the family's rotary defaults."""
     heads = config.integer("num_attention_heads")
     kv_heads = config.optional_integer("num_key_value_heads") or heads
     if heads % kv_heads:
@@ -142,7 +167,7 @@ def attention_config(config: HfConfig, decoder: DecoderConfig, *, theta: float =
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rope=RopeConfig.of(config, head_dim, theta=theta),
+        rope=RopeConfig.of(config, head_dim, theta=theta, partial=partial),
     )
 
 
@@ -164,14 +189,12 @@ def dense_decoder(
 
     def block(scope: Scope, index: int) -> Block:
         window = attention.window if windows is None else windows[index]
-        mixer = Attention(scope.sub("self_attn"), replace(attention, window=window))
         size = config.integer("intermediate_size") if mlp is None else 0
         return Block(
             mixer_norm=RMSNorm(scope, "input_layernorm", decoder.hidden_size, decoder.norm_eps),
-            mixer=mixer,
+            mixer=Attention(scope.sub("self_attn"), replace(attention, window=window)),
             mlp_norm=RMSNorm(scope, "post_attention_layernorm", decoder.hidden_size, decoder.norm_eps),
             mlp=mlp(scope, index) if mlp else GatedMLP(scope.sub("mlp"), decoder.hidden_size, size, mlp_bias),
-            attention=mixer,
         )
 
     return CausalLM(root, "model", decoder, block)

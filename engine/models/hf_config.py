@@ -95,3 +95,16 @@ class HfConfig:
         if value is None and isinstance(self.values.get("text_config"), dict):
             return self.sub("text_config").dtype
         return None if value is None else str(value).removeprefix("torch.")
+
+
+def layer_types(
+    config: HfConfig, key: str, known: Mapping[str, str], default: list[str], *, count: int | None
+) -> list[str]:
+    """The kind of each layer: the entries of `key` (or `default`), translated. `count`: None is any number."""
+    kinds = config.strings(key) or default
+    if not kinds or (count is not None and len(kinds) != count):
+        expected = "at least one entry" if count is None else f"{count} entries"
+        raise ModelError(f"{config.where}: {key}: expected {expected}, got {len(kinds)}")
+    if unknown := sorted(set(kinds) - set(known)):
+        raise ModelError(f"{config.where}: {key}: {unknown[0]!r} is not supported; expected {', '.join(known)}")
+    return [known[kind] for kind in kinds]

@@ -7,8 +7,8 @@ loaded. Layers are called with a `Step`, which carries all that is particular to
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,24 @@ import torch.nn.functional as F
 from engine.models.rope import RopeConfig
 from engine.models.weights import Scope, Weight
 from kernels import Kernels, PagedKV
+
+
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """One recurrent layer's state in every unit of the pool, as strided views."""
+
+    tail: torch.Tensor
+    """[units, width - 1, channels] in the model's dtype: the last inputs of the convolution."""
+    recurrent: torch.Tensor
+    """[units, ...] in fp32; of zero size in a layer that only convolves."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """What one recurrent layer keeps of a sequence."""
+
+    tail: tuple[int, int]
+    recurrent: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -29,12 +47,27 @@ class Step:
     """The KV of each attention group."""
     plans: list[Any]
     """The attention plan of each group."""
+    states: list[LayerState]
+    """The state of each recurrent layer."""
+    state_plan: Any
+    """Where the batch's states are; None on a model without state."""
 
 
 class Mixer(Protocol):
-    """What mixes tokens in a block: attention, or a recurrent layer."""
+    """What a block applies: attention, a recurrent layer, an MLP."""
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class Recurrent(Mixer, Protocol):
+    """A mixer that keeps a state of fixed size instead of KV."""
+
+    index: int
+    """Its place in `Step.states`, given by the model."""
+
+    @property
+    def state_shape(self) -> StateShape: ...
 
 
 class Linear:
@@ -50,6 +83,13 @@ class Linear:
             at += size
         self.weight = scope.assembled((rows, inputs), weights)
         self.bias = scope.assembled((rows,), biases) if bias else None
+
+    @classmethod
+    def of(cls, weight: Weight, bias: Weight | None) -> Linear:
+        """From weights that were declared elsewhere."""
+        linear = cls.__new__(cls)
+        linear.weight, linear.bias = weight, bias
+        return linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight.tensor, None if self.bias is None else self.bias.tensor)
@@ -88,16 +128,20 @@ class AttentionConfig:
     """Sliding window in tokens, the query's own included."""
     scale: float | None = None
     """Of the scores; None: head_dim ** -0.5."""
+    output_name: str = "o_proj"
+    norm_names: tuple[str, str] = ("q_norm", "k_norm")
 
 
 class Attention:
     """Grouped-query attention over the paged cache. `group` and `layer` are its place there, given by the model."""
 
-    def __init__(self, scope: Scope, config: AttentionConfig) -> None:
+    def __init__(self, scope: Scope, config: AttentionConfig, projection: Linear | None = None) -> None:
+        """`projection` replaces the stacked q, k and v projections; it may have more rows after theirs."""
         c = self.config = config
         queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        self.qkv = Linear(scope, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, c.hidden_size, c.qkv_bias)
-        self.output = Linear(scope, {"o_proj": c.hidden_size}, queries, c.output_bias)
+        sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        self.qkv = Linear(scope, sizes, c.hidden_size, c.qkv_bias) if projection is None else projection
+        self.output = Linear(scope, {c.output_name: c.hidden_size}, queries, c.output_bias)
         self.qk_norm = None if c.qk_norm_eps is None else _head_norms(scope, c)
         self.scale = c.head_dim**-0.5 if c.scale is None else c.scale
         self.qk_heads = c.num_heads + c.num_kv_heads
@@ -107,12 +151,11 @@ class Attention:
         self.layer = 0
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        c, tokens = self.config, x.shape[0]
-        qkv = self.qkv(x)
-        return self.output(self.attend(qkv, tokens, c, step))
+        return self.output(self.attend(self.qkv(x), step))
 
-    def attend(self, qkv: torch.Tensor, tokens: int, c: AttentionConfig, step: Step) -> torch.Tensor:
+    def attend(self, qkv: torch.Tensor, step: Step) -> torch.Tensor:
         """Everything between the projections: [tokens, (heads + 2 kv_heads) * dim] -> [tokens, heads * dim]."""
+        c, tokens = self.config, qkv.shape[0]
         qk = qkv[:, : self.qk_width].view(tokens, self.qk_heads, c.head_dim)
         v = qkv[:, self.qk_width :].view(tokens, c.num_kv_heads, c.head_dim)
         if self.qk_norm is not None:
@@ -131,8 +174,8 @@ def _head_norms(scope: Scope, c: AttentionConfig) -> Weight:
     return scope.assembled(
         (heads, c.head_dim),
         [
-            scope.part("q_norm.weight", shape, (slice(0, c.num_heads),)),
-            scope.part("k_norm.weight", shape, (slice(c.num_heads, heads),)),
+            scope.part(f"{c.norm_names[0]}.weight", shape, (slice(0, c.num_heads),)),
+            scope.part(f"{c.norm_names[1]}.weight", shape, (slice(c.num_heads, heads),)),
         ],
     )
 
@@ -146,7 +189,7 @@ def gelu_tanh_and_mul(x: torch.Tensor, step: Step) -> torch.Tensor:
 
 
 class GatedMLP:
-    """down(act(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)). `inputs` names gate and up, in this order, or the one matrix that holds both."""
 
     def __init__(
         self,
@@ -155,35 +198,47 @@ class GatedMLP:
         intermediate_size: int,
         bias: bool = False,
         activation: Callable[[torch.Tensor, Step], torch.Tensor] = silu_and_mul,
+        inputs: tuple[str, ...] = ("gate_proj", "up_proj"),
+        output: str = "down_proj",
     ) -> None:
-        sizes = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        sizes = {name: 2 * intermediate_size // len(inputs) for name in inputs}
         self.gate_up = Linear(scope, sizes, hidden_size, bias)
-        self.down = Linear(scope, {"down_proj": hidden_size}, intermediate_size, bias)
+        self.down = Linear(scope, {output: hidden_size}, intermediate_size, bias)
         self.activation = activation
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         return self.down(self.activation(self.gate_up(x), step))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Block:
-    """A pre-norm decoder block: x + mixer(norm(x)), then x + mlp(norm(x)).
+    """A pre-norm decoder block: x + mixer(norm(x)), then, if it has an MLP, x + mlp(norm(x)).
 
-    The residual travels apart from x, so that adding it and norming the sum is one operation.
+    The residual travels apart from x, so that adding it and norming the sum is one operation. `post_*` norms, where a
+    family has them, stand at the end of a branch, before it is added; `residual_scale` multiplies each branch there.
     """
 
     mixer_norm: RMSNorm
     mixer: Mixer
-    mlp_norm: RMSNorm
-    mlp: Mixer
-    attention: Attention | None = field(default=None)
-    """The mixer where it is attention: what the cache must hold for this block."""
+    mlp_norm: RMSNorm | None = None
+    mlp: Mixer | None = None
+    post_mixer_norm: RMSNorm | None = None
+    post_mlp_norm: RMSNorm | None = None
+    residual_scale: float = 1.0
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
             residual, x = x, self.mixer_norm(x, step)
         else:
             x, residual = self.mixer_norm.add(x, residual, step)
-        x = self.mixer(x, step)
+        x = self._branch(self.mixer, self.post_mixer_norm, x, step)
+        if self.mlp is None or self.mlp_norm is None:
+            return x, residual
         x, residual = self.mlp_norm.add(x, residual, step)
-        return self.mlp(x, step), residual
+        return self._branch(self.mlp, self.post_mlp_norm, x, step), residual
+
+    def _branch(self, mixer: Mixer, post_norm: RMSNorm | None, x: torch.Tensor, step: Step) -> torch.Tensor:
+        x = mixer(x, step)
+        if post_norm is not None:
+            x = post_norm(x, step)
+        return x if self.residual_scale == 1.0 else x * self.residual_scale

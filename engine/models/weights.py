@@ -6,6 +6,7 @@ a model can be built from its config alone (to size the cache, to print its page
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -21,8 +22,8 @@ class Part:
     shape: tuple[int, ...]
     """Its shape in the checkpoint."""
     at: Index = ()
-    reshape: tuple[int, ...] | None = None
-    """Shape it takes before it is copied; None: as it is."""
+    take: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """What of it is copied (a reordering, a slice); None: all of it, as it is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,8 +56,14 @@ class Scope:
     def sub(self, name: str | int) -> Scope:
         return Scope(f"{self.prefix}{name}.", self.weights)
 
-    def part(self, name: str, shape: tuple[int, ...], at: Index = (), reshape: tuple[int, ...] | None = None) -> Part:
-        return Part(self.prefix + name, shape, at, reshape)
+    def part(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        at: Index = (),
+        take: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> Part:
+        return Part(self.prefix + name, shape, at, take)
 
     def weight(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Weight:
         """Declare a weight that is one tensor of the checkpoint, unchanged."""

@@ -44,6 +44,12 @@ MODELS: dict[str, tuple[Recipe, dict[str, Any]]] = {
         },
     ),
     "qwen3_moe": (Recipe(family="qwen3_moe"), {}),
+    "qwen3_5": (Recipe(family="qwen3_5", layers=3), {}),
+    "granitemoehybrid": (Recipe(family="granitemoehybrid", layers=3), {}),
+    "bamba": (Recipe(family="bamba", layers=3), {}),
+    "nemotron_h": (Recipe(family="nemotron_h", layers=4), {}),
+    "lfm2": (Recipe(family="lfm2", layers=3), {}),
+    "gemma3": (Recipe(family="gemma3_text"), {}),
 }
 
 

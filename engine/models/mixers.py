@@ -1,0 +1,163 @@
+"""Recurrent mixers: gated delta net, Mamba-2, short convolution. Their state replaces the KV of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from engine.models.hf_config import HfConfig, ModelError
+from engine.models.layers import Linear, StateShape, Step
+from engine.models.weights import Scope, Weight
+
+
+def _conv_weight(scope: Scope, name: str, channels: int, width: int) -> Weight:
+    """A depthwise convolution's [channels, 1, width] as [channels, width]."""
+    part = scope.part(f"{name}.weight", (channels, 1, width), take=lambda tensor: tensor[:, 0])
+    return scope.assembled((channels, width), [part])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNetConfig:
+    hidden_size: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    norm_eps: float
+
+
+class GatedDeltaNet:
+    """Short convolution, gated delta rule, gated norm; under Qwen3.5's names."""
+
+    def __init__(self, scope: Scope, config: DeltaNetConfig) -> None:
+        c = self.config = config
+        self.index = 0
+        self.keys, self.values = c.key_heads * c.key_dim, c.value_heads * c.value_dim
+        self.channels = 2 * self.keys + self.values
+        self.sizes = [self.channels, self.values, c.value_heads, c.value_heads]
+        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        self.inputs = Linear(scope, dict(zip(names, self.sizes, strict=True)), c.hidden_size)
+        self.conv = _conv_weight(scope, "conv1d", self.channels, c.conv_width)
+        self.rate_log = scope.weight("A_log", (c.value_heads,), torch.float32)
+        self.dt_bias = scope.weight("dt_bias", (c.value_heads,), torch.float32)
+        self.norm = scope.weight("norm.weight", (c.value_dim,))
+        self.output = Linear(scope, {"out_proj": c.hidden_size}, self.values)
+
+    @property
+    def state_shape(self) -> StateShape:
+        c = self.config
+        return StateShape((c.conv_width - 1, self.channels), (c.value_heads, c.key_dim, c.value_dim))
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        c, tokens, state = self.config, x.shape[0], step.states[self.index]
+        mixed, gate, rate, dt = torch.split(self.inputs(x), self.sizes, -1)
+        mixed = step.ops.causal_conv(mixed, self.conv.tensor, None, state.tail, step.state_plan, True)
+        q, k, v = torch.split(mixed, [self.keys, self.keys, self.values], -1)
+        log_decay = -self.rate_log.tensor.exp() * F.softplus(dt.float() + self.dt_bias.tensor)
+        out = step.ops.gated_delta(
+            q.view(tokens, c.key_heads, c.key_dim),
+            k.view(tokens, c.key_heads, c.key_dim),
+            v.view(tokens, c.value_heads, c.value_dim),
+            log_decay,
+            rate.sigmoid(),
+            state.recurrent,
+            step.state_plan,
+        )
+        gate = gate.view(tokens, c.value_heads, c.value_dim)
+        return self.output(step.ops.norm_then_gate(out, gate, self.norm.tensor, c.norm_eps).reshape(tokens, -1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Config:
+    hidden_size: int
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    conv_width: int
+    norm_eps: float
+    conv_bias: bool = True
+    proj_bias: bool = False
+    dt_limits: tuple[float, float] = (0.0, float("inf"))
+
+    @property
+    def inner_size(self) -> int:
+        return self.heads * self.head_dim
+
+
+class Mamba2:
+    """The Mamba-2 mixer, as Bamba, Granite-4-H and Nemotron-H have it: the gate comes before the (grouped) norm."""
+
+    def __init__(self, scope: Scope, config: Mamba2Config) -> None:
+        c = self.config = config
+        self.index = 0
+        self.channels = c.inner_size + 2 * c.groups * c.state_dim
+        self.sizes = [c.inner_size, self.channels, c.heads]
+        self.inputs = Linear(scope, {"in_proj": sum(self.sizes)}, c.hidden_size, c.proj_bias)
+        self.conv = _conv_weight(scope, "conv1d", self.channels, c.conv_width)
+        self.conv_bias = scope.weight("conv1d.bias", (self.channels,)) if c.conv_bias else None
+        self.rate_log = scope.weight("A_log", (c.heads,), torch.float32)
+        self.dt_bias = scope.weight("dt_bias", (c.heads,), torch.float32)
+        self.skip = scope.weight("D", (c.heads,), torch.float32)
+        self.norm = scope.weight("norm.weight", (c.inner_size,))
+        self.output = Linear(scope, {"out_proj": c.hidden_size}, c.inner_size, c.proj_bias)
+
+    @property
+    def state_shape(self) -> StateShape:
+        c = self.config
+        return StateShape((c.conv_width - 1, self.channels), (c.heads, c.head_dim, c.state_dim))
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        c, tokens, state = self.config, x.shape[0], step.states[self.index]
+        gate, mixed, dt = torch.split(self.inputs(x), self.sizes, -1)
+        bias = None if self.conv_bias is None else self.conv_bias.tensor
+        mixed = step.ops.causal_conv(mixed, self.conv.tensor, bias, state.tail, step.state_plan, True)
+        inputs, b, c_ = torch.split(mixed, [c.inner_size, c.groups * c.state_dim, c.groups * c.state_dim], -1)
+        out = step.ops.state_space(
+            inputs.view(tokens, c.heads, c.head_dim),
+            F.softplus(dt.float() + self.dt_bias.tensor).clamp(*c.dt_limits),
+            -self.rate_log.tensor.exp(),
+            b.view(tokens, c.groups, c.state_dim),
+            c_.view(tokens, c.groups, c.state_dim),
+            self.skip.tensor,
+            state.recurrent,
+            step.state_plan,
+        )
+        out = step.ops.gate_then_norm(out.reshape(tokens, -1), gate, self.norm.tensor, c.norm_eps, c.groups)
+        return self.output(out)
+
+
+def dt_limits(config: HfConfig) -> tuple[float, float]:
+    """`time_step_limit`; transformers 5 writes infinity as an object."""
+    value = config.values.get("time_step_limit", (0.0, float("inf")))
+    try:
+        low, high = (float(item["__float__"] if isinstance(item, dict) else item) for item in value)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ModelError(f"{config.where}: time_step_limit: expected two numbers, got {value!r}") from error
+    return low, high
+
+
+class ShortConv:
+    """LFM2's mixer: a gated short convolution, out(C * conv(B * x))."""
+
+    def __init__(self, scope: Scope, hidden_size: int, conv_width: int, bias: bool) -> None:
+        self.index = 0
+        self.hidden_size, self.conv_width = hidden_size, conv_width
+        self.inputs = Linear(scope, {"in_proj": 3 * hidden_size}, hidden_size, bias)
+        self.conv = _conv_weight(scope, "conv", hidden_size, conv_width)
+        self.conv_bias = scope.weight("conv.bias", (hidden_size,)) if bias else None
+        self.output = Linear(scope, {"out_proj": hidden_size}, hidden_size, bias)
+
+    @property
+    def state_shape(self) -> StateShape:
+        return StateShape((self.conv_width - 1, self.hidden_size))
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        before, after, value = self.inputs(x).chunk(3, -1)
+        bias = None if self.conv_bias is None else self.conv_bias.tensor
+        tail = step.states[self.index].tail
+        mixed = step.ops.causal_conv(before * value, self.conv.tensor, bias, tail, step.state_plan, False)
+        return self.output(after * mixed)

@@ -1,0 +1,68 @@
+"""Where the states of all recurrent layers lie inside one unit: recurrent matrices (fp32) first, then conv tails."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.models.layers import LayerState, StateShape
+
+RECURRENT_DTYPE = torch.float32
+ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """Byte offsets of each layer's parts from the start of a unit."""
+
+    shapes: tuple[StateShape, ...]
+    tail_dtype: torch.dtype
+    recurrent_starts: tuple[int, ...]
+    tail_starts: tuple[int, ...]
+    state_bytes: int
+
+    @staticmethod
+    def of(shapes: Sequence[StateShape], tail_dtype: torch.dtype) -> StateLayout:
+        recurrent_starts, tail_starts, at = [], [], 0
+        for shape in shapes:
+            recurrent_starts.append(at)
+            if shape.recurrent:
+                at += _aligned(math.prod(shape.recurrent) * RECURRENT_DTYPE.itemsize)
+        for shape in shapes:
+            tail_starts.append(at)
+            at += _aligned(math.prod(shape.tail) * tail_dtype.itemsize)
+        return StateLayout(tuple(shapes), tail_dtype, tuple(recurrent_starts), tuple(tail_starts), at)
+
+    def views(self, buffer: torch.Tensor, unit_bytes: int) -> list[LayerState]:
+        """Each layer's state in every unit. buffer: [units * unit_bytes] uint8."""
+        return [
+            LayerState(
+                tail=_view(buffer, unit_bytes, tail_start, shape.tail, self.tail_dtype),
+                recurrent=_view(buffer, unit_bytes, recurrent_start, shape.recurrent or (0,), RECURRENT_DTYPE),
+            )
+            for shape, recurrent_start, tail_start in zip(
+                self.shapes, self.recurrent_starts, self.tail_starts, strict=True
+            )
+        ]
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _view(
+    buffer: torch.Tensor, unit_bytes: int, start_bytes: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """[units, *shape] of `dtype`, `start_bytes` into each unit."""
+    assert unit_bytes % ALIGNMENT_BYTES == 0
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    units = buffer.numel() // unit_bytes
+    typed = buffer.view(dtype)
+    return typed.as_strided(
+        (units, *shape),
+        (unit_bytes // dtype.itemsize, *strides),
+        typed.storage_offset() + start_bytes // dtype.itemsize,
+    )
