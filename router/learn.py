@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 from router.config import LearnConfig, ServiceModel
 
-_RATIO_MIN, _RATIO_MAX = 1 / 50, 50.0
-_COUPLING = (0.0, 6.0, 1.0, 4.0)
+_RATIO_MIN, _RATIO_MAX = 1e-3, 1e3
+_COUPLING = (0.0, 2.0, 1.0, 4.0)
 """Strength, in observations, of the ties from quadratic, step and decode ratios to the prefill ratio."""
 _SWEEPS = 8
 _RECENT = 15
-"""Ratios remembered for the median that judges outliers while little is known."""
+"""Intervals, relative to what the model expected, whose median is what outliers are measured from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,18 @@ class Observation:
 class SpeedEstimate:
     """What is known of one worker's speed. `ratios` times the prior's constants are the estimate."""
 
-    __slots__ = ("_a", "_b", "_config", "_keep", "_prior", "_recent", "_start", "observations", "ratios")
+    __slots__ = (
+        "_a",
+        "_b",
+        "_config",
+        "_keep",
+        "_prior",
+        "_recent",
+        "_start",
+        "_typical_ratio",
+        "observations",
+        "ratios",
+    )
 
     def __init__(self, prior: ServiceModel, config: LearnConfig, *, start_ratio: float = 1.0) -> None:
         """`start_ratio`: speed of the other workers of the pool relative to the prior, for one that has just joined."""
@@ -52,6 +63,7 @@ class SpeedEstimate:
         self._a = [[0.0] * 4 for _ in range(4)]
         self._b = [0.0] * 4
         self._recent: list[float] = []
+        self._typical_ratio = start_ratio
         self.ratios = [start_ratio] * 4
         self.observations = 0
 
@@ -62,22 +74,21 @@ class SpeedEstimate:
         if not self._config.enabled or seen.elapsed_s <= 0.0 or expected_prior <= 0.0:
             return
         self.observations += 1
-        self._recent.append(seen.elapsed_s / expected_prior)
+        expected = sum(r * f for r, f in zip(self.ratios, features))
+        self._recent.append(seen.elapsed_s / expected)
         if len(self._recent) > _RECENT:
             del self._recent[0]
-        ratios = self.ratios
-        if self.observations <= _RECENT:
-            middle = sorted(self._recent)[len(self._recent) // 2]
-            expected = middle * expected_prior
-        else:
-            expected = sum(r * f for r, f in zip(ratios, features))
+        # Outliers are judged against what is usual lately, not against a model that may still be far off.
+        typical = sorted(self._recent)[len(self._recent) // 2]
+        expected *= typical
+        self._typical_ratio = expected / expected_prior
         prior = self._prior
-        granule = ratios[0] * prior.prefill_s_per_token * prior.step_tokens * 0.25 + prior.step_s
+        granule = self._typical_ratio * (prior.prefill_s_per_token * prior.step_tokens * 0.25 + prior.step_s)
         scale = expected + granule
         error = (seen.elapsed_s - expected) / scale
         trust = 1.0
-        if error > 0.5:
-            trust = 0.25 / (error * error)
+        if error > 1.0:
+            trust = 1.0 / (error * error)
         elif error < -0.75:
             trust = 0.75 / -error
         self._add(features, seen.elapsed_s, trust / (scale * scale))
@@ -121,8 +132,8 @@ class SpeedEstimate:
 
     def _solve(self) -> None:
         """Bounded coordinate descent on the ridge problem, started from the last solution."""
-        # An observation whose whole time is one feature adds about 1 to its diagonal: strengths count observations.
-        strength = 0.05 * self._config.prior_weight
+        # An observation adds about 1 / ratio^2 to the diagonal, so that strengths count observations.
+        strength = 0.05 * self._config.prior_weight / self._typical_ratio**2
         ratios = self.ratios
         for _ in range(_SWEEPS):
             for i in range(4):

@@ -215,7 +215,8 @@ class LoadTracker:
         target.prefill_s += flight.prefill_s
         target.requests += 1
         window = self._cost.utilisation_window_s
-        target.utilisation_scaled += flight.prefill_s / window * math.exp((now - self._epoch(now)) / window)
+        grown = math.exp((now - self._epoch(now)) / window)
+        target.utilisation_scaled += flight.prefill_s / window * grown
         return flight
 
     def first_token(self, request_id: str, now: float) -> InFlight | None:
@@ -288,7 +289,8 @@ class LoadTracker:
 
     def utilisation(self, target: Target, now: float) -> float:
         """U, other routers' share included."""
-        own = target.utilisation_scaled * self.utilisation_factor(now)
+        factor = self.utilisation_factor(now)  # first: it may rescale what it is multiplied with
+        own = target.utilisation_scaled * factor
         return own + (target.peer.utilisation if target.peer is not None else 0.0)
 
     def _epoch(self, now: float) -> float:
@@ -354,6 +356,7 @@ class LoadTracker:
     def share(self, target: Target, now: float) -> SharedLoad:
         """This router's own part of a target's load."""
         oldest = next(iter(target.prefills.values()), None)
+        factor = self.utilisation_factor(now)
         return SharedLoad(
             prefill_s=target.prefill_s,
             oldest_prefill_s=oldest.prefill_s if oldest else 0.0,
@@ -361,7 +364,7 @@ class LoadTracker:
             head_since_s=target.head_since_s,
             decode_requests=target.decode_requests,
             decode_context=target.context_tokens,
-            utilisation=target.utilisation_scaled * self.utilisation_factor(now),
+            utilisation=target.utilisation_scaled * factor,
             updated_s=now,
         )
 

@@ -1,0 +1,152 @@
+"""The price, computed by hand from docs/routing.md's symbols, and the other policies."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.config import CostConfig, LearnConfig, ServiceModel
+from router.policy import KvCost, beta_of, choose_least_requests, choose_sticky, load_seconds, sticky_key
+from router.tracker import LoadTracker, SharedLoad, Target
+from router.view import HolderId, Match
+
+CONFIG = CostConfig()
+
+
+def tracker_of(count: int, service: ServiceModel | None = None) -> tuple[LoadTracker, list[Target]]:
+    tracker = LoadTracker(service or ServiceModel(), CONFIG, LearnConfig(enabled=False))
+    return tracker, [tracker.add_target(f"w{i}", None, HolderId(i)) for i in range(count)]
+
+
+def price(tracker: LoadTracker, targets: list[Target], cached: list[int], tokens: int, now: float) -> KvCost:
+    return KvCost(
+        targets, cached, None, prompt_tokens=tokens, utilisation_factor=tracker.utilisation_factor(now), now=now,
+        config=CONFIG,
+    )  # fmt: skip
+
+
+def test_every_term_by_hand() -> None:
+    """Worker 0: a 6,000-token prompt routed at 10.0, half a second ago. Worker 1: one request decoding at 4,000 tokens,
+    and 2,000 of the new prompt's 5,000 tokens cached."""
+    tracker, targets = tracker_of(2)
+    tracker.route("a", targets[0], prompt_tokens=6000, cached_tokens=0, stream=True, now=10.0)
+    tracker.route("b", targets[1], prompt_tokens=4000, cached_tokens=4000, stream=True, now=10.0)
+    tracker.first_token("b", 10.1)
+    now = 10.5
+    cost = price(tracker, targets, [0, 2000], 5000, now)
+    p_a = 1e-4 * (6000 + 6000**2 / 1e5)
+    slow0 = 1 + 0.012 / 0.2048
+    slow1 = 1 + (0.012 + 50e-6 + 2.5e-8 * 4000) / 0.2048
+    p0, p1 = 1e-4 * (5000 + 5000**2 / 1e5), 1e-4 * (3000 + (5000**2 - 2000**2) / 1e5)
+    q0 = p_a - 0.5 / slow0
+    from math import exp
+
+    u0 = p_a / 60 * exp(-0.5 / 60)
+    beta = max(2 * (u0 / 2) / (1 - u0 / 2), CONFIG.beta_min)
+    first, second = cost.terms(0, 0), cost.terms(1, 2000)
+    assert (first.slow, second.slow) == pytest.approx((slow0, slow1))
+    assert (first.prefill_s, second.prefill_s) == pytest.approx((p0, p1))
+    assert (first.queue_s, second.queue_s) == pytest.approx((q0, 0.0))
+    assert (first.utilisation, second.utilisation) == pytest.approx((u0, 0.0))
+    assert cost.beta == pytest.approx(beta)
+    assert first.ttft_s == pytest.approx(slow0 * (q0 + p0))
+    assert first.cost == pytest.approx(slow0 * (q0 + (1 + beta) * p0) + 0.1 * u0)
+    assert second.cost == pytest.approx(slow1 * (1 + beta) * p1)
+    assert cost.choose(0) == 1
+
+
+def test_progress_is_capped_and_starts_at_the_last_first_token() -> None:
+    tracker, (target,) = tracker_of(1)
+    p = target.prefill_seconds(1000, 0)
+    tracker.route("a", target, prompt_tokens=1000, cached_tokens=0, stream=True, now=0.0)
+    tracker.route("b", target, prompt_tokens=1000, cached_tokens=0, stream=True, now=0.01)
+    assert target.queue_s(0.01, 0.95) == pytest.approx(2 * p - 0.01 / target.slow)
+    assert target.queue_s(100.0, 0.95) == pytest.approx(1.05 * p), "without a first token it is never quite done"
+    tracker.first_token("a", 50.0)
+    assert target.queue_s(50.0, 0.95) == pytest.approx(p), "b was begun when a was done"
+    assert target.queue_s(50.05, 0.95) == pytest.approx(p - 0.05 / target.slow)
+
+
+def test_beta_grows_with_the_pool_and_stays_bounded() -> None:
+    assert beta_of(0.0, CONFIG) == CONFIG.beta_min
+    assert beta_of(0.5, CONFIG) == pytest.approx(2.0)
+    assert beta_of(0.95, CONFIG) == pytest.approx(18.0)
+    assert beta_of(3.0, CONFIG) == pytest.approx(18.0)
+
+
+def test_slower_tiers_cost_their_load() -> None:
+    match = Match(HolderId(0), 300, 100, (100, 150, 0, 50), 300)
+    assert load_seconds(match, CONFIG) == pytest.approx(150 * 2e-6 + 50 * 4e-5)
+    assert load_seconds(Match(HolderId(0), 100, 100, (100, 0, 0, 0), 500), CONFIG) == 0.0
+
+
+def test_another_routers_load_counts() -> None:
+    tracker, targets = tracker_of(2)
+    load = SharedLoad(prefill_s=3.0, oldest_prefill_s=1.0, oldest_routed_s=9.0, head_since_s=9.5, decode_requests=4)
+    tracker.update_peer("other", "w0", load)
+    cost = price(tracker, targets, [0, 0], 1000, 10.0)
+    assert cost.terms(0, 0).queue_s == pytest.approx(3.0 - 0.5 / targets[0].slow)
+    assert targets[0].slow > targets[1].slow
+    assert cost.choose(0) == 1
+    tracker.set_peer("other", {})
+    assert targets[0].peer is None
+    assert price(tracker, targets, [0, 0], 1000, 10.0).terms(0, 0).queue_s == 0.0
+
+
+@given(
+    loads=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 20_000), st.integers(0, 3000)), min_size=1, max_size=8),
+    tokens=st.integers(1, 20_000),
+    rotation=st.integers(0, 10),
+)
+def test_the_winner_has_the_least_cost_of_the_terms(
+    loads: list[tuple[int, int, int]], tokens: int, rotation: int
+) -> None:
+    """The fast loop and the explanation are the same formula."""
+    tracker, targets = tracker_of(len(loads))
+    for i, (count, prompt, _) in enumerate(loads):
+        for k in range(count):
+            tracker.route(f"{i}.{k}", targets[i], prompt_tokens=prompt, cached_tokens=0, stream=True, now=float(k))
+        if count > 1:
+            tracker.first_token(f"{i}.0", 3.0)
+    cached = [min(h, tokens - 1) for _, _, h in loads]
+    cost = price(tracker, targets, cached, tokens, 4.0)
+    winner = cost.choose(rotation)
+    costs = [cost.terms(i, 0).cost for i in range(len(loads))]
+    assert costs[winner] <= min(costs) + 2 * CONFIG.tie_s
+
+
+def test_ties_go_round() -> None:
+    tracker, targets = tracker_of(3)
+    cost = price(tracker, targets, [0, 0, 0], 100, 0.0)
+    assert [cost.choose(r) for r in range(4)] == [0, 1, 2, 0]
+
+
+def test_least_requests_counts_what_is_in_flight() -> None:
+    tracker, targets = tracker_of(3)
+    tracker.route("a", targets[0], prompt_tokens=1, cached_tokens=0, stream=True, now=0.0)
+    assert {choose_least_requests(targets, r) for r in range(4)} == {1, 2}
+
+
+def test_sticky_moves_only_what_it_must() -> None:
+    _, targets = tracker_of(6)
+    keys = [f"s{i}" for i in range(300)]
+    before = {key: targets[choose_sticky(targets, key)].name for key in keys}
+    fewer = targets[1:]
+    after = {key: fewer[choose_sticky(fewer, key)].name for key in keys}
+    assert all(after[key] == before[key] for key in keys if before[key] != "w0")
+    shares = [list(before.values()).count(t.name) for t in targets]
+    assert min(shares) > 20
+    assert sticky_key(None, [1, 2, 3]) == sticky_key(None, [1, 2, 3])
+    assert sticky_key("s", [1]) == "s"
+    assert sticky_key(None, None) is None
+
+
+def test_chance_is_an_argument() -> None:
+    from router.policy import choose_random
+
+    _, targets = tracker_of(4)
+    one = [choose_random(targets, random.Random(7)) for _ in range(3)]
+    assert one == [one[0]] * 3

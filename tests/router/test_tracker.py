@@ -1,0 +1,189 @@
+"""In-flight bookkeeping and learning: sums, estimates of unseen first tokens, workers that are not as assumed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.config import CostConfig, LearnConfig, ServiceModel
+from router.learn import Observation, SpeedEstimate
+from router.tracker import LoadTracker, Phase, Target
+from router.view import HolderId
+
+
+def make(*, learn: bool = False) -> tuple[LoadTracker, Target]:
+    tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig(enabled=learn))
+    return tracker, tracker.add_target("w", None, HolderId(0))
+
+
+def test_a_request_that_does_not_stream_starts_decoding_when_it_should() -> None:
+    tracker, target = make()
+    tracker.route("a", target, prompt_tokens=10_000, cached_tokens=0, stream=False, now=0.0)
+    due = target.slow * target.prefill_seconds(10_000, 0)
+    tracker.advance(due * 0.99)
+    assert tracker.requests["a"].phase is Phase.PREFILL
+    tracker.advance(due * 1.01)
+    assert tracker.requests["a"].phase is Phase.DECODE
+    assert target.queue_s(due * 1.01, 0.95) == 0.0
+    tracker.end("a", due + 1)
+    tracker.check_invariants()
+
+
+def test_a_removed_target_takes_nothing_with_it() -> None:
+    tracker, target = make()
+    other = tracker.add_target("v", None, HolderId(1))
+    tracker.route("a", target, prompt_tokens=100, cached_tokens=0, stream=True, now=0.0)
+    tracker.route("b", other, prompt_tokens=100, cached_tokens=0, stream=True, now=0.0)
+    tracker.remove_target("w")
+    tracker.first_token("a", 1.0)
+    tracker.end("a", 2.0)
+    tracker.check_invariants()
+    assert other.prefill_s > 0.0
+
+
+def test_utilisation_decays_and_survives_rescaling() -> None:
+    tracker, target = make()
+    tracker.route("a", target, prompt_tokens=10_000, cached_tokens=0, stream=True, now=0.0)
+    start = tracker.utilisation(target, 0.0)
+    assert start == pytest.approx(target.prefill_seconds(10_000, 0) / 60)
+    assert tracker.utilisation(target, 60.0) == pytest.approx(start / 2.718281828, rel=1e-6)
+    assert tracker.utilisation(target, 60.0 * 30) == pytest.approx(start * 2.718281828**-30, rel=1e-6)
+    tracker.route("b", target, prompt_tokens=10_000, cached_tokens=0, stream=True, now=60.0 * 45)
+    assert tracker.utilisation(target, 60.0 * 45) == pytest.approx(start, rel=1e-6)
+
+
+KINDS = ["route", "first", "end", "progress", "blind"]
+
+
+def test_steady_load_shows_as_utilisation() -> None:
+    tracker, target = make()
+    p = target.prefill_seconds(1000, 0)
+    for i in range(3000):
+        tracker.route(str(i), target, prompt_tokens=1000, cached_tokens=0, stream=True, now=i * 2 * p)
+        tracker.end(str(i), i * 2 * p)
+    assert tracker.utilisation(target, 3000 * 2 * p) == pytest.approx(0.5, rel=0.01)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["route", "first", "end", "progress", "blind"]), st.integers(0, 9), st.integers(1, 9000)
+        ),
+        max_size=60,
+    )
+)
+def test_sums_equal_what_they_sum_in_any_order(steps: list[tuple[str, int, int]]) -> None:
+    tracker, target = make(learn=True)
+    for i, (what, number, tokens) in enumerate(steps):
+        name, now = str(number), i * 0.1
+        if what in ("route", "blind") and name not in tracker.requests:
+            tracker.route(name, target, prompt_tokens=tokens, cached_tokens=0, stream=what == "route", now=now)
+        elif what == "first":
+            tracker.first_token(name, now)
+        elif what == "end":
+            tracker.end(name, now)
+        elif what == "progress":
+            tracker.progress(name, tokens)
+        tracker.advance(now)
+        tracker.check_invariants()
+        assert target.queue_s(now, 0.95) >= 0.0
+    for name in list(tracker.requests):
+        tracker.end(name, 1e6)
+    assert (target.requests, target.decode_requests, target.context_tokens, target.prefill_s) == (0, 0, 0, 0.0)
+
+
+# Learning ------------------------------------------------------------------------------------------------------------
+def observation(rng: random.Random, truth: ServiceModel, *, noise: float = 0.0) -> Observation:
+    """One interval of a worker that is exactly `truth`, up to relative noise."""
+    length = rng.randint(200, 30_000)
+    cached = rng.choice([0, 0, length // 2, length * 9 // 10])
+    decoding, context = rng.randint(0, 60), rng.randint(0, 400_000)
+    u, q = length - cached, float(length**2 - cached**2)
+    steps = max(1.0, u / truth.step_tokens)
+    seconds = truth.prefill_s_per_token * (u + q / (2 * truth.quadratic_tokens))
+    per_step = truth.step_s + truth.decode_request_s * decoding + truth.decode_context_s * context
+    seconds = (seconds + steps * per_step) * (1 + noise * rng.gauss(0, 1))
+    return Observation(max(seconds, 1e-4), u, q, steps, decoding, context)
+
+
+TRUTHS = [
+    ServiceModel(prefill_s_per_token=2e-5, quadratic_tokens=80_000, step_s=0.004),
+    ServiceModel(),
+    ServiceModel(prefill_s_per_token=4e-4, quadratic_tokens=20_000, step_s=0.03, decode_request_s=2e-4),
+    ServiceModel(prefill_s_per_token=3e-3, quadratic_tokens=10_000, step_s=0.05),
+]
+
+
+@pytest.mark.parametrize("truth", TRUTHS)
+@pytest.mark.parametrize("noise", [0.0, 0.15])
+def test_a_worker_is_learned_within_a_hundred_requests(truth: ServiceModel, noise: float) -> None:
+    rng = random.Random(5)
+    estimate = SpeedEstimate(ServiceModel(), LearnConfig())
+    for _ in range(100):
+        estimate.observe(observation(rng, truth, noise=noise))
+    learned = estimate.model()
+    for length, cached in ((1000, 0), (8000, 4000), (30_000, 0), (30_000, 27_000)):
+        seconds = [
+            m.prefill_s_per_token * (length - cached + (length**2 - cached**2) / (2 * m.quadratic_tokens))
+            for m in (truth, learned)
+        ]
+        assert 0.7 < seconds[1] / seconds[0] < 1.25, (length, cached, learned)
+
+
+def test_outliers_that_are_slow_do_not_mislead() -> None:
+    """A tenth of the intervals is twenty times as long: the engine waited for memory, or others' requests ran."""
+    rng = random.Random(6)
+    truth = ServiceModel(prefill_s_per_token=2e-4)
+    estimate = SpeedEstimate(ServiceModel(), LearnConfig())
+    for _ in range(300):
+        seen = observation(rng, truth, noise=0.1)
+        if rng.random() < 0.1:
+            seen = Observation(
+                seen.elapsed_s * 20, seen.uncached_tokens, seen.quadratic, seen.steps, seen.decode_requests,
+                seen.decode_context,
+            )  # fmt: skip
+        estimate.observe(seen)
+    assert 0.7 * 2e-4 < estimate.model().prefill_s_per_token < 1.2 * 2e-4
+
+
+def test_a_worker_that_changes_is_learned_again() -> None:
+    rng = random.Random(7)
+    estimate = SpeedEstimate(ServiceModel(), LearnConfig(half_life=50))
+    for truth in (ServiceModel(prefill_s_per_token=5e-5), ServiceModel(prefill_s_per_token=4e-4)):
+        for _ in range(400):
+            estimate.observe(observation(rng, truth, noise=0.1))
+        assert estimate.model().prefill_s_per_token == pytest.approx(truth.prefill_s_per_token, rel=0.25)
+
+
+def test_learning_from_first_tokens_of_a_queue() -> None:
+    """A worker four times as slow as assumed, first come first served, learned through the tracker's intervals."""
+    tracker, target = make(learn=True)
+    rng = random.Random(8)
+    truth = ServiceModel(prefill_s_per_token=4e-4, step_s=0.05)
+    free_s, now = 0.0, 0.0
+    ends: list[tuple[float, str]] = []
+    for i in range(200):
+        now += rng.expovariate(0.35)
+        while ends and ends[0][0] <= now:
+            at, name = ends.pop(0)
+            tracker.first_token(name, at)
+            tracker.end(name, at)
+        length = rng.randint(500, 9000)
+        tracker.route(str(i), target, prompt_tokens=length, cached_tokens=0, stream=True, now=now)
+        steps = max(1, -(-length // 2048))
+        seconds = truth.prefill_s_per_token * (length + length**2 / 1e5) + steps * truth.step_s
+        free_s = max(free_s, now) + seconds
+        ends.append((free_s, str(i)))
+    assert target.service.prefill_s_per_token == pytest.approx(4e-4, rel=0.15)
+
+
+def test_a_newcomer_starts_at_its_pools_speed() -> None:
+    tracker, target = make(learn=True)
+    rng = random.Random(9)
+    for _ in range(50):
+        target.speed.observe(observation(rng, ServiceModel(prefill_s_per_token=3e-4, step_s=0.036)))
+    fresh = tracker.add_target("new", None, HolderId(5))
+    assert fresh.service.prefill_s_per_token == pytest.approx(3e-4, rel=0.25)
