@@ -13,7 +13,7 @@ import sys
 import threading
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from events.codec import decode_batch
 from events.errors import DecodeError
@@ -48,7 +48,7 @@ def make_index(kind: IndexKind = "auto", seed: int | None = None) -> PrefixIndex
             "the pure-Python one serves, about a hundred times slower"
         )
         return ReferenceIndex(seed)
-    return NativeIndex(seed)
+    return cast(PrefixIndex, NativeIndex(seed))  # its reports and matches are C++ objects with the same fields
 
 
 class ReferenceIndex:

@@ -104,8 +104,13 @@ class World:
         return number.to_bytes(32, "big") if self._bytes else (number << 40 | number) & (1 << 64) - 1
 
     def store(self, spec: GroupSpec, tier: str, prompt: Prefix, first: int, count: int) -> list[Event]:
-        """Blocks [first, first + count) of the prompt, cut into the group's size."""
+        """Blocks [first, first + count) of the prompt, cut into the group's size.
+
+        Other groups speak after full attention has: without it nobody can tell where their blocks stand.
+        """
         size = spec.size
+        if spec.idx != self.full.idx and self.full.idx not in self.model.spoken:
+            return []
         ends = [end for end in range((first + 1) * size, (first + count) * size + 1, size) if end <= len(prompt)]
         if not ends:
             return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from events.codec import encode_batch
 from events.types import EventBatch
 from router.index import ReferenceIndex, make_index
-from router.view import PrefixIndex, Scope
+from router.view import IngestReport, PrefixIndex, Scope
 
 TESTS = Path(__file__).resolve().parent.parent
 SCOPE = Scope("m")
@@ -167,7 +168,7 @@ def test_native_equals_the_reference(layouts: Any, steps: Any, pins: Any, seed: 
                 payload = encode_batch(EventBatch(0.0, pending))
                 pending = []
                 reports = [index.ingest(holders[0][at], payload) for index in pair]
-                assert reports[0] == reports[1]
+                assert _counts(reports[0]) == _counts(reports[1])
                 if operation[0] == "restart":
                     for index in pair:
                         index.clear(holders[0][at])
@@ -197,6 +198,10 @@ def _check_copy(source: PrefixIndex, twin: PrefixIndex, holder: Any, asked: Any)
         tokens = {match.holder: match.tokens for match in source.match(prompt, SCOPE)}
         copied = {match.holder: match.tokens for match in twin.match(prompt, SCOPE)}
         assert tokens.get(holder, 0) == copied.get(copy, 0)
+
+
+def _counts(report: IngestReport) -> dict[str, object]:
+    return {field.name: getattr(report, field.name) for field in dataclasses.fields(IngestReport)}
 
 
 def _same_matches(pair: Any, prompt: tuple[int, ...]) -> None:

@@ -1,0 +1,415 @@
+#include "events.hpp"
+
+#include <algorithm>
+#include <cctype>
+
+namespace blockcast {
+
+namespace {
+
+constexpr std::size_t kBlockSizeMax = (1u << 24) - 1;
+constexpr std::size_t kTextsMax = 1024;  // reserved, so that views of earlier texts stay valid
+
+enum class Field : u8 {
+    BlockHashes, Parent, TokenIds, BlockSize, LoraId, Medium, LoraName, ExtraKeys, GroupIdx, Kind, Window,
+    CacheSalt, Ignored,
+};
+
+// Fields in the order of positional events.
+constexpr Field kStoredOrder[] = {
+    Field::BlockHashes, Field::Parent, Field::TokenIds, Field::BlockSize, Field::LoraId, Field::Medium,
+    Field::LoraName, Field::ExtraKeys, Field::GroupIdx, Field::Kind, Field::Window,
+    Field::Ignored /* locality */, Field::Ignored /* ownership */, Field::Ignored /* session_id */,
+    Field::Ignored /* lookahead_token_ids */, Field::CacheSalt,
+};
+constexpr Field kRemovedOrder[] = {Field::BlockHashes, Field::Medium, Field::GroupIdx};
+
+Field field_named(std::string_view name) {
+    switch (name.size()) {
+        case 6: return name == "medium" ? Field::Medium : Field::Ignored;
+        case 7: return name == "lora_id" ? Field::LoraId : Field::Ignored;
+        case 9: return name == "token_ids" ? Field::TokenIds : name == "lora_name" ? Field::LoraName
+                     : name == "group_idx" ? Field::GroupIdx : Field::Ignored;
+        case 10: return name == "block_size" ? Field::BlockSize : name == "extra_keys" ? Field::ExtraKeys
+                      : name == "cache_salt" ? Field::CacheSalt : Field::Ignored;
+        case 12: return name == "block_hashes" ? Field::BlockHashes : Field::Ignored;
+        case 17: return name == "parent_block_hash" ? Field::Parent : Field::Ignored;
+        case 18: return name == "kv_cache_spec_kind" ? Field::Kind : Field::Ignored;
+        case 28: return name == "kv_cache_spec_sliding_window" ? Field::Window : Field::Ignored;
+        default: return Field::Ignored;
+    }
+}
+
+// A raw extra key, kept until the event's LoRA name is known: fields of a map come in any order.
+struct RawExtra {
+    u32 block;
+    const u8* at;
+};
+
+class Decoder {
+public:
+    Decoder(const u8* payload, std::size_t size, const Digester& digester, Batch& batch)
+        : reader_(payload, size), digester_(digester), batch_(batch) {}
+
+    void run() {
+        if (reader_.peek() != Type::Array) throw Truncated("expected [ts, events, rank]");
+        const std::size_t parts = reader_.array();
+        if (parts < 2) throw Truncated("expected [ts, events, rank]");
+        if (const Type type = reader_.peek(); type != Type::Float && type != Type::Int) throw Truncated("ts is no number");
+        reader_.number();
+        if (reader_.peek() != Type::Array) throw Truncated("events is no array");
+        const std::size_t count = reader_.array();
+        for (std::size_t i = 0; i < count; ++i) one(i);
+        for (std::size_t i = 2; i < parts; ++i) reader_.skip();
+        if (!reader_.done()) throw Truncated("bytes behind the batch");
+    }
+
+private:
+    // Structural faults (Truncated) end the payload; an event with a wrong value is skipped as a whole.
+    void one(std::size_t index) {
+        const u8* start = reader_.position();
+        const std::size_t names = batch_.names.size(), tokens = batch_.tokens.size(), extras = batch_.extras.size();
+        try {
+            event();
+        } catch (const Mismatch& error) {
+            batch_.malformed.push_back("event " + std::to_string(index) + ": " + error.what());
+            batch_.names.resize(names);
+            batch_.tokens.resize(tokens);
+            batch_.extras.resize(extras);
+            reader_.seek(start);
+            reader_.skip();
+        }
+    }
+
+    void event() {
+        if (reader_.peek() == Type::Array) {
+            const std::size_t count = reader_.array();
+            if (count == 0) throw Mismatch("empty array");
+            if (reader_.peek() != Type::Str) throw Mismatch("expected the event type as a string");
+            begin(reader_.str());
+            for (std::size_t i = 1; i < count; ++i) field(positional(i - 1));
+        } else if (reader_.peek() == Type::Map) {
+            const std::size_t count = reader_.map();
+            begin(type_of(count));
+            for (std::size_t i = 0; i < count; ++i) {
+                if (reader_.peek() != Type::Str) {
+                    reader_.skip();
+                    reader_.skip();
+                    continue;
+                }
+                const std::string_view name = reader_.str();
+                if (kind_ == Kind::Digests) {
+                    digests_field(name);
+                } else {
+                    field(kind_ == Kind::Unknown || kind_ == Kind::Cleared ? Field::Ignored : field_named(name));
+                }
+            }
+        } else {
+            throw Mismatch("expected a map or an array");
+        }
+        finish();
+    }
+
+    // "type" stands first in every known engine; anywhere else costs a second walk.
+    std::string_view type_of(std::size_t count) {
+        const u8* body = reader_.position();
+        for (std::size_t i = 0; i < count; ++i) {
+            if (reader_.peek() != Type::Str) {
+                reader_.skip();
+            } else if (reader_.str() == "type") {
+                if (reader_.peek() != Type::Str) throw Mismatch("expected the event type as a string");
+                const std::string_view type = reader_.str();
+                reader_.seek(body);
+                return type;
+            }
+            reader_.skip();
+        }
+        throw Mismatch("an event without a type");
+    }
+
+    enum class Kind : u8 { Stored, Removed, Cleared, Digests, Unknown };
+
+    void begin(std::string_view type) {
+        kind_ = type == "BlockStored" ? Kind::Stored : type == "BlockRemoved" ? Kind::Removed
+              : type == "AllBlocksCleared" ? Kind::Cleared : type == "BlockDigests" ? Kind::Digests : Kind::Unknown;
+        stored_ = Stored();
+        digests_ = Digests();
+        lora_id_.reset();
+        medium_.reset();
+        raw_extras_.clear();
+        seen_names_ = seen_tokens_ = seen_size_ = false;
+        stored_.names.begin = batch_.names.size();
+        stored_.tokens.begin = batch_.tokens.size();
+        stored_.extras.begin = batch_.extras.size();
+    }
+
+    Field positional(std::size_t i) const {
+        if (kind_ == Kind::Stored && i < std::size(kStoredOrder)) return kStoredOrder[i];
+        if (kind_ == Kind::Removed && i < std::size(kRemovedOrder)) return kRemovedOrder[i];
+        return Field::Ignored;
+    }
+
+    void field(Field which) {
+        switch (which) {
+            case Field::BlockHashes: names(); break;
+            case Field::Parent:
+                stored_.has_parent = !reader_.take_nil();
+                if (stored_.has_parent) stored_.parent = name();
+                break;
+            case Field::TokenIds: kind_ == Kind::Stored ? tokens() : reader_.skip(); break;
+            case Field::BlockSize: block_size(); break;
+            case Field::LoraId: lora_id_ = optional_int(); break;
+            case Field::Medium: medium_ = optional_str(); break;
+            case Field::LoraName: stored_.lora = optional_str(); break;
+            case Field::ExtraKeys: extra_keys(); break;
+            case Field::GroupIdx: stored_.group = optional_int(); break;
+            case Field::Kind: stored_.kind = optional_str(); break;
+            case Field::Window: {
+                const std::optional<std::int64_t> window = optional_int();
+                stored_.window.reset();
+                if (window && *window > 0) stored_.window = static_cast<u64>(*window);
+                break;
+            }
+            case Field::CacheSalt: stored_.salt = optional_str(); break;
+            case Field::Ignored: reader_.skip(); break;
+        }
+    }
+
+    u64 name() {
+        if (reader_.peek() == Type::Bin) return digester_.bytes(reader_.bin());
+        if (reader_.peek() != Type::Int) throw Mismatch("expected a block hash as int or bytes");
+        return reader_.integer().bits;
+    }
+
+    void names() {
+        const std::size_t count = reader_.array();
+        batch_.names.resize(stored_.names.begin);
+        for (std::size_t i = 0; i < count; ++i) batch_.names.push_back(name());
+        stored_.names.count = count;
+        seen_names_ = true;
+    }
+
+    void tokens() {
+        const std::size_t count = reader_.array();
+        batch_.tokens.resize(stored_.tokens.begin + count);
+        u32* out = batch_.tokens.data() + stored_.tokens.begin;
+        for (std::size_t i = reader_.tokens(out, count); i < count; ++i) out[i] = token();
+        stored_.tokens.count = count;
+        seen_tokens_ = true;
+    }
+
+    // SGLang under EAGLE sends (token, next token) pairs: the first is the block's own.
+    u32 token() {
+        if (reader_.peek() == Type::Array) {
+            const std::size_t count = reader_.array();
+            if (count == 0) throw Mismatch("an empty pair in token_ids");
+            const u32 own = token();
+            for (std::size_t i = 1; i < count; ++i) reader_.skip();
+            return own;
+        }
+        const Reader::Int value = reader_.integer();
+        if (value.negative || value.bits >> 32 != 0) throw Mismatch("BlockStored.token_ids: expected 0 <= id < 2^32");
+        return static_cast<u32>(value.bits);
+    }
+
+    void block_size() {
+        const Reader::Int value = reader_.integer();
+        if (value.negative || value.bits == 0 || value.bits > kBlockSizeMax) {
+            throw Mismatch("BlockStored.block_size is " + std::to_string(static_cast<std::int64_t>(value.bits)) +
+                           ": expected 1.." + std::to_string(kBlockSizeMax));
+        }
+        stored_.block_size = static_cast<u32>(value.bits);
+        seen_size_ = true;
+    }
+
+    std::optional<std::int64_t> optional_int() {
+        if (reader_.take_nil()) return std::nullopt;
+        return static_cast<std::int64_t>(reader_.integer().bits);
+    }
+
+    Text optional_str() {
+        if (reader_.take_nil()) return std::nullopt;
+        return reader_.str();
+    }
+
+    void extra_keys() {
+        raw_extras_.clear();
+        if (reader_.take_nil()) return;
+        const std::size_t blocks = reader_.array();
+        for (std::size_t block = 0; block < blocks; ++block) {
+            if (reader_.take_nil()) continue;
+            const std::size_t count = reader_.array();
+            for (std::size_t i = 0; i < count; ++i) {
+                raw_extras_.push_back(RawExtra{static_cast<u32>(block), reader_.position()});
+                reader_.skip();
+            }
+        }
+    }
+
+    void finish() {
+        switch (kind_) {
+            case Kind::Unknown: ++batch_.unknown; break;
+            case Kind::Cleared: batch_.events.push_back({Event::Kind::Cleared, 0}); break;
+            case Kind::Digests:
+                if (!seen_names_) throw Mismatch("BlockDigests without blocks");
+                batch_.events.push_back({Event::Kind::Digests, batch_.digests.size()});
+                batch_.digests.push_back(std::move(digests_));
+                break;
+            case Kind::Removed:
+                if (!seen_names_) throw Mismatch("BlockRemoved without block_hashes");
+                batch_.events.push_back({Event::Kind::Removed, batch_.removed.size()});
+                batch_.removed.push_back(Removed{stored_.names, tier_of(medium_), stored_.group});
+                break;
+            case Kind::Stored: finish_stored(); break;
+        }
+    }
+
+    void finish_stored() {
+        if (!seen_names_) throw Mismatch("BlockStored without block_hashes");
+        if (!seen_tokens_) throw Mismatch("BlockStored without token_ids");
+        if (!seen_size_) throw Mismatch("BlockStored without block_size");
+        if (stored_.names.count * stored_.block_size > stored_.tokens.count) {
+            throw Mismatch("BlockStored.token_ids has " + std::to_string(stored_.tokens.count) +
+                           " ids: expected at least block_hashes x block_size = " + std::to_string(stored_.names.count) +
+                           " x " + std::to_string(stored_.block_size));
+        }
+        stored_.tier = tier_of(medium_);
+        resolve_extras();
+        if (!stored_.lora && lora_id_) {
+            if (batch_.texts.size() == kTextsMax) throw Mismatch("too many adapters without a name in one batch");
+            batch_.texts.push_back(std::string("\0lora_id ", 9) + std::to_string(*lora_id_));
+            stored_.lora = batch_.texts.back();
+        }
+        batch_.events.push_back({Event::Kind::Stored, batch_.stored.size()});
+        batch_.stored.push_back(stored_);
+    }
+
+    void resolve_extras() {
+        const u8* resume = reader_.position();
+        u32 lora_dropped_from = ~u32{0};
+        for (const RawExtra& raw : raw_extras_) {
+            reader_.seek(raw.at);
+            ExtraKey key{raw.block, false, 0, 0, 0, false, {}};
+            const Type type = reader_.peek();
+            if (type == Type::Str) {
+                key.is_text = true;
+                key.text = reader_.str();
+                if (stored_.lora && key.text == *stored_.lora && lora_dropped_from != raw.block) {
+                    lora_dropped_from = raw.block;
+                    continue;
+                }
+                key.opaque = digester_.opaque(Digester::kText, key.text);
+            } else if (type == Type::Bin) {
+                key.opaque = digester_.opaque(Digester::kBytes, reader_.bin());
+            } else {
+                key.opaque = digester_.opaque(Digester::kNone, {});
+                if (type == Type::Array && reader_.array() == 2 && reader_.peek() == Type::Str) {
+                    const std::string_view identifier = reader_.str();
+                    if (reader_.peek() == Type::Int) {
+                        key.positioned = true;
+                        key.offset = static_cast<std::int64_t>(reader_.integer().bits);
+                        key.media = digester_.text({identifier});
+                    }
+                }
+            }
+            batch_.extras.push_back(key);
+        }
+        stored_.extras.count = batch_.extras.size() - stored_.extras.begin;
+        reader_.seek(resume);
+    }
+
+    void digests_field(std::string_view name) {
+        if (name == "fingerprint") {
+            digests_.fingerprint = reader_.integer().bits;
+        } else if (name == "medium") {
+            digests_.tier = tier_of(optional_str());
+        } else if (name == "group") {
+            digests_group();
+        } else if (name == "blocks") {
+            const std::size_t count = reader_.array();
+            for (std::size_t i = 0; i < count; ++i) {
+                if (reader_.array() != 5) throw Mismatch("BlockDigests.blocks: expected rows of 5 ints");
+                u64 row[5];
+                for (u64& value : row) value = reader_.integer().bits;
+                if (row[1] >= kPrime || row[2] >> 32 != 0 || row[3] == 0 || row[3] > kBlockSizeMax || row[4] == 0 ||
+                    row[4] > 1u << 20) {
+                    throw Mismatch("BlockDigests.blocks: a row is out of range");
+                }
+                digests_.rows.push_back(DigestRow{row[0], row[1], row[2], row[3], row[4]});
+            }
+            seen_names_ = true;
+        } else {
+            reader_.skip();
+        }
+    }
+
+    void digests_group() {
+        const std::size_t count = reader_.map();
+        for (std::size_t i = 0; i < count; ++i) {
+            const std::string_view name = reader_.str();
+            if (name == "group_idx") {
+                digests_.group = optional_int();
+            } else if (name == "kind") {
+                digests_.kind = optional_str();
+            } else if (name == "block_size" || name == "sliding_window") {
+                const std::optional<std::int64_t> value = optional_int();
+                (name == "block_size" ? digests_.block_size : digests_.window) = value;
+            } else if (name == "sparse") {
+                digests_.sparse = reader_.peek() == Type::Bool && *reader_.position() == 0xc3;
+                reader_.skip();
+            } else {
+                reader_.skip();
+            }
+        }
+    }
+
+    Reader reader_;
+    const Digester& digester_;
+    Batch& batch_;
+    Kind kind_ = Kind::Unknown;
+    Stored stored_;
+    Digests digests_;
+    std::optional<std::int64_t> lora_id_;
+    Text medium_;
+    std::vector<RawExtra> raw_extras_;
+    bool seen_names_ = false, seen_tokens_ = false, seen_size_ = false;
+};
+
+}  // namespace
+
+void Batch::clear() {
+    events.clear();
+    stored.clear();
+    removed.clear();
+    digests.clear();
+    names.clear();
+    tokens.clear();
+    extras.clear();
+    texts.clear();
+    malformed.clear();
+    unknown = 0;
+}
+
+void decode(const u8* payload, std::size_t size, const Digester& digester, Batch& batch) {
+    batch.clear();
+    batch.texts.reserve(kTextsMax);
+    try {
+        Decoder(payload, size, digester, batch).run();
+    } catch (const std::runtime_error& error) {
+        batch.clear();
+        batch.malformed.push_back("unreadable event batch of " + std::to_string(size) + " bytes: " + error.what());
+    }
+}
+
+u32 tier_of(Text medium) {
+    if (!medium) return 0;
+    if (*medium == "GPU") return 0;
+    std::string upper(*medium);
+    std::transform(upper.begin(), upper.end(), upper.begin(), [](unsigned char c) { return std::toupper(c); });
+    if (upper == "GPU") return 0;
+    if (upper == "CPU" || upper == "CPU_PINNED") return 1;
+    if (upper == "STORAGE" || upper == "DISK") return 2;
+    return 3;
+}
+
+}  // namespace blockcast

@@ -1,0 +1,135 @@
+#include "index.hpp"
+
+#include <algorithm>
+
+namespace blockcast {
+
+Holder* Index::get(u64 holder) const {
+    const auto found = holders_.find(holder);
+    if (found == holders_.end()) {
+        throw UnknownHolder("holder " + std::to_string(holder) + " is not in the index (removed?)");
+    }
+    return found->second.get();
+}
+
+u64 Index::start(const ScopeView& scope) const { return digester_.text({Text(scope.model), scope.salt, scope.lora}); }
+
+u64 Index::add_holder(std::string name, const std::string& model) {
+    const std::unique_lock lock(mutex_);
+    auto& entry = models_[model];
+    if (!entry) {
+        entry = std::make_unique<ModelHolders>();
+        entry->name = model;
+    }
+    const u64 id = next_holder_++;
+    auto holder = std::make_unique<Holder>(id, std::move(name), entry.get(), digester_, nodes_, seats_);
+    entry->holders.push_back(holder.get());
+    holders_.emplace(id, std::move(holder));
+    return id;
+}
+
+void Index::remove_holder(u64 id) {
+    const std::unique_lock lock(mutex_);
+    Holder* holder = get(id);
+    for (auto pin = pins_.begin(); pin != pins_.end();) {
+        if (pin->second.holder == holder) {
+            release(pin->second);
+            pin = pins_.erase(pin);
+        } else {
+            ++pin;
+        }
+    }
+    holder->leave();
+    const auto model = models_.find(holder->model->name);
+    auto& holders = model->second->holders;
+    holders.erase(std::remove(holders.begin(), holders.end(), holder), holders.end());
+    const bool last = holders.empty();
+    holders_.erase(id);
+    if (last) models_.erase(model);
+}
+
+void Index::clear(u64 holder) {
+    const std::unique_lock lock(mutex_);
+    get(holder)->clear();
+}
+
+void Index::declare_groups(u64 holder, const std::vector<Group>& groups) {
+    const std::unique_lock lock(mutex_);
+    get(holder)->declare(groups);
+}
+
+void Index::set_reannounces(u64 holder, bool reannounces) {
+    const std::unique_lock lock(mutex_);
+    get(holder)->reannounces = reannounces;
+}
+
+Report Index::ingest(u64 id, const u8* payload, std::size_t size) {
+    const std::lock_guard writer(ingest_mutex_);
+    decode(payload, size, digester_, batch_);
+    Report report;
+    report.unknown_events = batch_.unknown;
+    report.malformed.swap(batch_.malformed);
+    const std::unique_lock lock(mutex_);
+    get(id)->apply(batch_, report);
+    seats_.settle_some();
+    return report;
+}
+
+std::vector<Match> Index::match(const u32* tokens, std::size_t count, const ScopeView& scope) const {
+    const std::shared_lock lock(mutex_);
+    const auto model = models_.find(scope.model);
+    if (model == models_.end()) return {};
+    const Query query{tokens, count, start(scope), scope.media.data(), scope.media.size()};
+    return match_all(query, *model->second, digester_, nodes_, seats_, boundaries_, checkpoints_);
+}
+
+u64 Index::pin(u64 id, const u32* tokens, std::size_t count, const ScopeView& scope) {
+    const std::unique_lock lock(mutex_);
+    Holder* holder = get(id);
+    Pin pin{holder, {}, std::nullopt};
+    const u64 cut = holder->cut();
+    const u64 last = count == 0 ? 0 : (count - 1) / cut;
+    u64 key = start(scope);
+    for (u64 step = 1; step * cut <= count; ++step) {
+        key = digester_.extend(key, tokens + (step - 1) * cut, cut, (step - 1) * cut, scope.media.data(),
+                               scope.media.size());
+        pin.boundaries.push_back(key);
+        boundaries_.add(key, holder);
+        if (step == last) pin.checkpoint = key;
+    }
+    if (pin.checkpoint) checkpoints_.add(*pin.checkpoint, holder);
+    ++static_cast<ModelHolders*>(holder->model)->pins[holder];
+    const u64 number = next_pin_++;
+    pins_.emplace(number, std::move(pin));
+    return number;
+}
+
+void Index::unpin(u64 number) {
+    const std::unique_lock lock(mutex_);
+    const auto found = pins_.find(number);
+    if (found == pins_.end()) return;
+    release(found->second);
+    pins_.erase(found);
+}
+
+void Index::release(const Pin& pin) {
+    for (u64 key : pin.boundaries) boundaries_.remove(key, pin.holder);
+    if (pin.checkpoint) checkpoints_.remove(*pin.checkpoint, pin.holder);
+    auto& pins = static_cast<ModelHolders*>(pin.holder->model)->pins;
+    if (--pins[pin.holder] == 0) pins.erase(pin.holder);
+}
+
+Stats Index::stats() const {
+    const std::shared_lock lock(mutex_);
+    Stats stats{holders_.size(), 0, 0, pins_.size(), 0};
+    stats.bytes = nodes_.bytes() + seats_.bytes() + boundaries_.bytes() + checkpoints_.bytes();
+    for (const auto& [id, holder] : holders_) {
+        stats.entries += holder->entries();
+        stats.parked += holder->parked();
+        stats.bytes += holder->bytes();
+    }
+    for (const auto& [id, pin] : pins_) stats.bytes += pin.boundaries.capacity() * sizeof(u64) + 64;
+    return stats;
+}
+
+}  // namespace blockcast

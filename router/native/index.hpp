@@ -1,0 +1,82 @@
+// The native PrefixIndex: the twin of router/index.py. Owns the holders, the lock and the life of pins. One writer at a
+// time, any number of readers; every call is atomic.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "holder.hpp"
+#include "match.hpp"
+#include "pins.hpp"
+
+namespace blockcast {
+
+struct UnknownHolder : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+struct ScopeView {
+    std::string_view model;
+    Text salt, lora;
+    std::vector<Media> media;  // ascending by position
+};
+
+struct Stats {
+    u64 holders, entries, parked, pins, bytes;
+};
+
+class Index {
+public:
+    explicit Index(u64 seed) : digester_(seed), seats_(nodes_) {}
+
+    const Digester& digester() const { return digester_; }
+
+    u64 add_holder(std::string name, const std::string& model);
+    void remove_holder(u64 holder);
+    void clear(u64 holder);
+    void declare_groups(u64 holder, const std::vector<Group>& groups);
+    void set_reannounces(u64 holder, bool reannounces);
+    Report ingest(u64 holder, const u8* payload, std::size_t size);
+    std::vector<Match> match(const u32* tokens, std::size_t count, const ScopeView& scope) const;
+    u64 pin(u64 holder, const u32* tokens, std::size_t count, const ScopeView& scope);
+    void unpin(u64 pin);
+    Stats stats() const;
+
+    // visit(const Holder&), under the reader's lock.
+    template <class Visit>
+    void with_holder(u64 holder, Visit visit) const {
+        const std::shared_lock lock(mutex_);
+        visit(*get(holder), nodes_);
+    }
+
+private:
+    struct Pin {
+        Holder* holder;
+        std::vector<u64> boundaries;
+        std::optional<u64> checkpoint;
+    };
+
+    Holder* get(u64 holder) const;
+    u64 start(const ScopeView& scope) const;
+    void release(const Pin& pin);
+
+    mutable std::shared_mutex mutex_;
+    std::mutex ingest_mutex_;  // guards batch_, so that decoding needs no exclusive lock
+    Batch batch_;
+
+    const Digester digester_;
+    Nodes nodes_;
+    Seats seats_;
+    Promises boundaries_, checkpoints_;
+    std::map<std::string, std::unique_ptr<ModelHolders>, std::less<>> models_;
+    std::unordered_map<u64, std::unique_ptr<Holder>> holders_;
+    std::unordered_map<u64, Pin> pins_;
+    u64 next_holder_ = 0, next_pin_ = 0;
+};
+
+}  // namespace blockcast

@@ -1,0 +1,225 @@
+// Reading MessagePack from bytes that anybody may have sent. Owns the cursor. Refuses to know events.
+// Every read checks the end of the buffer and throws Truncated; nesting is skipped without recursion.
+#pragma once
+
+#include <stdexcept>
+#include <string_view>
+
+#include "digest.hpp"
+
+namespace blockcast {
+
+// The bytes end too early or are no MessagePack: nothing after this point can be read.
+struct Truncated : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+// A value of another type than the field wants: the value can be skipped.
+struct Mismatch : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+enum class Type : u8 { Nil, Bool, Int, Float, Str, Bin, Array, Map, Ext };
+
+class Reader {
+public:
+    Reader(const u8* data, std::size_t size) : at_(data), end_(data + size) {}
+
+    const u8* position() const { return at_; }
+    void seek(const u8* at) { at_ = at; }
+    bool done() const { return at_ == end_; }
+    std::size_t left() const { return static_cast<std::size_t>(end_ - at_); }
+
+    Type peek() const {
+        need(1);
+        const u8 tag = *at_;
+        if (tag <= 0x7f || tag >= 0xe0) return Type::Int;
+        if (tag <= 0x8f) return Type::Map;
+        if (tag <= 0x9f) return Type::Array;
+        if (tag <= 0xbf) return Type::Str;
+        switch (tag) {
+            case 0xc0: return Type::Nil;
+            case 0xc2: case 0xc3: return Type::Bool;
+            case 0xc4: case 0xc5: case 0xc6: return Type::Bin;
+            case 0xca: case 0xcb: return Type::Float;
+            case 0xcc: case 0xcd: case 0xce: case 0xcf:
+            case 0xd0: case 0xd1: case 0xd2: case 0xd3: return Type::Int;
+            case 0xd9: case 0xda: case 0xdb: return Type::Str;
+            case 0xdc: case 0xdd: return Type::Array;
+            case 0xde: case 0xdf: return Type::Map;
+            case 0xc1: throw Truncated("byte 0xc1 is no MessagePack");
+            default: return Type::Ext;
+        }
+    }
+
+    bool take_nil() {
+        if (at_ == end_ || *at_ != 0xc0) return false;
+        ++at_;
+        return true;
+    }
+
+    struct Int {
+        u64 bits;       // two's complement
+        bool negative;
+    };
+
+    Int integer() {
+        need(1);
+        const u8 tag = *at_;
+        if (tag <= 0x7f) return ++at_, Int{tag, false};
+        if (tag >= 0xe0) return ++at_, signed_int(static_cast<std::int8_t>(tag));
+        switch (tag) {
+            case 0xcc: return Int{big_endian(1), false};
+            case 0xcd: return Int{big_endian(2), false};
+            case 0xce: return Int{big_endian(4), false};
+            case 0xcf: return Int{big_endian(8), false};
+            case 0xd0: return signed_int(static_cast<std::int8_t>(big_endian(1)));
+            case 0xd1: return signed_int(static_cast<std::int16_t>(big_endian(2)));
+            case 0xd2: return signed_int(static_cast<std::int32_t>(big_endian(4)));
+            case 0xd3: return signed_int(static_cast<std::int64_t>(big_endian(8)));
+            default: throw Mismatch("expected an int");
+        }
+    }
+
+    double number() {
+        if (peek() == Type::Int) {
+            const Int value = integer();
+            return value.negative ? static_cast<double>(static_cast<std::int64_t>(value.bits)) : double(value.bits);
+        }
+        if (peek() != Type::Float) throw Mismatch("expected a float");
+        if (*at_ == 0xca) {
+            const u32 bits = static_cast<u32>(big_endian(4));
+            float value;
+            std::memcpy(&value, &bits, sizeof value);
+            return value;
+        }
+        const u64 bits = big_endian(8);
+        double value;
+        std::memcpy(&value, &bits, sizeof value);
+        return value;
+    }
+
+    std::string_view str() {
+        if (peek() != Type::Str) throw Mismatch("expected a str");
+        const u8 tag = *at_;
+        if (tag <= 0xbf) return ++at_, raw(tag & 0x1f);
+        return raw(big_endian(tag == 0xd9 ? 1 : tag == 0xda ? 2 : 4));
+    }
+
+    std::string_view bin() {
+        if (peek() != Type::Bin) throw Mismatch("expected bytes");
+        const u8 tag = *at_;
+        return raw(big_endian(tag == 0xc4 ? 1 : tag == 0xc5 ? 2 : 4));
+    }
+
+    // Number of items that follow. An item takes a byte at least, so what is claimed is bounded by what is left.
+    std::size_t array() {
+        if (peek() != Type::Array) throw Mismatch("expected an array");
+        const u8 tag = *at_;
+        std::size_t count;
+        if (tag <= 0x9f) {
+            ++at_;
+            count = tag & 0x0f;
+        } else {
+            count = big_endian(tag == 0xdc ? 2 : 4);
+        }
+        if (count > left()) throw Truncated("an array ends after the bytes");
+        return count;
+    }
+
+    // Number of pairs that follow.
+    std::size_t map() {
+        if (peek() != Type::Map) throw Mismatch("expected a map");
+        const u8 tag = *at_;
+        std::size_t count;
+        if (tag <= 0x8f) {
+            ++at_;
+            count = tag & 0x0f;
+        } else {
+            count = big_endian(tag == 0xde ? 2 : 4);
+        }
+        if (count > left() / 2) throw Truncated("a map ends after the bytes");
+        return count;
+    }
+
+    // Steps over one value, however deep.
+    void skip() {
+        for (std::size_t open = 1; open > 0; --open) {
+            switch (peek()) {
+                case Type::Nil: case Type::Bool: ++at_; break;
+                case Type::Int: integer(); break;
+                case Type::Float: big_endian(*at_ == 0xca ? 4 : 8); break;
+                case Type::Str: str(); break;
+                case Type::Bin: bin(); break;
+                case Type::Array: open += array(); break;
+                case Type::Map: open += 2 * map(); break;
+                case Type::Ext: ext(); break;
+            }
+        }
+    }
+
+    // Fast path of `token_ids`: the longest run of non-negative ints of at most 32 bits. Returns how many were read.
+    std::size_t tokens(u32* out, std::size_t count) {
+        const u8* at = at_;
+        std::size_t i = 0;
+        for (; i < count && end_ - at >= 5; ++i) {
+            const u8 tag = *at;
+            if (tag == 0xcd) {
+                out[i] = u32{at[1]} << 8 | at[2];
+                at += 3;
+            } else if (tag <= 0x7f) {
+                out[i] = tag;
+                at += 1;
+            } else if (tag == 0xce) {
+                u32 word;
+                std::memcpy(&word, at + 1, 4);
+                out[i] = __builtin_bswap32(word);
+                at += 5;
+            } else if (tag == 0xcc) {
+                out[i] = at[1];
+                at += 2;
+            } else {
+                break;
+            }
+        }
+        at_ = at;
+        return i;
+    }
+
+private:
+    static Int signed_int(std::int64_t value) { return Int{static_cast<u64>(value), value < 0}; }
+
+    void need(std::size_t bytes) const {
+        if (left() < bytes) throw Truncated("a value ends after the bytes");
+    }
+
+    // The tag and `bytes` behind it.
+    u64 big_endian(std::size_t bytes) {
+        need(1 + bytes);
+        u64 value = 0;
+        for (std::size_t i = 1; i <= bytes; ++i) value = value << 8 | at_[i];
+        at_ += 1 + bytes;
+        return value;
+    }
+
+    std::string_view raw(std::size_t bytes) {
+        need(bytes);
+        const std::string_view view(reinterpret_cast<const char*>(at_), bytes);
+        at_ += bytes;
+        return view;
+    }
+
+    void ext() {
+        const u8 tag = *at_;
+        if (tag >= 0xd4 && tag <= 0xd8) {
+            ++at_;
+            raw(1 + (std::size_t{1} << (tag - 0xd4)));
+        } else {
+            const std::size_t bytes = big_endian(tag == 0xc7 ? 1 : tag == 0xc8 ? 2 : 4);
+            raw(1 + bytes);
+        }
+    }
+
+    const u8 *at_, *end_;
+};
+
+}  // namespace blockcast

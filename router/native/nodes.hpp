@@ -1,0 +1,254 @@
+// The blocks that anybody holds, and who holds them. Owns the map (prefix digest, block length) -> node and the presence
+// sets. Refuses to know names, groups' meaning and prompts.
+//
+// A presence is (seat, slot): `seat` is a holder's dense number, `slot` = group ordinal * 4 + tier. Invariants: a node
+// lives while it has a presence; a presence given k times has to be taken k times (k > 1 is rare and kept aside).
+#pragma once
+
+#include <algorithm>
+#include <unordered_map>
+
+#include "table.hpp"
+
+namespace blockcast {
+
+using Seat = u32;
+constexpr u32 kTiers = 4;
+constexpr u32 kSlotMax = 255;
+constexpr u32 kSeatMax = (1u << 22) - 1;
+
+// One word that holds up to two presences inline or points to bit planes, one plane a slot.
+//   0                                          nobody
+//   ...second (30 bits)... | first (30) | 01   one presence, or two where `second` is not 0
+//   address | 10                               Planes
+class Presence {
+public:
+    struct Planes {
+        u16 count, words;  // planes; 64-bit words a plane
+        u32 capacity;      // planes allocated
+        u64* plane(u32 i) { return reinterpret_cast<u64*>(this + 1) + std::size_t{i} * (words + 1u); }  // [slot, bits...]
+    };
+
+    bool empty() const { return word_ == 0; }
+    bool is_planes() const { return (word_ & 3) == 2; }
+    Planes* planes() const { return reinterpret_cast<Planes*>(word_ & ~u64{3}); }
+
+    bool test(Seat seat, u32 slot) const {
+        if (is_planes()) {
+            Planes* all = planes();
+            for (u32 i = 0; i < all->count; ++i) {
+                const u64* plane = all->plane(i);
+                if (plane[0] == slot) return seat / 64 < all->words && (plane[1 + seat / 64] >> (seat % 64) & 1);
+            }
+            return false;
+        }
+        const u64 wanted = pack(seat, slot);
+        return word_ != 0 && (first() == wanted || second() == wanted);
+    }
+
+    // False where it was there already. `bytes` is kept up to date with what the set has on the heap.
+    bool add(Seat seat, u32 slot, std::size_t& bytes) {
+        if (test(seat, slot)) return false;
+        if (word_ == 0) {
+            word_ = pack(seat, slot) << 2 | 1;
+            return true;
+        }
+        if (!is_planes()) {
+            if (second() == 0) {
+                word_ |= pack(seat, slot) << 32;
+                return true;
+            }
+            const u64 held[2] = {first(), second()};
+            word_ = 0;
+            Planes* all = allocate(1, words_for(std::max({seat, seat_of(held[0]), seat_of(held[1])})), bytes);
+            word_ = reinterpret_cast<u64>(all) | 2;
+            for (u64 packed : held) set(seat_of(packed), slot_of(packed), bytes);
+        }
+        set(seat, slot, bytes);
+        return true;
+    }
+
+    // False where it was not there.
+    bool remove(Seat seat, u32 slot, std::size_t& bytes) {
+        if (!test(seat, slot)) return false;
+        if (!is_planes()) {
+            const u64 kept = first() == pack(seat, slot) ? second() : first();
+            word_ = kept == 0 ? 0 : kept << 2 | 1;
+            return true;
+        }
+        Planes* all = planes();
+        for (u32 i = 0; i < all->count; ++i) {
+            u64* plane = all->plane(i);
+            if (plane[0] != slot) continue;
+            plane[1 + seat / 64] &= ~(u64{1} << (seat % 64));
+            u64 any = 0;
+            for (u32 word = 0; word < all->words; ++word) any |= plane[1 + word];
+            if (any == 0) {
+                --all->count;
+                std::memmove(plane, all->plane(all->count), (all->words + 1u) * sizeof(u64));
+            }
+            break;
+        }
+        if (all->count == 0) drop(bytes);
+        return true;
+    }
+
+    void drop(std::size_t& bytes) {
+        if (is_planes()) {
+            bytes -= bytes_of(planes()->capacity, planes()->words);
+            std::free(planes());
+        }
+        word_ = 0;
+    }
+
+    // Calls visit(slot, word index, bits) for what each slot holds; inline presences come as single bits.
+    template <class Visit>
+    void each(Visit visit) const {
+        if (is_planes()) {
+            Planes* all = planes();
+            for (u32 i = 0; i < all->count; ++i) {
+                const u64* plane = all->plane(i);
+                for (u32 word = 0; word < all->words; ++word) {
+                    if (plane[1 + word] != 0) visit(static_cast<u32>(plane[0]), word, plane[1 + word]);
+                }
+            }
+        } else if (word_ != 0) {
+            for (u64 packed : {first(), second()}) {
+                if (packed != 0) visit(slot_of(packed), seat_of(packed) / 64, u64{1} << (seat_of(packed) % 64));
+            }
+        }
+    }
+
+private:
+    // 22 bits of seat + 1 and 8 bits of slot: never 0.
+    static u64 pack(Seat seat, u32 slot) { return u64{seat + 1} << 8 | slot; }
+    static Seat seat_of(u64 packed) { return static_cast<Seat>((packed >> 8) - 1); }
+    static u32 slot_of(u64 packed) { return packed & 255; }
+    static u32 words_for(Seat seat) { return seat / 64 + 1; }
+    static std::size_t bytes_of(u32 planes, u32 words) { return sizeof(Planes) + planes * (words + 1u) * sizeof(u64); }
+    u64 first() const { return word_ >> 2 & ((u64{1} << 30) - 1); }
+    u64 second() const { return word_ >> 32; }
+
+    static Planes* allocate(u32 planes, u32 words, std::size_t& bytes) {
+        void* memory = std::calloc(1, bytes_of(planes, words));
+        if (memory == nullptr) throw std::bad_alloc();
+        bytes += bytes_of(planes, words);
+        return new (memory) Planes{0, static_cast<u16>(words), planes};
+    }
+
+    void set(Seat seat, u32 slot, std::size_t& bytes) {
+        Planes* all = planes();
+        u32 at = 0;
+        while (at < all->count && all->plane(at)[0] != slot) ++at;
+        if (words_for(seat) > all->words || at == all->capacity) {
+            Planes* fresh = allocate(std::max<u32>(at + 1, all->count), std::max<u32>(words_for(seat), all->words), bytes);
+            for (u32 i = 0; i < all->count; ++i) {
+                std::memcpy(fresh->plane(i), all->plane(i), (all->words + 1u) * sizeof(u64));
+            }
+            fresh->count = all->count;
+            drop(bytes);
+            word_ = reinterpret_cast<u64>(fresh) | 2;
+            all = fresh;
+        }
+        u64* plane = all->plane(at);
+        if (at == all->count) {
+            std::memset(plane, 0, (all->words + 1u) * sizeof(u64));
+            plane[0] = slot;
+            ++all->count;
+        }
+        plane[1 + seat / 64] |= u64{1} << (seat % 64);
+    }
+
+    u64 word_ = 0;
+};
+
+struct Node {
+    u64 key;  // digest of the prefix that the block completes
+    Presence presence;
+    u32 end;     // length of that prefix in tokens
+    u32 length;  // tokens in the block
+};
+
+class Nodes {
+public:
+    ~Nodes() {
+        table_.each([&](const Entry& entry) { pool_[entry.id].presence.drop(heap_); });
+    }
+
+    Node& operator[](u32 id) { return pool_[id]; }
+    const Node& operator[](u32 id) const { return pool_[id]; }
+
+    static u32 hash(u64 key, u32 length) {
+        return static_cast<u32>((key * 0x9E3779B97F4A7C15ull + u64{length} * 0xD6E8FEB86659FD93ull) >> 32);
+    }
+
+    void prefetch_segment(u32 hash) const { table_.prefetch_segment(hash); }
+    void prefetch_slot(u32 hash) const { table_.prefetch_slot(hash); }
+
+    // 0 where nobody holds it.
+    u32 find(u64 key, u32 length) const {
+        const u32 h = hash(key, length);
+        const Entry* entry = table_.find(h, [&](const Entry& it) {
+            return it.hash == h && pool_[it.id].key == key && pool_[it.id].length == length;
+        });
+        return entry == nullptr ? 0 : entry->id;
+    }
+
+    // One more presence. Returns the node.
+    u32 add(u64 key, u32 end, u32 length, Seat seat, u32 slot) {
+        u32 id = find(key, length);
+        if (id == 0) {
+            id = pool_.allocate();
+            pool_[id] = Node{key, Presence(), end, length};
+            table_.insert(Entry{id, hash(key, length)});
+        }
+        add(id, seat, slot);
+        return id;
+    }
+
+    void add(u32 id, Seat seat, u32 slot) {
+        if (!pool_[id].presence.add(seat, slot, heap_)) ++again_[again_key(id, seat, slot)];
+    }
+
+    // Takes back one presence; the node goes with its last one.
+    void remove(u32 id, Seat seat, u32 slot) {
+        if (!again_.empty()) {
+            const auto again = again_.find(again_key(id, seat, slot));
+            if (again != again_.end()) {
+                if (--again->second == 0) again_.erase(again);
+                return;
+            }
+        }
+        Node& node = pool_[id];
+        node.presence.remove(seat, slot, heap_);
+        if (!node.presence.empty()) return;
+        const u32 h = hash(node.key, node.length);
+        table_.erase(table_.find(h, [&](const Entry& it) { return it.id == id; }));
+        pool_.free(id);
+    }
+
+    std::size_t bytes() const { return pool_.bytes() + table_.bytes() + heap_ + again_.size() * 64; }
+    std::size_t size() const { return table_.size(); }
+
+private:
+    struct Entry {
+        u32 id, hash;
+    };
+    struct Traits {
+        static bool empty(const Entry& entry) { return entry.id == 0; }
+        static u32 hash(const Entry& entry) { return entry.hash; }
+    };
+    struct AgainHash {
+        std::size_t operator()(const std::pair<u64, u32>& key) const {
+            return (key.first * 0x9E3779B97F4A7C15ull) ^ (key.second * 0xD6E8FEB86659FD93ull);
+        }
+    };
+    static std::pair<u64, u32> again_key(u32 id, Seat seat, u32 slot) { return {u64{id} << 32 | seat, slot}; }
+
+    Pool<Node> pool_;
+    SegmentedTable<Entry, Traits> table_;
+    std::unordered_map<std::pair<u64, u32>, u32, AgainHash> again_;  // names beyond the first for one presence
+    std::size_t heap_ = 0;
+};
+
+}  // namespace blockcast
