@@ -89,15 +89,14 @@ def body_of(messages: list[Message], turn: str, *, stream: bool = False) -> byte
     return json.dumps(value).encode()
 
 
-def request_of(body: bytes, key: int) -> bytes:
+def request_of(body: bytes) -> bytes:
     """The headers that OpenAI's Python client sends."""
     return (
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept-Encoding: gzip, deflate\r\n"
         b"Connection: keep-alive\r\nAccept: application/json\r\nContent-Type: application/json\r\n"
         b"User-Agent: OpenAI/Python 1.99.0\r\nX-Stainless-Lang: python\r\nX-Stainless-OS: Linux\r\n"
         b"X-Stainless-Arch: x64\r\nX-Stainless-Runtime: CPython\r\nX-Stainless-Async: false\r\n"
-        b"Authorization: Bearer sk-none\r\nX-Stainless-Retry-Count: 0\r\nX-Key: %d\r\nContent-Length: %d\r\n\r\n"
-        % (key, len(body))
+        b"Authorization: Bearer sk-none\r\nX-Stainless-Retry-Count: 0\r\nContent-Length: %d\r\n\r\n" % len(body)
     ) + body
 
 
@@ -123,7 +122,7 @@ class Bodies:
         for _ in range(count):
             self._count += 1
             turn = f"Question {self._count}: what does function {self._count * 7919 % 100_003} do, and why?"
-            made.append(request_of(body_of(talks[self._count % len(talks)], turn, stream=stream), self._count))
+            made.append(request_of(body_of(talks[self._count % len(talks)], turn, stream=stream)))
         return made
 
 
@@ -251,15 +250,14 @@ TOKENIZE = "blockcast_router_tokenize_seconds_sum"
 
 def show(name: str, result: dict[str, Any]) -> None:
     print(f"\n{name}")
-    print(
-        f"  {'body':>5} {'in flight':>9} {'CPU us':>8} {'tokenise us':>11} {'rest us':>8} {'+p50 ms':>8} {'+p99 ms':>8} {'req/s':>7}"
-    )
+    columns = ("CPU us", "tokenise us", "rest us", "+p50 ms", "+p99 ms", "req/s")
+    print(f"  {'body':>5} {'in flight':>9} " + " ".join(f"{column:>11}" for column in columns))
     for key, row in result["requests"].items():
         size, _, concurrency = key.partition("_c")
         print(
-            f"  {size:>5} {concurrency:>9} {row['cpu_us']:8.1f} {row['tokenize_us']:11.1f} "
-            f"{row['cpu_us_without_tokenize']:8.1f} {row['added_p50_ms']:8.3f} {row['added_p99_ms']:8.3f} "
-            f"{row['requests_per_s']:7.0f}"
+            f"  {size:>5} {concurrency:>9} {row['cpu_us']:11.1f} {row['tokenize_us']:11.1f} "
+            f"{row['cpu_us_without_tokenize']:11.1f} {row['added_p50_ms']:11.3f} {row['added_p99_ms']:11.3f} "
+            f"{row['requests_per_s']:11.0f}"
         )
     stream = result["streams"]
     print(
@@ -319,11 +317,11 @@ def main(peers: tuple[str, ...], json_file: Path | None, rounds: int, scale: flo
         report.update(ours)
         report["peers"] = {}
         for name in peers:
-            with peer_command(name, urls) as (command, ready, peer_port):
-                with program(command, ready) as (pid, _):
-                    gateway = Gateway(name, peer_port, pid)
-                    wait_for_answer(gateway, bodies)
-                    found = Measurement(gateway, direct, bodies, ours=False, rounds=rounds, scale=scale).all()
+            command, ready, peer_port = peer_command(name, urls)
+            with program(command, ready) as (pid, _):
+                gateway = Gateway(name, peer_port, pid)
+                wait_for_answer(gateway, bodies)
+                found = Measurement(gateway, direct, bodies, ours=False, rounds=rounds, scale=scale).all()
             show(f"{name}: {' '.join(command[-6:])}", found)
             report["peers"][name] = found
         if json_file is not None:
@@ -369,8 +367,8 @@ def wait_for_answer(gateway: Gateway, bodies: Bodies) -> None:
 def machine() -> str:
     model = next((line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
                   if line.startswith("model name")), platform.machine())  # fmt: skip
-    load = os.getloadavg()[0]
-    return f"{model}, {os.cpu_count()} cores, load {load:.1f}, Python {platform.python_version()}, Linux {platform.release()}"
+    versions = f"Python {platform.python_version()}, Linux {platform.release()}"
+    return f"{model}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {versions}"
 
 
 if __name__ == "__main__":

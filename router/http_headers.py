@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Generic, TypeVar
 
 TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 LINES = rb"(?:" + TOKEN + rb":[\t -~\x80-\xff]*\r\n)*"
@@ -32,12 +33,14 @@ _NEVER_DROPPED = frozenset((b"content-length", b"content-type", b"host", b"autho
 
 
 class HeaderBlock:
-    """Headers as they were sent, names in any case."""
+    """Headers as they were sent, names in any case. Immutable; what was looked up once is remembered."""
 
-    __slots__ = ("_lower", "raw")
+    __slots__ = ("_kept", "_lower", "_values", "raw")
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
+        self._values: dict[bytes, bytes | None] = {}
+        self._kept: dict[re.Pattern[bytes], bytes] = {}
         self._lower = b"\n" + raw.lower()  # so that every line starts after a line feed
 
     @classmethod
@@ -50,11 +53,16 @@ class HeaderBlock:
 
     def get(self, name: bytes) -> bytes | None:
         """The first value of `name` (lower-case), without the white space around it; None where there is none."""
+        values = self._values
+        if name in values:
+            return values[name]
+        value = None
         at = self._lower.find(b"\n" + name + b":")
-        if at < 0:
-            return None
-        start = at + len(name) + 1
-        return self.raw[start : self.raw.index(b"\r", start)].strip(b" \t")
+        if at >= 0:
+            start = at + len(name) + 1
+            value = self.raw[start : self.raw.index(b"\r", start)].strip(b" \t")
+        values[name] = value
+        return value
 
     def all(self, name: bytes) -> list[bytes]:
         """Every value of `name` (lower-case), in order."""
@@ -69,6 +77,9 @@ class HeaderBlock:
 
     def without(self, dropped: re.Pattern[bytes]) -> bytes:
         """The lines that `dropped` (see `dropping`) does not name, nor a `Connection` header here."""
+        known = self._kept.get(dropped)
+        if known is not None:
+            return known
         kept = dropped.sub(b"", self.raw)
         connection = self.get(b"connection")
         if connection is not None and (connection.lower() not in _PLAIN_OPTIONS or len(self.all(b"connection")) > 1):
@@ -76,9 +87,44 @@ class HeaderBlock:
             options = {value.strip(b" \t") for value in values} - _PLAIN_OPTIONS - _NEVER_DROPPED
             if options:
                 kept = dropping(options).sub(b"", kept)
+        self._kept[dropped] = kept
         return kept
 
 
 def dropping(names: Iterable[bytes]) -> re.Pattern[bytes]:
     """A pattern of the lines whose header is one of `names`."""
     return re.compile(rb"(?mi)^(?:" + b"|".join(re.escape(name) for name in sorted(names)) + rb"):[^\n]*\n")
+
+
+CONTENT_LENGTH = re.compile(rb"(?mi)^content-length:[ \t]*([0-9]{1,15})[ \t]*\r\n")
+T = TypeVar("T")
+
+
+class Template(Generic[T]):
+    """The last head on a connection and what was read from it, to recognise the next one at sight.
+
+    Clients and workers repeat their heads but for the content-length. Two heads that are equal, digits of that length
+    aside, mean the same.
+    """
+
+    __slots__ = ("_prefix", "_suffix", "value")
+
+    def __init__(self, head: bytes, value: T) -> None:
+        """`head` runs to its empty line, and has at most one content-length."""
+        found = CONTENT_LENGTH.search(head)
+        self._prefix = head if found is None else head[: found.start(1)]
+        self._suffix = None if found is None else head[found.end(1) :]
+        self.value = value
+
+    def match(self, data: bytes) -> tuple[int, int | None] | None:
+        """(where the head of `data` ends, its content-length) if it is the same head, else None."""
+        if not data.startswith(self._prefix):
+            return None
+        at = len(self._prefix)
+        if self._suffix is None:
+            return at, None
+        end = data.find(b"\r", at, at + 16)
+        digits = data[at:end]
+        if end < 0 or not digits.isdigit() or not data.startswith(self._suffix, end):
+            return None
+        return end + len(self._suffix), int(digits)

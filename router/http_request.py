@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import httptools
 
-from router.http_headers import LINES, HeaderBlock
+from router.http_headers import LINES, HeaderBlock, Template
 
 _USUAL = re.compile(rb"(POST|GET|DELETE|HEAD) (/[!-~]*) HTTP/1\.1\r\n(" + LINES + rb")\r\n")
 _REMARKABLE = re.compile(
@@ -57,12 +57,13 @@ class Request:
 
     __slots__ = ("body", "headers", "http_1_0", "keep_alive", "method", "path", "target")
 
-    def __init__(self, method: str, target: bytes, headers: HeaderBlock) -> None:
+    def __init__(self, method: str, target: bytes, path: str, headers: HeaderBlock) -> None:
         self.method = method
         self.target = target
         """Path and query as sent; what is forwarded."""
-        self.path = target.partition(b"?")[0].decode("latin-1")
+        self.path = path
         self.headers = headers
+        """The length in them may be another request's: what counts is `len(body)`."""
         self.body = b""
         self.keep_alive = True
         self.http_1_0 = False
@@ -87,6 +88,7 @@ class RequestParser:
         "_limits",
         "_parser",
         "_target",
+        "_template",
         "_upgrade_left",
     )
 
@@ -96,6 +98,7 @@ class RequestParser:
         self._done: deque[Request] = deque()
         self._failure: BadRequest | None = None
         self._upgrade_left = 0
+        self._template: Template[Request] | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -152,35 +155,45 @@ class RequestParser:
 
     def _take_usual(self, data: bytes) -> bool:
         """Take `data` if it is exactly one request of the usual kind."""
+        template = self._template
+        found = template.match(data) if template is not None else None
+        if found is None:
+            template = self._learn(data)
+            found = template.match(data) if template is not None else None
+        if template is None or found is None:
+            return False
+        end, length = found
+        size = len(data) - end
+        if size != (length or 0) or size > self._limits.body_bytes_max or len(self._done) >= PIPELINED_MAX:
+            return False
+        known = template.value
+        request = Request(known.method, known.target, known.path, known.headers)
+        request.keep_alive = known.keep_alive
+        request.body = data[end:]
+        self._done.append(request)
+        return True
+
+    def _learn(self, data: bytes) -> Template[Request] | None:
+        """The template of the head that `data` begins with, if it is of the usual kind."""
         found = _USUAL.match(data)
         if found is None:
-            return False
-        limits = self._limits
+            return None
         end = found.end()
         headers = HeaderBlock(found[3])
         lengths = headers.all(b"content-length")
         if (
-            end > limits.head_bytes_max
+            end > self._limits.head_bytes_max
             or len(lengths) > 1
+            or (lengths and not _LENGTH.match(lengths[0]))
             or len(headers.all(b"host")) != 1
-            or headers.raw.count(b"\n") > limits.headers_max
+            or headers.raw.count(b"\n") > self._limits.headers_max
             or _REMARKABLE.search(data, 0, end) is not None
         ):
-            return False
-        size = len(data) - end
-        if lengths:
-            if not _LENGTH.match(lengths[0]) or int(lengths[0]) != size or size > limits.body_bytes_max:
-                return False
-        elif size:
-            return False
-        if len(self._done) >= PIPELINED_MAX:
-            return False
-        request = Request(found[1].decode(), found[2], headers)
-        request.body = data[end:]
-        if b"connection" in headers:
-            request.keep_alive = headers.get(b"connection").lower() != b"close"  # type: ignore[union-attr]
-        self._done.append(request)
-        return True
+            return None
+        request = Request(found[1].decode(), found[2], _path(found[2]), headers)
+        request.keep_alive = (headers.get(b"connection") or b"").lower() != b"close"
+        self._template = Template(data[:end], request)
+        return self._template
 
     # httptools calls these while it reads.
 
@@ -199,7 +212,8 @@ class RequestParser:
         parser = self._parser
         limits = self._limits
         headers = self._headers
-        request = Request(parser.get_method().decode("latin-1"), self._target, HeaderBlock.of(headers))
+        method = parser.get_method().decode("latin-1")
+        request = Request(method, self._target, _path(self._target), HeaderBlock.of(headers))
         request.keep_alive = parser.should_keep_alive()
         version = parser.get_http_version()
         request.http_1_0 = version == "1.0"
@@ -287,3 +301,7 @@ class RequestParser:
         except BadRequest as error:
             raise BadRequest(error.status, error.message) from None
         return data[len(part) :]
+
+
+def _path(target: bytes) -> str:
+    return target.partition(b"?")[0].decode("latin-1")

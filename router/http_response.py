@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
-from router.http_headers import LINES, HeaderBlock
+from router.http_headers import CONTENT_LENGTH, LINES, HeaderBlock, Template
 
 HEAD_BYTES_MAX = 64 * 1024
 CHUNK_LINE_MAX = 1024
@@ -18,7 +18,7 @@ CHUNK_LINE_MAX = 1024
 
 _HEAD = re.compile(rb"HTTP/1\.([01]) (([1-5]\d\d)(?: [^\r\n\x00]*)?)\r\n(" + LINES + rb")\r\n")
 _HEX = re.compile(rb"[0-9A-Fa-f]{1,12}\Z")
-_DIGITS = re.compile(rb"[0-9]{1,18}\Z")
+_DIGITS = re.compile(rb"[0-9]{1,15}\Z")
 
 
 class UpstreamProtocolError(Exception):
@@ -146,58 +146,82 @@ class ChunkedBody:
 class ResponseHead:
     """Status line and headers of one answer, and how its body ends."""
 
-    __slots__ = ("body", "chunked", "headers", "keep_alive", "reason_line", "status")
+    __slots__ = ("body", "chunked", "headers", "keep_alive", "length", "reason_line", "status")
 
     def __init__(self, status: int, reason_line: bytes, headers: HeaderBlock) -> None:
         self.status = status
         self.reason_line = reason_line
         """`200 OK`, as sent."""
         self.headers = headers
+        """Without the content-length."""
+        self.length: int | None = None
+        """The content-length, which the answer to HEAD has without a body."""
         self.body: Body = LengthBody(0)
         self.chunked = False
         self.keep_alive = True
 
 
-def parse_head(data: bytes, method: str) -> tuple[ResponseHead, bytes] | None:
-    """(head, what comes after it) of the answer to a `method` request; None while the head is incomplete.
+class HeadParser:
+    """Reads the heads of the answers on one connection."""
 
-    Raises `UpstreamProtocolError`.
-    """
+    __slots__ = ("_template",)
+
+    def __init__(self) -> None:
+        self._template: Template[ResponseHead] | None = None
+
+    def parse(self, data: bytes, method: str) -> tuple[ResponseHead, bytes] | None:
+        """(head, what comes after it) of the answer to a `method` request; None while the head is incomplete.
+
+        Raises `UpstreamProtocolError`.
+        """
+        template = self._template
+        matched = template.match(data) if template is not None else None
+        if template is not None and matched is not None:
+            known = template.value
+            end, length = matched
+            head = ResponseHead(known.status, known.reason_line, known.headers)
+            head.keep_alive, head.chunked, head.length = known.keep_alive, known.chunked, length
+        else:
+            parsed = _parse(data)
+            if parsed is None:
+                return None
+            head, end = parsed
+            self._template = Template(data[:end], head)
+        if head.status < 200 or head.status in (204, 304) or method == "HEAD":
+            head.body = LengthBody(0)
+            head.chunked = False
+        elif head.chunked:
+            head.body = ChunkedBody()
+        elif head.length is not None:
+            head.body = LengthBody(head.length)
+        else:
+            head.keep_alive = False
+            head.body = CloseBody()
+        return head, data[end:]
+
+
+def _parse(data: bytes) -> tuple[ResponseHead, int] | None:
+    """(head, where it ends), the framing checked in the order of RFC 9112 section 6.3."""
     found = _HEAD.match(data)
     if found is None:
-        end = data.find(b"\r\n\r\n")
-        if end >= 0 or len(data) > HEAD_BYTES_MAX:
+        if data.find(b"\r\n\r\n") >= 0 or len(data) > HEAD_BYTES_MAX:
             raise UpstreamProtocolError(f"this is no head of an HTTP/1.x answer: {data[:80]!r}")
         return None
     if found.end() > HEAD_BYTES_MAX:
         raise UpstreamProtocolError(f"head over {HEAD_BYTES_MAX} bytes")
     headers = HeaderBlock(found[4])
     head = ResponseHead(int(found[3]), found[2], headers)
-    if b"connection" in headers:
-        options = b",".join(headers.all(b"connection")).lower()
-        head.keep_alive = b"close" not in options and (found[1] == b"1" or b"keep-alive" in options)
-    else:
-        head.keep_alive = found[1] == b"1"
-    _frame(head, method)
-    return head, data[found.end() :]
-
-
-def _frame(head: ResponseHead, method: str) -> None:
-    """Decide how the body ends, in the order of RFC 9112 section 6.3."""
-    headers = head.headers
-    if head.status < 200 or head.status in (204, 304) or method == "HEAD":
-        return
+    options = b",".join(headers.all(b"connection")).lower()
+    head.keep_alive = b"close" not in options and (found[1] == b"1" or b"keep-alive" in options)
     lengths = headers.all(b"content-length")
-    if b"transfer-encoding" in headers:
-        encodings = headers.all(b"transfer-encoding")
+    encodings = headers.all(b"transfer-encoding")
+    if encodings:
         if lengths or len(encodings) != 1 or encodings[0].lower() != b"chunked":
             raise UpstreamProtocolError("transfer-encoding other than a lone chunked")
         head.chunked = True
-        head.body = ChunkedBody()
     elif lengths:
         if len(set(lengths)) != 1 or not _DIGITS.match(lengths[0]):
             raise UpstreamProtocolError(f"bad content-length {lengths!r}")
-        head.body = LengthBody(int(lengths[0]))
-    else:
-        head.keep_alive = False
-        head.body = CloseBody()
+        head.length = int(lengths[0])
+        head.headers = HeaderBlock(CONTENT_LENGTH.sub(b"", headers.raw))
+    return head, found.end()

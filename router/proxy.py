@@ -20,7 +20,7 @@ from typing import Protocol
 from router.core import RouterCore
 from router.http_headers import HOP_BY_HOP, dropping
 from router.http_request import Request
-from router.http_response import LengthBody, ResponseHead, UpstreamProtocolError, parse_head
+from router.http_response import LengthBody, ResponseHead, UpstreamProtocolError
 from router.messages import Decision, FailureKind, Forward, Instruction, Refuse, RouteRequest, Usage, WorkerLost
 from router.metrics import Metrics
 from router.upstream import Target, UpstreamConnection, UpstreamPool
@@ -239,8 +239,10 @@ class Exchange:
     def _read_head(self, data: bytes) -> tuple[ResponseHead | None, bytes]:
         """The head of the answer and what came after it, once it is complete."""
         buffer = self._head_buffer + data if self._head_buffer else data
+        connection = self._connection
+        assert connection is not None
         while True:
-            found = parse_head(buffer, self.request.method)
+            found = connection.heads.parse(buffer, self.request.method)
             if found is None:
                 self._head_buffer = buffer
                 return None, b""
@@ -276,6 +278,8 @@ class Exchange:
         parts += (b"\r\n", head.headers.without(_NOT_RETURNED))
         if head.chunked and self._payload is None:
             parts.append(b"transfer-encoding: chunked\r\n")
+        elif head.length is not None:
+            parts.append(b"content-length: %d\r\n" % head.length)
         parts.append(b"\r\n" if self._keeps_alive(head) else b"connection: close\r\n\r\n")
         return b"".join(parts)
 

@@ -14,6 +14,12 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 from urllib.parse import urlsplit
 
+from router.http_response import HeadParser
+
+
+JOIN_BYTES_MAX = 64 * 1024
+"""Up to this size a copy is cheaper than a vectored write."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
@@ -58,13 +64,14 @@ class UpstreamUser(Protocol):
 class UpstreamConnection(asyncio.Protocol):
     """One TCP connection to a worker."""
 
-    __slots__ = ("_pool", "idle_since_s", "target", "transport", "user", "uses")
+    __slots__ = ("_pool", "heads", "idle_since_s", "target", "transport", "user", "uses")
 
     def __init__(self, pool: UpstreamPool, target: Target) -> None:
         self._pool = pool
         self.target = target
         self.transport: asyncio.Transport | None = None
         self.user: UpstreamUser | None = None
+        self.heads = HeadParser()
         self.uses = 0
         """Requests sent over it: a connection that breaks on its second use may just have timed out idle."""
         self.idle_since_s = 0.0
@@ -93,12 +100,13 @@ class UpstreamConnection(asyncio.Protocol):
             user.upstream_lost(str(exc) if exc else "closed by the worker")
 
     def send(self, head: bytes, body: bytes) -> None:
-        """Write one request. The event loop gathers both parts into one system call."""
+        """Write one request, in one system call."""
         assert self.transport is not None
         self.uses += 1
-        self.transport.write(head)
-        if body:
-            self.transport.write(body)
+        if len(body) <= JOIN_BYTES_MAX:
+            self.transport.write(head + body)
+        else:
+            self.transport.writelines((head, body))
 
     def pause_reading(self) -> None:
         if self.transport is not None and not self.transport.is_closing():

@@ -73,7 +73,7 @@ class _Closed(asyncio.Protocol):
 
 
 async def closed_loop(port: int, requests: list[bytes], concurrency: int) -> list[float]:
-    """Latencies in seconds of all requests, `concurrency` in flight at any time. Raises where one is not answered 200."""
+    """Latencies in seconds of all requests, `concurrency` in flight at any time. Raises unless all are answered 200."""
     loop = asyncio.get_running_loop()
     latencies: list[float] = []
     feed = iter(requests)

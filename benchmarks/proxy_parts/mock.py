@@ -12,6 +12,7 @@ import asyncio
 import json
 import sys
 import time
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,15 @@ ANSWER = json.dumps(
         "usage": {"prompt_tokens": 1, "total_tokens": 33, "completion_tokens": 32},
     }
 ).encode()  # fmt: skip
-COMPLETE = (
-    b"HTTP/1.1 200 OK\r\ndate: Mon, 01 Jan 2024 00:00:00 GMT\r\nserver: uvicorn\r\ncontent-type: application/json\r\n"
-    b"content-length: %d\r\n\r\n" % len(ANSWER) + ANSWER
-)
-STREAM_HEAD = (
-    b"HTTP/1.1 200 OK\r\ndate: Mon, 01 Jan 2024 00:00:00 GMT\r\nserver: uvicorn\r\n"
-    b"content-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
-)
 DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+
+
+def heads() -> tuple[bytes, bytes]:
+    """(a complete answer, the head of a stream), with this second's date, as uvicorn sends them."""
+    start = b"HTTP/1.1 200 OK\r\ndate: %b\r\nserver: uvicorn\r\n" % formatdate(usegmt=True).encode()
+    complete = start + b"content-length: %d\r\ncontent-type: application/json\r\n\r\n" % len(ANSWER) + ANSWER
+    stream = start + b"content-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+    return complete, stream
 
 
 def event() -> bytes:
@@ -56,6 +57,9 @@ def event() -> bytes:
 
 class Mock(asyncio.Protocol):
     """One connection."""
+
+    heads = heads()
+    """Renewed every second."""
 
     def __init__(self, pages: dict[bytes, bytes], chunks: int, pace_s: float) -> None:
         self._pages = pages
@@ -86,10 +90,10 @@ class Mock(asyncio.Protocol):
     def _answer(self, head: bytes, body: bytes) -> None:
         if head.startswith(b"post"):
             if b'"stream":true' in body or b'"stream": true' in body:
-                self._transport.write(STREAM_HEAD)
+                self._transport.write(Mock.heads[1])
                 self._tick(self._chunks, asyncio.get_running_loop().time())
             else:
-                self._transport.write(COMPLETE)
+                self._transport.write(Mock.heads[0])
             return
         page = self._pages.get(head.split(b" ", 2)[1], None)
         status = b"200 OK" if page is not None else b"404 Not Found"
@@ -138,7 +142,9 @@ async def serve(model: str, announce: Path | None, chunks: int, pace_ms: float) 
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: Mock(pages, chunks, pace_ms / 1e3), "127.0.0.1", 0, backlog=1024)
     print(server.sockets[0].getsockname()[1], flush=True)
-    await server.serve_forever()
+    while True:
+        Mock.heads = heads()
+        await asyncio.sleep(1.0)
 
 
 @click.command()

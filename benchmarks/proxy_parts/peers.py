@@ -1,12 +1,10 @@
-"""The gateways that benchmarks/proxy.py compares with, each installed from the registry into an environment of its own."""
+"""The gateways that benchmarks/proxy.py compares with, each installed into an environment of its own."""
 
 from __future__ import annotations
 
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -29,8 +27,7 @@ def install(name: str) -> Path:
     return folder
 
 
-@contextmanager
-def peer_command(name: str, urls: list[str]) -> Iterator[tuple[list[str], str, int]]:
+def peer_command(name: str, urls: list[str]) -> tuple[list[str], str, int]:
     """(command, pattern of the line that says it serves, port), with the cache-aware policy."""
     folder = install(name)
     port = free_port()
@@ -40,7 +37,7 @@ def peer_command(name: str, urls: list[str]) -> Iterator[tuple[list[str], str, i
         command = [binary, "launch", "--worker-urls", *urls, *common, "--prometheus-port", str(free_port())]
     else:
         command = [binary, "--worker-urls", *urls, *common, "--prometheus-port", str(free_port())]
-    yield command, r"(?i)(start|listen|server|router)", port
+    return command, r"(?i)(start|listen|server|router)", port
 
 
 def free_port() -> int:
