@@ -429,8 +429,10 @@ def test_a_slow_reader_stalls_nobody(engine: Any) -> None:
         status, answer, _ = post(engine.url + "/v1/completions", {"prompt": "y", "max_tokens": 5})
         assert (status, answer["object"]) == (200, "text_completion")
         until(lambda: metric(engine, "vllm:num_requests_running") == 0, 60)
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         slow.settimeout(30)
         received = b""
         while not received.endswith(b"0\r\n\r\n"):
             received += slow.recv(65536)
         assert b"data: [DONE]" in received
+        assert received.count(b"data: ") < 6000, "what was not read in time is merged"
