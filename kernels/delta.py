@@ -53,6 +53,16 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + NORM_EPS)
 
 
+def running_decay(log_decay: torch.Tensor, future: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Within a chunk: the running sum a_t of log_decay [..., size], and exp(a_t - a_j) [..., size, size] for j <= t.
+
+    Sums are taken in fp64: under fast decay they are large, and their small differences matter.
+    """
+    total = log_decay.double().cumsum(-1)
+    between = (total[..., :, None] - total[..., None, :]).to(log_decay.dtype).masked_fill(future, float("-inf")).exp()
+    return total.to(log_decay.dtype), between
+
+
 def delta_step(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, rate: torch.Tensor, state: torch.Tensor
 ) -> torch.Tensor:
@@ -90,14 +100,14 @@ def delta_chunks(
     for start in range(0, tokens, CHUNK):
         part = slice(start, min(start + CHUNK, tokens))
         size = part.stop - start
-        keys, total = k[:, part], log_decay[:, part].cumsum(-1)  # total: [heads, size], the a_t
-        between = (total[:, :, None] - total[:, None]).masked_fill(future[:size, :size], float("-inf")).exp()
+        keys = k[:, part]
+        total, between = running_decay(log_decay[:, part], future[:size, :size])
         since_start = total.exp()[..., None]
         system = rate[:, part] * (keys @ keys.mT) * between
         target = rate[:, part] * (v[:, part] - since_start * (keys @ state))
         update = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
         queries = q[:, part]
         out.append(since_start * (queries @ state) + ((queries @ keys.mT) * between) @ update)
-        to_end = (total[:, -1:] - total).exp()[..., None]
+        to_end = between[:, -1, :, None]
         state = state * since_start[:, -1:] + (keys * to_end).mT @ update
     return torch.cat(out, 1).transpose(0, 1), state

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.delta import running_decay
 from kernels.interface import StatePlan, wide
 
 CHUNK = 64
@@ -83,10 +84,9 @@ def ssd_chunks(
         part = slice(start, min(start + CHUNK, tokens))
         size = part.stop - start
         values, into, outof = x[:, :, part], b[:, :, part], c[:, :, part]
-        total = log_decay[:, :, part].cumsum(-1)
-        between = (total[..., :, None] - total[..., None, :]).masked_fill(future[:size, :size], float("-inf")).exp()
+        total, between = running_decay(log_decay[:, :, part], future[:size, :size])
         inside = ((outof @ into.mT) * between) @ values
         out.append(inside + total.exp()[..., None] * (outof @ state.mT))
-        to_end = (total[..., -1:] - total).exp()[..., None]
+        to_end = between[..., -1, :, None]
         state = state * total[..., -1:].exp()[..., None] + (values * to_end).mT @ into
     return torch.cat(out, 2).reshape(heads, tokens, dim).transpose(0, 1), state.reshape(heads, dim, -1)

@@ -18,6 +18,8 @@ from kernels import Kernels
 
 torch.set_num_threads(1)  # tests run beside others; tiny models gain nothing from more
 
+TOLERANCE = 1e-4
+
 
 class Driver:
     """A runner over a pool of its own, and the hidden states of its last step."""
@@ -112,7 +114,9 @@ class Driver:
 class Oracle:
     """HF transformers on the same checkpoint, fp32, eager attention, the whole context at once."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tolerance: float = TOLERANCE) -> None:
+        """`tolerance` above TOLERANCE is for families whose fp32 is that far from fp64 in transformers itself."""
+        self.tolerance = tolerance
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(
@@ -124,15 +128,20 @@ class Oracle:
         with torch.inference_mode():
             return self.model(torch.tensor([token_ids]), use_cache=False).logits[0]
 
-    def check(self, seq: Sequence, logits: torch.Tensor, first: int = 0, tolerance: float = 1e-4) -> None:
+    def check(self, seq: Sequence, logits: torch.Tensor, first: int = 0) -> None:
         """The logits of positions [first, ..) agree, and the sequence's outputs are the greedy ones."""
         expected = self.logits(seq.token_ids)[first : first + len(logits)]
         assert not logits.isnan().any()
-        worst = (logits - expected).abs().max().item()
-        assert worst < tolerance, f"logits differ by {worst}"
-        greedy = expected.argmax(-1).tolist()
-        shown = [greedy[position - 1 - first] for position in range(max(seq.prompt_len, first + 1), len(seq.token_ids))]
-        assert seq.token_ids[max(seq.prompt_len, first + 1) :] == shown
+        worst = (logits - expected).abs().amax(-1)  # by position
+        assert worst.max() < self.tolerance, f"logits differ by {worst.max()} at {first + int(worst.argmax())}"
+        beyond = int((worst > TOLERANCE).sum())
+        assert beyond <= 0.03 * len(worst) + 1, f"logits differ by more than {TOLERANCE} at {beyond} positions"
+        best, second = expected.topk(2).values.unbind(-1)
+        for position in range(max(seq.prompt_len, first + 1), len(seq.token_ids)):
+            row = position - 1 - first
+            greedy = int(expected[row].argmax())
+            tie = best[row] - second[row] < self.tolerance  # either token is right
+            assert seq.token_ids[position] == greedy or tie, f"token at {position}"
 
 
 def random_cuts(rng: random.Random, length: int) -> Iterator[int]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hand_driver import Driver, Oracle, random_cuts
+from hand_driver import TOLERANCE, Driver, Oracle, random_cuts
 
 from engine.tiny_model import Recipe, cached_model
 from engine.types import BlockId
@@ -51,6 +51,9 @@ MODELS: dict[str, tuple[Recipe, dict[str, Any]]] = {
     "lfm2": (Recipe(family="lfm2", layers=3), {}),
     "gemma3": (Recipe(family="gemma3_text"), {}),
 }
+# The delta net norms its output: where a query is nearly orthogonal to all it has stored, rounding is all that is left
+# to norm. Against fp64, transformers is off by up to 7e-4 at such positions of this model, and ours by up to 5e-4.
+TOLERANCES = {"qwen3_5": 2e-3}
 
 
 @lru_cache
@@ -65,7 +68,7 @@ def checkpoint(name: str) -> tuple[Path, Oracle]:
         values = json.loads((folder / "config.json").read_text()) | changes
         (folder / "config.json").unlink()
         (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
-    return folder, Oracle(folder)
+    return folder, Oracle(folder, TOLERANCES.get(name, TOLERANCE))
 
 
 @pytest.fixture(params=list(MODELS))
