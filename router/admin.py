@@ -312,7 +312,7 @@ class Admin:
 
 def explained(decision: Decision) -> dict[str, Any]:
     """A decision as JSON shows it."""
-    body = dataclasses.asdict(decision)
+    body: dict[str, Any] = msgspec.to_builtins(decision)
     del body["request_id"], body["decided_s"]
     return body
 

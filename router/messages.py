@@ -10,6 +10,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from router.view import Scope
 
 
@@ -40,8 +42,7 @@ class RouteRequest:
     """Absolute time after which a held request is refused; None takes the queue's default."""
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True, gc=False):
     """What the engine's answer said it cost; None where it did not say."""
 
     prompt_tokens: int | None = None
@@ -66,8 +67,7 @@ class FailureKind(str, enum.Enum):
     """The answer broke after its first byte was passed on: nothing can be retried."""
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(msgspec.Struct, frozen=True, gc=False):
     """What one candidate's price is made of; docs/routing.md's symbols. Seconds unless the name says tokens."""
 
     worker: str
@@ -116,8 +116,7 @@ class Decision:
     """worker -> why it was not a candidate; filled with `candidates`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Forward:
+class Forward(msgspec.Struct, frozen=True):
     """Send the request to the decision's worker now."""
 
     request_id: str
