@@ -79,11 +79,17 @@ class Checkpoints:
         if checkpoint is not None:
             self._pool.acquire(checkpoint)
         own = self._allocate(self._kind)
-        if own is None:
-            if checkpoint is not None:
-                self._pool.release(checkpoint)
+        if own is not None:
+            self._states[seq] = _State(own, checkpoint)
+        elif checkpoint is None:
             return False
-        self._states[seq] = _State(own, checkpoint)
+        elif checkpoint.refs > 1:
+            self._pool.release(checkpoint)
+            return False
+        else:  # no room for a copy: the checkpoint itself becomes the sequence's state
+            own = checkpoint
+            self._tree.take(own)
+            self._states[seq] = _State(own, None, fresh=False)
         seq.state_unit = own.unit.index
         return True
 

@@ -151,6 +151,14 @@ class PrefixTree:
             self._unname(victim)
             self._drop(victim)
 
+    def take(self, block: Block[Node]) -> None:
+        """Unname a computed block that nothing hangs from, a state or window block, and leave it to its holder."""
+        assert block.kind != FULL
+        assert block.node is not None
+        assert not block.pending
+        self._log.removed(block.kind, block.node)
+        self._unname(block)
+
     def clear(self) -> list[Block[Node]]:
         """Forget every name. Returns the blocks that had one: the caller frees those that nobody holds."""
         blocks = [b for node in self._nodes.values() for b in node.blocks if b is not None]

@@ -51,8 +51,8 @@ class NaiveCache:
         self.spec = cache.spec
         self.memory = Memory(cache.spec)
         self.state_kind = len(self.spec.groups)
-        self.pinned: set[int] = set()
-        """State units held by the step being planned: sources of restores, destinations of checkpoints."""
+        self.pinned: set[tuple[int, int]] = set()
+        """(kind, block) held by the step being planned; once it is over, only table entries count."""
 
     # ------------------------------------------------------------------ computing
 
@@ -134,8 +134,8 @@ class NaiveCache:
                 held[group].update(table[first:])
             if seq.state_unit is not None:
                 held[self.state_kind].add(seq.state_unit)
-        if self.spec.state is not None:
-            held[self.state_kind] |= self.pinned
+        for kind, block in self.pinned:
+            held[kind].add(block)
         return held
 
     def has_room(self, more: list[int]) -> bool:
@@ -145,6 +145,14 @@ class NaiveCache:
             per_unit = 1 if kind == self.state_kind else self.spec.blocks_per_unit(kind)
             units += -(-(len(blocks) + more[kind]) // per_unit)
         return units <= len(self.cache.pool.units)
+
+    def demand(self, blocks: int, step_tokens_max: int) -> list[int]:
+        """Blocks of every kind that a sequence of `blocks` holds at most while it computes so many tokens a step."""
+        size = self.spec.block_size
+        step = -(-step_tokens_max // size) + 1
+        windows = [group.sliding_window for group in self.spec.groups]
+        counts = [blocks if w is None else min(blocks, -(-(w - 1) // size) + step) for w in windows]
+        return [*counts, 1] if self.spec.state is not None else counts
 
     # ------------------------------------------------------------------ structure
 

@@ -20,6 +20,8 @@ from engine.cache.kv_cache import KVCache
 from engine.cache.spec import FULL_ATTENTION, SLIDING_WINDOW, CacheSpec, GroupSpec, StateSpec
 from engine.types import Chunk, Request, SamplingParams, Sequence, StepPlan
 
+STEP_TOKENS_MAX = 8
+
 
 def group(layers: int, window: int | None = None) -> GroupSpec:
     kind = FULL_ATTENTION if window is None else SLIDING_WINDOW
@@ -45,7 +47,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     @initialize(spec=specs(), units=st.integers(3, 12))
     def start(self, spec: CacheSpec, units: int) -> None:
-        self.cache = KVCache(spec, units, step_tokens_max=8)
+        self._start(spec, units)
+
+    def _start(self, spec: CacheSpec, units: int) -> None:
+        self.cache = KVCache(spec, units, step_tokens_max=STEP_TOKENS_MAX)
         self.naive = NaiveCache(self.cache)
         self.events = EventChecker(spec.block_size)
         self.running: list[Sequence] = []
@@ -117,7 +122,9 @@ class PoolMachine(RuleBasedStateMachine):
     def _continue(self, seq: Sequence, rng: random.Random, chunks: list[Chunk]) -> None:
         if seq.computed == len(seq.token_ids):
             seq.token_ids.append(rng.randrange(2))
-        end = self.cache.clip(seq, rng.randint(seq.computed + 1, min(len(seq.token_ids), seq.computed + 8)))
+        end = self.cache.clip(
+            seq, rng.randint(seq.computed + 1, min(len(seq.token_ids), seq.computed + STEP_TOKENS_MAX))
+        )
         if self._grow(seq, end):
             chunks.append(Chunk(seq, seq.computed, end, False))
 
@@ -134,7 +141,13 @@ class PoolMachine(RuleBasedStateMachine):
         text = text[: rng.randint(0, len(text))] + [rng.randrange(2) for _ in range(rng.randint(1, 6))]
         request = Request(request_id="r", token_ids=text, params=SamplingParams())
         seq = Sequence(request=request, token_ids=list(text), prompt_len=len(text), arrival_s=0.0)
-        if self.cache.should_wait(seq) or not self.cache.admit(seq):
+        if self.cache.should_wait(seq):
+            self.cache.forget_names(seq)
+            return
+        blocks = -(-len(text) // self.cache.block_size)
+        unshared = self.naive.has_room(self.naive.demand(blocks, STEP_TOKENS_MAX))
+        if not self.cache.admit(seq):
+            assert not unshared, "refused although it fits without sharing anything"
             self.cache.forget_names(seq)
             return
         for other in rng.sample(self.texts, k=min(2, len(self.texts))):
@@ -142,7 +155,7 @@ class PoolMachine(RuleBasedStateMachine):
                 twin = Sequence(request=request, token_ids=list(other), prompt_len=len(other), arrival_s=0.0)
                 self.cache.plan_common(seq, twin)
                 self.cache.forget_names(twin)
-        end = self.cache.clip(seq, min(len(text), seq.computed + 8))
+        end = self.cache.clip(seq, min(len(text), seq.computed + STEP_TOKENS_MAX))
         if not self.cache.grow(seq, end):
             self._release(seq)
             return
@@ -151,13 +164,15 @@ class PoolMachine(RuleBasedStateMachine):
         self._reserve(seq, end)
 
     def _reserve(self, seq: Sequence, end: int) -> None:
-        """States that the step pins count as live until it is over."""
+        """What the step pins, states to copy and blocks to merge into, counts as live until it is over."""
         self.cache.reserve(seq, end)
-        if self.cache.spec.state is not None:
-            kind = len(self.cache.spec.groups)
-            self.naive.pinned = {
-                u.index for u in self.cache.pool.units if u.kind == kind and u.blocks[0].refs and u.blocks[0].node
-            }
+        state = len(self.cache.spec.groups)
+        self.naive.pinned = {
+            (unit.kind, unit.index if unit.kind == state else block.id)
+            for unit in self.cache.pool.units
+            for block in unit.blocks
+            if block.refs and block.node is not None and unit.kind is not None
+        }
 
     def _release(self, seq: Sequence) -> None:
         self.cache.release(seq)
@@ -175,9 +190,23 @@ class PoolMachine(RuleBasedStateMachine):
             assert not self.cache.distrust_moved()
 
 
+class CrampedMachine(PoolMachine):
+    """Two attention groups and state in a handful of units: little but compactions."""
+
+    @initialize(
+        block_size=st.integers(1, 2), blocks=st.integers(3, 5), window=st.integers(3, 6), units=st.integers(5, 9)
+    )
+    def start(self, block_size: int, blocks: int, window: int, units: int) -> None:  # type: ignore[override]
+        state = StateSpec(layers=(9,), state_bytes=blocks * block_size * 256)
+        spec = CacheSpec(block_size=block_size, groups=(group(1), group(1, window=window)), state=state)
+        self._start(spec, units)
+
+
 QUICK = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestPool = PoolMachine.TestCase
 TestPool.settings = QUICK
+TestCrampedPool = CrampedMachine.TestCase
+TestCrampedPool.settings = QUICK
 
 
 @pytest.mark.slow

@@ -1,0 +1,278 @@
+"""Mutants of the cache, each wrong in one place, that the lockstep with the naive model must catch: its proof."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from engine.cache.checkpoints import Checkpoints
+from engine.cache.kv_cache import UNREAD, KVCache
+from engine.cache.pool import UnitPool
+from engine.cache.prefix import EventLog, HashBlock, Node, PrefixTree
+
+_spec = importlib.util.spec_from_file_location("lockstep", Path(__file__).with_name("test_pool_lockstep.py"))
+assert _spec is not None
+assert _spec.loader is not None
+lockstep = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(lockstep)
+
+SEARCH = settings(
+    max_examples=400,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    report_multiple_bugs=False,
+    print_blob=False,
+)
+
+Patch = pytest.MonkeyPatch
+
+
+def eviction_without_cascade(patch: Patch) -> None:
+    def forget(self: PrefixTree, block: Any) -> None:
+        self._log.removed(block.kind, block.node)
+        block.node.children = {}
+        self._unname(block)
+        self._drop(block)
+
+    patch.setattr(PrefixTree, "forget", forget)
+
+
+def eviction_unannounced(patch: Patch) -> None:
+    patch.setattr(EventLog, "removed", lambda self, kind, node: None)
+
+
+def eviction_of_parents_first(patch: Patch) -> None:
+    real = EventLog.take
+
+    def take(self: EventLog) -> Any:
+        self._entries = [e if e is None or e[0] else (e[0], e[1], e[2][::-1]) for e in self._entries]
+        return real(self)
+
+    patch.setattr(EventLog, "take", take)
+
+
+def announced_when_reserved(patch: Patch) -> None:
+    real = PrefixTree.attach
+
+    def attach(self: PrefixTree, node: Node, block: Any) -> None:
+        real(self, node, block)
+        self._log.stored(block.kind, node)
+
+    patch.setattr(PrefixTree, "attach", attach)
+    patch.setattr(PrefixTree, "commit", lambda self, block: setattr(block, "pending", False))
+
+
+def merge_without_redirect(patch: Patch) -> None:
+    def merge(self: KVCache, seq: Any, chain: Any) -> None:
+        for g, index, known in chain.merges:
+            own, chain.blocks[g][index] = chain.blocks[g][index], known
+            self.pool.release(own)
+        chain.merges.clear()
+
+    patch.setattr(KVCache, "_merge", merge)
+
+
+def merge_that_leaks_the_duplicate(patch: Patch) -> None:
+    def merge(self: KVCache, seq: Any, chain: Any) -> None:
+        for g, index, known in chain.merges:
+            chain.blocks[g][index] = known
+            seq.block_tables[g][index] = known.id
+        chain.merges.clear()
+
+    patch.setattr(KVCache, "_merge", merge)
+
+
+def compaction_that_copies_nothing(patch: Patch) -> None:
+    real = KVCache.fill
+
+    def fill(self: KVCache, plan: Any) -> None:
+        real(self, plan)
+        plan.block_moves = []
+
+    patch.setattr(KVCache, "fill", fill)
+
+
+def compaction_in_reverse(patch: Patch) -> None:
+    real = KVCache.fill
+
+    def fill(self: KVCache, plan: Any) -> None:
+        real(self, plan)
+        plan.block_moves.reverse()
+
+    patch.setattr(KVCache, "fill", fill)
+
+
+def compaction_without_rewriting_tables(patch: Patch) -> None:
+    real = KVCache._allocate
+
+    def allocate(self: KVCache, kind: int) -> Any:
+        tables = [(table, list(table)) for seq in self._chains for table in seq.block_tables]
+        block = real(self, kind)
+        for table, old in tables:
+            table[:] = old
+        return block
+
+    patch.setattr(KVCache, "_allocate", allocate)
+
+
+def no_compaction(patch: Patch) -> None:
+    patch.setattr(KVCache, "_allocate", lambda self, kind: self.pool.allocate(kind))
+
+
+def capacity_off_by_one(patch: Patch) -> None:
+    def can_allocate(self: Any, counts: Any) -> bool:
+        return sum(-(-(a + b) // n) for a, b, n in zip(self._live, counts, self.blocks_per_unit)) < len(self.units)
+
+    patch.setattr(UnitPool, "can_allocate", can_allocate)
+
+
+def window_left_a_block_early(patch: Patch) -> None:
+    real = KVCache._pass_windows
+
+    def pass_windows(self: KVCache, seq: Any, chain: Any) -> None:
+        seq.computed += self.block_size
+        real(self, seq, chain)
+        seq.computed -= self.block_size
+
+    patch.setattr(KVCache, "_pass_windows", pass_windows)
+
+
+def window_blocks_not_needed_for_a_hit(patch: Patch) -> None:
+    patch.setattr(KVCache, "_usable_windows", lambda self, nodes, count: count)
+
+
+def state_not_needed_for_a_hit(patch: Patch) -> None:
+    patch.setattr(KVCache, "_usable", lambda self, nodes: self._usable_windows(nodes, len(nodes)))
+
+
+def checkpoint_of_the_block_before(patch: Patch) -> None:
+    real = Checkpoints.reserve
+
+    def reserve(self: Checkpoints, seq: Any, nodes: Any, start: int, end: int) -> None:
+        if end % self._block_size == 0:
+            real(self, seq, [nodes[0], *nodes[:-1]] if nodes else nodes, start, end)
+
+    patch.setattr(Checkpoints, "reserve", reserve)
+
+
+def checkpoint_unpinned_while_it_is_restored(patch: Patch) -> None:
+    real = Checkpoints.start
+
+    def start(self: Checkpoints, seq: Any, source: Any) -> bool:
+        if not real(self, seq, source):
+            return False
+        self._unpin(self._states[seq])
+        return True
+
+    patch.setattr(Checkpoints, "start", start)
+
+
+def failed_step_announced(patch: Patch) -> None:
+    patch.setattr(PrefixTree, "withdraw", lambda self, block: self.commit(block))
+
+
+def failed_compaction_trusted(patch: Patch) -> None:
+    patch.setattr(KVCache, "distrust_moved", lambda self: bool(self._moved.clear()))
+
+
+def window_table_filler_released(patch: Patch) -> None:
+    real = KVCache._pass_windows
+
+    def pass_windows(self: KVCache, seq: Any, chain: Any) -> None:
+        real(self, seq, chain)
+        for g in self._groups:
+            seq.block_tables[g][:] = [UNREAD for _ in seq.block_tables[g]]
+
+    patch.setattr(KVCache, "_pass_windows", pass_windows)
+
+
+def hash_believed(patch: Patch) -> None:
+    weak_hashes(patch)
+    patch.setattr(HashBlock, "equals", lambda self, other: True)
+
+
+def hash_believed_below_any_parent(patch: Patch) -> None:
+    weak_hashes(patch)
+
+    def find(self: PrefixTree, name: HashBlock, parent: Node | None) -> Node | None:
+        node = self._nodes.get(name.hash)
+        return node if node is not None and node.name.equals(name) else None
+
+    patch.setattr(PrefixTree, "find", find)
+
+
+def one_hash_two_blocks(patch: Patch) -> None:
+    weak_hashes(patch)
+
+    def ensure(self: PrefixTree, name: HashBlock, parent: Node | None) -> Node:
+        node = self.find(name, parent)
+        if node is None:
+            node = self._nodes[name.hash] = Node(name, parent, self._kinds)
+            if parent is not None:
+                parent.children[node.hash] = node
+        return node
+
+    patch.setattr(PrefixTree, "ensure", ensure)
+
+
+def weak_hashes(patch: Patch) -> None:
+    """Two bits of hash: nearly everything collides."""
+
+    def bad(parent: int | None, tokens: list[int], size: int, *keys: object) -> list[int]:
+        return [sum(tokens[i * size : (i + 1) * size]) % 4 for i in range(len(tokens) // size)]
+
+    patch.setattr("engine.cache.kv_cache.block_hashes", bad)
+
+
+MUTANTS: list[Callable[[Patch], None]] = [
+    eviction_without_cascade,
+    eviction_unannounced,
+    eviction_of_parents_first,
+    announced_when_reserved,
+    merge_without_redirect,
+    merge_that_leaks_the_duplicate,
+    compaction_that_copies_nothing,
+    compaction_in_reverse,
+    compaction_without_rewriting_tables,
+    no_compaction,
+    capacity_off_by_one,
+    window_left_a_block_early,
+    window_blocks_not_needed_for_a_hit,
+    window_table_filler_released,
+    state_not_needed_for_a_hit,
+    checkpoint_of_the_block_before,
+    checkpoint_unpinned_while_it_is_restored,
+    failed_step_announced,
+    failed_compaction_trusted,
+    hash_believed,
+    hash_believed_below_any_parent,
+    one_hash_two_blocks,
+]
+
+
+@pytest.fixture
+def patch() -> Iterator[Patch]:
+    with pytest.MonkeyPatch.context() as context:
+        yield context
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_the_lockstep_catches(mutant: Callable[[Patch], None], patch: Patch) -> None:
+    mutant(patch)
+    machine = lockstep.CrampedMachine if "compaction" in mutant.__name__ else lockstep.PoolMachine
+    with pytest.raises((AssertionError, KeyError, IndexError, AttributeError)):
+        run_state_machine_as_test(machine, settings=SEARCH)
+
+
+def test_the_real_thing_survives_colliding_hashes(patch: Patch) -> None:
+    weak_hashes(patch)
+    run_state_machine_as_test(lockstep.PoolMachine, settings=settings(SEARCH, max_examples=100))
