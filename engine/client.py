@@ -33,6 +33,7 @@ from engine.messages import (
     frame,
 )
 from engine.types import Request, RequestOutput
+from events.publisher import PublisherStats
 
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -133,6 +134,7 @@ class EngineClient(asyncio.Protocol):
         self._closing = False
         self.stats: EngineStats | None = None
         """The last the core told; at most a tenth of a second old while it works."""
+        self.events: PublisherStats | None = None
         self.dead: str | None = None
         """Why the core is gone, once it is."""
 
@@ -225,7 +227,7 @@ class EngineClient(asyncio.Protocol):
 
     def _take_outputs(self, report: Outputs) -> None:
         if report.stats is not None:
-            self.stats = report.stats
+            self.stats, self.events = report.stats, report.events
         streams = self._streams
         for output in report.outputs:
             stream = streams.get(output.request_id)

@@ -79,6 +79,7 @@ class ServerConfig:
     max_queue: int | None = 1024
     """Sequences that may be inside the engine (waiting and running) before new ones are refused; None: no limit."""
     max_body_bytes: int = 64 << 20
+    body_timeout_s: float = 60.0
     shutdown_timeout_s: float = 30.0
     """How long running requests may finish after SIGTERM or Ctrl-C."""
     stall_timeout_s: float = 120.0

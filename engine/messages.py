@@ -13,6 +13,7 @@ import msgspec
 
 from engine.core import EngineStats
 from engine.types import Request, RequestOutput
+from events.publisher import PublisherStats
 from events.sources import EventSource, GroupInfo
 
 _LENGTH = struct.Struct(">I")
@@ -70,6 +71,8 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
 class Outputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
     outputs: list[RequestOutput]
     stats: EngineStats | None = None
+    events: PublisherStats | None = None
+    """With `stats`, where events are published."""
 
 
 class ResetDone(msgspec.Struct, tag="reset_done", array_like=True, frozen=True):

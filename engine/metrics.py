@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from engine.core import EngineStats
 from engine.messages import CoreInfo
+from events.publisher import PublisherStats
 
 # vLLM's buckets.
 _TTFT = (
@@ -114,8 +115,14 @@ class MetricsPage(Collector):
     """Renders `/metrics`."""
 
     def __init__(
-        self, metrics: ServerMetrics, stats: Callable[[], EngineStats | None], info: CoreInfo, model_name: str
+        self,
+        metrics: ServerMetrics,
+        stats: Callable[[], EngineStats | None],
+        events: Callable[[], PublisherStats | None],
+        info: CoreInfo,
+        model_name: str,
     ) -> None:
+        self._events = events
         self._metrics = metrics
         self._stats = stats
         self._info = info
@@ -142,6 +149,7 @@ class MetricsPage(Collector):
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.prefix_cache_queries)
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_cache_hits)
         yield self._counter("num_preemptions", "Sequences preempted to free memory.", stats.preemptions)
+        yield from self._event_metrics()
         info = self._info
         config = {
             "block_size": str(info.block_size),
@@ -153,6 +161,23 @@ class MetricsPage(Collector):
         family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's configuration.", labels=list(config))
         family.add_metric(list(config.values()), 1.0)
         yield family
+
+    def _event_metrics(self) -> Iterator[Metric]:
+        stats = self._events()
+        if stats is None:
+            return
+        for name, text, value in (
+            ("kv_event_batches", "Batches of cache events published.", stats.published),
+            (
+                "kv_event_batches_dropped",
+                "Batches not sent live (the queue was full); replay has them.",
+                stats.dropped_live,
+            ),
+            ("kv_event_replays", "Replays served.", stats.replays),
+            ("kv_event_snapshots", "Snapshots of the resident set served.", stats.snapshots),
+            ("kv_event_broken_invariants", "Batches that broke a guarantee of the stream.", stats.broken_invariants),
+        ):
+            yield CounterMetricFamily(f"engine:{name}", text, value=value)
 
     def _request_metrics(self) -> Iterator[Metric]:
         metrics = self._metrics

@@ -106,6 +106,7 @@ class CoreLoop:
 
     def __init__(self, assembled: Assembled, link: CoreSocket, *, check_invariants: bool = False) -> None:
         self._core = assembled.core
+        self._publisher = assembled.publisher
         self._link = link
         self._checks = check_invariants
         self._refused: list[RequestOutput] = []
@@ -117,7 +118,7 @@ class CoreLoop:
         while not link.closed:
             busy = core.has_work
             if not busy and not idle_told:
-                link.send(Outputs([], self._core.stats()))
+                link.send(self._report([], with_stats=True))
             idle_told = not busy
             for command in link.receive(wait=not busy):
                 self._obey(command)
@@ -127,14 +128,19 @@ class CoreLoop:
                 if self._checks:
                     core.check_invariants()
             now_s = time.monotonic()
-            stats = None
-            if now_s >= stats_due_s:
+            stats_due = now_s >= stats_due_s
+            if stats_due:
                 stats_due_s = now_s + STATS_PERIOD_S
-                stats = self._core.stats()
-            if outputs or stats is not None:
-                link.send(Outputs(outputs, stats))
+            if outputs or stats_due:
+                link.send(self._report(outputs, with_stats=stats_due))
             else:
                 link.flush()
+
+    def _report(self, outputs: list[RequestOutput], *, with_stats: bool) -> Outputs:
+        if not with_stats:
+            return Outputs(outputs)
+        events = None if self._publisher is None else self._publisher.stats
+        return Outputs(outputs, self._core.stats(), events)
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, Add):

@@ -252,6 +252,8 @@ def announce(engine_config: EngineConfig, config: ServerConfig, state: ServerSta
         print("events    off")
     if is_loopback(host):
         print("reach     from this machine only (--host 0.0.0.0 opens the API and the events)")
+    elif not config.api_keys:
+        print("reach     the network, without an API key (--api-key, or keep the network private)")
     print(f"ready     http://{shown}:{port}", flush=True)
 
 

@@ -32,7 +32,7 @@ Answer = ChatAnswer | CompletionAnswer
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
-    data = await request.read()
+    data = await state.body(request)
     body = parse_chat(data)
     state.check_model(body.model)
     check_supported(body)
@@ -44,7 +44,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 async def completions(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
-    data = await request.read()
+    data = await state.body(request)
     body = parse_completion(data)
     state.check_model(body.model)
     check_supported(body)

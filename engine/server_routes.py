@@ -114,7 +114,7 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 async def tokenize(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    data = await request.read()
+    data = await state.body(request)
     probe = decode_json(_probe_decoder, data)
     tokenizer = state.tokenizer
     body: ChatRequest | TokenizePrompt
@@ -133,7 +133,7 @@ async def tokenize(request: web.Request) -> web.Response:
 
 async def detokenize(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    body = decode_json(_detokenize_decoder, await request.read())
+    body = decode_json(_detokenize_decoder, await state.body(request))
     state.check_model(body.model)
     for index, token_id in enumerate(body.tokens):
         if token_id >= state.info.vocab_size:

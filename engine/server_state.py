@@ -14,6 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from aiohttp import web
+
 from engine.client import EngineClient
 from engine.config import ServerConfig
 from engine.detokenizer import DetokenizerFactory
@@ -43,7 +45,7 @@ class ServerState:
             max_model_len=info.max_model_len, vocab_size=info.vocab_size, default_sampling=info.default_sampling
         )
         self.metrics = ServerMetrics()
-        self.page = MetricsPage(self.metrics, lambda: client.stats, info, self.names[0])
+        self.page = MetricsPage(self.metrics, lambda: client.stats, lambda: client.events, info, self.names[0])
         self.created = int(time.time())
         self.draining = False
         self.active = 0
@@ -118,6 +120,20 @@ class ServerState:
     def unique_id(self) -> str:
         """Names a request's sequences in the core."""
         return format(next(self._numbers), "x")
+
+    async def body(self, request: web.Request) -> bytes:
+        """The request's body. Raises RequestError 408 where the client takes too long to send it."""
+        if not request.can_read_body or request.content.is_eof():
+            return await request.read()
+        try:
+            return await asyncio.wait_for(request.read(), self.config.body_timeout_s)
+        except asyncio.TimeoutError:
+            raise RequestError(
+                f"the body did not arrive within {self.config.body_timeout_s:.0f} s",
+                param=None,
+                code="request_timeout",
+                status=408,
+            ) from None
 
     def close(self) -> None:
         self._encoders.shutdown(wait=False, cancel_futures=True)

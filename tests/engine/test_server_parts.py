@@ -1,0 +1,213 @@
+"""The pure parts of the server: frames, merged outputs, choices, parameters, histograms, the command line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from engine.choice import new_choice
+from engine.cli import parse, serve_command, spread_names
+from engine.client import merge
+from engine.config import ConfigError, EngineConfig, default_kv_events, is_loopback
+from engine.detokenizer import DetokenizerFactory
+from engine.messages import FrameReader, frame
+from engine.metrics import Histogram
+from engine.openai_params import ModelLimits, sampling_params
+from engine.types import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+from prompts import RequestError, parse_chat, parse_completion
+
+LIMITS = ModelLimits(max_model_len=100, vocab_size=50, default_sampling={"temperature": 0.6, "top_k": 20})
+
+
+def make_factory() -> DetokenizerFactory:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["abcabcabd ab cd 🙂 é"] * 5, trainer)
+    return DetokenizerFactory(tokenizer)
+
+
+FACTORY = make_factory()
+
+
+# ---------------------------------------------------------------- frames and merging
+
+
+@given(payloads=st.lists(st.binary(max_size=30)), cuts=st.lists(st.integers(1, 20)))
+def test_frames_survive_any_cutting(payloads: list[bytes], cuts: list[int]) -> None:
+    stream = b"".join(frame(payload) for payload in payloads)
+    reader, found = FrameReader(), []
+    for cut in [*cuts, len(stream)]:
+        piece, stream = stream[:cut], stream[cut:]
+        found += list(reader.feed(piece))
+    assert found == payloads
+
+
+def split_outputs(ids: list[int], cuts: list[int], finish: FinishReason) -> list[RequestOutput]:
+    """As the core gives them: none is empty."""
+    outputs, start = [], 0
+    for cut in [*cuts, len(ids)]:
+        end = min(len(ids), start + cut)
+        if start == end:
+            break
+        scores = [TokenLogprobs(token_id, -1.0, 1, []) for token_id in ids[start:end]]
+        outputs.append(RequestOutput(request_id="r", token_ids=ids[start:end], logprobs=scores))
+        start = end
+    outputs[0].cached_tokens = 3
+    outputs[-1].finish_reason = finish
+    return outputs
+
+
+@given(ids=st.lists(st.integers(0, 9), min_size=1), cuts=st.lists(st.integers(1, 3), max_size=8))
+def test_merged_outputs_say_the_same(ids: list[int], cuts: list[int]) -> None:
+    outputs = split_outputs(ids, cuts, FinishReason.LENGTH)
+    merged = outputs[0]
+    for output in outputs[1:]:
+        merged = merge(merged, output)
+    assert merged.token_ids == ids
+    assert [entry.token_id for entry in merged.logprobs or []] == ids
+    assert (merged.cached_tokens, merged.finish_reason) == (3, FinishReason.LENGTH)
+
+
+# ---------------------------------------------------------------- choices
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    ids=st.lists(st.integers(0, 280), min_size=1, max_size=25),
+    cuts=st.lists(st.integers(1, 4), max_size=25),
+    stops=st.lists(st.text("abcd é", min_size=1, max_size=3), max_size=2),
+    include=st.booleans(),
+    min_tokens=st.integers(0, 4),
+    finish=st.sampled_from([FinishReason.LENGTH, FinishReason.STOP]),
+)
+def test_a_choice_does_not_depend_on_how_its_tokens_arrive(
+    ids: list[int], cuts: list[int], stops: list[str], include: bool, min_tokens: int, finish: FinishReason
+) -> None:
+    params = SamplingParams(stop=tuple(stops), include_stop_str_in_output=include, min_tokens=min_tokens)
+
+    def run(outputs: list[RequestOutput]) -> tuple[Any, ...]:
+        choice = new_choice(0, params, FACTORY, keep=True)
+        for output in outputs:
+            choice.push(output)
+            if choice.finish_reason is not None:
+                break
+        return choice.text, choice.token_ids, choice.finish_reason, choice.stop_reason, choice.completion_tokens
+
+    one_by_one = run(split_outputs(ids, [1] * (len(ids) - 1), finish))
+    assert run(split_outputs(ids, cuts, finish)) == one_by_one
+    text, token_ids, _, stop, count = one_by_one
+    assert count == len(token_ids)
+    if stop is None:
+        spoken = ids[:-1] if finish is FinishReason.STOP and not include else ids
+        assert text == FACTORY._tokenizer.decode(spoken)
+        assert token_ids == ids
+    else:
+        assert stop in stops
+        assert not include or text.endswith(stop)
+
+
+def test_a_stop_token_is_counted_and_not_spoken() -> None:
+    choice = new_choice(0, SamplingParams(stop_token_ids=(5,)), FACTORY, keep=True)
+    piece = choice.push(
+        RequestOutput(request_id="r", token_ids=[70, 5], finish_reason=FinishReason.STOP, stop_token_id=5)
+    )
+    assert (piece.finish_reason, piece.stop_reason, choice.completion_tokens) == ("stop", 5, 2)
+    assert choice.text == FACTORY._tokenizer.decode([70])
+
+
+# ---------------------------------------------------------------- parameters
+
+
+def test_defaults_come_from_the_model_then_the_engine() -> None:
+    params = sampling_params(parse_chat(b'{"messages": [{"role": "user", "content": "x"}]}'), LIMITS, 10)
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.6, 20, 90)
+    params = sampling_params(parse_completion(b'{"prompt": "x", "top_k": -1, "temperature": 0}'), LIMITS, 10)
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.0, 0, 16)
+    params = sampling_params(parse_completion(b'{"prompt": "x"}'), LIMITS, 95)
+    assert params.max_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"prompt": "x", "max_tokens": 91}', "max_tokens"),
+        (b'{"prompt": "x", "logprobs": 21}', "logprobs"),
+        (b'{"prompt": "x", "logit_bias": {"50": 1}}', "logit_bias"),
+        (b'{"prompt": "x", "min_tokens": 17}', "min_tokens"),
+        (b'{"prompt": "x", "n": 2, "temperature": 0}', "n"),
+        (b'{"prompt": "x", "stop": ["a"' + b', "a"' * 64 + b"]}", "stop"),
+    ],
+)
+def test_what_the_model_cannot_do_is_named(body: bytes, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        sampling_params(parse_completion(body), LIMITS, 10)
+    assert caught.value.param == param
+    assert caught.value.status == 400
+
+
+# ---------------------------------------------------------------- metrics
+
+
+@given(values=st.lists(st.floats(0, 100, allow_nan=False)))
+def test_histogram_buckets_are_prometheus_buckets(values: list[float]) -> None:
+    histogram = Histogram((0.5, 1.0, 10.0))
+    for value in values:
+        histogram.observe(value)
+    expected = [(str(bound), sum(v <= bound for v in values)) for bound in (0.5, 1.0, 10.0)]
+    assert histogram.buckets() == [*expected, ("+Inf", len(values))]
+
+
+# ---------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize(
+    ("given_args", "expected"),
+    [
+        ("serve M --served-model-name a b --port 1", "serve M --served-model-name a --served-model-name b --port 1"),
+        ("serve --served-model-name a M", "serve --served-model-name a M"),
+        ("serve M --port 1 --served-model-name a", "serve M --port 1 --served-model-name a"),
+    ],
+)
+def test_vllms_way_to_give_several_names(given_args: str, expected: str) -> None:
+    assert spread_names(given_args.split()) == expected.split()
+
+
+def parsed(*args: str) -> Any:
+    context = serve_command.make_context("serve", list(args))
+    flags = dict(context.params)
+    return parse(flags.pop("model"), flags)
+
+
+def test_flags_become_configs() -> None:
+    engine, server = parsed(
+        "M", "--dtype", "bfloat16", "--max-model-len", "64", "--no-enable-prefix-caching", "--api-key", "k", "--port",
+        "0", "--max-queue", "0", "--kv-events-config", '{"enable_kv_cache_events": true, "topic": "t"}',
+    )  # fmt: skip
+    assert (engine.model, engine.dtype, engine.max_model_len) == ("M", "bfloat16", 64)
+    assert not engine.enable_prefix_caching
+    assert engine.kv_events.topic == "t"
+    assert engine.kv_events.endpoint == "tcp://*:5557"
+    assert (server.api_keys, server.port, server.max_queue) == (("k",), 0, None)
+
+
+def test_events_are_on_by_default_and_stay_on_the_apis_interface() -> None:
+    assert default_kv_events("127.0.0.1").endpoint == "tcp://127.0.0.1:*"
+    assert default_kv_events("0.0.0.0").endpoint == "tcp://*:*"
+    assert parsed()[0].kv_events.enabled
+    assert not parsed("--kv-events-config", '{"enable_kv_cache_events": false}')[0].kv_events.enabled
+    assert [is_loopback(host) for host in ("localhost", "::1", "127.0.0.9", "0.0.0.0", "gpu1")] == [True] * 3 + [
+        False
+    ] * 2
+
+
+@pytest.mark.parametrize("field", ["max_model_len", "block_size", "max_num_seqs", "num_gpu_blocks_override"])
+def test_sizes_are_positive(field: str) -> None:
+    with pytest.raises(ConfigError, match=field.replace("_", "-")):
+        EngineConfig(**{field: 0})
