@@ -1,0 +1,86 @@
+"""The reordering queue against sorting, and the approximate cache against a naive one."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.config import QueueConfig
+from router.held import HeldQueue
+from router.history import HistoryCache, chain_keys
+from router.view import Scope
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["put", "drop", "due"]), st.integers(0, 9), st.integers(-1, 1), st.floats(0, 10)),
+        max_size=60,
+    )
+)
+def test_held_requests_are_tried_by_priority_then_work_less_waiting(
+    steps: list[tuple[str, int, int, float]],
+) -> None:
+    gamma = 0.1
+    queue = HeldQueue(QueueConfig(gamma=gamma))
+    held: dict[str, tuple[int, float, float, float]] = {}
+    for i, (what, number, priority, work) in enumerate(steps):
+        name, now = str(number), i * 0.5
+        if what == "put":
+            known = held.get(name)
+            arrived, deadline = (now, now + 3.0) if known is None else known[2:]
+            queue.put(
+                name, priority=priority, work_s=work, arrived_s=arrived, deadline_s=deadline, refuse=number % 2 == 0
+            )
+            held[name] = (priority, work, arrived, deadline)
+        elif what == "drop":
+            assert queue.drop(name) == (held.pop(name, None) is not None)
+        else:
+            due = queue.due(now)
+            assert sorted(due) == sorted((n, int(n) % 2 == 0) for n, h in held.items() if h[3] <= now)
+            for gone, _ in due:
+                queue.drop(gone)
+                del held[gone]
+        queue.check_invariants()
+        assert len(queue) == len(held)
+        expected = [(p, w - gamma * (now - arrived)) for p, w, arrived, _ in held.values()]
+        got = [held[n] for n in queue.first(100)]
+        keys = [(p, w - gamma * (now - arrived)) for p, w, arrived, _ in got]
+        assert len(keys) == len(expected)
+        for first, second in itertools.pairwise(keys):
+            assert first[0] < second[0] or (first[0] == second[0] and first[1] <= second[1] + 1e-9)
+        deadlines = [h[3] for h in held.values()]
+        assert not deadlines or queue.next_deadline() is not None
+
+
+def test_chunk_keys_name_whole_prefixes_and_scopes() -> None:
+    one, two = Scope("m"), Scope("m", salt="s")
+    tokens = list(range(200))
+    keys = chain_keys(tokens, one, 64)
+    assert len(keys) == 3
+    assert chain_keys(tokens[:193], one, 64) == keys
+    assert chain_keys(tokens[:192], one, 64) == keys[:2], "the last token is always computed"
+    assert chain_keys([9, *tokens[1:]], one, 64)[2] != keys[2]
+    assert not set(chain_keys(tokens, two, 64)) & set(keys)
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=30), st.integers(1, 12))
+def test_history_is_an_lru_that_loses_the_deepest_chunks_first(prompts: list[list[int]], capacity: int) -> None:
+    cache = HistoryCache(capacity * 4, 4)
+    naive: list[tuple[int, ...]] = []
+    for prompt in prompts:
+        tokens = [part for part in prompt for _ in range(4)] + [99]
+        keys = chain_keys(tokens, Scope("m"), 4)
+        prefixes = [tuple(prompt[: i + 1]) for i in range(len(prompt))]
+        length = 0
+        while length < len(prefixes) and prefixes[length] in naive:
+            length += 1
+        assert cache.match(keys) == length * 4
+        cache.insert(keys)
+        for prefix in reversed(prefixes):
+            if prefix in naive:
+                naive.remove(prefix)
+            naive.append(prefix)
+        naive = naive[-capacity:]
+        assert len(cache) == len(naive)

@@ -1,0 +1,90 @@
+"""The drift watchdog: each fault raises its alarm within 50 requests, and nothing else does."""
+
+from __future__ import annotations
+
+import random
+
+from router.watchdog import Watchdog
+
+
+def finish(dog: Watchdog, i: int, **changes: int | None) -> None:
+    """A request of a worker that agrees in everything, up to `changes`."""
+    length = 500 + i
+    values: dict[str, int | None] = {
+        "counted_tokens": length, "prompt_tokens": length, "predicted_cached": 320, "cached_tokens": 320,
+        **changes,
+    }  # fmt: skip
+    dog.finished("w", **values)  # type: ignore[arg-type]
+
+
+def names(dog: Watchdog) -> list[str]:
+    return [alarm.split(":")[0] for alarm in dog.alarms("w")]
+
+
+def test_agreement_raises_nothing() -> None:
+    dog = Watchdog()
+    for i in range(500):
+        finish(dog, i)
+        dog.events("w", i)
+        assert names(dog) == []
+
+
+def test_another_chat_template_is_flagged_within_50() -> None:
+    dog = Watchdog()
+    for i in range(50):
+        dog.events("w", i)
+        finish(dog, i, prompt_tokens=507 + i)
+    assert names(dog) == ["prompt_tokens"]
+
+
+def test_another_tokenizer_with_now_and_then_the_same_length_is_flagged() -> None:
+    dog, rng = Watchdog(), random.Random(1)
+    for i in range(50):
+        dog.events("w", i)
+        finish(dog, i, prompt_tokens=500 + i + rng.choice([0, 0, 0, 3, -2]))
+    assert names(dog) == ["prompt_tokens"]
+
+
+def test_wrong_tokens_of_the_right_number_show_in_the_cached_tokens() -> None:
+    dog = Watchdog()
+    for i in range(50):
+        dog.events("w", i)
+        finish(dog, i, predicted_cached=0, cached_tokens=320)
+    assert names(dog) == ["cached_tokens"]
+
+
+def test_eviction_now_and_then_is_no_drift() -> None:
+    dog, rng = Watchdog(), random.Random(2)
+    for i in range(200):
+        dog.events("w", i)
+        finish(dog, i, cached_tokens=320 if rng.random() < 0.8 else 160)
+        assert names(dog) == []
+
+
+def test_silent_events_are_flagged_and_the_alarm_goes_with_its_cause() -> None:
+    dog = Watchdog()
+    dog.events("w", 100)
+    for i in range(50):
+        finish(dog, i, predicted_cached=0, cached_tokens=0)
+        dog.events("w", 100)
+    assert names(dog) == ["events"]
+    assert dog.alarms("w", expects_events=False) == []
+    dog.events("w", 101)
+    assert names(dog) == []
+
+
+def test_prompts_too_short_to_fill_a_block_expect_no_event() -> None:
+    dog = Watchdog()
+    for _ in range(100):
+        dog.finished("w", counted_tokens=20, prompt_tokens=20, predicted_cached=0, cached_tokens=0)
+    assert names(dog) == []
+
+
+def test_engines_that_say_nothing_raise_nothing() -> None:
+    dog = Watchdog()
+    for i in range(100):
+        dog.events("w", i)
+        finish(dog, i, prompt_tokens=None, cached_tokens=None)
+    assert names(dog) == []
+    dog.forget("w")
+    assert dog.alarms("w") == []
