@@ -176,3 +176,116 @@ def test_experts(ops, dtype, rng, tokens):
 def test_unknown_backends_are_refused():
     with pytest.raises(ValueError, match="attention backend 'nope': expected one of auto, cpu"):
         select("cpu", "nope")
+
+
+def state_batch(rng: random.Random) -> tuple[Ragged, np.ndarray, list[int]]:
+    """A ragged batch with its state units: some single tokens, some chunks of awkward lengths."""
+    lens = [1] * rng.randrange(3) + [rng.choice((2, 3, 63, 64, 65, 130)) for _ in range(rng.randrange(1, 3))]
+    units = np.array(rng.sample(range(9), len(lens)))
+    return Ragged.of([5] * len(lens), [5 + n for n in lens]), units, lens
+
+
+def strided_states(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """[9 units, *shape] views with a gap between units, as in the pool."""
+    size = int(np.prod(shape))
+    return torch.randn(9 * (size + 16)).to(dtype).view(9, -1)[:, 8 : 8 + size].unflatten(1, shape)
+
+
+def untouched(before: torch.Tensor, after: torch.Tensor, units: np.ndarray) -> bool:
+    rest = [u for u in range(9) if u not in units]
+    return torch.equal(before[rest], after[rest])
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("silu", [True, False])
+def test_causal_conv(ops, dtype, rng, width, silu):
+    batch, units, _ = state_batch(rng)
+    x, weight = torch.randn(batch.token_count, 24).to(dtype), torch.randn(24, width).to(dtype)
+    bias = torch.randn(24).to(dtype) if rng.random() < 0.5 else None
+    tails = strided_states((width - 1, 24), dtype)
+    before = tails.clone()
+    found = ops.causal_conv(x, weight, bias, tails, ops.plan_state(batch, units), silu)
+    for i, unit in enumerate(units):
+        part = slice(*batch.query_starts[i : i + 2])
+        inputs = torch.cat((before[unit], x[part])).double()
+        expected = torch.nn.functional.conv1d(
+            inputs.t()[None], weight.double()[:, None], None if bias is None else bias.double(), groups=24
+        )[0].t()
+        expected = torch.nn.functional.silu(expected) if silu else expected
+        assert relative_error(found[part], expected) < TOLERANCE[dtype]
+        assert torch.equal(tails[unit], torch.cat((before[unit], x[part]))[1 - width :])
+    assert untouched(before, tails, units)
+
+
+@pytest.mark.parametrize("fast_decay", [False, True])
+def test_gated_delta(ops, dtype, rng, fast_decay):
+    batch, units, _ = state_batch(rng)
+    tokens, key_heads, value_heads = batch.token_count, 2, rng.choice((2, 4))
+    mixed = torch.randn(tokens, 4 * 16 + value_heads * 8).to(dtype)  # q, k and v lie in one tensor
+    q, k = mixed[:, :32].view(tokens, key_heads, 16), mixed[:, 32:64].view(tokens, key_heads, 16)
+    v = mixed[:, 64:].view(tokens, value_heads, 8)
+    log_decay = -torch.rand(tokens, value_heads) * (20.0 if fast_decay else 0.2)
+    rate = torch.rand(tokens, value_heads).to(dtype)
+    states = strided_states((value_heads, 16, 8), torch.float32)
+    before = states.clone()
+    found = ops.gated_delta(q, k, v, log_decay, rate, states, ops.plan_state(batch, units))
+    assert found.dtype == dtype
+    unit = torch.nn.functional.normalize
+    for i, at in enumerate(units):
+        state = before[at].double()
+        expected = []
+        for t in range(*batch.query_starts[i : i + 2]):
+            keys, queries = (x[t].double().repeat_interleave(value_heads // 2, 0) for x in (k, q))
+            keys, queries = unit(keys, dim=-1), unit(queries, dim=-1) / 4
+            state = state * log_decay[t].double().exp()[:, None, None]
+            told = torch.einsum("hkv,hk->hv", state, keys)
+            state = state + torch.einsum("hk,hv->hkv", keys, rate[t].double()[:, None] * (v[t].double() - told))
+            expected.append(torch.einsum("hkv,hk->hv", state, queries))
+        part = slice(*batch.query_starts[i : i + 2])
+        assert relative_error(found[part], torch.stack(expected)) < TOLERANCE[dtype]
+        assert relative_error(states[at], state) < 1e-5
+    assert untouched(before, states, units)
+
+
+@pytest.mark.parametrize("fast_decay", [False, True])
+def test_state_space(ops, dtype, rng, fast_decay):
+    batch, units, _ = state_batch(rng)
+    tokens, heads, groups = batch.token_count, 4, rng.choice((1, 2, 4))
+    x, b, c = torch.randn(tokens, heads, 8), torch.randn(tokens, groups, 16), torch.randn(tokens, groups, 16)
+    x, b, c = x.to(dtype), b.to(dtype), c.to(dtype)
+    dt, rate = torch.rand(tokens, heads) + 0.01, -torch.rand(heads) * (30.0 if fast_decay else 0.5) - 0.01
+    skip = torch.randn(heads)
+    states = strided_states((heads, 8, 16), torch.float32)
+    before = states.clone()
+    found = ops.state_space(x, dt, rate, b, c, skip, states, ops.plan_state(batch, units))
+    assert found.dtype == dtype
+    for i, at in enumerate(units):
+        state = before[at].double()
+        expected = []
+        for t in range(*batch.query_starts[i : i + 2]):
+            into, outof = (y[t].double().repeat_interleave(heads // groups, 0) for y in (b, c))
+            state = state * (dt[t] * rate).double().exp()[:, None, None]
+            state = state + torch.einsum("hp,hn->hpn", dt[t].double()[:, None] * x[t].double(), into)
+            expected.append(torch.einsum("hpn,hn->hp", state, outof) + skip.double()[:, None] * x[t].double())
+        part = slice(*batch.query_starts[i : i + 2])
+        assert relative_error(found[part], torch.stack(expected)) < TOLERANCE[dtype]
+        assert relative_error(states[at], state) < 1e-5
+    assert untouched(before, states, units)
+
+
+def test_gated_norms(ops, dtype, rng):
+    x, gate = torch.randn(2, 5, 4, 16).to(dtype).unbind()
+    weight, wide_weight = torch.randn(16).to(dtype), torch.randn(64).to(dtype)
+    gated = gate.double() * gate.double().sigmoid()
+
+    def norm(value: torch.Tensor) -> torch.Tensor:
+        return value / (value.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    found = ops.norm_then_gate(x, gate, weight, 1e-6)
+    assert relative_error(found, norm(x.double()) * weight.double() * gated) < TOLERANCE[dtype]
+    flat, flat_gate = x.view(5, 64), gate.view(5, 64)
+    for groups in (1, 4):
+        expected = norm((x.double() * gated).view(5, groups, -1)).view(5, 64) * wide_weight.double()
+        found = ops.gate_then_norm(flat, flat_gate, wide_weight, 1e-6, groups)
+        assert relative_error(found, expected) < TOLERANCE[dtype]
+    assert relative_error(ops.relu_squared(x), x.double().clamp(min=0) ** 2) < TOLERANCE[dtype]
