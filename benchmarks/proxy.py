@@ -245,7 +245,7 @@ class Measurement:
         }
 
 
-TOKENIZE = "blockcast_router_tokenize_seconds_sum"
+TOKENIZE = "blockcast_router_tokenize_cpu_seconds_total"
 
 
 def show(name: str, result: dict[str, Any]) -> None:

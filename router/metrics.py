@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from router.messages import Decision, FailureKind
 from router.status import CoreSnapshot
+from router.tokenizing import PromptReader
 from router.view import IndexStats
 
 PREFIX = "blockcast_router_"
@@ -98,7 +99,7 @@ class Metrics:
             ("request_seconds", "From a complete request to the end of its answer.", self.request_s),
             ("time_to_first_byte_seconds", "From a complete request to the answer's first body byte.", self.ttft_s),
             ("routing_seconds", "From a complete request to its dispatch, tokenising included.", self.routing_s),
-            ("tokenize_seconds", "CPU time to render and encode a prompt.", self.tokenize_s),
+            ("tokenize_seconds", "Time to render and encode a prompt.", self.tokenize_s),
         ):
             yield HistogramMetricFamily(PREFIX + name, text, histogram.buckets(), histogram.total)
 
@@ -140,6 +141,30 @@ def core_families(snapshot: CoreSnapshot, index: IndexStats | None) -> Iterator[
             ("index_memory_bytes", "Memory of the index.", index.memory_bytes),
         ):
             yield GaugeMetricFamily(PREFIX + gauge, text, value)
+
+
+def prompt_families(prompts: PromptReader) -> Iterator[Family]:
+    """Tokenising: CPU time, and each model's segment cache."""
+    text = "CPU time of rendering and encoding prompts, estimated from one in sixteen."
+    yield CounterMetricFamily(PREFIX + "tokenize_cpu_seconds", text, prompts.cpu_s)
+    hits = CounterMetricFamily(PREFIX + "segment_cache_hit_tokens", "Prompt tokens found encoded.", labels=("model",))
+    misses = CounterMetricFamily(PREFIX + "segment_cache_miss_tokens", "Prompt tokens encoded anew.", labels=("model",))
+    used = GaugeMetricFamily(PREFIX + "segment_cache_bytes", "Memory of encoded segments.", labels=("model",))
+    for model, stats in prompts.cache_stats().items():
+        hits.add_metric((model,), stats.hit_tokens)
+        misses.add_metric((model,), stats.miss_tokens)
+        used.add_metric((model,), stats.used_bytes)
+    yield from (hits, misses, used)
+
+
+def feed_families(totals: dict[str, dict[str, int]]) -> Iterator[Family]:
+    """The workers' event streams: worker -> counters."""
+    names = sorted({name for counters in totals.values() for name in counters})
+    for name in names:
+        yield _counter(
+            f"events_{name}", f"{name} of a worker's event streams.", ("worker",),
+            [((worker,), counters[name]) for worker, counters in totals.items()],
+        )  # fmt: skip
 
 
 class _Scrape(Collector):

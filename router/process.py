@@ -31,7 +31,7 @@ from router.http_request import Request
 from router.http_server import ClientConnection
 from router.index import make_index
 from router.messages import Decision, FailureKind
-from router.metrics import Metrics
+from router.metrics import Family, Metrics, feed_families, prompt_families
 from router.proxy import Exchange, Proxy
 from router.server import COMPLETIONS, TICK_S, EdgeConfig, Listener, RouterApp
 from router.tokenizing import PromptReader
@@ -115,7 +115,12 @@ class RouterProcess:
                     fleet.suspect(decision.worker)
 
             proxy.on_failure.append(failed)
-            admin = Admin(core, fleet, prompts, metrics, now=now, version=self._version)
+
+            def extra() -> Iterable[Family]:
+                yield from prompt_families(prompts)
+                yield from feed_families(feed.totals())
+
+            admin = Admin(core, fleet, prompts, metrics, now=now, version=self._version, extra_families=extra)
             app = RouterApp(core, proxy, prompts, metrics, config.edge, admin, serves_admin=self._may_administer)
             listeners = [Listener(app, config.edge)]
             tls = tls_context(config.tls)

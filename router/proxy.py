@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,7 +28,8 @@ from router.upstream import Target, UpstreamConnection, UpstreamPool
 
 RETRYABLE = {429: FailureKind.OVERLOADED, 502: FailureKind.SERVER_ERROR, 503: FailureKind.SERVER_ERROR}
 TAIL_BYTES = 2048
-"""How much of the end of an answer is kept to find its `usage`."""
+TAIL_READS = 4
+"""How much of the end of an answer is kept to find its `usage`: so many reads, so much of each."""
 PROGRESS_EVERY = 32
 """Chunks of a stream between two reports of progress to the core."""
 
@@ -121,7 +123,7 @@ class Exchange:
         self._connecting: asyncio.Task[None] | None = None
         self._head: ResponseHead | None = None
         self._head_buffer = b""
-        self._tail = b""
+        self._tail: deque[bytes] = deque(maxlen=TAIL_READS)
         self._payload: list[bytes] | None = [] if request.http_1_0 else None
         self._paused = False
         self._done = False
@@ -309,8 +311,7 @@ class Exchange:
         if out:
             self.client.write(out)
         self.chunks += 1
-        tail = self._tail
-        self._tail = data[-TAIL_BYTES:] if len(data) >= TAIL_BYTES or not tail else (tail + data)[-TAIL_BYTES:]
+        self._tail.append(data if len(data) <= TAIL_BYTES else data[-TAIL_BYTES:])
         if body.done:
             self._complete(head, reusable=head.keep_alive and not surplus)
         elif self.chunks % PROGRESS_EVERY == 0 and self.in_core:
@@ -325,7 +326,7 @@ class Exchange:
                 self._proxy.pool.release(connection, self._proxy.now())
             else:
                 connection.close()
-        self.usage = find_usage(self._tail)
+        self.usage = find_usage(b"".join(self._tail))
         if not self._end(f"status_{head.status}"):
             return
         if self.in_core:

@@ -20,12 +20,15 @@ import msgspec
 
 from prompts.errors import RequestError
 from prompts.routing import RoutingRequest
+from prompts.segments import SegmentStats
 from prompts.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger("router")
 
 INLINE_BYTES_MAX = 4096
 """Bodies up to this size are encoded on the event loop: handing them to a thread would cost more."""
+CPU_SAMPLE = 16
+"""One prompt in so many has its CPU time taken: reading that clock is a system call."""
 CHARS_PER_TOKEN = 4.0
 """For estimates only."""
 
@@ -42,11 +45,19 @@ class PromptReader:
         self._chat_template = chat_template
         self._tokenizers: dict[str, Tokenizer] = {}
         self._loading: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._reads = 0
+        self.cpu_s = 0.0
+        """CPU time of rendering and encoding, estimated from a sample."""
         self.problems: dict[str, str] = {}
         """model -> why there is no tokenizer for it; shown by `/workers`."""
 
     def get(self, model: str) -> Tokenizer | None:
         return self._tokenizers.get(model)
+
+    def cache_stats(self) -> dict[str, SegmentStats]:
+        """model -> counters of its segment cache, where it has one."""
+        found = {model: tokenizer.cache_stats() for model, tokenizer in self._tokenizers.items()}
+        return {model: stats for model, stats in found.items() if stats is not None}
 
     async def learn(self, model: str, path: str | None) -> None:
         """Load the tokenizer of a base model, from the command line's folder or from where the worker has it."""
@@ -82,11 +93,14 @@ class PromptReader:
         return body_bytes <= INLINE_BYTES_MAX
 
     def read(self, parsed: RoutingRequest, tokenizer: Tokenizer | None) -> tuple[Sequence[int] | None, float]:
-        """(token ids of the prompt to route on or None, CPU seconds it took). Thread-safe.
+        """(token ids of the prompt to route on or None, seconds it took). Thread-safe.
 
         Of several prompts the first is routed on; of a prompt with images, the text before the first.
         """
-        started = time.thread_time()
+        self._reads += 1
+        sampled = self._reads % CPU_SAMPLE == 0
+        started_cpu = time.thread_time() if sampled else 0.0
+        started = time.perf_counter()
         ids: Sequence[int] | None = None
         try:
             ids = self._ids(parsed, tokenizer)
@@ -94,7 +108,10 @@ class PromptReader:
             log.debug("prompt left to the worker to judge: %s", error.message)
         if ids is not None and parsed.truncate_prompt_tokens is not None and parsed.truncate_prompt_tokens > 0:
             ids = ids[-parsed.truncate_prompt_tokens :]
-        return ids or None, time.thread_time() - started
+        took_s = time.perf_counter() - started
+        if sampled:
+            self.cpu_s += CPU_SAMPLE * (time.thread_time() - started_cpu)
+        return ids or None, took_s
 
     def _ids(self, parsed: RoutingRequest, tokenizer: Tokenizer | None) -> Sequence[int] | None:
         if parsed.kind == "chat":
