@@ -19,12 +19,23 @@ from engine.types import FinishReason, Request, SamplingParams
 RECIPES = {
     "qwen3": Recipe(),
     "llama": Recipe(family="llama"),
+    "gemma3": Recipe(family="gemma3_text", layers=3),
+    "qwen3_5": Recipe(family="qwen3_5", layers=3),
+    "granite": Recipe(family="granitemoehybrid", layers=3),
+    "bamba": Recipe(family="bamba", layers=3),
+    "nemotron_h": Recipe(family="nemotron_h", layers=4),
+    "lfm2": Recipe(family="lfm2", layers=3),
 }
+GAPS = {"qwen3_5": 2e-3}
+"""How far from the likeliest a greedy token may be where rounding decides; else 1e-4. See test_runner_parity."""
 
 
-def make_core(family: str, unit_count: int, block_size: int) -> EngineCore:
+def make_core(family: str, token_count: int, block_size: int) -> EngineCore:
+    """A core whose cache holds about so many tokens of KV, and a few states."""
     model, dtype = load_model(cached_model(RECIPES[family]))
     spec = model.cache_spec(block_size, dtype)
+    unit_count = sum(-(-token_count // (block_size * spec.blocks_per_unit(g))) for g in range(len(spec.groups)))
+    unit_count += 12 if spec.state is not None else 0
     cache = KVCache(spec, unit_count, step_tokens_max=64)
     config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256)
     runner = ModelRunner(model, spec, unit_count, device=torch.device("cpu"), dtype=dtype, max_model_len=256)
@@ -39,7 +50,7 @@ def test_conversations_in_a_small_cache(family, block_size):
     print("seed", seed)
     rng = random.Random(seed)
     oracle = Oracle(cached_model(RECIPES[family]))
-    core = make_core(family, unit_count=256 // block_size, block_size=block_size)
+    core = make_core(family, token_count=256, block_size=block_size)
     shared = [[rng.randrange(2048) for _ in range(rng.randrange(20, 60))] for _ in range(2)]
     prompts, outputs = {}, {}
     waiting = [f"r{i}" for i in range(10)]
@@ -61,11 +72,13 @@ def test_conversations_in_a_small_cache(family, block_size):
         logits = oracle.logits(prompt + outputs[name])
         for i, token in enumerate(outputs[name]):
             row = logits[len(prompt) + i - 1]
-            assert row.max() - row[token] < 1e-4, f"{name}: output {i}"  # greedy, or a tie within rounding
+            assert row.max() - row[token] < GAPS.get(family, 1e-4), (
+                f"{name}: output {i}"
+            )  # greedy, or a tie within rounding
 
 
 def test_a_step_that_fails_costs_its_requests_only():
-    core = make_core("qwen3", 32, 16)
+    core = make_core("qwen3", 512, 16)
     core.add(Request(request_id="bad", token_ids=[1, 2, 10**6], params=SamplingParams()), now=0.0)
     (out,) = core.step(0.0)
     assert out.finish_reason is FinishReason.ERROR
