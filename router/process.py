@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -135,6 +136,7 @@ class RouterProcess:
             stack.callback(executor.shutdown, wait=False, cancel_futures=True)
             beat = loop.create_task(self._beat(core, proxy, pool, feed, listeners))
             stack.callback(beat.cancel)
+            settle_heap()
             self._announce(port)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._signalled, listeners, proxy)
@@ -236,6 +238,16 @@ def count_end(core: RouterCore, metrics: Metrics, exchange: Exchange, now: float
     if usage is not None:
         metrics.reported_prompt_tokens += usage.prompt_tokens or 0
         metrics.reported_cached_tokens += usage.cached_tokens or 0
+
+
+def settle_heap() -> None:
+    """Take what start-up made out of the garbage collector's sight, and let it look less often.
+
+    Requests leave no cycles behind, so what it would look for hardly exists.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 def raise_file_limit() -> None:
