@@ -98,7 +98,7 @@ class Target:
         self.prefills: dict[str, InFlight] = {}
         """Routed and without a first token, in the order of routing."""
         self.prefill_s = 0.0
-        self.head_since_s = 0.0
+        self.head_since_s = -math.inf
         """When the worker turned to its present oldest prefill: the last first token seen, or the end of one ahead."""
         self.requests = 0
         self.decode_requests = 0
@@ -172,6 +172,8 @@ class LoadTracker:
         """Heap of (estimated first token, request) of requests that do not stream."""
         self._peers: dict[str, dict[str, SharedLoad]] = {}
         """router -> target name -> load."""
+        self.touched: set[str] = set()
+        """Names of targets whose own load changed since whoever shares it last cleared this."""
 
     # Targets -----------------------------------------------------------------------------------------------------
     def add_target(
@@ -190,6 +192,7 @@ class LoadTracker:
     def remove_target(self, name: str) -> None:
         """Its requests in flight stay known by id until they end; they no longer count anywhere."""
         self.targets.pop(name, None)
+        self.touched.discard(name)
 
     # A request's life --------------------------------------------------------------------------------------------
     def route(
@@ -211,6 +214,7 @@ class LoadTracker:
             wait_s = target.slow * (target.queue_s(now, self._cost.progress_cap) + flight.prefill_s)
             heapq.heappush(self._estimates, (now + wait_s, request_id))
         self.requests[request_id] = flight
+        self.touched.add(target.name)
         target.prefills[request_id] = flight
         target.prefill_s += flight.prefill_s
         target.requests += 1
@@ -244,6 +248,7 @@ class LoadTracker:
         if flight is None:
             return None
         target = flight.target
+        self.touched.add(target.name)
         target.requests -= 1
         if flight.phase is Phase.PREFILL:
             if self._leave_prefill(flight):
@@ -265,6 +270,7 @@ class LoadTracker:
 
     def _start_decode(self, flight: InFlight, now: float) -> None:
         target = flight.target
+        self.touched.add(target.name)
         self._leave_prefill(flight)
         target.head_since_s = max(target.head_since_s, now)
         flight.phase = Phase.DECODE

@@ -1,0 +1,142 @@
+"""Routers that share their load: the sum is what one router would see; a lost peer or message does not stay."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.config import CostConfig, LearnConfig, ServiceModel
+from router.peers import LoadMessage, PeerConfig, PeerLoads, PeerSockets
+from router.tracker import LoadTracker, Target
+from router.view import HolderId
+
+
+def tracker() -> tuple[LoadTracker, list[Target]]:
+    made = LoadTracker(ServiceModel(), CostConfig(), LearnConfig(enabled=False))
+    return made, [made.add_target(f"w{i}", None, HolderId(i)) for i in range(2)]
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["route", "first", "end", "progress"]),
+        st.integers(0, 7),
+        st.integers(1, 9000),
+        st.integers(0, 1),
+    ),
+    max_size=50,
+)
+
+
+@given(steps=STEPS, skew=st.floats(-1e6, 1e6), lost=st.sets(st.integers(0, 60)))
+def test_two_routers_see_what_one_would(steps: list[tuple[str, int, int, int]], skew: float, lost: set[int]) -> None:
+    """Requests are dealt to two routers whose clocks differ by `skew`; messages in `lost` never arrive. After the next
+    heartbeats both see the queue, decode load and utilisation of a single router that had them all."""
+    (whole, all_targets), pair = tracker(), [tracker(), tracker()]
+    config = PeerConfig(heartbeat_s=5.0, expire_s=100.0)
+    loads = [PeerLoads(pair[i][0], f"r{i}", config) for i in range(2)]
+    offset = [0.0, skew]
+    now = 0.0
+
+    def exchange(number: int) -> None:
+        for i in range(2):
+            message = loads[i].outgoing(now + offset[i])
+            if message is not None and number not in lost:
+                loads[1 - i].incoming(message, now + offset[1 - i])
+
+    for number, (what, key, tokens, place) in enumerate(steps):
+        now += 0.05
+        name, side = str(key), key % 2
+        for books, targets, at in ((whole, all_targets, now), (*pair[side], now + offset[side])):
+            if what == "route" and name not in books.requests:
+                books.route(name, targets[place], prompt_tokens=tokens, cached_tokens=0, stream=True, now=at)
+            elif what == "first":
+                books.first_token(name, at)
+            elif what == "end":
+                books.end(name, at)
+            elif what == "progress":
+                books.progress(name, tokens)
+        exchange(number)
+    now += 6.0
+    lost.clear()
+    exchange(999)
+    for i in range(2):
+        books, targets = pair[i]
+        for own, one in zip(targets, all_targets):
+            at = now + offset[i]
+            assert own.slow == pytest.approx(one.slow)
+            assert books.utilisation(own, at) == pytest.approx(whole.utilisation(one, now), rel=1e-3, abs=1e-5)
+            # The head of the queue is known to the other router by its age: exact up to the skewed clocks' rounding.
+            assert own.queue_s(at, 0.95) == pytest.approx(one.queue_s(now, 0.95), rel=1e-3, abs=0.06)
+
+
+def test_a_silent_peer_is_forgotten_and_a_restarted_one_replaced() -> None:
+    (mine, targets), (theirs, their_targets) = tracker(), tracker()
+    loads = PeerLoads(mine, "me", PeerConfig(expire_s=2.0))
+    theirs.route("a", their_targets[0], prompt_tokens=8000, cached_tokens=0, stream=True, now=0.0)
+    message = PeerLoads(theirs, "you").outgoing(0.0)
+    assert message is not None
+    loads.incoming(message, 0.0)
+    assert targets[0].peer is not None
+    fresh, _ = tracker()
+    restarted = PeerLoads(fresh, "you").outgoing(1.0)
+    assert restarted is not None
+    loads.incoming(restarted, 1.0)
+    assert targets[0].peer is None, "the new life has nothing in flight"
+    loads.incoming(message, 1.5)
+    loads.expire(3.0)
+    assert loads.peers == ["you"]
+    loads.expire(4.0)
+    assert loads.peers == []
+    assert targets[0].peer is None
+    assert loads.stats.expired == 1
+
+
+def test_late_and_unreadable_messages_are_counted_not_believed() -> None:
+    (mine, targets), (theirs, their_targets) = tracker(), tracker()
+    loads, other = PeerLoads(mine, "me"), PeerLoads(theirs, "you")
+    first = other.outgoing(0.0)
+    theirs.route("a", their_targets[0], prompt_tokens=8000, cached_tokens=0, stream=True, now=0.1)
+    second = other.outgoing(0.1)
+    assert first is not None
+    assert second is not None
+    loads.incoming(second, 0.1)
+    loads.incoming(first, 0.2)
+    loads.incoming(b"\xc1", 0.3)
+    import msgspec
+
+    loads.incoming(msgspec.msgpack.encode(LoadMessage(99, "x", "e", 1, True, [])), 0.3)
+    loads.incoming(loads.outgoing(0.3) or b"", 0.3)
+    assert (loads.stats.late, loads.stats.malformed, loads.stats.received) == (1, 2, 1)
+    assert targets[0].peer is not None
+
+
+def test_nothing_is_said_when_nothing_changed() -> None:
+    mine, targets = tracker()
+    loads = PeerLoads(mine, "me", PeerConfig(heartbeat_s=1.0))
+    assert loads.outgoing(0.0) is not None
+    assert loads.outgoing(0.5) is None
+    mine.route("a", targets[0], prompt_tokens=10, cached_tokens=0, stream=True, now=0.6)
+    assert loads.outgoing(0.6) is not None
+    assert loads.outgoing(0.7) is None
+    assert loads.outgoing(1.0) is not None
+
+
+def test_over_real_sockets() -> None:
+    (one, targets), (two, others) = tracker(), tracker()
+    loads = [PeerLoads(one, "a"), PeerLoads(two, "b")]
+    first = PeerSockets(loads[0], "tcp://127.0.0.1:*", [])
+    assert first.address is not None
+    second = PeerSockets(loads[1], "tcp://127.0.0.1:*", [first.address])
+    one.route("a", targets[1], prompt_tokens=5000, cached_tokens=0, stream=True, now=time.monotonic())
+    end = time.monotonic() + 10
+    while others[1].peer is None and time.monotonic() < end:
+        first.beat(time.monotonic())
+        second.beat(time.monotonic())
+        time.sleep(0.01)
+    assert others[1].peer is not None
+    assert others[1].peer.prefill_s == pytest.approx(targets[1].prefill_s)
+    first.close()
+    second.close()
