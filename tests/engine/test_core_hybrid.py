@@ -1,0 +1,130 @@
+"""The core with recurrent state and sliding windows, on the fake device: what a hybrid prompt publishes and reuses."""
+
+from __future__ import annotations
+
+from fake_device import Bench
+
+from engine.cache.kv_cache import KVCache
+from engine.cache.spec import FULL_ATTENTION, SLIDING_WINDOW, CacheSpec, GroupSpec, StateSpec
+from engine.scheduler import SchedulerConfig
+from events import BlockRemoved, BlockStored
+
+
+def make_bench(
+    units: int = 40, *, window: int | None = None, state_blocks: int | None = 3, block_size: int = 16, budget: int = 256
+) -> Bench:
+    groups = [GroupSpec(FULL_ATTENTION, (0,), 1, 64, 2)]
+    if window is not None:
+        groups.append(GroupSpec(SLIDING_WINDOW, (1,), 1, 64, 2, window))
+    state = None if state_blocks is None else StateSpec((2,), state_blocks * block_size * 256)
+    spec = CacheSpec(block_size, tuple(groups), state)
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget, max_model_len=2000)
+    return Bench(KVCache(spec, units, step_tokens_max=budget), config)
+
+
+def stored(bench: Bench, kind: str) -> list[BlockStored]:
+    return [e for e in bench.events.events if isinstance(e, BlockStored) and e.kv_cache_spec_kind == kind]
+
+
+def test_forty_tokens_publish_two_blocks_and_what_was_promised_is_reused() -> None:
+    bench = make_bench()
+    prompt = list(range(1000, 1040))
+    bench.add("a", prompt, max_tokens=1)
+    bench.drain()
+    full, states = stored(bench, "full_attention"), stored(bench, "mamba")
+    hashes = [name for event in full for name in event.block_hashes]
+    assert len(hashes) == 2
+    (checkpoint,) = states
+    assert checkpoint.block_hashes == hashes[1:]
+    assert checkpoint.parent_block_hash == hashes[0]
+    assert checkpoint.token_ids == prompt[16:32]
+    assert (checkpoint.group_idx, checkpoint.block_size) == (1, 16)
+    bench.add("b", [*prompt[:32], 1, 2, 3], max_tokens=1)
+    bench.add("c", [*prompt[:31], 1, 2, 3], max_tokens=1)
+    bench.drain()
+    assert bench.firsts["b"].cached_tokens == 32
+    assert bench.firsts["c"].cached_tokens == 0
+    bench.assert_correct()
+
+
+def test_branching_point_gets_a_checkpoint_the_second_time() -> None:
+    bench = make_bench(units=80)
+    shared = list(range(1000, 1064))
+    bench.add("a", shared + [1] * 40, max_tokens=1)
+    bench.drain()
+    bench.add("b", shared + [2] * 40, max_tokens=1)
+    bench.drain()
+    assert bench.firsts["b"].cached_tokens == 0  # the KV was there, the state was not
+    bench.add("c", shared + [3] * 40, max_tokens=1)
+    bench.drain()
+    assert bench.firsts["c"].cached_tokens == 64
+    bench.assert_correct()
+
+
+def test_requests_that_wait_together_share_at_their_common_point() -> None:
+    bench = make_bench(units=80)
+    shared = list(range(1000, 1050))
+    for name in "abcd":
+        bench.add(name, shared + [ord(name)] * 30, max_tokens=2)
+    bench.drain()
+    assert [bench.firsts[name].cached_tokens for name in "abcd"] == [0, 48, 48, 48]
+    assert bench.device.computed_tokens == 80 + 3 * 32 + 4
+    bench.assert_correct()
+
+
+def test_one_that_comes_while_the_prefix_is_computed_waits_for_its_checkpoint() -> None:
+    bench = make_bench(units=80, budget=32)
+    shared = list(range(1000, 1100))
+    bench.add("a", shared + [1] * 20, max_tokens=2)
+    bench.step()
+    bench.add("b", shared + [2] * 20, max_tokens=2)
+    bench.drain()
+    assert bench.firsts["b"].cached_tokens == 96
+    bench.assert_correct()
+
+
+def test_a_conversation_resumes_at_the_last_boundary_reached_in_decode() -> None:
+    bench = make_bench(units=80)
+    history = list(range(1000, 1030))
+    for turn in range(4):
+        request = bench.add(f"t{turn}", history, max_tokens=50)
+        bench.drain()
+        if turn:
+            assert bench.firsts[f"t{turn}"].cached_tokens == (len(history) - 2) // 16 * 16
+        history = [*request.token_ids, *bench.outputs[f"t{turn}"], 7]
+    bench.assert_correct()
+    rolling = [e for e in stored(bench, "mamba") if any(token < 1000 for token in e.token_ids)]
+    dropped = [e for e in bench.events.events if isinstance(e, BlockRemoved) and e.group_idx == 1]
+    assert len(rolling) > 8
+    assert len(dropped) >= len(rolling) - 8  # one rolling checkpoint a sequence, whatever the length
+
+
+def test_sliding_window_blocks_are_announced_when_evicted_not_when_passed() -> None:
+    bench = make_bench(units=30, window=20, state_blocks=None)
+    prompt = list(range(1000, 1100))
+    bench.add("a", prompt, max_tokens=1)
+    bench.drain()
+    window_blocks = {name for e in stored(bench, "sliding_window") for name in e.block_hashes}
+    assert len(window_blocks) == 6
+    assert not any(isinstance(e, BlockRemoved) for e in bench.events.events)
+    assert all(e.kv_cache_spec_sliding_window == 20 for e in stored(bench, "sliding_window"))
+    bench.add("b", prompt[:40] + [1] * 40, max_tokens=1)  # branches where the window had long passed
+    bench.drain()
+    assert bench.firsts["b"].cached_tokens == 32
+    for turn in range(6):
+        bench.add(f"c{turn}", [turn] * 100, max_tokens=1)
+        bench.drain()
+    removed = [e for e in bench.events.events if isinstance(e, BlockRemoved)]
+    assert {e.group_idx for e in removed} == {0, 1}
+    bench.assert_correct()
+
+
+def test_everything_at_once_under_pressure() -> None:
+    bench = make_bench(units=14, window=20, state_blocks=3, budget=48)
+    for wave in range(3):
+        for i in range(8):
+            bench.add(f"{wave}.{i}", [5] * (16 * (i % 3)) + [i] * 30, max_tokens=30)
+        bench.drain()
+    bench.assert_correct()
+    assert len(bench.ends) == 24
+    assert bench.core.stats().prefix_cache_hits > 0
