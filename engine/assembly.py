@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,9 @@ GPU_MEMORY_SHARE = 0.9
 GPU_RESERVE_BYTES = 1 << 30
 """Left for a step's activations on a GPU."""
 
+_HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+_CHECKPOINT_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
+
 _DEFAULT_SAMPLING = {
     "temperature": (int, float),
     "top_p": (int, float),
@@ -68,7 +72,7 @@ class Assembled:
 def locate(model: str | None) -> tuple[str, Path]:
     """(name, folder) of a checkpoint: a folder, a name in the local Hugging Face cache, or the built-in model.
 
-    Raises ConfigError. Never downloads.
+    A hub name (`org/name`) that is not in the cache is fetched, unless HF_HUB_OFFLINE is set. Raises ConfigError.
     """
     if model is None:
         from engine.tiny_model import builtin_model
@@ -84,10 +88,27 @@ def locate(model: str | None) -> tuple[str, Path]:
         snapshot = hub / "snapshots" / main.read_text().strip()
         if snapshot.is_dir():
             return model, snapshot
+    if _HUB_NAME.fullmatch(model) and not os.environ.get("HF_HUB_OFFLINE"):
+        return model, _download(model)
     raise ConfigError(
         f"MODEL {model!r}: no such folder, and not in the Hugging Face cache ({hub}); expected a folder with "
-        f"config.json and safetensors, or a model fetched before (hf download {model})"
+        "config.json and safetensors, or the name of a model on the hub"
     )
+
+
+def _download(name: str) -> Path:
+    """Fetch a checkpoint into the Hugging Face cache. Raises ConfigError."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ConfigError(
+            f"MODEL {name!r}: no such folder; to fetch it from the hub, install huggingface_hub"
+        ) from error
+    log.info("fetching %s from the Hugging Face hub", name)
+    try:
+        return Path(snapshot_download(name, allow_patterns=_CHECKPOINT_FILES))
+    except (OSError, ValueError) as error:  # the hub's errors are OSErrors: no network, no such model, no access
+        raise ConfigError(f"MODEL {name!r}: no such folder, and the hub does not give it: {error}") from error
 
 
 def assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None = None) -> Assembled:

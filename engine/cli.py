@@ -77,6 +77,8 @@ def _options(function: Any) -> Any:
         click.option("--seed", type=int, default=0, show_default=True, help="Of sampling without a seed of its own."),
         click.option("--max-queue", type=click.IntRange(0), default=1024, show_default=True, metavar="N",
                      help="Sequences inside, running and waiting, before new ones get 429. 0: no limit."),
+        click.option("--request-timeout", "request_timeout_s", type=float, metavar="SECONDS",
+                     help="Longest a request may take, waiting included. [default: no limit]"),
         click.option("--shutdown-timeout", "shutdown_timeout_s", type=float, default=30.0, show_default=True,
                      metavar="SECONDS", help="How long running requests may finish after SIGTERM or Ctrl-C."),
         click.option("--log-level", "--uvicorn-log-level", "log_level", type=click.Choice(LOG_LEVELS), default="info",
@@ -135,7 +137,7 @@ def parse(model: str | None, flags: dict[str, Any]) -> tuple[EngineConfig, Serve
         chat_template=flags["chat_template"],
         max_queue=flags["max_queue"] or None,
         shutdown_timeout_s=flags["shutdown_timeout_s"],
-        log_level=flags["log_level"],
+        request_timeout_s=flags["request_timeout_s"],
         log_requests=flags["log_requests"],
     )
     return engine_config, server_config
@@ -144,7 +146,7 @@ def parse(model: str | None, flags: dict[str, Any]) -> tuple[EngineConfig, Serve
 _ENGINE_FLAGS = (
     "tokenizer", "dtype", "device", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens",
     "num_gpu_blocks_override", "kv_cache_memory_bytes", "enable_prefix_caching", "attention_backend", "seed",
-    "num_threads", "check_invariants", "generation_config", "legacy_events",
+    "num_threads", "check_invariants", "log_level", "generation_config", "legacy_events",
 )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ class OutputStream:
         self._open = set(request_ids)
         self._pending: dict[str, RequestOutput] = {}
         self._waiter: asyncio.Future[None] | None = None
-        self._error: EngineDead | None = None
+        self._error: Exception | None = None
 
     def __aiter__(self) -> OutputStream:
         return self
@@ -93,7 +93,8 @@ class OutputStream:
         self._pending[output.request_id] = output if earlier is None else merge(earlier, output)
         self._wake()
 
-    def fail(self, error: EngineDead) -> None:
+    def fail(self, error: Exception) -> None:
+        """End the iteration with `error`, after what has already arrived."""
         self._error = error
         self._wake()
 

@@ -46,6 +46,7 @@ class EngineConfig:
     kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
     check_invariants: bool = False
     """Verify the scheduler's and the pool's invariants after every step: for tests, slow."""
+    log_level: str = "info"
     legacy_events: bool = False
     """Publish events as positional arrays, as vLLM did before June 2026."""
 
@@ -82,9 +83,10 @@ class ServerConfig:
     body_timeout_s: float = 60.0
     shutdown_timeout_s: float = 30.0
     """How long running requests may finish after SIGTERM or Ctrl-C."""
+    request_timeout_s: float | None = None
+    """How long one request may take; None: as long as it needs."""
     stall_timeout_s: float = 120.0
     """A streaming client that takes no byte for so long is dropped."""
-    log_level: str = "info"
     log_requests: bool = False
 
     def __post_init__(self) -> None:

@@ -62,7 +62,7 @@ def _completion_body() -> Any:
 
 
 _COMPLETION_BODY = _completion_body()
-_GENERATES = (400, 404, 408, 413, 429, 500, 503)
+_GENERATES = (400, 404, 408, 413, 429, 500, 503, 504)
 _OPERATIONS = (
     _Operation("post", "/v1/chat/completions", "Continue a conversation", ChatRequest, ChatCompletion, ChatChunk,
                _GENERATES),
@@ -70,9 +70,10 @@ _OPERATIONS = (
                _GENERATES),
     _Operation("get", "/v1/models", "The served names of the model", answer=ModelList),
     _Operation("get", "/v1/models/{model}", "One served name", answer=ModelCard, errors=(404,)),
-    _Operation("post", "/tokenize", "Token ids of a text or a conversation", (TokenizePrompt, TokenizeChat),
+    _Operation("post", "/tokenize", "Ids of a text or a conversation", (TokenizePrompt, TokenizeChat),
                TokenizeAnswer, errors=(400, 404, 408, 413)),
-    _Operation("post", "/detokenize", "Text of token ids", DetokenizeBody, DetokenizeAnswer, errors=(400, 404, 408, 413)),
+    _Operation("post", "/detokenize", "Text of token ids", DetokenizeBody, DetokenizeAnswer,
+               errors=(400, 404, 408, 413)),
     _Operation("post", "/reset_prefix_cache", "Forget all cached prefixes and announce it", errors=(503,)),
     _Operation("get", "/kv_event_sources", "Where the cache events are published", answer=list[EventSource],
                is_open=True),

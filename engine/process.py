@@ -10,8 +10,8 @@ Knows nothing of HTTP, text or clients. The other end is `engine.client`; the me
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
-import os
 import select
 import signal
 import socket
@@ -168,21 +168,23 @@ def main(fd: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     sock = socket.socket(fileno=fd)
     config = _receive_config(sock)
     if config is None:
         return 0
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     link = CoreSocket(sock)
     try:
         assembled = assemble(config)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other side must hear why there is no engine
-        if not isinstance(error, (ValueError, OSError)) or os.environ.get("ENGINE_TRACEBACK"):
+        if not isinstance(error, (ValueError, OSError)):  # those say what to change; the others are mistakes of ours
             traceback.print_exc()
         link.send(Failed(f"cannot start: {error}"))
         link.drain(timeout_s=5)
         return 1
     try:
+        gc.collect()
+        gc.freeze()  # the model and the pool live as long as the process: collections need not visit them
         link.send(Ready(assembled.info))
         CoreLoop(assembled, link, check_invariants=config.check_invariants).run()
     except Exception as error:  # noqa: BLE001 - the last frame of the process: tell the other side, then end

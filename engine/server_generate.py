@@ -89,8 +89,12 @@ async def _serve(
     """Submit, follow to the end, answer. Whatever ends this early aborts what still runs."""
     state.enter()
     stream: OutputStream | None = None
+    deadline: asyncio.TimerHandle | None = None
     try:
         stream = state.client.submit(generation.requests)
+        limit_s = state.config.request_timeout_s
+        if limit_s is not None:
+            deadline = asyncio.get_running_loop().call_later(limit_s, stream.fail, _too_late(limit_s))
         state.metrics.prompt_tokens += sum(map(len, generation.prompts))
         follower = Follower(state, generation, stream)
         if generation.streams:
@@ -101,11 +105,23 @@ async def _serve(
     except EngineDead as error:
         raise unavailable(f"the engine is not running: {error}") from error
     finally:
+        if deadline is not None:
+            deadline.cancel()
         if stream is not None:
             unfinished = sum(choice.finish_reason is None for choice in generation.choices)
             state.metrics.finished["abort"] += unfinished
             stream.close()
         state.leave()
+
+
+def _too_late(limit_s: float) -> RequestError:
+    return RequestError(
+        f"the request took longer than {limit_s:g} s (--request-timeout)",
+        param=None,
+        code="timeout",
+        status=504,
+        type="server_error",
+    )
 
 
 class Follower:

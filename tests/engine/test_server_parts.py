@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from engine.__main__ import shadowed
 from engine.choice import new_choice
 from engine.cli import parse, serve_command, spread_names
 from engine.client import merge
@@ -20,6 +24,7 @@ from engine.openai_params import ModelLimits, sampling_params
 from engine.types import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from prompts import RequestError, parse_chat, parse_completion
 
+ROOT = Path(__file__).resolve().parents[2]
 LIMITS = ModelLimits(max_model_len=100, vocab_size=50, default_sampling={"temperature": 0.6, "top_k": 20})
 
 
@@ -211,3 +216,17 @@ def test_events_are_on_by_default_and_stay_on_the_apis_interface() -> None:
 def test_sizes_are_positive(field: str) -> None:
     with pytest.raises(ConfigError, match=field.replace("_", "-")):
         EngineConfig(**{field: 0})
+
+
+def test_a_shadowed_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shadowed() is None
+    foreign = tmp_path / "events" / "__init__.py"
+    foreign.parent.mkdir()
+    foreign.write_text("")
+    monkeypatch.setattr(sys, "meta_path", [BuiltinImporter, FrozenImporter, PathFinder])
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(ROOT)])
+    monkeypatch.delitem(sys.modules, "events")
+    problem = shadowed()
+    assert problem is not None
+    assert str(foreign) in problem
+    assert str(ROOT / "events") in problem

@@ -84,6 +84,19 @@ def test_keys_names_and_the_queue_limit(start_engine: Any) -> None:
     assert get(url + "/v1/completions", {"prompt": "x"}, key)[0] == 200
 
 
+def test_a_deadline_ends_what_takes_longer(start_engine: Any) -> None:
+    url = start_engine("--request-timeout", "0.4").url
+    status, body, _ = get(url + "/v1/completions", LONG)
+    assert (status, json.loads(body)["error"]["code"]) == (504, "timeout")
+    status, body, _ = get(url + "/v1/completions", {**LONG, "stream": True})
+    assert status == 200
+    *_, error, done, _ = body.decode().split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "timeout"
+    assert done == "data: [DONE]"
+    until(lambda: running(url) == 0)
+    assert get(url + "/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_and_ends_with_zero(start_engine: Any, number: int) -> None:
     engine = start_engine()
@@ -163,16 +176,3 @@ def test_a_taken_port_is_one_clear_line(start_engine: Any) -> None:
     assert done.returncode == 1
     assert f"127.0.0.1:{port}" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_a_shadowed_package_is_named(tmp_path: Path) -> None:
-    foreign = tmp_path / "events" / "__init__.py"
-    foreign.parent.mkdir()
-    foreign.write_text("")
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", "from engine.__main__ import main; main()", "--help"], env=env,
-                          cwd=tmp_path, capture_output=True, text=True, timeout=60)  # fmt: skip
-    assert done.returncode == 1
-    (line,) = done.stderr.strip().splitlines()
-    assert str(foreign) in line
-    assert str(ROOT / "events") in line

@@ -1,0 +1,78 @@
+"""Where a model's name leads, how large the cache gets, what a config can ask that no machine has."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.assembly import CACHE_TOKENS_MAX, count_units, describe_cache, locate, resolve_device
+from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
+from engine.config import ConfigError, EngineConfig
+
+SPEC = CacheSpec(16, (GroupSpec(FULL_ATTENTION, (0, 1), 2, 16, 2),))
+CPU = torch.device("cpu")
+
+
+def make_hub(home: Path, name: str) -> Path:
+    folder = home / "hub" / f"models--{name.replace('/', '--')}"
+    snapshot = folder / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("abc")
+    return snapshot
+
+
+def test_a_folder_then_the_local_cache_then_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    assert locate(str(tmp_path)) == (str(tmp_path), tmp_path)
+    snapshot = make_hub(tmp_path, "org/cached")
+    assert locate("org/cached") == ("org/cached", snapshot)
+
+    asked: list[str] = []
+
+    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+        asked.append(name)
+        if name == "org/missing":
+            raise OSError("404: no such repository")
+        return str(tmp_path)
+
+    hub: Any = types.ModuleType("huggingface_hub")
+    hub.snapshot_download = snapshot_download
+    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", hub)
+    assert locate("org/new") == ("org/new", tmp_path)
+    with pytest.raises(ConfigError, match=r"org/missing.*404"):
+        locate("org/missing")
+    with pytest.raises(ConfigError, match="no such folder"):
+        locate("./org/typo")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match="no such folder"):
+        locate("org/new")
+    assert asked == ["org/new", "org/missing"]
+
+
+def test_the_flags_that_size_the_cache() -> None:
+    assert count_units(EngineConfig(num_gpu_blocks_override=7), SPEC, CPU) == 7
+    assert count_units(EngineConfig(kv_cache_memory_bytes=10 * SPEC.unit_bytes + 5), SPEC, CPU) == 10
+    assert 1 <= count_units(EngineConfig(), SPEC, CPU) <= CACHE_TOKENS_MAX // 16
+    with pytest.raises(ConfigError, match="--kv-cache-memory-bytes 5"):
+        count_units(EngineConfig(kv_cache_memory_bytes=5), SPEC, CPU)
+
+
+@pytest.mark.parametrize("device", ["tpu0", "meta", "cuda:77"])
+def test_a_device_that_is_not_here_is_named(device: str) -> None:
+    if device.startswith("cuda") and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ConfigError, match=device):
+        resolve_device(device)
+
+
+def test_a_dry_run_tells_the_layout_without_weights() -> None:
+    told = describe_cache(EngineConfig(num_gpu_blocks_override=10))
+    assert "10 units" in told
+    assert "full_attention" in told
