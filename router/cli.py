@@ -65,6 +65,11 @@ def _options(function: Any) -> Any:
         click.option("--bind-events", multiple=True, metavar="ENDPOINT",
                      help="Listen there for publishers that connect, e.g. tcp://*:5557; the worker is known by its "
                      "topic (kv@HOST...). May be repeated."),
+        click.option("--peer", "peers", multiple=True, metavar="ENDPOINT",
+                     help="Another router of the same workers, where it has --peer-bind: its requests in flight count "
+                     "as load. May be repeated."),
+        click.option("--peer-bind", metavar="ENDPOINT",
+                     help="Tell other routers this one's load there, e.g. tcp://*:5600."),
         click.option("--host", default="127.0.0.1", show_default=True, help="Interface of the API."),
         click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True,
                      help="0 lets the system choose."),
@@ -160,6 +165,8 @@ def build_config(flags: dict[str, Any]) -> ProcessConfig:
         tokenizer=flags["tokenizer"],
         chat_template=flags["chat_template"],
         bind_events=flags["bind_events"],
+        peers=flags["peers"],
+        peer_bind=flags["peer_bind"],
         worker_api_key=flags["worker_api_key"],
         admin=None if flags["admin"] is None else _address("--admin", flags["admin"]),
         tls=None if flags["tls_cert"] is None else (flags["tls_cert"], flags["tls_key"]),

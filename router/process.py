@@ -12,6 +12,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 import ssl
 import sys
 import time
@@ -60,6 +61,10 @@ class ProcessConfig:
     chat_template: str | None = None
     bind_events: tuple[str, ...] = ()
     """Addresses for publishers that connect instead of bind."""
+    peers: tuple[str, ...] = ()
+    """Addresses where other routers of the same workers publish their load."""
+    peer_bind: str | None = None
+    """Where this router publishes its own."""
     worker_api_key: str | None = None
     admin: tuple[str, int] | None = None
     """Address of the admin routes; None serves them to loopback on the main one."""
@@ -134,7 +139,10 @@ class RouterProcess:
             self._start_fleet(fleet)
             stack.callback(pool.close)
             stack.callback(executor.shutdown, wait=False, cancel_futures=True)
-            beat = loop.create_task(self._beat(core, proxy, pool, feed, listeners))
+            peers = self._meet_peers(core)
+            if peers is not None:
+                stack.callback(peers.close)
+            beat = loop.create_task(self._beat(core, proxy, pool, feed, listeners, peers))
             stack.callback(beat.cancel)
             settle_heap()
             self._announce(port)
@@ -155,8 +163,25 @@ class RouterProcess:
         if self._config.workers_file is not None:
             fleet.follow_file(self._config.workers_file)
 
+    def _meet_peers(self, core: RouterCore) -> PeerSockets | None:
+        """Share load with other routers where the operator named any. Raises OSError."""
+        if not self._config.peers and self._config.peer_bind is None:
+            return None
+        sockets = PeerSockets(
+            PeerLoads(core.tracker, f"{socket.gethostname()}/{os.getpid()}"), self._config.peer_bind, self._config.peers
+        )
+        if sockets.address is not None:
+            log.info("other routers may follow this one's load with --peer %s", sockets.address)
+        return sockets
+
     async def _beat(
-        self, core: RouterCore, proxy: Proxy, pool: UpstreamPool, feed: IndexFeed, listeners: Iterable[Listener]
+        self,
+        core: RouterCore,
+        proxy: Proxy,
+        pool: UpstreamPool,
+        feed: IndexFeed,
+        listeners: Iterable[Listener],
+        peers: PeerSockets | None,
     ) -> None:
         """The core's clock, every timeout, idle connections."""
         sweep_s = self._config.edge.timeouts.sweep_s
@@ -164,6 +189,8 @@ class RouterProcess:
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
+            if peers is not None:
+                peers.beat(now)
             due = core.next_tick()
             if due is not None and due <= now:
                 proxy.perform(core.tick(now))
