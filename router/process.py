@@ -34,6 +34,7 @@ from router.http_server import ClientConnection
 from router.index import make_index
 from router.messages import Decision, FailureKind
 from router.metrics import Family, Metrics, feed_families, prompt_families
+from router.peers import PeerLoads, PeerSockets
 from router.proxy import Exchange, Proxy
 from router.server import COMPLETIONS, TICK_S, EdgeConfig, Listener, RouterApp
 from router.tokenizing import PromptReader
