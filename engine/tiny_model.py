@@ -77,7 +77,7 @@ PRESETS = {
         max_position=16384, dtype="bfloat16",
     ),
     "0.4m": Recipe(
-        family="llama", hidden_size=96, layers=3, heads=4, kv_heads=2, head_dim=24, intermediate_size=192,
+        family="llama", hidden_size=96, layers=3, heads=4, kv_heads=2, head_dim=32, intermediate_size=160,
         vocab_size=2048, max_position=4096, dtype="bfloat16",
     ),
     "0.6b-shape": Recipe(
