@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
@@ -19,6 +19,7 @@ from engine.openai import (
     ModelList,
     TokenizeAnswer,
 )
+from engine.openapi_bodies import narrow
 from engine.server_routes import DetokenizeBody, TokenizeChat, TokenizePrompt
 from events.sources import EventSource, GroupInfo
 from prompts import ChatRequest, CompletionRequest
@@ -43,20 +44,10 @@ class _Operation:
 
 
 def _completion_body() -> Any:
-    """CompletionRequest with the four forms of a prompt spelled out: msgspec cannot tell lists apart by their items."""
-    ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-    forms = [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1},
-        ids,
-        {"type": "array", "items": ids, "minItems": 1},
-    ]
-    prompt = Annotated[Any, msgspec.Meta(extra_json_schema={"anyOf": forms})]
-    members: list[Any] = []
+    """CompletionRequest with `prompt` left open: msgspec cannot tell lists apart by their items."""
+    members: list[Any] = [("prompt", Any)]
     for member in msgspec.structs.fields(CompletionRequest):
-        if member.name == "prompt":
-            members.append(("prompt", prompt))
-        else:
+        if member.name != "prompt":
             members.append((member.name, member.type, member.default))
     return msgspec.defstruct("CompletionRequest", members, kw_only=True)
 
@@ -75,7 +66,7 @@ _OPERATIONS = (
     _Operation("post", "/detokenize", "Text of token ids", DetokenizeBody, DetokenizeAnswer,
                errors=(400, 404, 408, 413)),
     _Operation("post", "/reset_prefix_cache", "Forget all cached prefixes and announce it", errors=(503,)),
-    _Operation("get", "/kv_event_sources", "Where the cache events are published", answer=list[EventSource],
+    _Operation("get", "/kv_event_sources", "Where the cache events are published", answer=dict[str, EventSource],
                is_open=True),
     _Operation("get", "/kv_cache/groups", "The cache's groups", answer=list[GroupInfo], is_open=True),
     _Operation("get", "/health", "200 while new requests are taken", errors=(503,), is_open=True),
@@ -100,7 +91,7 @@ def document(has_keys: bool) -> bytes:
         "openapi": "3.1.0",
         "info": {"title": "Blockcast engine", "version": __version__},
         "paths": paths,
-        "components": {"schemas": components},
+        "components": {"schemas": narrow(components)},
     }
     if has_keys:
         made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}

@@ -1,7 +1,7 @@
 """`GET /kv_event_sources`: how a worker tells where its events are, and how a router reads it.
 
-Owns the JSON shape (ours is a superset of vLLM's: a bare array with one object a data-parallel rank) and the rule that
-turns an advertised wildcard into the worker's host. Opens no connection.
+Owns the JSON shape (a superset of vLLM's: an object with one entry a data-parallel rank) and the rule that turns an
+advertised wildcard into the worker's host. Opens no connection.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EventSource(msgspec.Struct, frozen=True, kw_only=True):
-    """One publisher stream. The first four fields are vLLM's; a worker that has no others leaves them out."""
+    """One publisher stream. The first five fields are vLLM's (its publisher's configuration); the others are ours."""
 
-    data_parallel_rank: int = 0
+    enable_kv_cache_events: bool = True
+    publisher: str | None = "zmq"
     endpoint: str
     replay_endpoint: str | None = None
     topic: str = ""
+    data_parallel_rank: int = 0
     epoch: str | None = None
     """Changes with every start of the publisher. None: the worker does not tell."""
     snapshot: bool = False
@@ -40,27 +42,29 @@ class EventSource(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[GroupInfo, ...] = ()
 
 
-class _Wrapped(msgspec.Struct):
-    sources: list[EventSource]
-
-
 def encode_sources(sources: list[EventSource]) -> bytes:
-    """The body of the answer."""
-    return msgspec.json.encode(sources)
+    """The body of the answer: {"rank": source}."""
+    return msgspec.json.encode({str(source.data_parallel_rank): source for source in sources})
 
 
 def parse_sources(body: bytes, worker_url: str) -> list[EventSource]:
-    """Read the answer of the worker at `worker_url` (ours, vLLM's, also wrapped in {"sources": [...]}).
+    """Read the answer of the worker at `worker_url`: {"rank": source}, also an array, also {"sources": [...]}.
 
-    Wildcard addresses get the worker's host. Raises DecodeError for anything else.
+    Ordered by rank; ranks that publish nothing are left out. Wildcard addresses get the worker's host. Raises
+    DecodeError for anything else.
     """
     try:
-        if body.lstrip().startswith(b"{"):
-            sources = msgspec.json.decode(body, type=_Wrapped).sources
+        raw = msgspec.json.decode(body)
+        if isinstance(raw, dict) and isinstance(raw.get("sources"), list):
+            raw = raw["sources"]
+        if isinstance(raw, dict):
+            ranks = msgspec.convert(raw, dict[int, EventSource], strict=False)
+            sources = [msgspec.structs.replace(ranks[rank], data_parallel_rank=rank) for rank in sorted(ranks)]
         else:
-            sources = msgspec.json.decode(body, type=list[EventSource])
-    except msgspec.MsgspecError as error:
+            sources = sorted(msgspec.convert(raw, list[EventSource]), key=lambda source: source.data_parallel_rank)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DecodeError(f"{worker_url}/kv_event_sources: {error}") from error
+    sources = [source for source in sources if source.enable_kv_cache_events and source.publisher != "null"]
     host = urlsplit(worker_url).hostname or "127.0.0.1"
     return [
         msgspec.structs.replace(

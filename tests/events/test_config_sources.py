@@ -106,7 +106,21 @@ def test_vllms_answers_are_read(template: str) -> None:
     assert read == EventSource(data_parallel_rank=1, endpoint="tcp://[::1]:41002", topic="kv-events")
 
 
-@pytest.mark.parametrize("body", [b"", b"{}", b'[{"topic": ""}]', b"<html>"])
+def test_the_answer_of_vllm_0_32() -> None:
+    """As `vllm serve --kv-events-config` answered it: a map of ranks to the publisher's configuration."""
+    rank = (
+        '{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:%d","replay_endpoint":"tcp://*:9301",'
+        '"buffer_steps":10000,"hwm":100000,"max_queue_size":100000,"topic":""}'
+    )
+    one, two = parse_sources(f'{{"1": {rank % 9202}, "0": {rank % 9201}}}'.encode(), "http://gpu1:8000")
+    assert one == EventSource(endpoint="tcp://gpu1:9201", replay_endpoint="tcp://gpu1:9301")
+    assert (two.data_parallel_rank, two.endpoint) == (1, "tcp://gpu1:9202")
+    assert parse_sources(b"{}", "http://gpu1:8000") == [], "events are off"
+    off = rank.replace('"zmq"', '"null"') % 9201
+    assert parse_sources(f'{{"0": {off}}}'.encode(), "http://gpu1:8000") == []
+
+
+@pytest.mark.parametrize("body", [b"", b'{"x": {}}', b'{"0": {}}', b"3", b'[{"topic": ""}]', b"<html>", b"\xff"])
 def test_other_answers_raise(body: bytes) -> None:
     with pytest.raises(DecodeError, match="http://w:1/kv_event_sources"):
         parse_sources(body, "http://w:1")

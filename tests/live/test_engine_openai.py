@@ -368,9 +368,9 @@ def test_facts_of_the_cache(engine: Any) -> None:
     _, groups, _ = post(engine.url + "/kv_cache/groups", None, method="GET")
     assert groups == [{"group_idx": 0, "kind": "full_attention", "block_size": 16, "sliding_window": None}]
     _, sources, _ = post(engine.url + "/kv_event_sources", None, method="GET")
-    assert sources[0]["endpoint"].startswith("tcp://127.0.0.1:")
-    assert sources[0]["block_size"] == 16
-    assert sources[0]["epoch"]
+    assert sources["0"]["endpoint"].startswith("tcp://127.0.0.1:")
+    assert sources["0"]["block_size"] == 16
+    assert sources["0"]["epoch"]
 
 
 def test_reset_forgets_the_prefixes(engine: Any) -> None:
