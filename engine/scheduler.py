@@ -7,7 +7,8 @@ that is last in that order is preempted: its blocks are released (most stay cach
 Owns the order of requests, the budget, and when a sequence ends. Refuses to know tensors, clocks and block contents.
 
 Starvation: `max_num_batched_tokens >= max_num_seqs`, so every running sequence advances in every step; the sequence
-first in order is never preempted, and no waiting request is overtaken by one behind it in the order.
+first in order is never preempted, and a waiting request is overtaken only while it waits for a prefix that a running
+sequence is about to compute (computing it twice would be slower for both).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from engine.types import (
 )
 
 _COMPARED_MAX = 32
-"""Waiting requests that a prompt is compared with to find a common point worth a checkpoint."""
+"""Waiting requests that are looked at for a common prefix: worth a checkpoint, or being computed right now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,10 +284,12 @@ class Scheduler:
     def _admit(self, planned: list[tuple[_Entry, Chunk]], budget: int) -> None:
         """Start waiting requests, in order, while budget, seats and memory last.
 
-        Passed over is only who waits for a state that a running sequence is about to reach.
+        Passed over, for now, is only who would compute what a running sequence is about to compute anyway.
         """
         index = 0
-        while index < len(self._waiting) and budget and len(self._running) < self.config.max_num_seqs:
+        while (
+            index < min(len(self._waiting), _COMPARED_MAX) and budget and len(self._running) < self.config.max_num_seqs
+        ):
             entry = self._waiting[index]
             seq = entry.seq
             if self.cache.should_wait(seq):

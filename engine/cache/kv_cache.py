@@ -126,17 +126,14 @@ class KVCache:
         return self.tree.match(names if len(names) == count else names[:count])
 
     def should_wait(self, seq: Sequence) -> bool:
-        """Whether a running sequence is about to take a state checkpoint that would serve `seq` better than any now."""
-        if (
-            self._checkpoints is None
-            or not self.enable_prefix_caching
-            or seq.request.params.prompt_logprobs is not None
-        ):
+        """Whether a running sequence is about to compute, or to checkpoint, what `seq` would otherwise compute again."""
+        if not self.enable_prefix_caching or seq.request.params.prompt_logprobs is not None:
             return False
-        names = self._name_blocks(seq, count := (len(seq.token_ids) - 1) // self.block_size)[:count]
-        if not self._checkpoints.planned_ahead(names, 0):
-            return False
-        return self._checkpoints.planned_ahead(names, self._usable(self.match(seq)))
+        known = self.match(seq)
+        names = self._name_blocks(seq, count := (len(seq.token_ids) - 1) // self.block_size)
+        if self._checkpoints is not None:
+            return self._checkpoints.planned_ahead(names[:count], self._usable(known))
+        return len(known) < count and self._is_coming(len(known), names[len(known)].hash)
 
     # ------------------------------------------------------------------ a sequence's blocks
 
@@ -359,6 +356,15 @@ class KVCache:
                 assert block.refs == refs.get(block, 0), f"{block!r}: {refs.get(block, 0)} table entries"
 
     # ------------------------------------------------------------------ inside
+
+    def _is_coming(self, index: int, hash_: int) -> bool:
+        """Whether the prompt of a running sequence has this block at `index`, later than in the step being planned."""
+        for seq, chain in self._chains.items():
+            if len(chain.nodes) <= index and not chain.detached:
+                names = self._names.get(seq, ())
+                if index < len(names) and names[index].hash == hash_:
+                    return True
+        return False
 
     def _allocate(self, kind: int) -> Block[Node] | None:
         """A block of `kind`, if need be after a compaction; None exactly when the live blocks leave no room."""

@@ -118,6 +118,40 @@ def test_an_equal_hash_of_something_else_is_a_miss(monkeypatch: pytest.MonkeyPat
     bench.assert_correct()
 
 
+def test_a_prefix_that_is_being_computed_is_waited_for_not_computed_twice() -> None:
+    bench = make_bench(max_num_batched_tokens=16)
+    shared = list(range(100, 150))
+    bench.add("first", [*shared, 1, 2])
+    bench.step()  # 16 of the 52 tokens
+    bench.add("second", [*shared, 3, 4])
+    bench.add("other", [7, 8, 9])
+    bench.drain()
+    started = {
+        name: next(i for i, plan in enumerate(bench.device.plans) if name in named(plan)) for name in bench.requests
+    }
+    assert started["other"] <= started["second"], "others are not held up"
+    assert bench.firsts["second"].cached_tokens == 48
+    assert bench.device.computed_tokens == 52 + 4 + 3 + 3 * 3  # each token once: prompts, then three decode steps each
+    bench.assert_correct()
+
+
+def test_the_owner_of_an_awaited_prefix_leaves_and_the_waiting_one_computes_it() -> None:
+    bench = make_bench(max_num_batched_tokens=16)
+    shared = list(range(100, 150))
+    bench.add("first", [*shared, 1, 2])
+    bench.step()
+    bench.add("second", [*shared, 3, 4])
+    bench.step()
+    bench.abort("first")
+    bench.drain()
+    assert bench.firsts["second"].cached_tokens == 32
+    bench.assert_correct()
+
+
+def named(plan: list[tuple[str, int, int]]) -> set[str]:
+    return {request_id for request_id, _, _ in plan}
+
+
 def test_salt_and_lora_are_never_shared_across() -> None:
     bench = make_bench(units=200)
     prompt = list(range(50, 63))
