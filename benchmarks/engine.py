@@ -1,0 +1,173 @@
+#!/usr/bin/env python3
+"""The engine's speed: time to first token, time a token, tokens a second, and what publishing its events costs.
+
+    benchmarks/engine.py                                                  # ours and HF generate, the 0.4M Llama
+    benchmarks/engine.py --peer vllm=http://127.0.0.1:8001                # and a server with the same weights
+    benchmarks/engine.py --model 0.6b-shape --outputs 8 --prompt-lens 100
+
+A real `engine serve` is asked over HTTP with streaming, as are the peers; HF's `generate` runs in a process of its own.
+Prompts are random tokens, all different, so no prefix cache helps; answers are greedy and of a fixed length. `users`
+send a request each, and the next when the last was answered. The systems alternate, round by round; shown are medians
+over the rounds. CPU is that of the server's processes, all threads; with more than one core it can exceed the wall.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import click
+
+_HERE = Path(__file__).resolve().parent
+# This folder last: it has files named like packages of ours and modules of the standard library.
+sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE), str(_HERE)]
+
+from engine_events import EventsCost, measure_events  # noqa: E402
+from engine_systems import Figures, HfGenerate, HttpSystem, System, engine_serve  # noqa: E402
+
+from engine.tiny_model import PRESETS, builtin_model  # noqa: E402
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    cpu = next(
+        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+         if line.startswith("model name")), platform.machine()
+    )  # fmt: skip
+    packages = ("torch", "transformers", "aiohttp", "uvloop", "msgspec", "pyzmq")
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        **{name: version(name) for name in packages},
+    }
+
+
+class Prompts:
+    """Random prompts that never repeat."""
+
+    def __init__(self, vocab_size: int, seed: int) -> None:
+        self._vocab_size = vocab_size
+        self._rng = random.Random(seed)
+
+    def take(self, count: int, length: int) -> list[list[int]]:
+        return [[self._rng.randrange(10, self._vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def compare(
+    systems: list[System], prompts: Prompts, length: int, users: int, outputs: int, rounds: int, turns: int
+) -> dict[str, list[Figures]]:
+    """Figures of each system in each round, one setting. The systems alternate; who begins changes."""
+    found: dict[str, list[Figures]] = {system.name: [] for system in systems}
+    for number in range(rounds):
+        shift = number % len(systems)
+        for system in systems[shift:] + systems[:shift]:
+            found[system.name].append(system.run(prompts.take(users * turns, length), users, outputs))
+    return found
+
+
+def middle(figures: list[Figures]) -> Figures:
+    columns = {}
+    for name in asdict(figures[0]):
+        values = [value for value in (getattr(f, name) for f in figures) if value is not None]
+        columns[name] = statistics.median(values) if values else None
+    return Figures(**columns)  # type: ignore[arg-type]
+
+
+def show(length: int, users: int, outputs: int, found: dict[str, list[Figures]]) -> None:
+    print(f"\n{users} users, prompts of {length}, {outputs} outputs")
+    print(
+        f"  {'':14} {'TTFT ms':>9} {'ms/token':>9} {'p99 gap ms':>11} {'tokens/s':>9} {'(min..max)':>15} {'CPU us/token':>13}"
+    )
+    for name, figures in found.items():
+        f = middle(figures)
+        rates = [figure.tokens_per_s for figure in figures]
+        cpu = "-" if f.cpu_us_per_token is None else f"{f.cpu_us_per_token:.0f}"
+        print(
+            f"  {name:14} {f.ttft_ms:9.2f} {f.itl_ms:9.3f} {f.gap_p99_ms:11.2f} {f.tokens_per_s:9.0f} "
+            f"{f'({min(rates):.0f}..{max(rates):.0f})':>15} {cpu:>13}",
+            flush=True,
+        )
+
+
+def show_events(cost: EventsCost) -> None:
+    print("\nPublishing events, measured on the engine's thread")
+    print(f"  building, handing over: {cost.us_per_block:.2f} us a block, {cost.us_per_batch:.1f} us a batch "
+          f"({cost.blocks_per_batch:.1f} blocks each)")  # fmt: skip
+    print(f"  share of step time: {100 * cost.share:.3f} % (a step takes {cost.step_ms:.2f} ms)")
+    print(f"  steps with events on / off, alternating runs: {cost.on_off_ratio:.4f} (spread of runs {cost.spread:.4f})")
+
+
+def _numbers(_: click.Context, __: click.Parameter, value: str) -> list[int]:
+    try:
+        return [int(part) for part in value.split(",")]
+    except ValueError as error:
+        raise click.BadParameter(f"{value!r}: expected whole numbers with commas between them") from error
+
+
+def _peers(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> list[tuple[str, str]]:
+    pairs = [tuple(value.split("=", 1)) for value in values]
+    if any(len(pair) != 2 or not pair[1].startswith("http://") for pair in pairs):
+        raise click.BadParameter("expected NAME=http://HOST:PORT")
+    return [(pair[0], pair[1]) for pair in pairs]
+
+
+@click.command(help=__doc__)
+@click.option("--model", default="0.4m", show_default=True, help=f"A folder, or a preset: {', '.join(PRESETS)}.")
+@click.option("--peer", "peers", multiple=True, callback=_peers, metavar="NAME=URL", help="May be repeated.")
+@click.option("--users", default="1,4,16", callback=_numbers, show_default=True)
+@click.option("--prompt-lens", default="100,2000", callback=_numbers, show_default=True)
+@click.option("--outputs", default=64, show_default=True)
+@click.option("--rounds", default=5, show_default=True)
+@click.option("--turns", default=3, show_default=True, help="Requests of each user in a round.")
+@click.option("--threads", default=1, show_default=True, help="Of each system that we start.")
+@click.option("--hf/--no-hf", default=True, show_default=True)
+@click.option("--events/--no-events", default=True, show_default=True, help="Measure what publishing costs.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False))
+def main(
+    model: str, peers: list[tuple[str, str]], users: list[int], prompt_lens: list[int], outputs: int, rounds: int,
+    turns: int, threads: int, hf: bool, events: bool, seed: int, json_file: Path | None,
+) -> None:  # fmt: skip
+    folder = builtin_model(model) if model in PRESETS else Path(model)
+    config = json.loads((folder / "config.json").read_text())
+    prompts = Prompts(config["vocab_size"], seed)
+    where = machine()
+    print(", ".join(f"{name} {value}" for name, value in where.items()))
+    print(f"model {model}: {config['model_type']}, {config['dtype']}, {threads} thread(s)")
+    report: dict[str, Any] = {"machine": where, "model": model, "outputs": outputs, "settings": []}
+    with ExitStack() as stack:
+        url = stack.enter_context(engine_serve(folder, threads, ("--max-model-len", str(max(prompt_lens) + outputs))))
+        systems: list[System] = [HttpSystem("blockcast", url), *(HttpSystem(name, at) for name, at in peers)]
+        if hf:
+            generate = HfGenerate(folder, threads)
+            stack.callback(generate.close)
+            systems.append(generate)
+        for length in prompt_lens:
+            for system in systems:  # warm up
+                system.run(prompts.take(max(users), length), max(users), min(outputs, 8))
+            for count in users:
+                found = compare(systems, prompts, length, count, outputs, rounds, turns)
+                show(length, count, outputs, found)
+                rows = {name: [asdict(f) for f in figures] for name, figures in found.items()}
+                report["settings"].append({"users": count, "prompt_len": length, "systems": rows})
+    if events:
+        cost = measure_events(folder, threads, prompts.take, outputs, rounds)
+        show_events(cost)
+        report["events"] = asdict(cost)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""What publishing cache events costs the engine's thread: timed inside the step, and by alternating runs on and off.
+
+Times are CPU times of the engine's thread, so that other programs of the machine do not count. Timed inside: making the events (the log that the cache keeps, joined into events) and handing them to the publisher
+(sequence number, ring, queue, bell). The publisher's own thread encodes and sends; what it takes from the step by
+sharing the interpreter is not seen there, but in the ratio of alternating runs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.assembly import Assembled, assemble
+from engine.config import EngineConfig
+from engine.types import Request, SamplingParams
+from events import Event
+from events.config import KVEventsConfig
+
+USERS = 16
+PROMPT_LEN = 100
+
+
+@dataclass(frozen=True)
+class EventsCost:
+    us_per_block: float
+    us_per_batch: float
+    blocks_per_batch: float
+    share: float
+    """Of step time, building and handing over together."""
+    step_ms: float
+    on_off_ratio: float
+    """Time of a run with events on over one with events off, median of the pairs."""
+    spread: float
+    """Standard deviation of the ratios of the pairs."""
+
+
+class Timed:
+    """Calls a function and keeps the CPU time it took, less what looking at the clock takes."""
+
+    def __init__(self, function: Callable[..., Any], clock_s: float) -> None:
+        self._function = function
+        self._clock_s = clock_s
+        self.seconds = 0.0
+
+    def __call__(self, *args: Any) -> Any:
+        start_s = time.thread_time()
+        result = self._function(*args)
+        self.seconds += time.thread_time() - start_s - self._clock_s
+        return result
+
+
+def _clock_s() -> float:
+    """Seconds between two looks at the clock."""
+    gaps = []
+    for _ in range(1000):
+        start_s = time.thread_time()
+        gaps.append(time.thread_time() - start_s)
+    return statistics.mean(sorted(gaps)[100:-100])
+
+
+def _assemble(model: Path, threads: int, enabled: bool, tokens: int) -> Assembled:
+    events = KVEventsConfig(
+        enable_kv_cache_events=enabled,
+        endpoint="tcp://127.0.0.1:*" if enabled else "tcp://*:5557",
+        replay_endpoint="tcp://127.0.0.1:*" if enabled else None,
+    )
+    blocks = 4 * -(-tokens // 16)
+    return assemble(
+        EngineConfig(model=str(model), num_threads=threads, num_gpu_blocks_override=blocks, kv_events=events)
+    )
+
+
+class Run:
+    """One engine, driven as the core process drives it."""
+
+    def __init__(self, assembled: Assembled) -> None:
+        self.core = assembled.core
+        self._count = 0
+
+    def play(self, prompts: list[list[int]], outputs: int) -> tuple[float, int]:
+        """CPU seconds of this thread inside `step`, and steps, until all prompts are continued."""
+        params = SamplingParams(max_tokens=outputs, temperature=0.0, ignore_eos=True)
+        for prompt in prompts:
+            self._count += 1
+            self.core.add(Request(request_id=str(self._count), token_ids=prompt, params=params), time.monotonic())
+        seconds, steps = 0.0, 0
+        while self.core.has_work:
+            start_s = time.thread_time()
+            self.core.step(time.monotonic())
+            seconds += time.thread_time() - start_s
+            steps += 1
+        return seconds, steps
+
+
+def measure_events(
+    model: Path, threads: int, prompts: Callable[[int, int], list[list[int]]], outputs: int, rounds: int
+) -> EventsCost:
+    """Run the step loop in this process, with a publisher that nobody listens to."""
+    tokens = USERS * (PROMPT_LEN + outputs)
+    on, off = _assemble(model, threads, True, tokens), _assemble(model, threads, False, tokens)
+    try:
+        runs = {True: Run(on), False: Run(off)}
+        for run in runs.values():
+            run.play(prompts(USERS, PROMPT_LEN), 4)
+        ratios = []
+        for number in range(max(4, rounds)):
+            batch = prompts(USERS, PROMPT_LEN)
+            order = (True, False) if number % 2 else (False, True)
+            taken = {enabled: runs[enabled].play(batch, outputs)[0] for enabled in order}
+            ratios.append(taken[True] / taken[False])
+        return _inside(on, runs[True], prompts, outputs, ratios)
+    finally:
+        on.close()
+        off.close()
+
+
+def _inside(
+    on: Assembled, run: Run, prompts: Callable[[int, int], list[list[int]]], outputs: int, ratios: list[float]
+) -> EventsCost:
+    cache, core = on.core.scheduler.cache, on.core
+    log, clock_s = cache.tree._log, _clock_s()
+    timed = [Timed(function, clock_s) for function in (log.stored, log.removed, cache.take_events, core._publish)]
+    log.stored, log.removed, cache.take_events = timed[:3]  # type: ignore[method-assign]
+    counts = [0, 0]
+    publish = timed[3]
+
+    def counted(events: list[Event]) -> None:
+        counts[0] += 1
+        counts[1] += sum(len(event.block_hashes) for event in events if hasattr(event, "block_hashes"))
+        publish(events)
+
+    core._publish = counted
+    seconds, steps = 0.0, 0
+    for _ in range(3):
+        more = run.play(prompts(USERS, PROMPT_LEN), outputs)
+        seconds, steps = seconds + more[0], steps + more[1]
+    total = sum(part.seconds for part in timed)
+    return EventsCost(
+        us_per_block=1e6 * total / counts[1],
+        us_per_batch=1e6 * total / counts[0],
+        blocks_per_batch=counts[1] / counts[0],
+        share=total / seconds,
+        step_ms=1e3 * seconds / steps,
+        on_off_ratio=statistics.median(ratios),
+        spread=statistics.pstdev(ratios),
+    )
