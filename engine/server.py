@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from engine.client import EngineClient, EngineDead
 from engine.config import EngineConfig, ServerConfig, is_loopback
@@ -262,8 +263,18 @@ def _fail(message: str) -> int:
     return 1
 
 
+class _Malformed(logging.Filter):
+    """Bytes that are not HTTP are answered with 400 and are no error of ours: not worth a traceback each."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, HttpProcessingError)
+
+
 def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     """Serve until told to stop; the exit status."""
+
+    logging.getLogger("aiohttp.server").addFilter(_Malformed())
 
     async def main() -> int:
         return await Server(engine_config, config).run()

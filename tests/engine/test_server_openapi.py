@@ -48,3 +48,4 @@ def test_all_references_resolve(spec: dict[str, Any]) -> None:
     temperature = schemas["ChatRequest"]["properties"]["temperature"]
     assert {"type": "number", "minimum": 0.0} in temperature["anyOf"]
     assert schemas["ChatRequest"]["required"] == ["messages"]
+    assert schemas["CompletionRequest"]["required"] == ["prompt"]
