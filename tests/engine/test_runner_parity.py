@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from hand_driver import TOLERANCE, Driver, Oracle, random_cuts
+from hand_driver import Driver, Oracle, random_cuts
+from safetensors.torch import load_file, save_file
 
 from engine.tiny_model import Recipe, cached_model
 from engine.types import BlockId
@@ -51,24 +52,29 @@ MODELS: dict[str, tuple[Recipe, dict[str, Any]]] = {
     "lfm2": (Recipe(family="lfm2", layers=3), {}),
     "gemma3": (Recipe(family="gemma3_text"), {}),
 }
-# The delta net norms its output: where a query is nearly orthogonal to all it has stored, rounding is all that is left
-# to norm. Against fp64, transformers is off by up to 7e-4 at such positions of this model, and ours by up to 5e-4.
-TOLERANCES = {"qwen3_5": 2e-3}
+# A delta net norms its output: where a query is nearly orthogonal to all that is stored, rounding is all that is left
+# to norm. Against fp64, transformers' fp32 logits of this random model are off by up to 7e-4 (ours by up to 5e-4), so
+# the branch is made quieter here: its errors shrink below the tolerance, a mistake would not. test_runner_core runs it
+# as it is.
+QUIETER = {"qwen3_5": ("linear_attn.out_proj.weight", 0.03)}
 
 
 @lru_cache
 def checkpoint(name: str) -> tuple[Path, Oracle]:
     recipe, changes = MODELS[name]
     folder = cached_model(recipe)
-    if changes:
+    if changes or name in QUIETER:
         original, folder = folder, Path(tempfile.mkdtemp(prefix=f"{name}-"))
         atexit.register(shutil.rmtree, folder)
-        for path in original.iterdir():
-            (folder / path.name).symlink_to(path)
+        shutil.copytree(original, folder, dirs_exist_ok=True)
         values = json.loads((folder / "config.json").read_text()) | changes
-        (folder / "config.json").unlink()
         (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
-    return folder, Oracle(folder, TOLERANCES.get(name, TOLERANCE))
+        if name in QUIETER:
+            suffix, factor = QUIETER[name]
+            tensors = load_file(folder / "model.safetensors")
+            tensors = {k: v * factor if k.endswith(suffix) else v for k, v in tensors.items()}
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder, Oracle(folder)
 
 
 @pytest.fixture(params=list(MODELS))
