@@ -60,10 +60,10 @@ void Group::reclassify() {
 bool Group::count(u32 length, int by) {
     const auto at = std::lower_bound(lengths.begin(), lengths.end(), std::make_pair(length, u64{0}));
     if (at == lengths.end() || at->first != length) {
-        lengths.insert(at, {length, 1});
+        lengths.insert(at, {length, static_cast<u64>(by)});
         return true;
     }
-    at->second += by;
+    at->second += static_cast<u64>(static_cast<std::int64_t>(by));
     if (at->second != 0) return false;
     lengths.erase(at);
     return true;
@@ -116,16 +116,37 @@ u32 Holder::cut() const {
     return static_cast<u32>(held != 0 ? held : told != 0 ? told : 16);
 }
 
+// A run of blocks goes into one slot with one length: they are counted together, by `settle`.
+void Holder::count_fresh(u32 slot, u32 length) {
+    if (fresh_ != 0 && (fresh_slot_ != slot || fresh_length_ != length)) settle();
+    fresh_slot_ = slot;
+    fresh_length_ = length;
+    ++fresh_;
+}
+
+void Holder::settle() {
+    if (fresh_ == 0) return;
+    entries_ += fresh_;
+    adjust_length(fresh_slot_, fresh_length_, static_cast<int>(fresh_));
+    fresh_ = 0;
+}
+
 void Holder::count_length(u32 slot, u32 length, int by) {
+    settle();
+    adjust_length(slot, length, by);
+}
+
+void Holder::adjust_length(u32 slot, u32 length, int by) {
     if (!groups[slot / kTiers].count(length, by)) return;
     u64& users = model->lengths[length];
-    users += by;
+    by > 0 ? ++users : --users;
     if (users == 0) model->lengths.erase(length);
 }
 
 // -- clearing ---------------------------------------------------------------------------------------------------------
 
 void Holder::forget_blocks() {
+    settle();
     parking_.clear();
     for (Group& group : groups) {
         for (const auto& [length, names] : group.lengths) {
@@ -177,8 +198,7 @@ void Holder::add(u64 name, const Place& place, u32 slot, u32 length) {
         entry = nullptr;
     }
     const auto first_in_slot = [&] {
-        ++entries_;
-        count_length(slot, length, +1);
+        count_fresh(slot, length);
         return nodes_.add(place.key, static_cast<u32>(place.end), length, seat, slot);
     };
     if (entry == nullptr) {
@@ -312,12 +332,16 @@ void Holder::apply_stretch(const Batch& batch, std::size_t begin, std::size_t en
 }
 
 void Holder::teach(const Batch& batch, std::size_t begin, std::size_t end) {
-    std::size_t names = 0;
+    std::size_t names = 0, runs = 0;
     std::vector<std::size_t> open;
     for (std::size_t i = begin; i < end; ++i) {
-        if (batch.events[i].kind == Event::Kind::Stored) names += batch.stored[batch.events[i].index].names.count;
+        if (batch.events[i].kind != Event::Kind::Stored) continue;
+        names += batch.stored[batch.events[i].index].names.count;
+        ++runs;
     }
     taught_.clear(names);
+    // What a lone run spells out is used by nobody else in the batch, except by what it may set free.
+    teaching_ = runs > 1 || !parking_.empty();
     if (places_.size() < batch.names.size()) places_.resize(batch.names.size());
     resolved_.assign(batch.stored.size(), false);
     for (std::size_t i = begin; i < end; ++i) {
@@ -360,7 +384,7 @@ bool Holder::teach_run(const Batch& batch, std::size_t run) {
                                      media.size());
         place.end += event.block_size;
         places[i] = place;
-        taught_.put(names[i], place);
+        if (teaching_) taught_.put(names[i], place);
     }
     resolved_[run] = true;
     return true;
@@ -406,15 +430,12 @@ void Holder::store(const Batch& batch, std::size_t run, Report& report) {
     for (std::size_t at = 0; at < count; at += kAhead) {
         const std::size_t until = std::min(count, at + kAhead);
         for (std::size_t i = at; i < until; ++i) {
-            names_.prefetch_segment(NameTraits::hash_of(names[i]));
-            nodes_.prefetch_segment(Nodes::hash(places[i].key, length));
-        }
-        for (std::size_t i = at; i < until; ++i) {
-            names_.prefetch_slot(NameTraits::hash_of(names[i]));
-            nodes_.prefetch_slot(Nodes::hash(places[i].key, length));
+            names_.prefetch(NameTraits::hash_of(names[i]));
+            nodes_.prefetch(Nodes::hash(places[i].key, length));
         }
         for (std::size_t i = at; i < until; ++i) add(names[i], places[i], slot, length);
     }
+    settle();
     report.stored += count;
     wake(names, count);
 }
@@ -467,6 +488,7 @@ void Holder::store_unresolved(const Batch& batch, const Stored& event, u32 ordin
             ++report.parked;
         }
     }
+    settle();
     report.stored += placed.size();
     wake(placed.data(), placed.size());
 }
@@ -522,6 +544,7 @@ std::vector<u64> Holder::attach(const ParkedRun& run) {
         add(run.names[i], *place, run.slot, run.length);
         attached.push_back(run.names[i]);
     }
+    settle();
     return attached;
 }
 
@@ -544,6 +567,7 @@ void Holder::load(const Digests& digests, Report& report) {
         for (u64 copy = 0; copy < row.copies; ++copy) {
             add(row.name, Place{row.key, row.end}, at * kTiers + digests.tier, static_cast<u32>(row.length));
         }
+        settle();
         names.push_back(row.name);
     }
     wake(names.data(), names.size());

@@ -31,7 +31,7 @@ struct Group {
     Role role() const { return role_; }
     bool teaches() const { return teaches_; }
     void reclassify();  // after every change of kind or window
-    // +1 or -1 name of a length. True where the length appeared or vanished.
+    // More or fewer names of a length. True where the length appeared or vanished.
     bool count(u32 length, int by);
     u64 names() const;
 
@@ -58,7 +58,6 @@ struct Link {
 };
 
 struct NameTraits {
-    static bool empty(const NameEntry& entry) { return entry.node == 0; }
     static u32 hash_of(u64 name) {
         name ^= name >> 32;
         name *= 0xD6E8FEB86659FD93ull;
@@ -237,6 +236,9 @@ private:
     bool remove(u64 name, u32 slot);
     void forget_name(NameEntry* entry);
     void count_length(u32 slot, u32 length, int by);
+    void count_fresh(u32 slot, u32 length);
+    void adjust_length(u32 slot, u32 length, int by);
+    void settle();
     u32 ordinal(const std::optional<std::int64_t>& key);
     std::optional<u32> find_ordinal(const std::optional<std::int64_t>& key) const;
 
@@ -250,6 +252,10 @@ private:
     std::vector<Place> places_;    // per name of the batch, where its run has been resolved
     std::vector<bool> resolved_;   // per stored event of the batch
     u64 full_stores_ = 0, batch_ = 0, entries_ = 0;
+    // Names that `add` has put into a slot anew and that `groups` and `entries_` do not count yet; 0 between events.
+    u64 fresh_ = 0;
+    u32 fresh_slot_ = 0, fresh_length_ = 0;
+    bool teaching_ = true;
 };
 
 }  // namespace blockcast

@@ -152,10 +152,7 @@ private:
 
     void fetch(u64 first, u64 last, u64 length) {
         for (u64 step = first; step <= last; ++step) {
-            nodes_.prefetch_segment(Nodes::hash(prefixes_.at(step * length), static_cast<u32>(length)));
-        }
-        for (u64 step = first; step <= last; ++step) {
-            nodes_.prefetch_slot(Nodes::hash(prefixes_.at(step * length), static_cast<u32>(length)));
+            nodes_.prefetch(Nodes::hash(prefixes_.at(step * length), static_cast<u32>(length)));
         }
     }
 

@@ -182,8 +182,7 @@ public:
         return static_cast<u32>((key * 0x9E3779B97F4A7C15ull + u64{length} * 0xD6E8FEB86659FD93ull) >> 32);
     }
 
-    void prefetch_segment(u32 hash) const { table_.prefetch_segment(hash); }
-    void prefetch_slot(u32 hash) const { table_.prefetch_slot(hash); }
+    void prefetch(u32 hash) const { table_.prefetch(hash); }
 
     // 0 where nobody holds it.
     u32 find(u64 key, u32 length) const {
@@ -235,7 +234,6 @@ private:
         u32 id, hash;
     };
     struct Traits {
-        static bool empty(const Entry& entry) { return entry.id == 0; }
         static u32 hash(const Entry& entry) { return entry.hash; }
     };
     struct AgainHash {

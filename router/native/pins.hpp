@@ -12,14 +12,12 @@ class Holder;
 // digest -> the holders that will have it, with a count each.
 class Promises {
 public:
-    ~Promises() = default;
-
     void add(u64 key, const Holder* holder) {
         Entry* entry = find(key);
         if (entry == nullptr) {
             const u32 link = links_.allocate();
             links_[link] = Link{holder, 1, 0};
-            table_.insert(Entry{key, link, 1});
+            table_.insert(Entry{key, link, 0});
             return;
         }
         for (u32 at = entry->head; at != 0; at = links_[at].next) {
@@ -70,14 +68,13 @@ public:
 private:
     struct Entry {
         u64 key;
-        u32 head, used;
+        u32 head, unused;
     };
     struct Link {
         const Holder* holder;
         u32 count, next;
     };
     struct Traits {
-        static bool empty(const Entry& entry) { return entry.used == 0; }
         static u32 hash_of(u64 key) { return static_cast<u32>((key * 0x9E3779B97F4A7C15ull) >> 32); }
         static u32 hash(const Entry& entry) { return hash_of(entry.key); }
     };
