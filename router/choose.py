@@ -100,27 +100,24 @@ class Chooser:
             nothing = [0] * len(candidates)
             return nothing, nothing, None
         matches = {match.holder: match for match in self._index.match(request.token_ids, request.scope)}
-        cached, resident = [], []
-        loads: list[float] | None = None
         histories = self._registry.histories
         keys = chain_keys(request.token_ids, request.scope) if histories else []
+        cached, resident = [], []
+        loads: list[float] | None = None
         for i, target in enumerate(candidates):
-            if histories and target.name in histories:
-                tokens = histories[target.name].match(keys)
-                cached.append(tokens)
-                resident.append(tokens)
-                continue
             match = matches.get(target.holder)
-            if match is None:
-                cached.append(0)
-                resident.append(0)
-                continue
-            cached.append(match.pinned_tokens if match.pinned_tokens > match.tokens else match.tokens)
-            resident.append(match.tokens)
-            if match.tokens > match.gpu_tokens:
-                if loads is None:
-                    loads = [0.0] * len(candidates)
-                loads[i] = load_seconds(match, self._config.cost)
+            if histories and target.name in histories:
+                hit = usable = histories[target.name].match(keys)
+            elif match is None:
+                hit = usable = 0
+            else:
+                hit, usable = match.pinned_tokens, match.tokens
+                if usable != match.gpu_tokens:
+                    if loads is None:
+                        loads = [0.0] * len(candidates)
+                    loads[i] = load_seconds(match, self._config.cost)
+            cached.append(hit)
+            resident.append(usable)
         return cached, resident, loads
 
     def decision(

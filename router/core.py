@@ -258,7 +258,7 @@ class RouterCore:
         choice = self._chooser.choose(live.request, candidates, now)
         target = choice.cost.targets[choice.winner]
         if may_hold and self.config.queue.enabled and self.config.policy == "kv":
-            wait_s = target.slow * target.queue_s(now, self.config.cost.progress_cap)
+            wait_s = target.slow * target.queue_s(now)
             if wait_s > self.config.queue.hold_above_s:
                 return self._hold(live, choice, now)
         self._held.drop(live.request.request_id)
@@ -305,7 +305,7 @@ class RouterCore:
         known = request.request_id in self._held
         target = choice.cost.targets[choice.winner]
         if not known and self._held.full:
-            wait_s = target.slow * target.queue_s(now, self.config.cost.progress_cap)
+            wait_s = target.slow * target.queue_s(now)
             return Refuse(request.request_id, 429, "queue_full", "The router's queue is full.", max(1.0, wait_s))
         deadline_s = request.deadline_s if request.deadline_s is not None else live.arrived_s + config.wait_s_max
         self._held.put(
@@ -343,8 +343,8 @@ class RouterCore:
 
     def _any_free(self, now: float) -> bool:
         """Whether any target's wait is short enough that a held request could go there."""
-        limit, cap = self.config.queue.hold_above_s, self.config.cost.progress_cap
-        return any(t.slow * t.queue_s(now, cap) <= limit for t in self.tracker.targets.values())
+        limit = self.config.queue.hold_above_s
+        return any(t.slow * t.queue_s(now) <= limit for t in self.tracker.targets.values())
 
     def _expire(self, live: _Live, now: float, *, refuse: bool) -> Forward | Refuse:
         """A held request's deadline came."""
@@ -442,9 +442,8 @@ class RouterCore:
     def snapshot(self, now: float) -> CoreSnapshot:
         """What `/workers` and `/metrics` show. Changes nothing but estimated first tokens."""
         self.tracker.advance(now)
-        cap = self.config.cost.progress_cap
         rows = [
-            worker_row(worker, target, self._totals.get(target.name, Totals()), self.tracker, self.watchdog, now, cap)
+            worker_row(worker, target, self._totals.get(target.name, Totals()), self.tracker, self.watchdog, now)
             for worker in self.registry.workers.values()
             for target in self.registry.targets_of(worker.worker_id)
         ]

@@ -70,24 +70,26 @@ class KvCost:
     def choose(self, rotation: int) -> int:
         """The cheapest candidate; of several within `tie_s`, the `rotation`-th in turn."""
         config, now, length, factor = self.config, self.now, self.prompt_tokens, self.factor
-        weight, cap, decode_weight = 1.0 + self.beta, config.progress_cap, config.decode_weight
-        utilisation_weight, tie_s = config.utilisation_weight, config.tie_s
+        weight, decode_weight, tie_s = 1.0 + self.beta, config.decode_weight, config.tie_s
+        utilisation_weight = config.utilisation_weight * factor
         loads = self.loads
         square = length * length
         best, ties = float("inf"), []
-        for i, target in enumerate(self.targets):
-            hit = self.cached[i]
-            prefill = target.prefill_rate * (length - hit) + target.quadratic_rate * (square - hit * hit)
-            utilisation = target.utilisation_scaled * factor
-            peer = target.peer
-            if peer is not None:
-                utilisation += peer.utilisation
-                waiting = target.queue_s(now, cap)
-            else:
-                waiting = target.queue_s(now, cap) if target.prefills else 0.0
-            cost = target.slow * (waiting + weight * prefill) + utilisation_weight * utilisation
+        # The formula of `terms`, written out: with 64 candidates this loop is what a decision costs beyond the match.
+        for i, (target, hit) in enumerate(zip(self.targets, self.cached)):
+            slow = target.slow
+            cost = weight * (target.prefill_rate * (length - hit) + target.quadratic_rate * (square - hit * hit))
+            waiting = target.waiting_s
+            if waiting:
+                progress = (now - target.busy_since_s) / slow
+                if progress > target.progress_max_s:
+                    progress = target.progress_max_s
+                cost += waiting - progress if progress > 0.0 else waiting
+            cost = slow * cost + utilisation_weight * target.utilisation_scaled
+            if target.peer is not None:
+                cost += config.utilisation_weight * target.peer.utilisation
             if decode_weight:
-                cost += decode_weight * prefill * target.decode_requests
+                cost += decode_weight * target.prefill_seconds(length, hit) * target.decode_requests
             if loads is not None:
                 cost += loads[i]
             if cost < best - tie_s:
@@ -101,7 +103,7 @@ class KvCost:
         """Candidate i's price and what it is made of."""
         config, target, hit = self.config, self.targets[i], self.cached[i]
         prefill = target.prefill_seconds(self.prompt_tokens, hit)
-        waiting = target.queue_s(self.now, config.progress_cap)
+        waiting = target.queue_s(self.now)
         utilisation = target.utilisation_scaled * self.factor
         decoding = target.decode_requests
         if target.peer is not None:

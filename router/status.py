@@ -60,7 +60,6 @@ def worker_row(
     tracker: LoadTracker,
     watchdog: Watchdog,
     now: float,
-    progress_cap: float,
 ) -> WorkerSnapshot:
     """One target's row."""
     service = target.service
@@ -75,7 +74,7 @@ def worker_row(
         cache_view=worker.spec.cache_view.value,
         prefilling=len(target.prefills),
         decoding=target.decode_requests,
-        queue_s=target.queue_s(now, progress_cap),
+        queue_s=target.queue_s(now),
         utilisation=tracker.utilisation(target, now),
         slow=target.slow,
         learned={

@@ -64,6 +64,7 @@ class Target:
     """The load of one target. Read by the policy; changed only by the `LoadTracker`."""
 
     __slots__ = (
+        "busy_since_s",
         "context_tokens",
         "decode_requests",
         "head_since_s",
@@ -74,6 +75,8 @@ class Target:
         "prefill_rate",
         "prefill_s",
         "prefills",
+        "progress_cap",
+        "progress_max_s",
         "quadratic_rate",
         "rank",
         "requests",
@@ -81,10 +84,13 @@ class Target:
         "slow",
         "speed",
         "utilisation_scaled",
+        "waiting_s",
         "worker_id",
     )
 
-    def __init__(self, worker_id: str, rank: int | None, holder: HolderId, speed: SpeedEstimate) -> None:
+    def __init__(
+        self, worker_id: str, rank: int | None, holder: HolderId, speed: SpeedEstimate, progress_cap: float
+    ) -> None:
         self.worker_id = worker_id
         self.rank = rank
         self.holder = holder
@@ -108,6 +114,13 @@ class Target:
         self.peer: SharedLoad | None = None
         """The sum of what other routers have in flight here."""
         self.open_interval: _Interval | None = None
+        self.progress_cap = progress_cap
+        self.waiting_s = 0.0
+        """Sum of P of everything without a first token, other routers' included; Q before progress."""
+        self.busy_since_s = 0.0
+        """When the worker turned to the oldest of them."""
+        self.progress_max_s = 0.0
+        """What progress can be at most: a part of the oldest one's P."""
         self.refresh()
 
     def refresh(self) -> None:
@@ -127,22 +140,31 @@ class Target:
         quadratic = prompt_tokens * prompt_tokens - cached_tokens * cached_tokens
         return self.prefill_rate * (prompt_tokens - cached_tokens) + self.quadratic_rate * quadratic
 
-    def queue_s(self, now: float, progress_cap: float) -> float:
+    def queue_s(self, now: float) -> float:
         """Q: routed prefill that is still to be done, with the oldest one's progress taken off."""
-        total, since, oldest_s, oldest_routed_s = self.prefill_s, self.head_since_s, 0.0, math.inf
+        waiting = self.waiting_s
+        if waiting == 0.0:
+            return 0.0
+        progress = (now - self.busy_since_s) / self.slow
+        if progress > self.progress_max_s:
+            progress = self.progress_max_s
+        return waiting - progress if progress > 0.0 else waiting
+
+    def requeue(self) -> None:
+        """Recompute what `queue_s` reads, after what is in the queue changed."""
+        since, oldest_s, oldest_routed_s = self.head_since_s, 0.0, math.inf
         if self.prefills:
             oldest = next(iter(self.prefills.values()))
             oldest_s, oldest_routed_s = oldest.prefill_s, oldest.routed_s
+        self.waiting_s = self.prefill_s
         peer = self.peer
         if peer is not None and peer.prefill_s > 0.0:
-            total += peer.prefill_s
+            self.waiting_s += peer.prefill_s
             since = max(since, peer.head_since_s)
             if peer.oldest_routed_s < oldest_routed_s:
                 oldest_s, oldest_routed_s = peer.oldest_prefill_s, peer.oldest_routed_s
-        if total <= 0.0 or oldest_routed_s is math.inf:
-            return 0.0
-        progress = min((now - max(since, oldest_routed_s)) / self.slow, progress_cap * oldest_s)
-        return max(0.0, total - max(progress, 0.0))
+        self.busy_since_s = max(since, oldest_routed_s)
+        self.progress_max_s = min(self.progress_cap * oldest_s, self.waiting_s)
 
 
 @dataclass(slots=True)
@@ -182,9 +204,8 @@ class LoadTracker:
         """A new target starts at the median speed of those already known, unless its constants are given."""
         ratios = sorted(t.speed.ratios[0] for t in self.targets.values() if t.speed.observations >= 8)
         start = ratios[len(ratios) // 2] if ratios and service is None else 1.0
-        target = Target(
-            worker_id, rank, holder, SpeedEstimate(service or self._service, self._learn, start_ratio=start)
-        )
+        speed = SpeedEstimate(service or self._service, self._learn, start_ratio=start)
+        target = Target(worker_id, rank, holder, speed, self._cost.progress_cap)
         self.targets[target.name] = target
         self._apply_peers(target)
         return target
@@ -211,13 +232,14 @@ class LoadTracker:
             decodes_at_route=target.decode_requests,
         )
         if not stream:
-            wait_s = target.slow * (target.queue_s(now, self._cost.progress_cap) + flight.prefill_s)
+            wait_s = target.slow * (target.queue_s(now) + flight.prefill_s)
             heapq.heappush(self._estimates, (now + wait_s, request_id))
         self.requests[request_id] = flight
         self.touched.add(target.name)
         target.prefills[request_id] = flight
         target.prefill_s += flight.prefill_s
         target.requests += 1
+        target.requeue()
         window = self._cost.utilisation_window_s
         grown = math.exp((now - self._epoch(now)) / window)
         target.utilisation_scaled += flight.prefill_s / window * grown
@@ -257,6 +279,7 @@ class LoadTracker:
             target.decode_requests -= 1
             target.context_tokens -= flight.context_tokens
         target.refresh()
+        target.requeue()
         return flight
 
     def advance(self, now: float) -> None:
@@ -278,6 +301,7 @@ class LoadTracker:
         target.decode_requests += 1
         target.context_tokens += flight.context_tokens
         target.refresh()
+        target.requeue()
 
     def _leave_prefill(self, flight: InFlight) -> bool:
         """Take a request's P off; True where it was the oldest."""
@@ -411,6 +435,7 @@ class LoadTracker:
                 updated_s=min(load.updated_s for load in loads),
             )
         target.refresh()
+        target.requeue()
 
     # Truth -------------------------------------------------------------------------------------------------------
     def check_invariants(self) -> None:

@@ -63,11 +63,11 @@ def test_progress_is_capped_and_starts_at_the_last_first_token() -> None:
     p = target.prefill_seconds(1000, 0)
     tracker.route("a", target, prompt_tokens=1000, cached_tokens=0, stream=True, now=0.0)
     tracker.route("b", target, prompt_tokens=1000, cached_tokens=0, stream=True, now=0.01)
-    assert target.queue_s(0.01, 0.95) == pytest.approx(2 * p - 0.01 / target.slow)
-    assert target.queue_s(100.0, 0.95) == pytest.approx(1.05 * p), "without a first token it is never quite done"
+    assert target.queue_s(0.01) == pytest.approx(2 * p - 0.01 / target.slow)
+    assert target.queue_s(100.0) == pytest.approx(1.05 * p), "without a first token it is never quite done"
     tracker.first_token("a", 50.0)
-    assert target.queue_s(50.0, 0.95) == pytest.approx(p), "b was begun when a was done"
-    assert target.queue_s(50.05, 0.95) == pytest.approx(p - 0.05 / target.slow)
+    assert target.queue_s(50.0) == pytest.approx(p), "b was begun when a was done"
+    assert target.queue_s(50.05) == pytest.approx(p - 0.05 / target.slow)
 
 
 def test_beta_grows_with_the_pool_and_stays_bounded() -> None:

@@ -27,7 +27,7 @@ def test_a_request_that_does_not_stream_starts_decoding_when_it_should() -> None
     assert tracker.requests["a"].phase is Phase.PREFILL
     tracker.advance(due * 1.01)
     assert tracker.requests["a"].phase is Phase.DECODE
-    assert target.queue_s(due * 1.01, 0.95) == 0.0
+    assert target.queue_s(due * 1.01) == 0.0
     tracker.end("a", due + 1)
     tracker.check_invariants()
 
@@ -89,7 +89,7 @@ def test_sums_equal_what_they_sum_in_any_order(steps: list[tuple[str, int, int]]
             tracker.progress(name, tokens)
         tracker.advance(now)
         tracker.check_invariants()
-        assert target.queue_s(now, 0.95) >= 0.0
+        assert target.queue_s(now) >= 0.0
     for name in list(tracker.requests):
         tracker.end(name, 1e6)
     assert (target.requests, target.decode_requests, target.context_tokens, target.prefill_s) == (0, 0, 0, 0.0)
