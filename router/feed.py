@@ -12,7 +12,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,8 +68,16 @@ class _Stream:
 class IndexFeed:
     """Follows the streams of any number of workers into an index."""
 
-    def __init__(self, index: PrefixIndex, *, hwm: int = 100_000) -> None:
+    def __init__(
+        self,
+        index: PrefixIndex,
+        *,
+        hwm: int = 100_000,
+        on_connection: Callable[[str, bool], None] | None = None,
+    ) -> None:
+        """`on_connection(worker_id, up)` is called on the feed's thread when a subscription comes up or goes down."""
         self._index = index
+        self._on_connection = on_connection
         self._lock = threading.Lock()
         self._streams: dict[str, _Stream] = {}
         """stream id -> stream."""
@@ -222,6 +230,8 @@ class IndexFeed:
         stream = self._streams.get(stream_id)
         if stream is not None:
             stream.up = up
+            if self._on_connection is not None:
+                self._on_connection(stream.worker_id, up)
 
     def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> None:
         """Apply one instruction of a stream."""

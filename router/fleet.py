@@ -31,6 +31,9 @@ from router.workers import WorkerState
 
 log = logging.getLogger("router")
 
+RESTART_S = 1.0
+"""After a fault of our own in a worker's watch."""
+
 
 class EventFeed(Protocol):
     """Who listens to the workers' events and fills the index."""
@@ -96,6 +99,7 @@ class Workers:
         self._config = config
         self._now = now
         self._members: dict[str, _Member] = {}
+        self._closed = False
         self._background: set[asyncio.Task[None]] = set()
 
     # Changes ------------------------------------------------------------------------------------------------------
@@ -118,8 +122,19 @@ class Workers:
             self._stop(known)
         member = _Member(flag, origin, wake=asyncio.Event())
         self._members[flag.worker_id] = member
+        self._start(member)
+
+    def _start(self, member: _Member) -> None:
+        if self._members.get(member.flag.worker_id) is not member:
+            return
         member.task = asyncio.get_running_loop().create_task(self._live(member))
-        member.task.add_done_callback(_report_crash)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and not self._closed:
+                _report_crash(task)
+                asyncio.get_running_loop().call_later(RESTART_S, self._start, member)
+
+        member.task.add_done_callback(ended)
 
     async def remove(self, worker_id: str) -> None:
         """Forget a worker; what it is answering goes on. Raises KeyError."""
@@ -138,6 +153,7 @@ class Workers:
             member.wake.set()
 
     async def close(self) -> None:
+        self._closed = True
         tasks = [*self._background, *(member.task for member in self._members.values() if member.task is not None)]
         for task in tasks:
             task.cancel()
@@ -218,15 +234,15 @@ class Workers:
             await self._pause(member, self._config.starting_s)
         looked_s = self._now()
         while True:
-            await self._pause(member, self._config.health_s)
-            problem = await self._prober.healthy(member.flag.url)
-            if problem is not None:
-                self._unhealthy(member, problem)
-                continue
             worker = self._core.workers.get(member.flag.worker_id)
             was_down = worker is not None and worker.state in (WorkerState.DOWN, WorkerState.PROBING)
+            suspected = await self._pause(member, self._config.starting_s if was_down else self._config.health_s)
+            problem = await self._prober.healthy(member.flag.url)
+            if problem is not None:
+                self._unhealthy(member, problem, suspected=suspected)
+                continue
             member.failures, member.problem = 0, ""
-            if was_down or self._now() - looked_s >= self._config.sources_s:
+            if was_down or suspected or self._now() - looked_s >= self._config.sources_s:
                 looked_s = self._now()
                 await self._look_again(member, was_down=was_down)
 
@@ -274,21 +290,25 @@ class Workers:
             log.info("worker %s publishes elsewhere or was restarted", member.flag.worker_id)
             await self._join(member)
 
-    def _unhealthy(self, member: _Member, problem: str) -> None:
+    def _unhealthy(self, member: _Member, problem: str, *, suspected: bool) -> None:
+        """A check failed. After a failure seen by traffic, one is enough."""
         member.problem = problem
         member.failures += 1
-        if member.failures >= self._config.failures_to_down:
-            if member.failures == self._config.failures_to_down:
+        if suspected or member.failures >= self._config.failures_to_down:
+            worker = self._core.workers.get(member.flag.worker_id)
+            if worker is not None and worker.state is WorkerState.UP:
                 log.warning("worker %s is down: %s", member.flag.worker_id, problem)
             self._perform(self._core.worker_down(member.flag.worker_id, self._now(), problem))
 
-    async def _pause(self, member: _Member, seconds: float) -> None:
-        """Sleep, unless traffic to the worker fails."""
+    async def _pause(self, member: _Member, seconds: float) -> bool:
+        """Sleep, unless traffic to the worker fails or its stream breaks off: True then."""
         assert member.wake is not None
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(member.wake.wait(), seconds)
             await asyncio.sleep(0.05)  # a burst of failures asks once
+        woken = member.wake.is_set()
         member.wake.clear()
+        return woken
 
     def _stop(self, member: _Member) -> None:
         if member.task is not None:

@@ -16,7 +16,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,13 +106,21 @@ class RouterProcess:
         headers = {"Authorization": f"Bearer {key}"} if key is not None else None
         async with contextlib.AsyncExitStack() as stack:
             session = await stack.enter_async_context(aiohttp.ClientSession())
-            feed = IndexFeed(index)
+            suspects: list[Callable[[str], None]] = []
+
+            def stream_changed(worker_id: str, up: bool) -> None:
+                if not up:  # on the feed's thread
+                    for suspect in suspects:
+                        loop.call_soon_threadsafe(suspect, worker_id)
+
+            feed = IndexFeed(index, on_connection=stream_changed)
             feed.start()
             stack.callback(feed.close)
             for endpoint in config.bind_events:
                 log.info("publishers may connect to %s", feed.bind(endpoint))
             prober = Prober(session, headers=headers)
             fleet = Workers(core, prober, feed, prompts, proxy.perform, config.fleet, now=now)
+            suspects.append(fleet.suspect)
             stack.push_async_callback(fleet.close)
             proxy.on_worker_lost.append(feed.lost)
 
