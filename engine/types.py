@@ -103,7 +103,7 @@ class Sequence:
     computed: int = 0
     cached_tokens: int = 0
     block_tables: list[list[BlockId]] = field(default_factory=list)
-    """One list of physical blocks a group: entry i of group g holds positions [i * block_size, (i + 1) * block_size)."""
+    """One list of physical blocks a group: entry i of group g holds [i * block_size, (i + 1) * block_size)."""
     state_unit: UnitId | None = None
     """The mutable recurrent-state unit of a running sequence on a model that has state; else None."""
     preemptions: int = 0

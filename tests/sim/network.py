@@ -35,7 +35,7 @@ class SimPublisher:
         return entry.seq, entry.payload()
 
     def reply(self, start_seq: int, now: float) -> Iterator[Message]:
-        """The messages of the reply; without snapshots, as a foreign publisher, a bare end marker where one is asked."""
+        """The messages of the reply; without snapshots, a bare end marker where one is asked for."""
         if start_seq != SNAPSHOT_SEQ:
             return replay_reply(self.ring.since(start_seq))
         if not self.snapshots:
