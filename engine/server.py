@@ -48,6 +48,8 @@ OPEN_PATHS = frozenset(
     {"/health", "/ping", "/version", "/metrics", "/kv_event_sources", "/kv_cache/groups", "/openapi.json"}
 )
 """What needs no API key: probes, and what a router asks a worker before it has any."""
+KEEPALIVE_S = 120.0
+"""An idle connection, or one whose first request does not arrive, is closed after so long."""
 DEATH_GRACE_S = 1.0
 """Between the core's death and the end of the process: for the last answers to leave."""
 
@@ -176,6 +178,7 @@ class Server:
             handler_cancellation=True,
             access_log=logging.getLogger("engine.access") if self._config.log_requests else None,
             shutdown_timeout=1.0,
+            keepalive_timeout=KEEPALIVE_S,
             max_line_size=16384,
             max_field_size=16384,
         )

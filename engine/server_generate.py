@@ -11,6 +11,8 @@ import asyncio
 import logging
 import re
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 from aiohttp import web
 
@@ -28,6 +30,8 @@ log = logging.getLogger("engine.server")
 STATE = web.AppKey("state", ServerState)
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 Answer = ChatAnswer | CompletionAnswer
+SMALL_WRITE_BYTES = 32 << 10
+"""Less than what a transport buffers before it asks its writer to wait."""
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -176,7 +180,7 @@ async def _stream(state: ServerState, request: web.Request, follower: Follower, 
             error = unavailable(f"the engine is not running: {error}")
         state.metrics.count_refusal(error.status)
         await _write(state, request, response, sse(error.body()) + DONE)
-    await response.write_eof()
+    await _unstalled(state, request, response.write_eof())
     return response
 
 
@@ -195,12 +199,17 @@ async def _start_stream(request: web.Request) -> web.StreamResponse:
 async def _write(state: ServerState, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
     """Write, and wait where the client does not take what was written; for ever it may not."""
     transport = request.transport
-    if transport is not None and transport.get_write_buffer_size() == 0:
-        await response.write(data)
-        return
+    if transport is not None and transport.get_write_buffer_size() == 0 and len(data) < SMALL_WRITE_BYTES:
+        await response.write(data)  # cannot have to wait
+    else:
+        await _unstalled(state, request, response.write(data))
+
+
+async def _unstalled(state: ServerState, request: web.Request, writing: Coroutine[Any, Any, None]) -> None:
     try:
-        await asyncio.wait_for(response.write(data), state.config.stall_timeout_s)
+        await asyncio.wait_for(writing, state.config.stall_timeout_s)
     except asyncio.TimeoutError:
+        transport = request.transport
         log.info("a client took nothing for %.0f s and is dropped", state.config.stall_timeout_s)
         if transport is not None:
             transport.abort()
