@@ -17,7 +17,9 @@ from events.types import EVENT_TYPES
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "vllm"
 CAPTURES = sorted(
-    path.relative_to(GOLDEN).as_posix()[: -len(".frames.jsonl.gz")] for path in GOLDEN.glob("*/*.frames.jsonl.gz")
+    path.relative_to(GOLDEN).as_posix()[: -len(".frames.jsonl.gz")]
+    for path in GOLDEN.glob("*/*.frames.jsonl.gz")
+    if not path.parent.name.startswith("recorded-")  # those hold raw frames and no engine's reading of them
 )
 
 
