@@ -24,13 +24,17 @@ from events.sources import EventSource
 from router.config import ConfigError
 from router.core import RouterCore
 from router.discovery import Prober, WorkerFacts, WorkerFlag, parse_worker_flag, worker_id_of, worker_spec
-from router.messages import Instruction
+from router.messages import FailureKind, Instruction
 from router.tokenizing import PromptReader
 from router.view import HolderId
 from router.workers import WorkerState
 
 log = logging.getLogger("router")
 
+NOT_CURED_BY_HEALTH = frozenset(
+    f"{kind.value} failure" for kind in (FailureKind.TIMEOUT, FailureKind.SERVER_ERROR, FailureKind.STREAM)
+)
+"""Reasons of a broken worker whose `/health` may well answer all the time: only a request that succeeds cures it."""
 RESTART_S = 1.0
 """After a fault of our own in a worker's watch."""
 
@@ -268,7 +272,8 @@ class Workers:
         worker = self._core.add_worker(spec, self._now(), up=True)
         member.facts = facts
         self._feed.follow(spec.worker_id, facts.sources, worker.holders)
-        self._perform(self._core.worker_up(spec.worker_id, self._now()))
+        if worker.state_reason not in NOT_CURED_BY_HEALTH:
+            self._perform(self._core.worker_up(spec.worker_id, self._now()))
 
     async def _read_tokenizers(self, member: _Member, facts: WorkerFacts) -> None:
         """Load what the worker's models are tokenised with before it gets its first request."""
