@@ -149,6 +149,12 @@ FAMILIES: dict[str, tuple[str, Any]] = {
     "qwen3": ("qwen3", _dense),
     "qwen2": ("qwen2", lambda r: _no_head_dim(_dense(r))),
     "llama": ("llama", _dense),
+    "granite": (
+        "granite",
+        lambda r: _no_head_dim(_dense(r))
+        | {"embedding_multiplier": 2.0, "logits_scaling": 1.5, "residual_multiplier": 0.7,
+           "attention_multiplier": 1.0 / r.head_dim},
+    ),
     "mistral": ("mistral", lambda r: _dense(r) | {"sliding_window": None}),
     "qwen3_moe": (
         "qwen3_moe",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.models import bamba, gemma3, lfm2, llama, qwen2, qwen3, qwen3_5, qwen3_moe
+from engine.models import bamba, gemma3, granite, lfm2, llama, qwen2, qwen3, qwen3_5, qwen3_moe
 from engine.models.decoder import CausalLM
 from engine.models.hf_config import HfConfig, ModelError
 
@@ -14,6 +14,7 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], CausalLM]] = {
     "BambaForCausalLM": bamba.build_bamba,
     "Gemma3ForCausalLM": gemma3.build,
     "Gemma3ForConditionalGeneration": gemma3.build,
+    "GraniteForCausalLM": granite.build,
     "GraniteMoeHybridForCausalLM": bamba.build_granite,
     "Lfm2ForCausalLM": lfm2.build,
     "LlamaForCausalLM": llama.build,

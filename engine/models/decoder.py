@@ -179,10 +179,12 @@ def dense_decoder(
     windows: Sequence[int | None] | None = None,
     mlp_bias: bool = False,
     mlp: Callable[[Scope, int], Mixer] | None = None,
+    residual_scale: float = 1.0,
 ) -> CausalLM:
     """The plain family: every block is attention and a gated MLP, under Llama's names.
 
-    `windows` gives each layer's sliding window; `mlp` replaces the gated MLP (it gets the block's scope and index).
+    `windows` gives each layer's sliding window; `mlp` replaces the gated MLP (it gets the block's scope and index);
+    `residual_scale` multiplies each branch before it is added.
     """
     config.expect("hidden_act", "silu", "silu")
     root = Scope()
@@ -195,6 +197,7 @@ def dense_decoder(
             mixer=Attention(scope.sub("self_attn"), replace(attention, window=window)),
             mlp_norm=RMSNorm(scope, "post_attention_layernorm", decoder.hidden_size, decoder.norm_eps),
             mlp=mlp(scope, index) if mlp else GatedMLP(scope.sub("mlp"), decoder.hidden_size, size, mlp_bias),
+            residual_scale=residual_scale,
         )
 
     return CausalLM(root, "model", decoder, block)

@@ -34,6 +34,7 @@ MODELS: dict[str, tuple[Recipe, dict[str, Any]]] = {
         Recipe(family="llama", kv_heads=1),
         {"rope_parameters": None, "rope_theta": 20000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
     ),
+    "granite": (Recipe(family="granite"), {}),
     "mistral": (Recipe(family="mistral"), {"sliding_window": 20, "rope_parameters": YARN}),
     "qwen2": (Recipe(family="qwen2"), {}),
     "qwen2-window": (
