@@ -20,10 +20,10 @@ from engine.cache.kv_cache import KVCache
 from engine.cache.spec import MAMBA, CacheSpec
 from engine.config import ConfigError, EngineConfig
 from engine.core import EngineCore
-from engine.loader import load_model, resolve_dtype
+from engine.loader import load_model
 from engine.messages import CoreInfo
-from engine.models import CausalLM, HfConfig, build_model
-from engine.runner import ModelRunner, unit_stride_bytes, units_for_memory
+from engine.models import CausalLM
+from engine.runner import ModelRunner, units_for_memory
 from engine.scheduler import Scheduler, SchedulerConfig
 from events import Event
 from events.publisher import EventPublisher
@@ -208,25 +208,6 @@ def _free_memory(device: torch.device) -> int:
         free, total = torch.cuda.mem_get_info(device)
         return int(free - (1 - GPU_MEMORY_SHARE) * total - GPU_RESERVE_BYTES)
     return min(CACHE_BYTES_MAX, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
-
-
-def describe_cache(config: EngineConfig) -> str:
-    """How a model's cache would be laid out, without loading its weights: the answer of `--dry-run`."""
-    name, folder = locate(config.model)
-    device = resolve_device(config.device)
-    hf_config = HfConfig.read(folder)
-    spec = build_model(hf_config).cache_spec(config.block_size, resolve_dtype(config.dtype, hf_config))
-    units = count_units(config, spec, device)
-    lines = [f"{name}: {units} units of {unit_stride_bytes(spec)} bytes on {device}"]
-    for index, group in enumerate(spec.groups):
-        window = "" if group.sliding_window is None else f", window {group.sliding_window}"
-        lines.append(
-            f"  group {index}: {group.kind}{window}, {len(group.layers)} layers, blocks of {spec.block_size} tokens = "
-            f"{spec.block_bytes(index)} bytes, {spec.blocks_per_unit(index)} a unit"
-        )
-    if spec.state is not None:
-        lines.append(f"  state: {len(spec.state.layers)} layers, {spec.state.state_bytes} bytes, 1 a unit")
-    return "\n".join(lines)
 
 
 def _max_model_len(config: EngineConfig, model: CausalLM) -> int:

@@ -110,9 +110,12 @@ def serve_command(model: str | None, **flags: Any) -> None:
         level=flags["log_level"].upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     if flags["dry_run"]:
-        from engine.assembly import describe_cache
+        from engine.dry_run import describe_cache
 
-        click.echo(describe_cache(engine_config))
+        try:
+            click.echo(describe_cache(engine_config))
+        except ValueError as error:
+            raise click.ClickException(str(error)) from error
         return
     from engine.server import serve
 
