@@ -19,6 +19,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from engine.tiny_model import Recipe, cached_model
+
 pytestmark = pytest.mark.live
 
 BLOCKS, BLOCK_SIZE, MAX_LEN = 96, 16, 1024
@@ -154,11 +156,14 @@ async def nothing_left(session: aiohttp.ClientSession, url: str) -> None:
         await asyncio.sleep(0.05)
 
 
-def storm_at(start_engine: Any, count: int) -> None:
+def storm_at(start_engine: Any, count: int, family: str = "qwen3") -> None:
     seed = int(os.environ.get("ENGINE_STORM_SEED") or random.SystemRandom().randrange(10**9))
     print(f"ENGINE_STORM_SEED={seed}")
-    engine = start_engine("--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", str(MAX_LEN), "--max-num-seqs",
-                          "12", "--max-num-batched-tokens", "256", "--check-invariants")  # fmt: skip
+    model = str(cached_model(Recipe(family=family)))
+    engine = start_engine(
+        model, "--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", str(MAX_LEN), "--max-num-seqs", "12",
+        "--max-num-batched-tokens", "256", "--check-invariants",
+    )  # fmt: skip
     try:
         outcomes = asyncio.run(run_storm(engine.url, count, seed))
         assert sum(outcomes.values()) == count
@@ -173,6 +178,12 @@ def test_two_hundred_mixed_requests(start_engine: Any) -> None:
     storm_at(start_engine, 200)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3_text"])
+def test_mixed_requests_on_a_model_with_state_and_on_one_with_windows(start_engine: Any, family: str) -> None:
+    storm_at(start_engine, 120, family)
+
+
 @pytest.mark.slow
-def test_a_thousand_mixed_requests(start_engine: Any) -> None:
-    storm_at(start_engine, 1000)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gemma3_text", "nemotron_h"])
+def test_a_thousand_mixed_requests(start_engine: Any, family: str) -> None:
+    storm_at(start_engine, 1000, family)
