@@ -6,6 +6,7 @@ Changes nothing but chance and the rotation of ties; the core commits what it de
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.config import CoreConfig
@@ -32,6 +33,8 @@ class Choice:
 
     cost: KvCost
     winner: int
+    prompt: Sequence[int] | bytes | None
+    """The request's tokens as the index likes them best."""
     resident: list[int]
     """Tokens of each candidate's h that events (or history) vouch for."""
 
@@ -56,7 +59,8 @@ class Chooser:
 
     def choose(self, request: RouteRequest, candidates: list[Target], now: float, *, peek: bool = False) -> Choice:
         """Price the candidates and pick one by the configured policy. `peek`: leave chance as it is."""
-        cached, resident, loads = self._hits(request, candidates)
+        prompt = None if request.token_ids is None else self._index.prepare(request.token_ids)
+        cached, resident, loads = self._hits(request, prompt, candidates)
         cost = KvCost(
             candidates,
             cached,
@@ -69,7 +73,7 @@ class Chooser:
         winner = self._affine(request, candidates, now)
         if winner is None:
             winner = self._by_policy(request, candidates, cost, random.Random(0) if peek else self._rng)
-        return Choice(cost, winner, resident)
+        return Choice(cost, winner, prompt, resident)
 
     def _by_policy(self, request: RouteRequest, candidates: list[Target], cost: KvCost, rng: random.Random) -> int:
         policy = self._config.policy
@@ -94,12 +98,14 @@ class Chooser:
             return None
         return next((i for i, target in enumerate(candidates) if target.name == name), None)
 
-    def _hits(self, request: RouteRequest, candidates: list[Target]) -> tuple[list[int], list[int], list[float] | None]:
+    def _hits(
+        self, request: RouteRequest, prompt: Sequence[int] | bytes | None, candidates: list[Target]
+    ) -> tuple[list[int], list[int], list[float] | None]:
         """(h, the part of it that is resident, load seconds or None) of every candidate."""
-        if request.token_ids is None:
+        if request.token_ids is None or prompt is None:
             nothing = [0] * len(candidates)
             return nothing, nothing, None
-        matches = {match.holder: match for match in self._index.match(request.token_ids, request.scope)}
+        matches = {match.holder: match for match in self._index.match(prompt, request.scope)}
         histories = self._registry.histories
         keys = chain_keys(request.token_ids, request.scope) if histories else []
         cached, resident = [], []

@@ -280,13 +280,13 @@ class RouterCore:
             stream=request.stream,
             now=now,
         )
-        if request.token_ids is not None:
+        if request.token_ids is not None and choice.prompt is not None:
             history = self.registry.histories.get(target.name)
             if history is not None:
                 history.insert(chain_keys(request.token_ids, request.scope))
             else:
                 live.holder = target.holder
-                live.pin = self.index.pin(target.holder, request.token_ids, request.scope)
+                live.pin = self.index.pin(target.holder, choice.prompt, request.scope)
         if request.session is not None:
             self._chooser.sessions.put(request.session, target.name, now)
         worker = self.registry.workers[target.worker_id]

@@ -116,6 +116,9 @@ class ReferenceIndex:
             state.apply(events, report)
         return report
 
+    def prepare(self, token_ids: Sequence[int]) -> Sequence[int] | bytes:
+        return as_token_list(token_ids)
+
     def match(self, token_ids: Sequence[int] | bytes, scope: Scope) -> list[Match]:
         with self._lock:
             holders = [holder for holder in self._holders.values() if holder.model == scope.model]

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from router._native import Index
+from router._native import Index, pack
 from router.index_dump import DumpGroup, encode_dump
 from router.view import HolderId, IndexStats, Match, PinId, Scope
 
@@ -24,6 +24,9 @@ class NativeIndex(Index):
     def declare_groups(self, holder: HolderId, groups: Sequence[Mapping[str, Any]]) -> None:
         fields = ("group_idx", "kind", "block_size", "sliding_window")
         self._declare_groups(holder, [tuple(group.get(field) for field in fields) for group in groups])
+
+    def prepare(self, token_ids: Sequence[int]) -> Sequence[int] | bytes:
+        return cast(bytes, pack(token_ids))
 
     def match(self, token_ids: Sequence[int] | bytes, scope: Scope) -> list[Match]:
         return cast(list[Match], self._match(token_ids, scope.model, scope.salt, scope.lora, scope.media))

@@ -105,6 +105,9 @@ class PrefixIndex(Protocol):
     def ingest(self, holder: HolderId, payload: bytes) -> IngestReport:
         """Decode one event-batch payload and apply it. A malformed event is reported and skipped, never raised."""
 
+    def prepare(self, token_ids: Sequence[int]) -> Sequence[int] | bytes:
+        """The form of a prompt that is cheapest where several calls are about it. Raises ValueError as `match` does."""
+
     def match(self, token_ids: Sequence[int] | bytes, scope: Scope) -> list[Match]:
         """Usable prefix of every holder of `scope.model`; holders that hold nothing of the prompt are left out.
 

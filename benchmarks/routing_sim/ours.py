@@ -32,6 +32,9 @@ class BlockScaled:
     def seed(self) -> int:
         return self._inner.seed
 
+    def prepare(self, token_ids: Sequence[int]) -> Sequence[int] | bytes:
+        return self._inner.prepare(token_ids)
+
     def match(self, token_ids: Sequence[int] | bytes, scope: Scope) -> list[Match]:
         return [
             Match(

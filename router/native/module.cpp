@@ -5,6 +5,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#if PY_VERSION_HEX < 0x030B0000
+#include <longintrepr.h>
+#endif
+
 #include "index.hpp"
 
 namespace nb = nanobind;
@@ -44,11 +48,30 @@ private:
         throw nb::value_error(("token_ids[" + std::to_string(index) + "] is " + value + ": expected 0 <= id < 2^32").c_str());
     }
 
+    // Value of an int of one digit (below 2^30): every token id there is, and without a call.
+    static std::optional<u32> small_int(PyObject* item) {
+        if (!PyLong_CheckExact(item)) return std::nullopt;
+        PyLongObject* number = reinterpret_cast<PyLongObject*>(item);
+#if PY_VERSION_HEX >= 0x030C0000
+        if (!PyUnstable_Long_IsCompact(number)) return std::nullopt;
+        const Py_ssize_t value = PyUnstable_Long_CompactValue(number);
+        if (value < 0) return std::nullopt;
+        return static_cast<u32>(value);
+#else
+        if (Py_SIZE(number) != 1) return std::nullopt;
+        return static_cast<u32>(number->ob_digit[0]);
+#endif
+    }
+
     void copy_items(PyObject* items) {
         const Py_ssize_t count = PySequence_Fast_GET_SIZE(items);
         PyObject** const item = PySequence_Fast_ITEMS(items);
         owned_.resize(static_cast<std::size_t>(count));
         for (Py_ssize_t i = 0; i < count; ++i) {
+            if (const std::optional<u32> small = small_int(item[i])) {
+                owned_[static_cast<std::size_t>(i)] = *small;
+                continue;
+            }
             int overflow = 0;
             const long value = PyLong_AsLongAndOverflow(item[i], &overflow);
             if (value == -1 && overflow == 0 && PyErr_Occurred()) throw nb::python_error();
@@ -199,6 +222,15 @@ NB_MODULE(_native, module) {
             }
         },
         nullptr);
+
+    module.def(
+        "pack",
+        [](nb::handle token_ids) {
+            const Tokens tokens(token_ids);
+            return nb::bytes(reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(u32));
+        },
+        nb::arg("token_ids"),
+        "Token ids as little-endian uint32 bytes, which match and pin take without converting them again.");
 
     nb::class_<Report>(module, "IngestReport")
         .def_ro("stored", &Report::stored)

@@ -48,6 +48,9 @@ class NaiveIndex:
         for end in range(1, len(tokens) + 1):
             self.resident[holder].add(tuple(tokens[:end]))
 
+    def prepare(self, token_ids: Sequence[int]) -> Sequence[int]:
+        return token_ids
+
     def match(self, token_ids: Sequence[int], scope: Scope) -> list[Match]:
         found = []
         for holder, model in self.models.items():

@@ -49,6 +49,9 @@ class EmptyIndex:
     def ingest(self, holder: HolderId, payload: bytes) -> IngestReport:
         return IngestReport()
 
+    def prepare(self, token_ids: Sequence[int]) -> Sequence[int]:
+        return token_ids
+
     def match(self, token_ids: Sequence[int], scope: Scope) -> list[Match]:
         return []
 
