@@ -69,6 +69,8 @@ def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torc
         raise ModelError(f"{folder}: tensors missing from the checkpoint: {_some(missing)}")
     if unexpected:
         raise ModelError(f"{folder}: tensors in the checkpoint that the model does not have: {_some(unexpected)}")
+    for weight in model.weights:
+        weight.pack()
 
 
 def random_weights(model: CausalLM, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
@@ -80,6 +82,7 @@ def random_weights(model: CausalLM, dtype: torch.dtype, device: torch.device, se
             tensor.fill_(1.0)
         else:
             tensor.normal_(0.0, 0.02, generator=generator)
+        weight.pack()
 
 
 def _shards(folder: Path) -> list[Path]:

@@ -72,6 +72,7 @@ class CausalLM:
         self.blocks = [block(layers.sub(i), i) for i in range(c.num_layers)]
         self.norm = RMSNorm(body, c.norm_name, c.hidden_size, c.norm_eps, c.zero_centred_norm)
         self.head = self.embedding if c.tie_embeddings else root.weight(c.head_name, (c.vocab_size, c.hidden_size))
+        self.head.multiplies, self.head.looked_up = True, c.tie_embeddings
         self.weights: list[Weight] = root.weights
         self.ignored = ((c.head_name,) if c.tie_embeddings else ()) + ignored
         """Prefixes of checkpoint tensors that this model does not use."""
@@ -138,7 +139,7 @@ class CausalLM:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocab], in the model's dtype."""
-        logits = F.linear(hidden, self.head.tensor)
+        logits = self.head.times(hidden)
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
 

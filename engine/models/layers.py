@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 
 from engine.models.rope import RopeConfig
 from engine.models.weights import Scope, Weight
@@ -82,6 +81,7 @@ class Linear:
             biases.append(scope.part(f"{name}.bias", (size,), place))
             at += size
         self.weight = scope.assembled((rows, inputs), weights)
+        self.weight.multiplies = True
         self.bias = scope.assembled((rows,), biases) if bias else None
 
     @classmethod
@@ -89,10 +89,11 @@ class Linear:
         """From weights that were declared elsewhere."""
         linear = cls.__new__(cls)
         linear.weight, linear.bias = weight, bias
+        weight.multiplies = True
         return linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight.tensor, None if self.bias is None else self.bias.tensor)
+        return self.weight.times(x, None if self.bias is None else self.bias.tensor)
 
 
 class RMSNorm:

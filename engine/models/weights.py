@@ -10,6 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
+
+from kernels.packed import pack_matrix, packed_linear
 
 Index = tuple[int | slice, ...]
 
@@ -34,16 +37,40 @@ class Weight:
     parts: tuple[Part, ...]
     dtype: torch.dtype | None = None
     """None: the model's dtype."""
+    multiplies: bool = False
+    """A matrix that inputs are multiplied with by `times`: it may be packed for that."""
+    looked_up: bool = False
+    """Its rows are read as well (a tied embedding): packed, it stays also as it was."""
     _tensor: torch.Tensor | None = None
+    _packed: torch.Tensor | None = None
 
     @property
     def tensor(self) -> torch.Tensor:
-        assert self._tensor is not None, f"{self.parts[0].name} is not loaded"
+        assert self._tensor is not None, f"{self.parts[0].name} is not loaded, or packed"
         return self._tensor
+
+    def drop(self) -> None:
+        """Free the tensor: it has been packed into another form."""
+        self._tensor = None
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         self._tensor = torch.empty(self.shape, dtype=self.dtype or dtype, device=device)
+        self._packed = None
         return self._tensor
+
+    def pack(self) -> None:
+        """Once loaded: lay a matrix out for fast multiplication, where there is such a layout."""
+        if not self.multiplies:
+            return
+        self._packed = pack_matrix(self.tensor)
+        if self._packed is not None and not self.looked_up:
+            self._tensor = None
+
+    def times(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x @ W^T + bias. x: [tokens, inputs]."""
+        if self._packed is not None:
+            return packed_linear(x, self._packed, bias)
+        return F.linear(x, self.tensor, bias)
 
 
 @dataclass(slots=True)
