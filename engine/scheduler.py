@@ -292,12 +292,14 @@ class Scheduler:
         ):
             entry = self._waiting[index]
             seq = entry.seq
+            # Something is left for the running ones to grow into, else the newcomer would be preempted at once.
+            spare = self._spare_blocks if self._running else 0
+            if not self.cache.has_spare(spare + 1):
+                break
             if self.cache.should_wait(seq):
                 index += 1
                 continue
-            # Something is left for the running ones to grow into, else the newcomer would be preempted at once.
-            spare = self._spare_blocks if self._running else 0
-            if not self.cache.has_spare(spare + 1) or not self.cache.admit(seq, spare):
+            if not self.cache.admit(seq, spare):
                 break
             del self._waiting[index]
             for other in self._waiting[:_COMPARED_MAX]:

@@ -9,10 +9,11 @@ matters more than how it is kept. Chunks are cut at planned positions:
 - the common point with a request that is waiting; that request waits for it instead of computing the same;
 - in decode, the last boundary reached: one rolling checkpoint a sequence, the one before is dropped.
 
-Who is evicted first: Marconi (MLSys 2025) weighs a state's age against the FLOPs it saves per byte; SGLang's radix
-cache keeps an LRU list of its own. Here all states have the same bytes and compete with KV units on one clock, so a
-state is given `bonus` = the blocks it saves over the checkpoint before it, and one that a deeper checkpoint of the
-same path has superseded gets none and starts old: unless the path branches there, nobody will ask for it.
+Who is evicted first: Marconi (MLSys 2025) weighs a state's age against the FLOPs it saves per byte, SGLang keeps its
+states in a pool and an LRU list of their own. Here states and KV compete for the same units under one rule
+(`UnitPool.release`), and a state is worth the blocks that it saves over the checkpoint before it. One that a deeper
+checkpoint of the same path has superseded is not counted as one before and is worth little itself: unless the path
+branches at it, only an edit of the last turn will ask for it. Whoever uses it makes it whole again.
 
 Owns planned positions, step-long pins and the state copies of a plan. Refuses to know attention blocks.
 """
@@ -28,8 +29,8 @@ from engine.cache.pool import Block, UnitPool
 from engine.cache.prefix import HashBlock, Node, PrefixTree
 from engine.types import Sequence, StepPlan, UnitId
 
-_SUPERSEDED = -(1 << 60)
-"""Bonus that makes a state older than everything not superseded, and keeps the order among those that are."""
+_SUPERSEDED_SHARE = 16
+"""A superseded checkpoint counts for one part in so many of what it saves."""
 
 
 @dataclass(slots=True)
@@ -84,7 +85,7 @@ class Checkpoints:
         elif checkpoint is None:
             return False
         elif checkpoint.refs > 1:
-            self._pool.release(checkpoint)
+            self._release(checkpoint)
             return False
         else:  # no room for a copy: the checkpoint itself becomes the sequence's state
             own = checkpoint
@@ -152,16 +153,18 @@ class Checkpoints:
             self._pool.release(block)
             return
         self._tree.commit(block)
-        node = block.node
-        self._pool.release(block, self._worth(node))
         rolling, state.rolling = state.rolling, None
-        if end > seq.prompt_len and end - start == 1:
-            state.rolling = (block, block.stamp)
-            if rolling is not None and rolling[0].stamp == rolling[1] and rolling[0].refs == 0 and rolling[0].node:
-                self._tree.forget(rolling[0])
-        before = self._checkpoint_before(node)
+        decoding = end > seq.prompt_len and end - start == 1
+        if decoding and rolling is not None:
+            old, stamp = rolling
+            if old.stamp == stamp and old.refs == 0 and old.node is not None:
+                self._tree.forget(old)
+        before = self._checkpoint_before(block.node)
         if before is not None:
             self._supersede(before)
+        self._release(block)
+        if decoding:
+            state.rolling = (block, block.stamp)
 
     def abandon(self, seq: Sequence) -> None:
         """The step failed."""
@@ -188,12 +191,24 @@ class Checkpoints:
     def _unpin(self, state: _State) -> None:
         source, state.source = state.source, None
         if source is not None:
-            self._pool.release(source, 0 if source.node is None else self._worth(source.node))
+            self._release(source)
 
-    def _worth(self, node: Node) -> int:
-        """Blocks that a checkpoint at `node` saves over the one before it."""
+    def _release(self, checkpoint: Block[Node], *, superseded: bool = False) -> None:
+        """Let a checkpoint become cached, at what it saves over the one before it that would be left."""
+        checkpoint.superseded = superseded
+        node = checkpoint.node
+        if node is None:
+            self._pool.release(checkpoint)
+            return
         before = self._checkpoint_before(node)
-        return node.depth + 1 if before is None else node.depth - before.depth
+        while before is not None and not superseded and self._is_superseded(before):
+            before = self._checkpoint_before(before)
+        saved = node.depth + 1 if before is None else node.depth - before.depth
+        self._pool.release(checkpoint, -(-saved // _SUPERSEDED_SHARE) if superseded else saved)
+
+    def _is_superseded(self, node: Node) -> bool:
+        block = node.blocks[self._kind]
+        return block is not None and block.refs == 0 and block.superseded
 
     def _pass_stop(self, state: _State) -> None:
         blocks = state.stops.pop(0)
@@ -209,12 +224,12 @@ class Checkpoints:
         return before
 
     def _supersede(self, node: Node) -> None:
-        """Let a checkpoint that a deeper one continues be the first to go, unless its prefix branches at it."""
+        """Let a checkpoint that a deeper one continues go early, unless its prefix branches at it."""
         block = node.blocks[self._kind]
         assert block is not None
         if block.refs == 0 and len(node.children) < 2:
             self._pool.acquire(block)
-            self._pool.release(block, _SUPERSEDED)
+            self._release(block, superseded=True)
 
     def check_invariants(self) -> None:
         ahead = Counter((b, state.shared[b]) for state in self._states.values() for b in state.stops)

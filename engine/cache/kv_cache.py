@@ -126,7 +126,7 @@ class KVCache:
         return self.tree.match(names if len(names) == count else names[:count])
 
     def should_wait(self, seq: Sequence) -> bool:
-        """Whether a running sequence is about to compute, or to checkpoint, what `seq` would otherwise compute again."""
+        """Whether a running sequence is about to compute, or to checkpoint, what `seq` would compute again."""
         if not self.enable_prefix_caching or seq.request.params.prompt_logprobs is not None:
             return False
         known = self.match(seq)

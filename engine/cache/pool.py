@@ -24,11 +24,14 @@ from engine.types import BlockId, UnitId
 
 NodeT = TypeVar("NodeT")
 
+_CLOCK_BITS = 40
+"""Low bits of a stamp: the order of releases, which decides among equals."""
+
 
 class Block(Generic[NodeT]):
     """One block of a unit. `node` is its place in the prefix tree, None while it is not named there."""
 
-    __slots__ = ("id", "node", "pending", "refs", "stamp", "unit")
+    __slots__ = ("id", "node", "pending", "refs", "stamp", "superseded", "unit")
 
     def __init__(self, unit: Unit[NodeT], slot: int, per_unit: int) -> None:
         self.unit = unit
@@ -37,8 +40,10 @@ class Block(Generic[NodeT]):
         self.node: NodeT | None = None
         self.pending = False
         """Named, but its content is computed only in the step being planned: not announced yet."""
+        self.superseded = False
+        """A state that a deeper one of the same path continues; only `Checkpoints` looks at it."""
         self.stamp = 0
-        """When it last became cached; only compared with other stamps of the pool."""
+        """Its age while cached: what has the lowest stamp is evicted first."""
 
     @property
     def kind(self) -> int:
@@ -72,7 +77,7 @@ class UnitPool(Generic[NodeT]):
         forget: Callable[[Block[NodeT]], None],
         state_kind: int | None = None,
     ) -> None:
-        """Raises ValueError for a pool without units or kinds. `state_kind`: the kind whose blocks carry a bonus."""
+        """Raises ValueError for a pool without units or kinds. `state_kind`: the kind whose blocks say their worth."""
         if unit_count < 1:
             raise ValueError(f"unit_count: expected at least 1, got {unit_count}")
         if not blocks_per_unit or min(blocks_per_unit) < 1:
@@ -84,6 +89,7 @@ class UnitPool(Generic[NodeT]):
         self._forget = forget
         self._state_kind = state_kind
         self._clock = 0
+        self._inflation = 0
         self._live = [0] * len(blocks_per_unit)
         self._live_units = 0  # sum over kinds of ceil(live / N): what an ideally packed pool would need
         # Cached blocks of each kind, oldest first.
@@ -154,10 +160,13 @@ class UnitPool(Generic[NodeT]):
                 del self._idle[block.kind][unit]
             self._add_live(block)
 
-    def release(self, block: Block[NodeT], bonus: int = 0) -> None:
-        """One reference less; without any, a named block becomes the youngest cached one, another a hole.
+    def release(self, block: Block[NodeT], worth: int | None = None) -> None:
+        """One reference less; without any, a named block becomes cached, another a hole.
 
-        A state is as old as if it had been released `bonus` releases later (earlier if negative).
+        How long it stays is GreedyDual-Size's rule (Cao and Irani, USITS 1997): its age is what it is worth plus the
+        age of what was evicted last, so that something worth twice as much outlives twice the turnover. `worth` is the
+        number of full-attention blocks that a cached state saves from being computed again; a unit of KV is worth the
+        blocks it holds, which among KV alone is LRU.
         """
         assert block.refs > 0, f"{block!r} released more often than held"
         block.refs -= 1
@@ -173,14 +182,14 @@ class UnitPool(Generic[NodeT]):
             return
         assert not block.pending, f"{block!r}: the last reference to a block being computed was released"
         self._clock += 1
-        block.stamp = self._clock
+        is_state = kind == self._state_kind
+        assert is_state == (worth is not None)
+        value = self.blocks_per_unit[0] if worth is None else worth
+        block.stamp = (self._inflation + value << _CLOCK_BITS) + self._clock
         self._cached[kind][block] = None
-        if kind == self._state_kind:
-            block.stamp += bonus
+        if is_state:
             heapq.heappush(self._states, (block.stamp, next(self._state_entries), block))
-            return
-        assert not bonus
-        if unit.live == 0:
+        elif unit.live == 0:
             self._idle[kind][unit] = None
 
     def drop(self, block: Block[NodeT]) -> None:
@@ -265,6 +274,7 @@ class UnitPool(Generic[NodeT]):
                 unit = next(iter(idle))
                 if not victims or _newest(unit) < age:
                     victims, age = unit.blocks, _newest(unit)
+        self._inflation = max(self._inflation, age >> _CLOCK_BITS)
         for block in list(victims):
             if block.node is not None:  # not yet gone with another victim
                 self._forget(block)
