@@ -122,6 +122,8 @@ def assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None = None)
     model, dtype = load_model(folder, dtype=config.dtype, device=device)
     backend = kernels.select(device, config.attention_backend or "auto")
     spec = model.cache_spec(config.block_size, dtype)
+    if not spec.groups:
+        raise ConfigError(f"MODEL {name!r}: no attention layer; models of recurrent layers only are not supported")
     unit_count = count_units(config, spec, device)
     max_model_len = _max_model_len(config, model)
     if eos_token_ids is None:

@@ -151,6 +151,7 @@ async def nothing_left(session: aiohttp.ClientSession, url: str) -> None:
             if line.startswith(("vllm:num_requests", "vllm:kv_cache_usage"))
         }
         if not any(gauges.values()):
+            print(*(line for line in page.splitlines() if line.startswith("vllm:num_preemptions_total")))
             return
         assert time.monotonic() < end_s, gauges
         await asyncio.sleep(0.05)
@@ -159,7 +160,7 @@ async def nothing_left(session: aiohttp.ClientSession, url: str) -> None:
 def storm_at(start_engine: Any, count: int, family: str = "qwen3") -> None:
     seed = int(os.environ.get("ENGINE_STORM_SEED") or random.SystemRandom().randrange(10**9))
     print(f"ENGINE_STORM_SEED={seed}")
-    model = str(cached_model(Recipe(family=family)))
+    model = str(cached_model(Recipe(family=family, layers=6)))
     engine = start_engine(
         model, "--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", str(MAX_LEN), "--max-num-seqs", "12",
         "--max-num-batched-tokens", "256", "--check-invariants",
