@@ -1,0 +1,323 @@
+"""A scripted worker for scripts/event_faults: an OpenAI-like HTTP server and a KV event publisher, both made by hand.
+
+Nothing of ours encodes, sends or replays here: msgpack, sequence numbers and the replay protocol are written out, so
+that a router is judged against the wire and not against our reading of it. A worker does what it is told, also what
+no sound publisher does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import zmq
+
+END_SEQ = 2**64 - 1
+SNAPSHOT_SEQ = 2**64 - 2
+BIND_S_MAX = 5.0
+
+
+def pack(value: Any) -> bytes:
+    """MessagePack of None, bool, int, float, str, bytes, list, tuple and dict (dicts as map16, as vLLM's encoder does
+    for structs of more than 15 fields)."""
+    if value is None:
+        return b"\xc0"
+    if isinstance(value, bool):
+        return b"\xc3" if value else b"\xc2"
+    if isinstance(value, int):
+        return _pack_int(value)
+    if isinstance(value, float):
+        return struct.pack(">Bd", 0xCB, value)
+    if isinstance(value, str):
+        raw = value.encode()
+        return (struct.pack(">B", 0xA0 | len(raw)) if len(raw) < 32 else struct.pack(">BH", 0xDA, len(raw))) + raw
+    if isinstance(value, bytes):
+        return struct.pack(">BB", 0xC4, len(value)) + value
+    if isinstance(value, (list, tuple)):
+        head = struct.pack(">B", 0x90 | len(value)) if len(value) < 16 else struct.pack(">BH", 0xDC, len(value))
+        return head + b"".join(map(pack, value))
+    if isinstance(value, dict):
+        return struct.pack(">BH", 0xDE, len(value)) + b"".join(pack(k) + pack(v) for k, v in value.items())
+    raise TypeError(f"{type(value).__name__} has no MessagePack form here")
+
+
+def _pack_int(value: int) -> bytes:
+    if 0 <= value < 128:
+        return struct.pack(">B", value)
+    if 0 <= value < 2**16:
+        return struct.pack(">BH", 0xCD, value)
+    return struct.pack(">Bq", 0xD3, value) if value < 0 else struct.pack(">BQ", 0xCF, value)
+
+
+class Publisher:
+    """The event side of a worker. `publish` sends one batch; the ring answers replay as vLLM's does."""
+
+    def __init__(
+        self,
+        *,
+        topic: str = "",
+        replays: bool = True,
+        replies_with_topic: bool = True,
+        port: int = 0,
+        replay_port: int = 0,
+    ) -> None:
+        self.topic = topic.encode()
+        self.replies_with_topic = replies_with_topic
+        self._replays = replays
+        self._context = zmq.Context()
+        self._lock = threading.Lock()
+        self.port, self.replay_port = port, replay_port
+        self.open()
+
+    def open(self) -> None:
+        """A publisher's new life: seq 0, an empty ring, the addresses of before."""
+        self.seq = 0
+        self.ring: list[tuple[int, bytes]] = []
+        self.snapshot: list[bytes] | None = None
+        """Chunks of the resident set; None: the publisher has no snapshots, as vLLM's."""
+        self._subscribed = False
+        # An XPUB is a PUB that says when somebody has subscribed.
+        self._pub = self._context.socket(zmq.XPUB)
+        self._pub.linger = 0
+        self.port = _bind(self._pub, self.port)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        if self._replays:
+            router = self._context.socket(zmq.ROUTER)
+            router.linger = 0
+            self.replay_port = _bind(router, self.replay_port)
+            self._thread = threading.Thread(target=self._answer, args=(router, self._stop), daemon=True)
+            self._thread.start()
+
+    @property
+    def endpoint(self) -> str:
+        return f"tcp://127.0.0.1:{self.port}"
+
+    @property
+    def replay_endpoint(self) -> str | None:
+        return f"tcp://127.0.0.1:{self.replay_port}" if self._replays else None
+
+    def await_subscriber(self, seconds: float = 20.0) -> bool:
+        """Whether somebody has subscribed."""
+        end_s = time.monotonic() + seconds
+        while not self._subscribed and time.monotonic() < end_s:
+            if self._pub.poll(50):
+                self._subscribed = self._pub.recv()[:1] == b"\x01"
+        return self._subscribed
+
+    def publish(self, *events: Any, lost: bool = False, payload: bytes | None = None) -> None:
+        """Send a batch, or (`lost`) only keep it for replay, as if the network had dropped it."""
+        if payload is None:
+            payload = pack([time.time(), list(events), None])
+        with self._lock:
+            self.ring.append((self.seq, payload))
+        if not lost:
+            self._pub.send_multipart([self.topic, struct.pack(">Q", self.seq), payload])
+        self.seq += 1
+
+    def repeat(self) -> None:
+        """Send the last batch once more, under the seq it had."""
+        seq, payload = self.ring[-1]
+        self._pub.send_multipart([self.topic, struct.pack(">Q", seq), payload])
+
+    def trim(self, batches: int) -> None:
+        """The ring forgets its oldest batches."""
+        with self._lock:
+            del self.ring[:batches]
+
+    def restart(self) -> None:
+        """The process ends and another takes its addresses."""
+        self.close_sockets()
+        self.open()
+
+    def close_sockets(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._pub.close(0)
+
+    def term(self) -> None:
+        """After `close_sockets`."""
+        self._context.term()
+
+    def _answer(self, router: zmq.Socket[bytes], stop: threading.Event) -> None:
+        while not stop.is_set():
+            if not router.poll(20):
+                continue
+            identity, _, start_raw = router.recv_multipart()
+            (start,) = struct.unpack(">Q", start_raw)
+            with self._lock:
+                ring, snapshot = list(self.ring), self.snapshot
+            replies = [(seq, payload) for seq, payload in ring if seq >= start]
+            if start == SNAPSHOT_SEQ and snapshot is not None:
+                replies = [(SNAPSHOT_SEQ, chunk) for chunk in snapshot] + ring[-1:]
+            for seq, payload in [*replies, (END_SEQ, b"")]:
+                topic = [self.topic] if self.replies_with_topic else []
+                router.send_multipart([identity, b"", *topic, struct.pack(">Q", seq), payload])
+        router.close(0)
+
+
+def _bind(socket: zmq.Socket[bytes], port: int) -> int:
+    """Bind to a port, the one from before if there is one (which may take a moment to be free)."""
+    if port == 0:
+        return socket.bind_to_random_port("tcp://127.0.0.1")
+    end_s = time.monotonic() + BIND_S_MAX
+    while True:
+        try:
+            socket.bind(f"tcp://127.0.0.1:{port}")
+            return port
+        except zmq.ZMQError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(0.02)
+
+
+class FakeWorker:
+    """HTTP on one port, events on two more. Remembers which prompts it was asked to complete."""
+
+    def __init__(self, model: str, publisher: Publisher, *, block_size: int = 16, port: int = 0) -> None:
+        self.model, self.publisher, self.block_size = model, publisher, block_size
+        self.lora: str | None = None
+        self.asked: list[dict[str, Any]] = []
+        """Bodies of the completions, in the order they came."""
+        self.calls: list[str] = []
+        """Every method and path that anybody asked for."""
+        self.port = port
+        self._serve()
+
+    def _serve(self) -> None:
+        worker = self
+
+        class Handler(_Handler):
+            owner = worker
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self._http.daemon_threads = True
+        self.port = self._http.server_address[1]
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
+        self._thread.start()
+        self._alive = True
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def die(self) -> None:
+        """The process is gone: nobody listens, open connections end."""
+        self._alive = False
+        self._http.shutdown()
+        self._http.server_close()
+        for connection in list(_Handler.open_connections.get(id(self), ())):
+            with contextlib.suppress(OSError):
+                connection.shutdown(2)
+        self._thread.join()
+        self.publisher.close_sockets()
+
+    def come_back(self) -> None:
+        """A new process on the old addresses; its cache is empty and its seq 0."""
+        self.publisher.open()
+        self._serve()
+
+    def close(self) -> None:
+        if self._alive:
+            self.die()
+        self.publisher.term()
+
+    def page(self, path: str) -> Any:
+        """What GET `path` answers; None: 404."""
+        if path in ("/health", "/ping", "/health_generate"):
+            return {}
+        if path == "/v1/models":
+            card = {"id": self.model, "object": "model", "owned_by": "vllm", "root": self.model, "max_model_len": 8192}
+            cards = [{**card, "parent": None}]
+            if self.lora is not None:
+                cards.append({**card, "id": self.lora, "root": self.lora, "parent": self.model})
+            return {"object": "list", "data": cards}
+        if path == "/kv_event_sources":
+            config = {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": self.publisher.endpoint,
+                "replay_endpoint": self.publisher.replay_endpoint,
+                "buffer_steps": 10000,
+                "hwm": 100000,
+                "max_queue_size": 100000,
+                "topic": self.publisher.topic.decode(),
+            }
+            return {"0": config}
+        if path in ("/server_info", "/get_server_info", "/get_model_info"):
+            return {
+                "model_path": self.model,
+                "instance_id": self.url,
+                "kv_block_size": self.block_size,
+                "effective_attention_block_size": self.block_size,
+            }
+        return None
+
+    def answer(self, path: str, body: dict[str, Any]) -> Any:
+        """What POST `path` answers; None: 404. A text prompt is token ids in decimal, so no tokenizer is needed."""
+        ids = prompt_ids(body)
+        if path == "/tokenize":
+            return {"count": len(ids), "max_model_len": 8192, "tokens": ids, "token_strs": None}
+        if path.endswith("/render"):
+            return [{"token_ids": ids, "request_id": "render", "model": body.get("model")}]
+        if path not in ("/v1/completions", "/v1/chat/completions"):
+            return None
+        self.asked.append(body)
+        choice = {"index": 0, "text": " x", "message": {"role": "assistant", "content": "x"}, "finish_reason": "length"}
+        usage = {"prompt_tokens": len(ids), "completion_tokens": 1, "total_tokens": len(ids) + 1}
+        return {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": body.get("model"),
+                "choices": [choice], "usage": usage}  # fmt: skip
+
+
+def prompt_ids(body: dict[str, Any]) -> list[int]:
+    """Token ids of a request to a fake worker."""
+    prompt = body.get("prompt")
+    if prompt is None:
+        prompt = " ".join(str(message.get("content", "")) for message in body.get("messages", []))
+    if isinstance(prompt, list):
+        return prompt
+    return [int(word) for word in prompt.split() if word.isdigit()]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    owner: FakeWorker
+    open_connections: dict[int, set[Any]] = {}
+
+    def setup(self) -> None:
+        super().setup()
+        self.open_connections.setdefault(id(self.owner), set()).add(self.connection)
+
+    def finish(self) -> None:
+        self.open_connections[id(self.owner)].discard(self.connection)
+        with contextlib.suppress(OSError):
+            super().finish()
+
+    def handle(self) -> None:
+        with contextlib.suppress(OSError):
+            super().handle()
+
+    def do_GET(self) -> None:
+        self._reply(self.owner.page(self.path.partition("?")[0]))
+
+    def do_POST(self) -> None:
+        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self._reply(self.owner.answer(self.path.partition("?")[0], json.loads(raw or b"{}")))
+
+    def _reply(self, answer: Any) -> None:
+        self.owner.calls.append(f"{self.command} {self.path}")
+        body = json.dumps(answer if answer is not None else {"error": "not found"}).encode()
+        self.send_response(200 if answer is not None else 404)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""

@@ -1,0 +1,48 @@
+"""scripts/event_faults: our router is right in every row, and one that does not care where blocks are is found out."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.live
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def play(folder: Path, *args: str) -> tuple[int, dict[str, str], str]:
+    """(exit status, case -> verdict, what it printed)."""
+    out = folder / "faults.json"
+    command = [sys.executable, str(ROOT / "scripts" / "event_faults"), "--json", str(out), *args]
+    environment = {**os.environ, "BLOCKCAST_NO_VENV": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert out.exists(), done.stderr
+    (rows,) = json.loads(out.read_text())["routers"].values()
+    return done.returncode, {row["case"]: row["verdict"] for row in rows}, done.stdout
+
+
+def test_ours_is_right_in_every_row(tmp_path: Path) -> None:
+    status, verdicts, printed = play(tmp_path)
+    assert set(verdicts.values()) == {"right"}, printed
+    assert len(verdicts) >= 40
+    assert status == 0
+
+
+def test_a_router_that_takes_turns_is_found_out(tmp_path: Path) -> None:
+    """The judge can fail: two cases for a router that predicts rightly and sends requests in turn."""
+    command = [sys.executable, "-m", "router", "run", "--port", "0", "--policy", "round_robin", "--log-level", "error"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as router:
+        assert router.stdout is not None
+        address = re.search(r"http://\S+", router.stdout.readline())
+        assert address is not None
+        cases = ("--case", "a block is removed and stored", "--case", "both copies", "--jobs", "1")
+        status, verdicts, printed = play(tmp_path, "--router-url", address.group(), *cases)
+        router.terminate()
+    assert len(verdicts) == 2
+    assert set(verdicts.values()) & {"lost hit", "stale hit"}, printed
+    assert status == 1
