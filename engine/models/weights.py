@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from kernels.packed import pack_matrix, packed_linear
+from kernels.packed import PackedMatrix, pack_matrix, packed_linear
 
 Index = tuple[int | slice, ...]
 
@@ -42,16 +42,12 @@ class Weight:
     looked_up: bool = False
     """Its rows are read as well (a tied embedding): packed, it stays also as it was."""
     _tensor: torch.Tensor | None = None
-    _packed: torch.Tensor | None = None
+    _packed: PackedMatrix | None = None
 
     @property
     def tensor(self) -> torch.Tensor:
         assert self._tensor is not None, f"{self.parts[0].name} is not loaded, or packed"
         return self._tensor
-
-    def drop(self) -> None:
-        """Free the tensor: it has been packed into another form."""
-        self._tensor = None
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         self._tensor = torch.empty(self.shape, dtype=self.dtype or dtype, device=device)

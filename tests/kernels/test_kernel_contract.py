@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kernels import Kernels, PagedKV, Ragged, select
+from kernels.packed import pack_matrix, packed_linear
 from kernels.reference import ReferenceKernels
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -289,3 +290,19 @@ def test_gated_norms(ops, dtype, rng):
         found = ops.gate_then_norm(flat, flat_gate, wide_weight, 1e-6, groups)
         assert relative_error(found, expected) < TOLERANCE[dtype]
     assert relative_error(ops.relu_squared(x), x.double().clamp(min=0) ** 2) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (1000, 48), (600, 300)])
+@pytest.mark.parametrize("tokens", [1, 3, 16, 150])
+def test_packed_matrices(rng, shape, tokens):
+    weight, x = torch.randn(shape).bfloat16() / 5, torch.randn(tokens, shape[1]).bfloat16()
+    bias = torch.randn(shape[0]).bfloat16() if rng.random() < 0.5 else None
+    packed = pack_matrix(weight)
+    if packed is None:
+        pytest.skip("this CPU does not multiply bf16 in hardware")
+    with torch.inference_mode():
+        found = packed_linear(x, packed, bias)
+    exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    assert found.dtype == torch.bfloat16
+    assert relative_error(found, exact) < TOLERANCE[torch.bfloat16]
+    assert pack_matrix(weight.float()) is None
