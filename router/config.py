@@ -59,8 +59,8 @@ class LearnConfig:
     enabled: bool = True
     half_life: float = 300.0
     """First tokens after which an observation weighs half."""
-    prior_weight: float = 4.0
-    """The prior counts as this many observations."""
+    prior_weight: float = 8.0
+    """What the rest of the pool is like counts as this many observations of a worker."""
     err_low: float = 0.9
     """The prefill rate used is this part of the estimate: half of it costs 2 %, twice it 9 %."""
 

@@ -7,8 +7,9 @@ The time between two first tokens of a busy worker is modelled as
 u: uncached prompt tokens; q: sum of L^2 - h^2; s: engine steps (uncached / step budget, at least one); z: what running
 decodes add to s steps by the prior's constants. Each term is scaled by its prior, so the unknowns are four ratios that
 are 1 on a worker which is exactly as assumed. They are found by least squares with exponential forgetting, ridge terms
-that tie the lesser three to the first (a worker of half speed is slower in everything), bounds, and Huber weights that
-trust a fast observation more than a slow one: an interval can be long for reasons that are not the worker's speed.
+that tie the first to the pool's and the lesser three to the first (a worker of half speed is slower in everything),
+lower bounds, and weights that trust a fast observation more than a slow one: an interval can be long for reasons that
+are not the worker's speed.
 """
 
 from __future__ import annotations
@@ -18,11 +19,18 @@ from dataclasses import dataclass
 from router.config import LearnConfig, ServiceModel
 
 _RATIO_MIN, _RATIO_MAX = 1e-3, 1e3
-_COUPLING = (0.0, 2.0, 1.0, 4.0)
+_COUPLING = (0.0, 0.8, 0.4, 1.6)
 """Strength, in observations, of the ties from quadratic, step and decode ratios to the prefill ratio."""
-_SWEEPS = 8
+_SHARE_MIN = 0.1
+"""No ratio is less than this part of the typical one: some prefill rate and some step time there must be."""
+_ALONE_WEIGHT = 0.3
+"""Observations that the prior counts as for the first worker of a pool: it may be off by any factor."""
 _RECENT = 15
 """Intervals, relative to what the model expected, whose median is what outliers are measured from."""
+
+
+Ratios = tuple[float, float, float, float]
+"""(prefill, quadratic, step, decode) relative to the prior."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,28 +52,35 @@ class SpeedEstimate:
     __slots__ = (
         "_a",
         "_b",
+        "_centre",
         "_config",
         "_keep",
         "_prior",
+        "_pull",
         "_recent",
-        "_start",
         "_typical_ratio",
         "observations",
         "ratios",
     )
 
-    def __init__(self, prior: ServiceModel, config: LearnConfig, *, start_ratio: float = 1.0) -> None:
-        """`start_ratio`: speed of the other workers of the pool relative to the prior, for one that has just joined."""
+    def __init__(self, prior: ServiceModel, config: LearnConfig, *, centre: Ratios = (1.0, 1.0, 1.0, 1.0)) -> None:
+        """`centre`: ratios of the pool, for a worker that has just joined."""
         self._prior = prior
         self._config = config
-        self._start = start_ratio
+        self._centre = centre
         self._keep = 0.5 ** (1.0 / config.half_life)
         self._a = [[0.0] * 4 for _ in range(4)]
         self._b = [0.0] * 4
         self._recent: list[float] = []
-        self._typical_ratio = start_ratio
-        self.ratios = [start_ratio] * 4
+        self._pull = _ALONE_WEIGHT
+        self._typical_ratio = centre[0]
+        self.ratios = list(centre)
         self.observations = 0
+
+    def recentre(self, centre: Ratios) -> None:
+        """What the other workers of the pool are like: where this one is pulled to while little is known of it."""
+        self._centre = centre
+        self._pull = self._config.prior_weight
 
     def observe(self, seen: Observation) -> None:
         """Take in one interval and solve again: about 30 us."""
@@ -131,24 +146,46 @@ class SpeedEstimate:
             self._b[i] = self._b[i] * keep + weight * fi * elapsed_s
 
     def _solve(self) -> None:
-        """Bounded coordinate descent on the ridge problem, started from the last solution."""
-        # An observation adds about 1 / ratio^2 to the diagonal, so that strengths count observations.
-        strength = 0.05 * self._config.prior_weight / self._typical_ratio**2
-        ratios = self.ratios
-        for _ in range(_SWEEPS):
-            for i in range(4):
-                row = self._a[i]
-                diagonal, target = row[i], self._b[i]
-                for j in range(4):
-                    if j != i:
-                        target -= row[j] * ratios[j]
-                if i == 0:
-                    diagonal += strength
-                    target += strength * self._start
-                    for j in range(1, 4):
-                        diagonal += strength * _COUPLING[j]
-                        target += strength * _COUPLING[j] * ratios[j]
-                else:
-                    diagonal += strength * _COUPLING[i]
-                    target += strength * _COUPLING[i] * ratios[0]
-                ratios[i] = min(max(target / diagonal, _RATIO_MIN), _RATIO_MAX)
+        """The ridge problem's normal equations, solved exactly; what falls below its bound is fixed there."""
+        # An observation adds about half of 1 / ratio^2 to the diagonal, so that strengths count observations.
+        unit = 0.5 / self._typical_ratio**2
+        centre = self._centre
+        matrix = [row[:] for row in self._a]
+        right = self._b[:]
+        matrix[0][0] += unit * self._pull
+        right[0] += unit * self._pull * centre[0]
+        for j in range(1, 4):  # strength * (ratio_j - shape * ratio_0)^2
+            strength, shape = unit * _COUPLING[j], centre[j] / centre[0]
+            matrix[j][j] += strength
+            matrix[0][0] += strength * shape * shape
+            matrix[0][j] -= strength * shape
+            matrix[j][0] -= strength * shape
+        floor = [max(_RATIO_MIN, _SHARE_MIN * self._typical_ratio)] * 4
+        fixed: dict[int, float] = {}
+        while True:
+            ratios = _solve_with(matrix, right, fixed)
+            low = [i for i in range(4) if i not in fixed and ratios[i] < floor[i]]
+            if not low:
+                break
+            worst = min(low, key=lambda i: ratios[i] - floor[i])
+            fixed[worst] = floor[worst]
+        self.ratios = [min(ratio, _RATIO_MAX) for ratio in ratios]
+
+
+def _solve_with(matrix: list[list[float]], right: list[float], fixed: dict[int, float]) -> list[float]:
+    """Gaussian elimination of a positive definite system in which some unknowns are given."""
+    free = [i for i in range(len(right)) if i not in fixed]
+    rows = [[matrix[i][j] for j in free] + [right[i] - sum(matrix[i][k] * v for k, v in fixed.items())] for i in free]
+    count = len(free)
+    for i in range(count):
+        pivot = rows[i]
+        for r in range(i + 1, count):
+            factor = rows[r][i] / pivot[i]
+            if factor:
+                for c in range(i, count + 1):
+                    rows[r][c] -= factor * pivot[c]
+    found = dict(fixed)
+    for i in range(count - 1, -1, -1):
+        row = rows[i]
+        found[free[i]] = (row[count] - sum(row[j] * found[free[j]] for j in range(i + 1, count))) / row[i]
+    return [found[i] for i in range(len(right))]

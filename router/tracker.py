@@ -15,11 +15,13 @@ import math
 from dataclasses import dataclass
 
 from router.config import CostConfig, LearnConfig, ServiceModel
-from router.learn import Observation, SpeedEstimate
+from router.learn import Observation, Ratios, SpeedEstimate
 from router.view import HolderId
 
 _MERGE_S = 0.004
 """First tokens this close together came out of one engine step: one observation."""
+LEARNED_MIN = 8
+"""Observations after which a target counts in the medians of its pool."""
 _RESCALE_WINDOWS = 20.0
 
 
@@ -202,9 +204,8 @@ class LoadTracker:
         self, worker_id: str, rank: int | None, holder: HolderId, *, service: ServiceModel | None = None
     ) -> Target:
         """A new target starts at the median speed of those already known, unless its constants are given."""
-        ratios = sorted(t.speed.ratios[0] for t in self.targets.values() if t.speed.observations >= 8)
-        start = ratios[len(ratios) // 2] if ratios and service is None else 1.0
-        speed = SpeedEstimate(service or self._service, self._learn, start_ratio=start)
+        centre = self._pool_centre(None) if service is None else None
+        speed = SpeedEstimate(service or self._service, self._learn, centre=centre or (1.0, 1.0, 1.0, 1.0))
         target = Target(worker_id, rank, holder, speed, self._cost.progress_cap)
         self.targets[target.name] = target
         self._apply_peers(target)
@@ -369,6 +370,9 @@ class LoadTracker:
         target.open_interval = None
         if interval is None or not interval.usable:
             return
+        centre = self._pool_centre(target)
+        if centre is not None:
+            target.speed.recentre(centre)
         target.speed.observe(
             Observation(
                 elapsed_s=interval.end_s - interval.start_s,
@@ -381,6 +385,17 @@ class LoadTracker:
         )
         target.service = target.speed.model()
         target.refresh()
+
+    def _pool_centre(self, without: Target | None) -> Ratios | None:
+        """Medians of what was learned of the other targets, each parameter by itself; None where nothing was."""
+        known = [
+            t.speed.ratios for t in self.targets.values() if t is not without and t.speed.observations >= LEARNED_MIN
+        ]
+        if not known:
+            return None
+        middle = len(known) // 2
+        a, b, c, d = (sorted(ratios[i] for ratios in known)[middle] for i in range(4))
+        return (a, b, c, d)
 
     # Other routers -----------------------------------------------------------------------------------------------
     def share(self, target: Target, now: float) -> SharedLoad:
