@@ -63,8 +63,8 @@ def media_of(event: BlockStored, index: int, start: int, digester: Digester) -> 
     """What block `index`, whose first token stands at `start`, mixes into the digest, by absolute position.
 
     vLLM names a media item as (identifier, offset from the block's start): it counts where it begins, so a negative
-    offset was mixed in by an earlier block. A key without a known position (a bare identifier, an embedding) is mixed in
-    at the block's start: such blocks match no prompt, which costs a miss and never a false hit.
+    offset was mixed in by an earlier block. A key without a known position (a bare identifier, an embedding) is mixed
+    in at the block's start: such blocks match no prompt, which costs a miss and never a false hit.
     """
     keys = _extra_keys(event, index)
     if start == 0 and event.cache_salt is None:

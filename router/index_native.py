@@ -1,7 +1,7 @@
 """The native index (router/native, C++) behind the PrefixIndex protocol. Importable only where it was built.
 
-Owns the conversion of scopes, groups and dumps; `ingest`, `clear`, `unpin` and the like are the C++ methods themselves. Refuses to
-know any semantics: those are in router/index_holder.py, and the two are tested in lockstep.
+Owns the conversion of scopes, groups and dumps; `ingest`, `clear`, `unpin` and the like are the C++ methods themselves.
+Refuses to know any semantics: those are in router/index_holder.py, and the two are tested in lockstep.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ void Index::release(const Pin& pin) {
 
 Stats Index::stats() const {
     const std::shared_lock lock(mutex_);
-    Stats stats{holders_.size(), 0, 0, pins_.size(), 0};
+    Stats stats{holders_.size(), 0, 0, pins_.size(), 0, nodes_.size()};
     stats.bytes = nodes_.bytes() + seats_.bytes() + boundaries_.bytes() + checkpoints_.bytes();
     for (const auto& [id, holder] : holders_) {
         stats.entries += holder->entries();

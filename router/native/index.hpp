@@ -27,7 +27,7 @@ struct ScopeView {
 };
 
 struct Stats {
-    u64 holders, entries, parked, pins, bytes;
+    u64 holders, entries, parked, pins, bytes, nodes;
 };
 
 class Index {

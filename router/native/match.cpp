@@ -104,28 +104,25 @@ private:
     }
 
     // A bit of `reach` stands while the holder's blocks tile the prompt so far; where it falls, the prefix ends.
-    static bool narrow(Words& reach, const Words& held, std::vector<u64>& tokens, u64 position) {
-        u64 any = 0;
-        for (std::size_t word = 0; word < reach.size(); ++word) {
-            each_bit(reach[word] & ~held[word], word, [&](Seat seat) { tokens[seat] = position; });
-            reach[word] &= held[word];
-            any |= reach[word];
+    static u64 narrow(u64& reach, u64 held, std::size_t word, std::vector<u64>& tokens, u64 position) {
+        if (const u64 lost = reach & ~held) {
+            each_bit(lost, word, [&](Seat seat) { tokens[seat] = position; });
+            reach &= held;
         }
-        return any != 0;
+        return reach;
     }
 
     void walk_simple(std::size_t words) {
         const u64 length = lengths_[0], steps = limit_ / length;
         const bool pins = !model_.pins.empty();
         Words reach = live_, gpu = live_, pinned = live_, held(words), held_gpu(words), held_pinned(words);
-        constexpr u64 kAhead = 8;
+        u32 id = 0;
         u64 step = 1;
         for (; step <= steps; ++step) {
-            if ((step - 1) % kAhead == 0) fetch(step, std::min(steps, step + kAhead - 1), length);
-            const u32 id = nodes_.find(prefixes_.at(step * length), static_cast<u32>(length));
+            const u64 key = prefixes_.at(step * length), before = (step - 1) * length;
+            id = nodes_.find_after(id, key, static_cast<u32>(length));
             path_.push_back(id);
-            std::fill(held.begin(), held.end(), 0);
-            std::fill(held_gpu.begin(), held_gpu.end(), 0);
+            for (std::size_t word = 0; word < words; ++word) held[word] = held_gpu[word] = 0;
             if (id != 0) {
                 nodes_[id].presence.each([&](u32 slot, u32 word, u64 bits) {
                     if (slot >= kTiers || word >= words) return;
@@ -133,26 +130,26 @@ private:
                     if (slot == 0) held_gpu[word] |= bits;
                 });
             }
-            bool more = narrow(reach, held, tokens_, (step - 1) * length);
-            narrow(gpu, held_gpu, gpu_, (step - 1) * length);
+            u64 more = 0;
+            for (std::size_t word = 0; word < words; ++word) {
+                more |= narrow(reach[word], held[word], word, tokens_, before);
+                narrow(gpu[word], held_gpu[word], word, gpu_, before);
+            }
             if (pins) {
                 held_pinned = held;
-                boundaries_.each(prefixes_.at(step * length), [&](const Holder* holder) {
+                boundaries_.each(key, [&](const Holder* holder) {
                     held_pinned[holder->seat / 64] |= u64{1} << (holder->seat % 64);
                 });
-                more = narrow(pinned, held_pinned, pinned_, (step - 1) * length) || more;
+                for (std::size_t word = 0; word < words; ++word) {
+                    more |= narrow(pinned[word], held_pinned[word], word, pinned_, before);
+                }
             }
-            if (!more) return;
+            if (more == 0) return;
         }
-        const Words none(words, 0);
-        narrow(reach, none, tokens_, (step - 1) * length);
-        narrow(gpu, none, gpu_, (step - 1) * length);
-        narrow(pinned, none, pinned_, (step - 1) * length);
-    }
-
-    void fetch(u64 first, u64 last, u64 length) {
-        for (u64 step = first; step <= last; ++step) {
-            nodes_.prefetch(Nodes::hash(prefixes_.at(step * length), static_cast<u32>(length)));
+        for (std::size_t word = 0; word < words; ++word) {
+            narrow(reach[word], 0, word, tokens_, (step - 1) * length);
+            narrow(gpu[word], 0, word, gpu_, (step - 1) * length);
+            narrow(pinned[word], 0, word, pinned_, (step - 1) * length);
         }
     }
 
@@ -187,7 +184,10 @@ private:
         const std::size_t which = static_cast<std::size_t>(
             std::lower_bound(lengths_.begin(), lengths_.end(), length) - lengths_.begin());
         u32& id = memo_[position / unit_ * lengths_.size() + which];
-        if (id == kUnknown) id = nodes_.find(prefixes_.at(position), length);
+        if (id == kUnknown) {
+            const u32 before = position > length ? memo_[(position - length) / unit_ * lengths_.size() + which] : 0;
+            id = nodes_.find_after(before == kUnknown ? 0 : before, prefixes_.at(position), length);
+        }
         return id;
     }
 

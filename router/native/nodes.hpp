@@ -193,6 +193,16 @@ public:
         return entry == nullptr ? 0 : entry->id;
     }
 
+    // The same, tried first where a block that followed `before` at its first announcement would stand: nodes of one run
+    // are neighbours, and reading on is much cheaper than another search.
+    u32 find_after(u32 before, u64 key, u32 length) const {
+        if (before != 0 && pool_.holds(before + 1)) {
+            const Node& next = pool_[before + 1];
+            if (next.key == key && next.length == length) return before + 1;
+        }
+        return find(key, length);
+    }
+
     // One more presence. Returns the node.
     u32 add(u64 key, u32 end, u32 length, Seat seat, u32 slot) {
         u32 id = find(key, length);
@@ -223,6 +233,7 @@ public:
         if (!node.presence.empty()) return;
         const u32 h = hash(node.key, node.length);
         table_.erase(table_.find(h, [&](const Entry& it) { return it.id == id; }));
+        node.length = 0;  // a freed node is never mistaken for a live one
         pool_.free(id);
     }
 

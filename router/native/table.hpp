@@ -278,6 +278,8 @@ public:
         return next_++;
     }
 
+    bool holds(u32 id) const { return id < next_; }
+
     void free(u32 id) {
         std::memcpy(static_cast<void*>(&(*this)[id]), &free_, sizeof free_);
         free_ = id;

@@ -1,0 +1,276 @@
+"""The prefix index measured: ingest from payload bytes, match, decision, bytes per entry, longest pause, and peers.
+
+    python benchmarks/index.py --json index.json [--peer dynamo --cache-dir DIR] [--quick] [--index reference]
+
+Everything is CPU time of the measuring thread (the machine may be shared); pauses also by the wall clock. Each section
+runs in a process of its own, so that memory and caches of one do not colour the next. JSON keys:
+
+    ingest_blocks_per_cpu_s   16-block batches from 64 workers, token hashing included
+    match_us_1024             1,024 blocks, 64 workers that all hold them, token bytes in, the same prompt again (hot)
+    decision_us_16k_tokens    a list of 16,385 token ids in, the worker with the longest usable prefix of 64 out
+    bytes_per_entry           growth of resident memory per (worker, group, block) at 1 M blocks: the larger of
+                              each block on 1 and on 8 of 64 workers (bytes_per_entry_1, bytes_per_entry_8)
+    pause_ms_max              longest single call (ingest of 16 blocks, clear) while the index grows to 5 M entries,
+                              CPU time of the call
+    peers                     the same keys for each --peer, as far as it has the operation
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import random
+import subprocess
+import sys
+import time
+import venv
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import index_load as load  # noqa: E402
+
+from router.index import make_index  # noqa: E402
+from router.view import PrefixIndex, Scope  # noqa: E402
+
+SCOPE = Scope("m")
+WORKERS = 64
+PEER_PACKAGES = {"dynamo": ["ai-dynamo-runtime", "msgspec", "pyzmq"]}
+Result = dict[str, Any]
+
+
+def filled(kind: Any, workers: int) -> tuple[PrefixIndex, list[Any]]:
+    index = make_index(kind, seed=1)
+    return index, [index.add_holder(f"w{i}", "m") for i in range(workers)]
+
+
+def measure_ingest(kind: str, blocks: int) -> Result:
+    """Blocks per CPU second for batches of 1, 16 and 64 blocks; best of three, from an empty index each time."""
+    result: Result = {}
+    for per_batch in (1, 16, 64):
+        payloads = list(load.batches(per_batch, blocks, per_batch, WORKERS))
+        best = 0.0
+        for _ in range(3):
+            index, holders = filled(kind, WORKERS)
+            started = time.thread_time()
+            for stream, payload in payloads:
+                index.ingest(holders[stream], payload)
+            best = max(best, len(payloads) * per_batch / (time.thread_time() - started))
+            assert index.stats().entries == len(payloads) * per_batch
+        result[f"ingest_blocks_per_cpu_s_batch_{per_batch}"] = round(best)
+    result["ingest_blocks_per_cpu_s"] = result["ingest_blocks_per_cpu_s_batch_16"]
+    return result
+
+
+def per_call_us(call: Callable[[Any], object], inputs: list[Any], seconds: float) -> float:
+    """Median over passes of CPU microseconds a call, cycling through the inputs."""
+    for item in inputs[:4]:
+        call(item)
+    means = []
+    deadline = time.perf_counter() + seconds
+    while time.perf_counter() < deadline or len(means) < 3:
+        started = time.thread_time()
+        for item in inputs:
+            call(item)
+        means.append((time.thread_time() - started) / len(inputs) * 1e6)
+    return load.median(means)
+
+
+def measure_match(kind: str, quick: bool) -> Result:
+    """Each prompt is held by every worker. Hot: one prompt; cold: many, far more than the caches hold."""
+    rows = []
+    seconds = 0.1 if quick else 0.4
+    for workers in (8, WORKERS) if quick else (8, WORKERS, 512):
+        for blocks in (16, 128, 1024, 4096):
+            rng = random.Random(blocks)
+            count = max(8, (1 << 17) // blocks) if kind != "reference" else 8
+            prompts = [load.prompt(rng, blocks) for _ in range(count)]
+            index, holders = filled(kind, workers)
+            for held in prompts:
+                for holder in holders:
+                    index.ingest(holder, held.payload)
+            for hit in ("full", "half", "none"):
+                queries = [array("I", load.asked(rng, held, hit)).tobytes() for held in prompts]
+                expected = {"full": blocks, "half": blocks // 2, "none": 0}[hit] * load.BLOCK_TOKENS
+                matches = index.match(queries[0], SCOPE)
+                assert len(matches) == (workers if expected else 0)
+                assert all(match.tokens == expected for match in matches)
+
+                def call(query: bytes, index: PrefixIndex = index) -> object:
+                    return index.match(query, SCOPE)
+
+                hot = per_call_us(call, [queries[0]] * 20, seconds)
+                cold = per_call_us(call, queries, seconds)
+                rows.append(
+                    {
+                        "workers": workers,
+                        "blocks": blocks,
+                        "hit": hit,
+                        "hot_us": round(hot, 2),
+                        "cold_us": round(cold, 2),
+                    }
+                )
+    wanted = next(r for r in rows if (r["workers"], r["blocks"], r["hit"]) == (WORKERS, 1024, "full"))
+    return {"match": rows, "match_us_1024": wanted["hot_us"], "match_us_1024_cold": wanted["cold_us"]}
+
+
+def measure_decision(kind: str) -> Result:
+    """A list of token ids in, the worker with the longest usable prefix out; worker i holds i/64 of each prompt."""
+    index, holders = filled(kind, WORKERS)
+    rng = random.Random(3)
+    prompts = [load.prompt(rng, 1024) for _ in range(32)]
+    for held in prompts:
+        for i, holder in enumerate(holders):
+            count = 1024 * (i + 1) // WORKERS
+            index.ingest(holder, load.stored(held.names[:count], None, held.token_ids[: count * load.BLOCK_TOKENS]))
+
+    def decide(token_ids: list[int]) -> object:
+        return max(index.match(token_ids, SCOPE), key=lambda match: match.tokens).holder
+
+    assert all(decide(held.token_ids) == holders[-1] for held in prompts)
+    result: Result = {"decision_us_16k_tokens": round(per_call_us(decide, [p.token_ids for p in prompts], 1.5), 1)}
+    as_bytes = [array("I", held.token_ids).tobytes() for held in prompts]
+    result["decision_us_16k_token_bytes"] = round(per_call_us(decide, as_bytes, 1.0), 1)  # type: ignore[arg-type]
+    return result
+
+
+def measure_memory(kind: str, blocks: int, copies: int) -> Result:
+    index, holders = filled(kind, WORKERS)
+    for _, payload in load.batches(99, 16 * 2000, 16, 1):  # warm the allocator and the generator up
+        del payload
+    before = load.resident_bytes()
+    entries = 0
+    for at, (_, payload) in enumerate(load.batches(5, blocks, 16, 1)):
+        for i in range(copies):
+            # A chain of 4 batches stays on its workers; the chains go round.
+            index.ingest(holders[(at // 4 * copies + i) % WORKERS], payload)
+            entries += 16
+    grown = load.resident_bytes() - before
+    stats = index.stats()
+    assert stats.entries == entries
+    return {
+        f"bytes_per_entry_{copies}": round(grown / entries, 1),
+        f"reported_bytes_per_entry_{copies}": round(stats.memory_bytes / entries, 1),
+    }
+
+
+def measure_pause(kind: str, entries: int) -> Result:
+    """The slowest single call while the index grows, and while half of what it holds is cleared and stored again."""
+    index, holders = filled(kind, WORKERS)
+    copies = 8
+    worst_cpu = worst_wall = 0.0
+
+    def timed(call: Callable[[], object]) -> None:
+        nonlocal worst_cpu, worst_wall
+        wall, cpu = time.perf_counter(), time.thread_time()
+        call()
+        cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
+        worst_cpu, worst_wall = max(worst_cpu, cpu), max(worst_wall, wall)
+
+    def grow(seed: int, count: int) -> Iterator[None]:
+        for at, (_, payload) in enumerate(load.batches(seed, count // copies, 16, 1)):
+            for i in range(copies):
+                holder = holders[(at // 4 * copies + i) % WORKERS]
+                timed(lambda holder=holder, payload=payload: index.ingest(holder, payload))  # type: ignore[misc]
+            yield
+
+    for _ in grow(7, entries):
+        pass
+    assert index.stats().entries == entries // copies // 16 * 16 * copies
+    for holder in holders[::2]:
+        timed(lambda holder=holder: index.clear(holder))  # type: ignore[misc]
+    for _ in grow(8, entries // 4):
+        pass
+    return {
+        "pause_ms_max": round(worst_cpu * 1e3, 3),
+        "pause_wall_ms_max": round(worst_wall * 1e3, 3),
+        "pause_entries": entries,
+    }
+
+
+def isolated(section: Callable[..., Result], *args: Any) -> Result:
+    """Run a section in a fresh process."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(section, args)
+
+
+def measure(kind: str, quick: bool) -> Result:
+    slow = kind == "reference"
+    blocks = 16_000 if slow else 64_000 if quick else 256_000
+    memory_blocks = 64_000 if slow or quick else 1_000_000
+    result: Result = {"index": kind}
+    result |= isolated(measure_ingest, kind, blocks)
+    result |= isolated(measure_match, kind, quick or slow)
+    result |= isolated(measure_decision, kind)
+    for copies in (1, 8):
+        result |= isolated(measure_memory, kind, memory_blocks // 64 * 64, copies)
+    result["bytes_per_entry"] = max(result["bytes_per_entry_1"], result["bytes_per_entry_8"])
+    result["bytes_per_entry_blocks"] = memory_blocks
+    result |= isolated(measure_pause, kind, 512_000 if slow or quick else 5_120_000)
+    return result
+
+
+def measure_peer(name: str, cache_dir: Path, quick: bool) -> Result:
+    """Runs benchmarks/index_peer_NAME.py in an environment of its own under `cache_dir` (made on first use)."""
+    python = cache_dir / f"venv-{name}" / "bin" / "python"
+    if not python.exists():
+        venv.create(python.parent.parent, with_pip=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", *PEER_PACKAGES[name]], check=True)
+    script = ROOT / "benchmarks" / f"index_peer_{name}.py"
+    command = [str(python), str(script), *(["--quick"] if quick else [])]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=1800)
+    result: Result = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def machine() -> Result:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "?")
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "load_average": [round(value, 1) for value in os.getloadavg()],
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
+
+
+KEYS = ("ingest_blocks_per_cpu_s", "match_us_1024", "decision_us_16k_tokens", "bytes_per_entry", "pause_ms_max")
+
+
+def print_table(result: Result) -> None:
+    columns = {"ours": result, **result["peers"]}
+    print("machine:", ", ".join(f"{key} {value}" for key, value in result["machine"].items()))
+    print(f"{'':28}" + "".join(f"{name:>16}" for name in columns))
+    for key in KEYS:
+        print(f"{key:28}" + "".join(f"{column.get(key, '-')!s:>16}" for column in columns.values()))
+    print(f"\n{'match':>8} {'blocks':>7} {'hit':>6} {'hot us':>10} {'cold us':>10}")
+    for row in result["match"]:
+        print(f"{row['workers']:>6} w {row['blocks']:>7} {row['hit']:>6} {row['hot_us']:>10} {row['cold_us']:>10}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--index", choices=("native", "reference"), default="native")
+    parser.add_argument("--peer", action="append", choices=sorted(PEER_PACKAGES), default=[])
+    parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "blockcast-benchmarks")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the load; figures are rough")
+    args = parser.parse_args()
+    result: Result = {"machine": machine(), **measure(args.index, args.quick), "peers": {}}
+    for peer in args.peer:
+        result["peers"][peer] = measure_peer(peer, args.cache_dir, args.quick)
+    print_table(result)
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
