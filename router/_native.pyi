@@ -1,6 +1,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+def pack(token_ids: Sequence[int] | bytes) -> bytes: ...
+
 class IngestReport:
     stored: int
     removed: int
