@@ -19,14 +19,16 @@ import msgspec
 from prompts.errors import RequestError, bad_value
 from prompts.routing import parse_routing
 from router.core import RouterCore
+from router.dashboard import Dashboard
 from router.http_request import Request
-from router.http_server import JSON, ClientConnection
+from router.http_server import JSON, ClientConnection, Work
 from router.messages import Decision, Refuse, RouteRequest
 from router.metrics import Family, Metrics, core_families, render
 from router.tokenizing import PromptReader, estimate_tokens
 from router.view import Scope
 from router.workers import WorkerState
 
+HTML = b"text/html; charset=utf-8"
 TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -58,7 +60,9 @@ class Answer:
     content_type: bytes = JSON
 
 
-Handler = Callable[[Request, str], "Answer | Coroutine[Any, Any, Answer]"]
+Stream = Callable[[ClientConnection], Work]
+"""Starts an answer that goes on until the client leaves."""
+Handler = Callable[[Request, str], "Answer | Coroutine[Any, Any, Answer] | Stream"]
 """(request, what stands for `*` in the path) -> answer."""
 
 
@@ -137,6 +141,11 @@ class Admin:
         """Serve `path`, in which one segment may be `*`."""
         self._routes[method, path] = (handler, public)
 
+    def show(self, dashboard: Dashboard) -> None:
+        """Serve the dashboard."""
+        self.add_route("GET", "/dashboard", lambda *_: Answer(dashboard.page(), content_type=HTML), public=False)
+        self.add_route("GET", "/dashboard/events", lambda *_: dashboard.watch, public=False)
+
     def handle(self, connection: ClientConnection, request: Request, *, allowed: bool) -> None:
         """Answer, or raise RequestError."""
         head_only = request.method == "HEAD"
@@ -152,8 +161,11 @@ class Admin:
         answer = handler(request, argument)
         if isinstance(answer, Answer):
             connection.respond(answer.status, answer.body, answer.content_type, head_only=head_only)
-        else:
+        elif asyncio.iscoroutine(answer):
             connection.work = _Pending(connection, answer, head_only)
+        else:
+            assert callable(answer)
+            connection.work = answer(connection)
 
     def _find(self, method: str, path: str) -> tuple[tuple[Handler, bool] | None, str]:
         exact = self._routes.get((method, path))

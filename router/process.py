@@ -26,6 +26,7 @@ import aiohttp
 from router.admin import Admin
 from router.config import CoreConfig
 from router.core import RouterCore
+from router.dashboard import Dashboard
 from router.discovery import Prober, WorkerFlag
 from router.feed import IndexFeed
 from router.fleet import FleetConfig, Workers
@@ -136,6 +137,8 @@ class RouterProcess:
                 yield from feed_families(feed.totals())
 
             admin = Admin(core, fleet, prompts, metrics, now=now, version=self._version, extra_families=extra)
+            dashboard = Dashboard(core, proxy, prompts, admin.workers)
+            admin.show(dashboard)
             app = RouterApp(core, proxy, prompts, metrics, config.edge, admin, serves_admin=self._may_administer)
             listeners = [Listener(app, config.edge)]
             tls = tls_context(config.tls)
@@ -151,7 +154,7 @@ class RouterProcess:
             peers = self._meet_peers(core)
             if peers is not None:
                 stack.callback(peers.close)
-            beat = loop.create_task(self._beat(core, proxy, pool, feed, listeners, peers))
+            beat = loop.create_task(self._beat(core, proxy, pool, feed, listeners, peers, dashboard))
             stack.callback(beat.cancel)
             settle_heap()
             self._announce(port)
@@ -191,6 +194,7 @@ class RouterProcess:
         feed: IndexFeed,
         listeners: Iterable[Listener],
         peers: PeerSockets | None,
+        dashboard: Dashboard,
     ) -> None:
         """The core's clock, every timeout, idle connections."""
         sweep_s = self._config.edge.timeouts.sweep_s
@@ -209,6 +213,7 @@ class RouterProcess:
                 pool.close_idle(now)
                 for listener in listeners:
                     listener.sweep(now)
+                dashboard.beat(now)
                 for worker_id in core.workers:
                     core.watchdog.events(worker_id, feed.stored_blocks(worker_id))
 

@@ -451,6 +451,8 @@ class Proxy:
         self.now = now
         self.worker_authorization = worker_authorization
         """Sent to workers instead of the client's `Authorization`, or None to pass that one on."""
+        self.explains = False
+        """Keep every candidate's terms in decisions: while somebody watches."""
         self.exchanges: dict[str, Exchange] = {}
         self.on_end: list[Callable[[Exchange], None]] = []
         self.on_worker_lost: list[Callable[[str], None]] = []
@@ -472,7 +474,7 @@ class Proxy:
             return
         exchange.route = route
         exchange.in_core = True
-        self._do(self.core.route(route, self.now()))
+        self._do(self.core.route(route, self.now(), explain=self.explains))
 
     def perform(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:

@@ -209,9 +209,11 @@ class Edge:
             client_timeouts=client_timeouts or ClientTimeouts(),
             **edge,
         )
-        admin = Admin(self.core, NoFleet(self.core), self.prompts, self.metrics, now=time.monotonic, version="test")
+        self.admin = Admin(
+            self.core, NoFleet(self.core), self.prompts, self.metrics, now=time.monotonic, version="test"
+        )
         self.app = RouterApp(
-            self.core, self.proxy, self.prompts, self.metrics, config, admin, serves_admin=lambda c, r: allowed
+            self.core, self.proxy, self.prompts, self.metrics, config, self.admin, serves_admin=lambda c, r: allowed
         )
         self.listener = Listener(self.app, config)
         self.port = await self.listener.start("127.0.0.1", 0, None)

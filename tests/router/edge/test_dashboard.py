@@ -1,0 +1,124 @@
+"""The dashboard's stream of events: what a viewer is told, and that watching costs nobody anything."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from router.dashboard import PREFIX_STEP, Dashboard
+
+SHARED = list(range(1000, 1000 + 3 * PREFIX_STEP))
+
+
+def prompt(ids: list[int]) -> bytes:
+    return json.dumps({"model": "tiny", "prompt": ids}).encode()
+
+
+async def watch(edge: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await edge.connect()
+    writer.write(b"GET /dashboard/events HTTP/1.1\r\nHost: r\r\n\r\n")
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert b"text/event-stream" in head
+    return reader, writer
+
+
+async def next_event(reader: asyncio.StreamReader, name: str) -> Any:
+    """The data of the next event called `name`."""
+    while True:
+        block = (await reader.readuntil(b"\n\n")).decode()
+        lines = dict(line.split(": ", 1) for line in block.strip().split("\n"))
+        if lines.get("event") == name:
+            return json.loads(lines["data"])
+
+
+def make(edge: Any) -> Dashboard:
+    dashboard = Dashboard(edge.core, edge.proxy, edge.prompts, edge.admin.workers)
+    edge.admin.show(dashboard)
+    return dashboard
+
+
+def test_page_is_self_contained(edge: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        make(edge)
+        answer = await edge.exchange(b"GET /dashboard HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n")
+        head, _, page = answer.partition(b"\r\n\r\n")
+        assert b"text/html" in head
+        text = page.decode().replace("http://www.w3.org/2000/svg", "").replace("http://host:8000", "")
+        assert "http://" not in text
+        assert "https://" not in text
+        assert "<script src" not in text
+
+    edge.run(scenario())
+
+
+def test_viewers_hear_of_decisions_with_every_candidates_terms(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start(policy="kv")
+        dashboard = make(edge)
+        usage = b'{"usage":{"prompt_tokens":192,"prompt_tokens_details":{"cached_tokens":64}}}'
+        await edge.worker(edge.reply(usage))
+        await edge.worker(edge.reply(usage))
+        await edge.exchange(make_post(prompt(SHARED), b"/v1/completions"))
+        reader, writer = await watch(edge)
+        assert len((await next_event(reader, "state"))["workers"]) == 2
+        (before,) = await next_event(reader, "decisions")
+        assert len(before["candidates"]) == 1, "terms of all candidates are kept only while somebody watches"
+        await edge.exchange(make_post(prompt(SHARED), b"/v1/completions"))
+        dashboard.beat(1e9)
+        (row,) = await next_event(reader, "decisions")
+        assert {one["worker"] for one in row["candidates"]} == {"w0", "w1"}
+        assert (row["prompt_tokens"], row["cached_tokens"], row["outcome"]) == (192, 64, "status_200")
+        writer.close()
+        for _ in range(100):
+            if not edge.proxy.explains:
+                break
+            await asyncio.sleep(0.01)
+        assert not edge.proxy.explains
+        point = json.loads(json.dumps(dashboard._points[-1]))
+        assert (point["prompt_tokens"], point["actual_tokens"]) == (384, 128)
+
+    edge.run(scenario())
+
+
+def test_prefix_tree_branches_where_prompts_part(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        dashboard = make(edge)
+        await edge.worker(edge.reply())
+        tails = [[7] * PREFIX_STEP, [8] * PREFIX_STEP]
+        for number in range(32):
+            await edge.exchange(make_post(prompt(SHARED + tails[number % 16 // 8]), b"/v1/completions"))
+        nodes = dashboard.prefixes()
+        assert [(node["depth"], node["start"], node["end"]) for node in nodes] == [
+            (0, 0, 3 * PREFIX_STEP),
+            (1, 3 * PREFIX_STEP, 4 * PREFIX_STEP),
+            (1, 3 * PREFIX_STEP, 4 * PREFIX_STEP),
+        ]
+        assert nodes[0]["share"] == 1.0
+        assert nodes[1]["share"] == nodes[2]["share"] == 0.5
+
+    edge.run(scenario())
+
+
+def test_viewer_that_does_not_read_misses_updates(edge: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        dashboard = make(edge)
+        reader, writer = await watch(edge)
+        writer.transport.pause_reading()
+        (viewer,) = dashboard._viewers
+        sent = 0
+        while not viewer._paused:
+            viewer.send("state", b"x" * 100_000)
+            sent += 1
+            assert sent < 1000
+            await asyncio.sleep(0)
+        for _ in range(1000):
+            viewer.send("state", b"x" * 100_000)  # 100 MB that must not be kept
+        assert viewer._connection._transport.get_write_buffer_size() < 2_000_000
+        writer.transport.abort()
+        assert reader is not None
+
+    edge.run(scenario())
