@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kernels.interface import IntArray, PagedKV, Ragged, slot_rows
+from kernels.interface import IntArray, PagedKV, Ragged, slot_rows, wide
 from kernels.reference import ReferenceKernels
 
 BUCKET_SLACK_ROWS = 512
@@ -65,6 +65,7 @@ class CpuKernels(ReferenceKernels):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._buffers: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
+        self._scalars: dict[tuple[float, torch.dtype], torch.Tensor] = {}
 
     def plan_attention(self, batch: Ragged, block_table: IntArray, kv: PagedKV, window: int | None) -> CpuPlan:  # type: ignore[override]
         slots = torch.from_numpy(slot_rows(batch, block_table, kv))
@@ -175,11 +176,18 @@ class CpuKernels(ReferenceKernels):
         return mask
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False) -> torch.Tensor:
-        if zero_centred:
-            return super().rms_norm(x, weight, eps, zero_centred)
-        if weight.dim() > 1:
-            return F.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
-        return F.rms_norm(x, weight.shape, weight, eps)
+        """One pass for the norm, then in place: on large inputs F.rms_norm spends its time on temporaries."""
+        value = x.to(wide(x.dtype))
+        norm = torch.linalg.vector_norm(value, dim=-1, keepdim=True)
+        scale = torch.addcmul(self._scalar(eps, value.dtype), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+        value = torch.mul(value, scale) if value is x else value.mul_(scale)
+        return value.mul_(weight.to(value.dtype) + 1 if zero_centred else weight).to(x.dtype)
+
+    def _scalar(self, number: float, dtype: torch.dtype) -> torch.Tensor:
+        tensor = self._scalars.get((number, dtype))
+        if tensor is None:
+            tensor = self._scalars[number, dtype] = torch.tensor(number, dtype=dtype)
+        return tensor
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False
