@@ -7,6 +7,7 @@ matters more than how it is kept. Chunks are cut at planned positions:
 - the branching point, where the prompt's KV hit runs past its state hit (somebody else was here, and may be again);
 - the last boundary of the prompt, where its repetition or continuation will look first;
 - the common point with a request that is waiting; that request waits for it instead of computing the same;
+- where a long chunk of a prefill ends anyway, because the step's budget does;
 - in decode, the last boundary reached: one rolling checkpoint a sequence, the one before is dropped.
 
 Who is evicted first: Marconi (MLSys 2025) weighs a state's age against the FLOPs it saves per byte, SGLang keeps its
@@ -29,6 +30,8 @@ from engine.cache.pool import Block, UnitPool
 from engine.cache.prefix import HashBlock, Node, PrefixTree
 from engine.types import Sequence, StepPlan, UnitId
 
+_LONG_CHUNK_TOKENS = 1024
+"""Prefill chunks from this length on end on a block boundary; from half of it on a checkpoint of their end pays."""
 _SUPERSEDED_SHARE = 16
 """A superseded checkpoint counts for one part in so many of what it saves."""
 
@@ -107,16 +110,22 @@ class Checkpoints:
         return any(after < blocks <= len(names) and names[blocks - 1].hash == hash_ for blocks, hash_ in self._planned)
 
     def clip(self, seq: Sequence, end: int) -> int:
-        """The end of a chunk that may not run past the next planned checkpoint."""
+        """The end of a chunk that may not run past the next planned checkpoint and, if long, ends on a boundary."""
         stops = self._states[seq].stops
-        return min(end, stops[0] * self._block_size) if stops else end
+        if not stops:
+            return end
+        end = min(end, stops[0] * self._block_size)
+        return end if end - seq.computed < _LONG_CHUNK_TOKENS else end // self._block_size * self._block_size
 
     def reserve(self, seq: Sequence, nodes: list[Node], start: int, end: int) -> None:
         """Take a checkpoint with the step that computes [start, end), if one belongs there and memory allows."""
         state = self._states[seq]
         blocks, rest = divmod(end, self._block_size)
+        if rest or blocks > len(nodes):
+            return
         decoding = end - start == 1 and end > seq.prompt_len
-        if rest or blocks > len(nodes) or not (decoding or (state.stops and state.stops[0] == blocks)):
+        planned = bool(state.stops) and state.stops[0] == blocks
+        if not (decoding or planned or end - start >= _LONG_CHUNK_TOKENS // 2):
             return
         node = nodes[blocks - 1]
         if node.blocks[self._kind] is not None:
