@@ -430,12 +430,15 @@ class RouterCore:
         if totals is not None and usage.cached_tokens is not None:
             totals.predicted_cached_tokens += decision.predicted_cached_tokens
             totals.reported_cached_tokens += usage.cached_tokens
+        worker = self.registry.workers.get(decision.worker)
         self.watchdog.finished(
             decision.worker,
             counted_tokens=live.request.prompt_tokens if live.request.token_ids is not None else None,
             prompt_tokens=usage.prompt_tokens,
             predicted_cached=decision.predicted_cached_tokens,
             cached_tokens=usage.cached_tokens,
+            resident=decision.terms.resident_tokens,
+            block_tokens=worker.spec.block_size if worker is not None else None,
         )
 
     # Seeing ------------------------------------------------------------------------------------------------------

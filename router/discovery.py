@@ -52,6 +52,7 @@ class WorkerFacts:
     sources: tuple[EventSource, ...] = ()
     """Empty: no events."""
     cache_tokens: int | None = None
+    block_size: int | None = None
     roots: dict[str, str] = field(default_factory=dict)
     """model -> what the worker loaded it from: a folder, or a name on a hub."""
 
@@ -188,6 +189,15 @@ def read_cache_capacity(metrics: str) -> int | None:
     return total or None
 
 
+def read_block_size(metrics: str) -> int | None:
+    """Tokens of the longest cache block from the labels of `vllm:cache_config_info` (or ours)."""
+    found = re.findall(r'^[^#\n]*cache_config_info\{[^\n]*?\bblock_size="(\d+)"', metrics, re.MULTILINE)
+    found += re.findall(
+        r'^[^#\n]*cache_config_info\{[^\n]*effective_attention_block_size="(\d+)"', metrics, re.MULTILINE
+    )
+    return max(map(int, found), default=None)
+
+
 def given_sources(flag: WorkerFlag) -> tuple[EventSource, ...]:
     """The sources an operator wrote down."""
     return tuple(
@@ -212,7 +222,7 @@ def worker_spec(flag: WorkerFlag, facts: WorkerFacts) -> WorkerSpec:
         ranks=max(1, len(facts.sources)),
         cache_view=CacheView.EVENTS if facts.sources else CacheView.HISTORY,
         cache_tokens=flag.cache_tokens or facts.cache_tokens,
-        block_size=facts.sources[0].block_size if facts.sources else None,
+        block_size=facts.block_size,
     )
 
 
@@ -253,11 +263,12 @@ class Prober:
             models, roots = read_models(body), read_roots(body)
             sources = await self.sources(flag)
             capacity = None if sources else await self._capacity(flag.url)
+            block_size = await self._block_size(flag.url, sources)
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, DecodeError) as error:
             return WorkerFacts(False, f"{type(error).__name__}: {error}")
         if not models:
             return WorkerFacts(False, "/v1/models lists no model")
-        return WorkerFacts(True, "", models, sources, capacity, roots)
+        return WorkerFacts(True, "", models, sources, capacity, block_size, roots)
 
     async def sources(self, flag: WorkerFlag) -> tuple[EventSource, ...]:
         """Where the worker publishes; empty where it does not. Poll it for changes of epoch."""
@@ -272,6 +283,13 @@ class Prober:
         if await self._listens(host, DEFAULT_EVENT_PORT):
             return tuple(replace_topic(source, flag.topic) for source in default_sources(host))
         return ()
+
+    async def _block_size(self, url: str, sources: tuple[EventSource, ...]) -> int | None:
+        """As the sources tell it, else as /metrics does (vLLM)."""
+        if not sources or sources[0].block_size is not None:
+            return sources[0].block_size if sources else None
+        status, body = await self._get(f"{url}/metrics")
+        return read_block_size(body.decode("utf-8", "replace")) if status == 200 else None
 
     async def _capacity(self, url: str) -> int | None:
         status, body = await self._get(f"{url}/metrics")

@@ -6,7 +6,8 @@ goes when its cause does:
 * `prompt_tokens`: the router's token count against `usage.prompt_tokens`: another chat template or tokenizer;
 * `cached_tokens`: the predicted cached tokens against the reported ones: wrong tokens of the right number, a wrong
   salt, lost events;
-* `events`: prompts long enough to fill blocks are answered, and no block is announced: events off or not arriving.
+* `events`: the worker fills blocks, or reuses blocks that nobody announced, and says nothing: events off or not
+  arriving.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ COUNT_SHARE = 0.25
 """Share of requests with another token count that raises `prompt_tokens`. Right means equal."""
 CACHED_SHARE = 0.5
 """Mispredicted tokens, as a share of the larger of predicted and reported, that raises `cached_tokens`."""
-BLOCK_TOKENS = 64
-"""Uncached prompt tokens that any engine should announce a block for."""
+BLOCK_TOKENS = 256
+"""Length of a worker's block where it does not tell: so many uncached prompt tokens should be announced."""
 
 
 @dataclass(slots=True)
@@ -32,7 +33,7 @@ class _Window:
     cached: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     """(|predicted - reported|, the larger of the two) where either is not zero."""
     unannounced: int = 0
-    """Requests that computed at least a block since the last Stored event."""
+    """Requests that computed a block, or reused one that no event vouches for, since the last Stored event."""
     stored: int = 0
     """Stored blocks the feed had counted when it was last asked."""
 
@@ -51,15 +52,22 @@ class Watchdog:
         prompt_tokens: int | None,
         predicted_cached: int,
         cached_tokens: int | None,
+        resident: int | None = None,
+        block_tokens: int | None = None,
     ) -> None:
-        """One answer's usage. None: not counted here, or not said by the engine."""
+        """One answer's usage. None: not counted here, or not said by the engine.
+
+        `resident`: the part of the prediction that events vouch for. `block_tokens`: the worker's block length.
+        """
         window = self._windows.setdefault(worker_id, _Window())
         if counted_tokens is not None and prompt_tokens is not None:
             window.counts.append(counted_tokens != prompt_tokens)
         if counted_tokens is not None and cached_tokens is not None and (predicted_cached or cached_tokens):
             window.cached.append((abs(predicted_cached - cached_tokens), max(predicted_cached, cached_tokens)))
         length = prompt_tokens if prompt_tokens is not None else counted_tokens
-        if length is not None and length - (cached_tokens or 0) >= BLOCK_TOKENS:
+        computed = length is not None and length - (cached_tokens or 0) >= (block_tokens or BLOCK_TOKENS)
+        reused = counted_tokens is not None and resident is not None and (cached_tokens or 0) > resident
+        if computed or reused:
             window.unannounced += 1
 
     def events(self, worker_id: str, stored_total: int) -> None:
@@ -94,5 +102,8 @@ class Watchdog:
                     "were predicted wrongly: other tokens, another salt, or lost events"
                 )
         if expects_events and window.unannounced >= REQUESTS_MIN:
-            found.append(f"events: {window.unannounced} prompts were computed since the last block was announced")
+            found.append(
+                f"events: {window.unannounced} prompts filled or reused blocks since the last block was announced: "
+                "the worker's events are off or do not arrive"
+            )
         return found

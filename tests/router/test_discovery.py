@@ -15,6 +15,7 @@ from router.discovery import (
     Prober,
     WorkerFacts,
     parse_worker_flag,
+    read_block_size,
     read_cache_capacity,
     read_models,
     worker_spec,
@@ -77,6 +78,17 @@ def test_capacity_from_metrics() -> None:
     text = '# HELP x\nvllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1000"} 1.0\nother 3\n'
     assert read_cache_capacity(text) == 16_000
     assert read_cache_capacity('vllm:cache_config_info{block_size="16",num_gpu_blocks="None"} 1.0') is None
+
+
+def test_block_size_from_metrics() -> None:
+    """Labels as vLLM 0.32 writes them; on a hybrid model the attention block is longer than asked for."""
+    line = (
+        'vllm:cache_config_info{_block_size_resolved="True",block_size="32",effective_attention_block_size="%s"} 1.0\n'
+    )
+    assert read_block_size("# HELP vllm:cache_config_info x\n" + line % 32) == 32
+    assert read_block_size(line % 528) == 528
+    assert read_block_size(line.replace("32", "None") % "None") is None
+    assert read_block_size("") is None
 
 
 async def serve(routes: dict[str, tuple[int, str]]) -> tuple[web.AppRunner, str]:

@@ -73,6 +73,30 @@ def test_silent_events_are_flagged_and_the_alarm_goes_with_its_cause() -> None:
     assert names(dog) == []
 
 
+def test_reuse_that_no_event_vouches_for_shows_silence_also_in_short_turns() -> None:
+    dog = Watchdog()
+    for i in range(50):
+        dog.events("w", 0)
+        dog.finished(
+            "w", counted_tokens=90 + i, prompt_tokens=90 + i, predicted_cached=80, cached_tokens=80, resident=0
+        )
+    assert names(dog) == ["events"]
+    dog = Watchdog()
+    for _ in range(50):  # the same prompt again and again: nothing new to announce
+        dog.finished("w", counted_tokens=90, prompt_tokens=90, predicted_cached=80, cached_tokens=80, resident=80)
+    assert names(dog) == []
+
+
+def test_the_workers_block_length_says_what_must_be_announced() -> None:
+    dog = Watchdog()
+    for _ in range(50):
+        finish(dog, 0, predicted_cached=0, cached_tokens=0, block_tokens=528)
+    assert names(dog) == []
+    for _ in range(50):
+        finish(dog, 100, predicted_cached=0, cached_tokens=0, block_tokens=528)
+    assert names(dog) == ["events"]
+
+
 def test_prompts_too_short_to_fill_a_block_expect_no_event() -> None:
     dog = Watchdog()
     for _ in range(100):
