@@ -1,7 +1,8 @@
 """What publishing cache events costs the engine's thread: timed inside the step, and by alternating runs on and off.
 
-Times are CPU times of the engine's thread, so that other programs of the machine do not count. Timed inside: making the events (the log that the cache keeps, joined into events) and handing them to the publisher
-(sequence number, ring, queue, bell). The publisher's own thread encodes and sends; what it takes from the step by
+Times are CPU times of the engine's thread, so that other programs of the machine do not count. Timed inside: making the
+events (the log that the cache keeps, joined into events) and handing them to the publisher (sequence number, ring,
+queue, bell). The publisher's own thread encodes and sends; what it takes from the step by
 sharing the interpreter is not seen there, but in the ratio of alternating runs.
 """
 
@@ -124,7 +125,7 @@ def _inside(
     cache, core = on.core.scheduler.cache, on.core
     log, clock_s = cache.tree._log, _clock_s()
     timed = [Timed(function, clock_s) for function in (log.stored, log.removed, cache.take_events, core._publish)]
-    log.stored, log.removed, cache.take_events = timed[:3]  # type: ignore[method-assign]
+    log.stored, log.removed, cache.take_events = timed[:3]  # type: ignore[method-assign, assignment]
     counts = [0, 0]
     publish = timed[3]
 

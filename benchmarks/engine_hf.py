@@ -22,7 +22,7 @@ def main(model_path: str, threads: int) -> None:
     torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype="auto", attn_implementation="sdpa").eval()
 
-    class Clock(BaseStreamer):
+    class Clock(BaseStreamer):  # type: ignore[misc]
         """The first `put` brings the prompt, every other one token of each sequence."""
 
         def __init__(self) -> None:

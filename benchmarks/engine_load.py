@@ -12,7 +12,8 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import cast
+from itertools import pairwise
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 _DONE = b"data: [DONE]"
@@ -36,7 +37,7 @@ class Answer:
     def gaps_s(self) -> list[float]:
         """Between chunks; a gap of zero is two chunks that came in one read."""
         times = self.chunk_times_s
-        return [b - a for a, b in zip(times, times[1:])]
+        return [b - a for a, b in pairwise(times)]
 
     @property
     def itl_s(self) -> float:
@@ -44,9 +45,9 @@ class Answer:
         return (self.chunk_times_s[-1] - self.chunk_times_s[0]) / max(1, self.tokens - 1)
 
 
-def completion_body(model: str, prompt: list[int], output_len: int) -> bytes:
-    """Exactly `output_len` greedy tokens, streamed, with the usage at the end."""
-    body = {
+def completion_body(model: str, prompt: list[int], output_len: int, with_ids: bool) -> bytes:
+    """Exactly `output_len` greedy tokens, streamed, with the usage at the end; `with_ids`: and their ids."""
+    body: dict[str, Any] = {
         "model": model,
         "prompt": prompt,
         "max_tokens": output_len,
@@ -55,6 +56,8 @@ def completion_body(model: str, prompt: list[int], output_len: int) -> bytes:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    if with_ids:
+        body["return_token_ids"] = True
     return json.dumps(body, separators=(",", ":")).encode()
 
 
@@ -148,11 +151,11 @@ async def _closed_loop(url: str, bodies: list[bytes], users: int, output_len: in
 
 
 def closed_loop(
-    url: str, model: str, prompts: list[list[int]], users: int, output_len: int
+    url: str, model: str, prompts: list[list[int]], users: int, output_len: int, *, with_ids: bool = False
 ) -> tuple[list[Answer], float]:
     """All the prompts, `users` at any time; their answers and the wall seconds. Raises RuntimeError on any other."""
     import uvloop
 
-    bodies = [completion_body(model, prompt, output_len) for prompt in prompts]
+    bodies = [completion_body(model, prompt, output_len, with_ids) for prompt in prompts]
     result: tuple[list[Answer], float] = uvloop.run(_closed_loop(url, bodies, users, output_len))
     return result

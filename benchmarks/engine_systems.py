@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -13,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -73,8 +75,10 @@ def listener_pid(port: int) -> int | None:
 class HttpSystem:
     """A server that speaks OpenAI's completions."""
 
-    def __init__(self, name: str, url: str) -> None:
+    def __init__(self, name: str, url: str, *, with_ids: bool = False) -> None:
+        """`with_ids`: let chunks carry token ids, so that a token without text of its own makes a chunk too."""
         self.name = name
+        self._with_ids = with_ids
         self.url = url.rstrip("/")
         with urllib.request.urlopen(f"{self.url}/v1/models", timeout=30) as answer:
             self.model: str = json.load(answer)["data"][0]["id"]
@@ -83,7 +87,7 @@ class HttpSystem:
 
     def run(self, prompts: list[list[int]], users: int, output_len: int) -> Figures:
         cpu_s = tree_cpu_s(self.pid) if self.pid is not None else 0.0
-        answers, wall_s = closed_loop(self.url, self.model, prompts, users, output_len)
+        answers, wall_s = closed_loop(self.url, self.model, prompts, users, output_len, with_ids=self._with_ids)
         tokens = sum(answer.tokens for answer in answers)
         cpu = (tree_cpu_s(self.pid) - cpu_s) / tokens * 1e6 if self.pid is not None else None
         gaps = sorted(gap for answer in answers for gap in answer.gaps_s) or [0.0]
@@ -128,7 +132,7 @@ class HfGenerate:
             times = found["times_s"]
             ttfts.append(found["ttft_s"])
             itls.append((times[-1] - times[0]) / max(1, output_len - 1))
-            gaps.extend(b - a for a, b in zip(times, times[1:]))
+            gaps.extend(b - a for a, b in pairwise(times))
             wall_s += found["wall_s"]
             self._cpu_s = found["cpu_s"]
         gaps = sorted(gaps) or [0.0]
@@ -147,8 +151,6 @@ class HfGenerate:
 
 
 def _env(threads: int) -> dict[str, str]:
-    import os
-
     return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
 
 
