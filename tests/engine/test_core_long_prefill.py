@@ -1,0 +1,41 @@
+"""Long prefills on a hybrid model: chunks end on block boundaries, and a preempted or edited prompt resumes there."""
+
+from __future__ import annotations
+
+from fake_device import Bench
+
+from engine.cache.kv_cache import KVCache
+from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec, StateSpec
+from engine.scheduler import SchedulerConfig
+
+
+def make_bench(enable_prefix_caching: bool = True) -> Bench:
+    spec = CacheSpec(16, (GroupSpec(FULL_ATTENTION, (0,), 1, 64, 2),), StateSpec((1,), 20 * 16 * 256))
+    cache = KVCache(spec, 60, step_tokens_max=1500, enable_prefix_caching=enable_prefix_caching)
+    return Bench(cache, SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=1500, max_model_len=8000))
+
+
+def test_an_edited_long_prompt_resumes_where_a_chunk_ended() -> None:
+    bench = make_bench()
+    prompt = [i % 251 for i in range(4000)]
+    bench.add("a", prompt, max_tokens=1)
+    bench.drain()
+    assert bench.device.plans == [
+        [("a", 0, 1488)],
+        [("a", 1488, 2976)],
+        [("a", 2976, 3984)],
+        [("a", 3984, 4000)],
+    ]
+    bench.add("b", [*prompt[:3500], 9, 9, 9], max_tokens=1)
+    bench.drain()
+    assert bench.firsts["b"].cached_tokens == 2976
+    bench.assert_correct()
+
+
+def test_without_prefix_caching_nothing_is_cut() -> None:
+    bench = make_bench(enable_prefix_caching=False)
+    bench.add("a", [1] * 2005, max_tokens=1)
+    bench.drain()
+    assert bench.device.plans == [[("a", 0, 1500)], [("a", 1500, 2005)]]
+    assert bench.events.events == []
+    bench.assert_correct()
