@@ -14,7 +14,8 @@ are not the worker's speed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from router.config import LearnConfig, ServiceModel
 
@@ -23,8 +24,15 @@ _COUPLING = (0.0, 0.8, 0.4, 1.6)
 """Strength, in observations, of the ties from quadratic, step and decode ratios to the prefill ratio."""
 _SHARE_MIN = 0.1
 """No ratio is less than this part of the typical one: some prefill rate and some step time there must be."""
+_POOL_MEMORY = 8.0
+"""The pool's half-life, in those of a worker."""
+_JUDGED_AFTER = 12
+_DIFFERENT, _ALIKE = math.log(1.25), math.log(1.12)
+"""A worker leaves the pool's model beyond the first factor and returns to it below the second."""
+_REFRESH = math.log(1.02)
+"""The pool's model in use is renewed when it is off by more."""
 _ALONE_WEIGHT = 0.3
-"""Observations that the prior counts as for the first worker of a pool: it may be off by any factor."""
+"""Observations that the prior counts as where there is no pool to be pulled to: it may be off by any factor."""
 _RECENT = 15
 """Intervals, relative to what the model expected, whose median is what outliers are measured from."""
 
@@ -64,23 +72,23 @@ class SpeedEstimate:
     )
 
     def __init__(self, prior: ServiceModel, config: LearnConfig, *, centre: Ratios = (1.0, 1.0, 1.0, 1.0)) -> None:
-        """`centre`: ratios of the pool, for a worker that has just joined."""
         self._prior = prior
         self._config = config
-        self._centre = centre
+        self._centre: Ratios = (1.0, 1.0, 1.0, 1.0)
         self._keep = 0.5 ** (1.0 / config.half_life)
         self._a = [[0.0] * 4 for _ in range(4)]
         self._b = [0.0] * 4
         self._recent: list[float] = []
         self._pull = _ALONE_WEIGHT
-        self._typical_ratio = centre[0]
-        self.ratios = list(centre)
+        self._typical_ratio = 1.0
+        self.ratios = [1.0] * 4
         self.observations = 0
 
-    def recentre(self, centre: Ratios) -> None:
-        """What the other workers of the pool are like: where this one is pulled to while little is known of it."""
+    def recentre(self, centre: Ratios, *, firmly: bool) -> None:
+        """What the pool is like: where this worker is pulled to while little is known of it. Not `firmly`: it is known
+        to be different."""
         self._centre = centre
-        self._pull = self._config.prior_weight
+        self._pull = self._config.prior_weight if firmly else _ALONE_WEIGHT
 
     def observe(self, seen: Observation) -> None:
         """Take in one interval and solve again: about 30 us."""
@@ -170,6 +178,68 @@ class SpeedEstimate:
             worst = min(low, key=lambda i: ratios[i] - floor[i])
             fixed[worst] = floor[worst]
         self.ratios = [min(ratio, _RATIO_MAX) for ratio in ratios]
+
+
+class PoolSpeeds:
+    """The speeds of the workers that serve one model.
+
+    All intervals go into one estimate for the pool; each worker has one of its own, pulled to the pool's. A worker is
+    taken to be like the pool until its own estimate differs clearly: the price compares workers, with prefill weighed
+    up under load, so a few per cent of noise between equal workers would send everything to the luckiest.
+    """
+
+    def __init__(self, prior: ServiceModel, config: LearnConfig) -> None:
+        self._prior = prior
+        self._config = config
+        self._pool = SpeedEstimate(prior, replace(config, half_life=config.half_life * _POOL_MEMORY))
+        self._pool_model = self._pool.model()
+        self._members: dict[str, SpeedEstimate] = {}
+        self._different: set[str] = set()
+
+    def join(self, name: str) -> None:
+        """A worker has come; it is like the pool until it shows otherwise."""
+        self._members[name] = SpeedEstimate(self._prior, self._config)
+
+    def leave(self, name: str) -> None:
+        """A worker has gone."""
+        self._members.pop(name, None)
+        self._different.discard(name)
+
+    def model(self, name: str) -> ServiceModel:
+        """What to predict this worker with."""
+        return self._members[name].model() if name in self._different else self._pool_model
+
+    def observations(self, name: str) -> int:
+        """Intervals seen of this worker."""
+        return self._members[name].observations
+
+    def observe(self, name: str, seen: Observation) -> list[str]:
+        """Take in one interval of one worker; returns those whose model changed."""
+        own = self._members[name]
+        self._pool.observe(seen)
+        a, b, o, k = self._pool.ratios
+        own.recentre((a, b, o, k), firmly=name not in self._different)
+        own.observe(seen)
+        changed = set()
+        apart = abs(math.log(_reference_s(own.model()) / _reference_s(self._pool.model())))
+        was_different = name in self._different
+        if own.observations >= _JUDGED_AFTER and apart > (_ALIKE if was_different else _DIFFERENT):
+            self._different.add(name)
+            changed.add(name)
+        elif was_different:
+            self._different.discard(name)
+            changed.add(name)
+        latest = self._pool.model()
+        if abs(math.log(_reference_s(latest) / _reference_s(self._pool_model))) > _REFRESH:
+            self._pool_model = latest
+            changed.update(self._members.keys() - self._different)
+        return sorted(changed)
+
+
+def _reference_s(model: ServiceModel) -> float:
+    """Time of a typical prefill (2,048 tokens after 6,144 cached), to compare two workers by one number."""
+    quadratic = (8192.0**2 - 6144.0**2) / (2.0 * model.quadratic_tokens)
+    return model.prefill_s_per_token * (2048.0 + quadratic) + model.step_s
 
 
 def _solve_with(matrix: list[list[float]], right: list[float], fixed: dict[int, float]) -> list[float]:

@@ -200,7 +200,7 @@ class Registry:
             name = worker.worker_id if label is None else f"{worker.worker_id}#{rank}"
             holder = self._index.add_holder(name, base)
             worker.holders.append(holder)
-            target = self._tracker.add_target(worker.worker_id, label, holder)
+            target = self._tracker.add_target(worker.worker_id, label, holder, pool=base)
             self._targets[worker.worker_id].append(target)
             if worker.spec.cache_view is CacheView.HISTORY:
                 capacity = (worker.spec.cache_tokens or self._config.history_tokens) // worker.spec.ranks

@@ -82,7 +82,7 @@ def worker_row(
             "quadratic_tokens": service.quadratic_tokens,
             "step_s": service.step_s,
             "decode_request_s": service.decode_request_s,
-            "observations": target.speed.observations,
+            "observations": target.speeds.observations(target.name),
         },
         routed=totals.routed,
         predicted_cached_tokens=totals.predicted_cached_tokens,

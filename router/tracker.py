@@ -15,13 +15,11 @@ import math
 from dataclasses import dataclass
 
 from router.config import CostConfig, LearnConfig, ServiceModel
-from router.learn import Observation, Ratios, SpeedEstimate
+from router.learn import Observation, PoolSpeeds
 from router.view import HolderId
 
 _MERGE_S = 0.004
 """First tokens this close together came out of one engine step: one observation."""
-LEARNED_MIN = 8
-"""Observations after which a target counts in the medians of its pool."""
 _RESCALE_WINDOWS = 20.0
 
 
@@ -84,21 +82,22 @@ class Target:
         "requests",
         "service",
         "slow",
-        "speed",
+        "speeds",
         "utilisation_scaled",
         "waiting_s",
         "worker_id",
     )
 
     def __init__(
-        self, worker_id: str, rank: int | None, holder: HolderId, speed: SpeedEstimate, progress_cap: float
+        self, worker_id: str, rank: int | None, holder: HolderId, speeds: PoolSpeeds, progress_cap: float
     ) -> None:
         self.worker_id = worker_id
         self.rank = rank
         self.holder = holder
         self.name = worker_id if rank is None else f"{worker_id}#{rank}"
-        self.speed = speed
-        self.service: ServiceModel = speed.model()
+        self.speeds = speeds
+        speeds.join(self.name)
+        self.service: ServiceModel = speeds.model(self.name)
         self.prefill_rate = 0.0
         """a"""
         self.quadratic_rate = 0.0
@@ -189,6 +188,8 @@ class LoadTracker:
         self._service = service
         self._cost = cost
         self._learn = learn
+        self._speeds: dict[str, PoolSpeeds] = {}
+        """pool -> what was learned of its targets; as many as models were ever served."""
         self.targets: dict[str, Target] = {}
         self.requests: dict[str, InFlight] = {}
         self._epoch_s: float | None = None
@@ -200,20 +201,21 @@ class LoadTracker:
         """Names of targets whose own load changed since whoever shares it last cleared this."""
 
     # Targets -----------------------------------------------------------------------------------------------------
-    def add_target(
-        self, worker_id: str, rank: int | None, holder: HolderId, *, service: ServiceModel | None = None
-    ) -> Target:
-        """A new target starts at the median speed of those already known, unless its constants are given."""
-        centre = self._pool_centre(None) if service is None else None
-        speed = SpeedEstimate(service or self._service, self._learn, centre=centre or (1.0, 1.0, 1.0, 1.0))
-        target = Target(worker_id, rank, holder, speed, self._cost.progress_cap)
+    def add_target(self, worker_id: str, rank: int | None, holder: HolderId, *, pool: str = "") -> Target:
+        """A new target of the workers of one model (`pool`); it starts at their speed."""
+        speeds = self._speeds.get(pool)
+        if speeds is None:
+            speeds = self._speeds[pool] = PoolSpeeds(self._service, self._learn)
+        target = Target(worker_id, rank, holder, speeds, self._cost.progress_cap)
         self.targets[target.name] = target
         self._apply_peers(target)
         return target
 
     def remove_target(self, name: str) -> None:
         """Its requests in flight stay known by id until they end; they no longer count anywhere."""
-        self.targets.pop(name, None)
+        target = self.targets.pop(name, None)
+        if target is not None:
+            target.speeds.leave(name)
         self.touched.discard(name)
 
     # A request's life --------------------------------------------------------------------------------------------
@@ -370,32 +372,19 @@ class LoadTracker:
         target.open_interval = None
         if interval is None or not interval.usable:
             return
-        centre = self._pool_centre(target)
-        if centre is not None:
-            target.speed.recentre(centre)
-        target.speed.observe(
-            Observation(
-                elapsed_s=interval.end_s - interval.start_s,
-                uncached_tokens=interval.uncached_tokens,
-                quadratic=interval.quadratic,
-                steps=max(1.0, interval.uncached_tokens / target.service.step_tokens),
-                decode_requests=interval.decode_requests,
-                decode_context=interval.decode_context,
-            )
+        seen = Observation(
+            elapsed_s=interval.end_s - interval.start_s,
+            uncached_tokens=interval.uncached_tokens,
+            quadratic=interval.quadratic,
+            steps=max(1.0, interval.uncached_tokens / target.service.step_tokens),
+            decode_requests=interval.decode_requests,
+            decode_context=interval.decode_context,
         )
-        target.service = target.speed.model()
-        target.refresh()
-
-    def _pool_centre(self, without: Target | None) -> Ratios | None:
-        """Medians of what was learned of the other targets, each parameter by itself; None where nothing was."""
-        known = [
-            t.speed.ratios for t in self.targets.values() if t is not without and t.speed.observations >= LEARNED_MIN
-        ]
-        if not known:
-            return None
-        middle = len(known) // 2
-        a, b, c, d = (sorted(ratios[i] for ratios in known)[middle] for i in range(4))
-        return (a, b, c, d)
+        for name in target.speeds.observe(target.name, seen):
+            changed = self.targets.get(name)
+            if changed is not None and changed.speeds is target.speeds:
+                changed.service = changed.speeds.model(name)
+                changed.refresh()
 
     # Other routers -----------------------------------------------------------------------------------------------
     def share(self, target: Target, now: float) -> SharedLoad:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config import CostConfig, LearnConfig, ServiceModel
-from router.learn import Observation, SpeedEstimate
+from router.learn import Observation, PoolSpeeds, SpeedEstimate
 from router.tracker import LoadTracker, Phase, Target
 from router.view import HolderId
 
@@ -184,6 +184,27 @@ def test_a_newcomer_starts_at_its_pools_speed() -> None:
     tracker, target = make(learn=True)
     rng = random.Random(9)
     for _ in range(50):
-        target.speed.observe(observation(rng, ServiceModel(prefill_s_per_token=3e-4, step_s=0.036)))
+        target.speeds.observe("w", observation(rng, ServiceModel(prefill_s_per_token=3e-4, step_s=0.036)))
     fresh = tracker.add_target("new", None, HolderId(5))
+    other = tracker.add_target("other", None, HolderId(6), pool="another model")
     assert fresh.service.prefill_s_per_token == pytest.approx(3e-4, rel=0.25)
+    assert other.service.prefill_s_per_token == pytest.approx(0.9e-4)
+
+
+def test_equal_workers_get_one_model_and_a_different_one_its_own() -> None:
+    """Fifteen per cent of noise between eight equal workers does not tell them apart; half the speed does."""
+    rng = random.Random(10)
+    speeds = PoolSpeeds(ServiceModel(), LearnConfig())
+    names = [f"w{i}" for i in range(8)]
+    for name in names:
+        speeds.join(name)
+    half = ServiceModel(prefill_s_per_token=2e-4, step_s=0.024, decode_request_s=1e-4, decode_context_s=5e-8)
+    for _ in range(60):
+        for name in names:
+            speeds.observe(name, observation(rng, half if name == "w0" else ServiceModel(), noise=0.15))
+    assert len({speeds.model(name) for name in names[1:]}) == 1
+    rates = {name: speeds.model(name).prefill_s_per_token for name in names}
+    assert 1.6 < rates["w0"] / rates["w1"] < 2.3
+    for _ in range(600):
+        speeds.observe("w0", observation(rng, ServiceModel(), noise=0.15))
+    assert speeds.model("w0") == speeds.model("w1"), "it was repaired"
