@@ -32,7 +32,7 @@ sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolv
 
 from routing_sim.decision import measure_decision  # noqa: E402
 from routing_sim.report import print_table, write_plot  # noqa: E402
-from routing_sim.runs import BOUNDS, POLICIES, Calibration, Options, Score, Setting, absolute, relative, run  # noqa: E402
+from routing_sim.runs import BOUNDS, EXTRA, POLICIES, Calibration, Options, Score, Setting, absolute, relative, run  # noqa: E402
 from routing_sim.workload import Workload, read_trace, synthetic  # noqa: E402
 
 from router.config import ServiceModel  # noqa: E402
@@ -48,10 +48,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=_ints, help="comma-separated (default 4,8,16; with --quick 8)")
     parser.add_argument("--cache", type=_floats, help="percent of the working set (default 10,30,100; --quick 30)")
     parser.add_argument("--load", type=_floats, help="percent of saturation (default 70,95)")
-    parser.add_argument("--policy", action="append", choices=[*POLICIES], help="only these (and the bounds)")
+    parser.add_argument("--policy", action="append", choices=[*POLICIES, *EXTRA], help="only these (and the bounds)")
     parser.add_argument("--event-delay", type=float, default=0.02, help="seconds until a router hears of an event")
     parser.add_argument("--routers", type=int, default=1, help="routers in front; requests are dealt in turn")
     parser.add_argument("--slow-worker", type=float, help="worker 0 takes so many times as long as the others")
+    parser.add_argument("--skip", type=int, help="requests at the start of a trace that are not scored (a tenth)")
     parser.add_argument("--quick", action="store_true", help="a few minutes instead of an hour")
     parser.add_argument("--index", choices=["auto", "native", "reference"], default="auto")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
@@ -87,7 +88,14 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     started = time.time()
     service = ServiceModel(**{name: getattr(arguments, name) for name in asdict(ServiceModel())})
-    options = Options(service, arguments.event_delay, arguments.routers, seed=arguments.seed, index=arguments.index)
+    options = Options(
+        service,
+        arguments.event_delay,
+        arguments.routers,
+        seed=arguments.seed,
+        index=arguments.index,
+        skip=arguments.skip,
+    )
     if arguments.slow_worker is not None:
         options = replace(options, slow_workers={0: arguments.slow_worker})
     for path in arguments.trace:

@@ -7,10 +7,11 @@ one with a block size of one; `BlockScaled` turns its answers into tokens. Event
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from events.codec import encode_batch
 from events.types import BlockRemoved, BlockStored, EventBatch
-from router.config import CoreConfig
+from router.config import CoreConfig, LearnConfig, ServiceModel
 from router.core import RouterCore
 from router.index import make_index
 from router.messages import Forward, Instruction, Refuse, RouteRequest, Usage
@@ -104,6 +105,12 @@ class Ours:
         self.holders = [self.core.workers[str(i)].holders[0] for i in range(cluster.config.workers)]
         self.siblings = [r for r in cluster.routers if isinstance(r, Ours) and r is not self]
 
+    def tell(self, target: str, service: ServiceModel) -> None:
+        """Give a worker's constants instead of letting them be learned."""
+        known = self.core.tracker.targets[target]
+        known.service = service
+        known.refresh()
+
     def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
         routed = RouteRequest(
             request_id=str(request.index),
@@ -161,3 +168,15 @@ class Ours:
         load = self.core.tracker.share(self.core.tracker.targets[target], self.cluster.now)
         for sibling in self.siblings:
             sibling.core.tracker.update_peer(self.name, target, load)
+
+
+class Told(Ours):
+    """`Ours` with every worker's true constants given: what learning is measured against."""
+
+    def __init__(self, config: CoreConfig, *, seed: int = 0, index: str = "auto") -> None:
+        super().__init__(replace(config, learn=LearnConfig(enabled=False)), seed=seed, index=index)
+
+    def attach(self, cluster: Cluster) -> None:
+        super().attach(cluster)
+        for worker in cluster.workers:
+            self.tell(str(worker.number), worker.service)

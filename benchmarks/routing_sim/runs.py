@@ -14,7 +14,7 @@ from pathlib import Path
 from router.config import CoreConfig, QueueConfig, ServiceModel
 from routing_sim import peers
 from routing_sim.cluster import Cluster, ClusterConfig, Result, Router
-from routing_sim.ours import Ours
+from routing_sim.ours import Ours, Told
 from routing_sim.workload import BLOCK, Workload
 
 WARM_SHARE = 0.1
@@ -48,6 +48,8 @@ class Options:
     slow_workers: dict[int, float] = field(default_factory=dict)
     seed: int = 0
     index: str = "auto"
+    skip: int | None = None
+    """Requests at the start that are not scored; None: a tenth."""
 
 
 @dataclass(slots=True)
@@ -87,6 +89,10 @@ POLICIES: dict[str, Factory] = {
         ours_config(o, queue=QueueConfig(enabled=True, requests_max=1_000_000)), seed=o.seed, index=o.index
     ),
 }
+EXTRA: dict[str, Factory] = {
+    "blockcast_told": lambda o: Told(ours_config(o), seed=o.seed, index=o.index),
+}
+"""Run only where asked for: `blockcast` with every worker's true constants given instead of learned."""
 BOUNDS = ("INF", "POOL")
 
 
@@ -122,14 +128,14 @@ def run(
         config = replace(config, shared_cache=True, cache_blocks=None if policy == "INF" else config.cache_blocks)
         routers = [peers.LeastWork()]
     else:
-        make = factory or POLICIES[policy]
+        make = factory or {**POLICIES, **EXTRA}[policy]
         routers = [make(replace(options, seed=options.seed + i)) for i in range(options.routers)]
         for i, router in enumerate(routers):
             if isinstance(router, Ours):
                 router.name = str(i)
     started = time.perf_counter()
     result = Cluster(config, workload, routers).run(ttft_limit_s=ttft_limit_s, progress=progress)
-    return result, score(result, workload, time.perf_counter() - started)
+    return result, score(result, workload, time.perf_counter() - started, skip=options.skip)
 
 
 def score(result: Result, workload: Workload, run_s: float = 0.0, *, skip: int | None = None) -> Score:
