@@ -23,7 +23,8 @@ from router.dashboard import Dashboard
 from router.http_request import Request
 from router.http_server import JSON, ClientConnection, Work
 from router.messages import Decision, Refuse, RouteRequest
-from router.metrics import Family, Metrics, core_families, render
+from router.metrics import Family, Metrics, core_families, feed_families, prompt_families, render
+from router.siblings import RELAYED, Report, Siblings, WorkerSums
 from router.tokenizing import PromptReader, estimate_tokens
 from router.view import Scope
 from router.workers import WorkerState
@@ -110,7 +111,8 @@ class Admin:
         *,
         now: Callable[[], float],
         version: str,
-        extra_families: Callable[[], Iterable[Family]] = tuple,
+        feed_totals: Callable[[], dict[str, dict[str, int]]] = dict,
+        siblings: Siblings | None = None,
     ) -> None:
         self._core = core
         self._fleet = fleet
@@ -118,7 +120,8 @@ class Admin:
         self._metrics = metrics
         self._now = now
         self._version = version
-        self._extra_families = extra_families
+        self._feed_totals = feed_totals
+        self._siblings = siblings
         self._started = int(time.time())
         self.draining = False
         self._routes: dict[tuple[str, str], tuple[Handler, bool]] = {}
@@ -134,6 +137,7 @@ class Admin:
             ("DELETE", "/workers/*", self._remove, False),
             ("POST", "/workers/*/drain", self._drain, False),
             ("POST", "/route", self._route, False),
+            *([("GET", "/report", self._own_report, False)] if siblings is not None else []),
         ):
             self.add_route(method, path, handler, public=public)
 
@@ -222,20 +226,60 @@ class Admin:
                     known["max_model_len"] = model.max_model_len
         return Answer(msgspec.json.encode({"object": "list", "data": list(merged.values())}))
 
-    def _render_metrics(self, request: Request, _: str) -> Answer:
-        return Answer(render(self._families), content_type=TEXT)
+    def report(self) -> Report:
+        """What this process did."""
+        snapshot = self._core.snapshot(self._now())
+        segments = self._prompts.cache_stats()
+        return Report(
+            metrics=self._metrics.dump(),
+            in_flight=snapshot.in_flight,
+            held=snapshot.held,
+            counters=dict(snapshot.counters),
+            workers={
+                row.target: WorkerSums(
+                    row.prefilling, row.decoding, row.routed, row.predicted_cached_tokens, row.reported_cached_tokens
+                )
+                for row in snapshot.workers
+            },
+            tokenize_cpu_s=self._prompts.cpu_s,
+            segments={model: (one.hit_tokens, one.miss_tokens, one.used_bytes) for model, one in segments.items()},
+        )
 
-    def _families(self) -> Iterable[Family]:
-        yield from self._metrics.families()
-        yield from core_families(self._core.snapshot(self._now()), self._core.index.stats())
-        yield from self._extra_families()
+    def _own_report(self, request: Request, _: str) -> Answer:
+        return Answer(msgspec.json.encode(self.report()))
 
-    def workers(self) -> dict[str, Any]:
-        """The body of `GET /workers`."""
+    def _render_metrics(self, request: Request, _: str) -> Answer | Coroutine[Any, Any, Answer]:
+        if self._siblings is None:
+            return self._metrics_page(self._metrics, self.report())
+        return self._summed_metrics(self._siblings)
+
+    async def _summed_metrics(self, siblings: Siblings) -> Answer:
+        """The page over all processes; what is gauged of workers and index is this one's view."""
+        report = self.report()
+        metrics = Metrics()
+        metrics.absorb(report.metrics)
+        for other in await siblings.reports():
+            metrics.absorb(other.metrics)
+            report.add(other)
+        return self._metrics_page(metrics, report)
+
+    def _metrics_page(self, metrics: Metrics, report: Report) -> Answer:
+        def families() -> Iterable[Family]:
+            yield from metrics.families()
+            yield from core_families(self._core.snapshot(self._now()), report, self._core.index.stats())
+            yield from prompt_families(report)
+            yield from feed_families(self._feed_totals())
+
+        return Answer(render(families), content_type=TEXT)
+
+    def workers(self, report: Report | None = None) -> dict[str, Any]:
+        """The body of `GET /workers`; `report` has the sums where there are several processes."""
         snapshot = self._core.snapshot(self._now())
         rows = []
         for row in snapshot.workers:
             values = dataclasses.asdict(row)
+            if report is not None and row.target in report.workers:
+                values |= msgspec.structs.asdict(report.workers[row.target])
             values["events"] = self._fleet.details(row.worker_id)
             worker = self._core.workers.get(row.worker_id)
             bases = {model.base for model in worker.models.values()} if worker is not None else set()
@@ -248,14 +292,27 @@ class Admin:
             rows.append({"worker_id": worker_id, "state": WorkerState.STARTING.value, "state_reason": problem})
         return {
             "workers": rows,
-            "in_flight": snapshot.in_flight,
-            "held": snapshot.held,
-            "counters": snapshot.counters,
+            "in_flight": snapshot.in_flight if report is None else report.in_flight,
+            "held": snapshot.held if report is None else report.held,
+            "counters": snapshot.counters if report is None else report.counters,
             "index": dataclasses.asdict(self._core.index.stats()),
         }
 
-    def _workers(self, request: Request, _: str) -> Answer:
-        return Answer(msgspec.json.encode(self.workers()))
+    def _workers(self, request: Request, _: str) -> Answer | Coroutine[Any, Any, Answer]:
+        if self._siblings is None:
+            return Answer(msgspec.json.encode(self.workers()))
+        return self._summed_workers(self._siblings)
+
+    async def _summed_workers(self, siblings: Siblings) -> Answer:
+        report = self.report()
+        for other in await siblings.reports():
+            report.add(other)
+        return Answer(msgspec.json.encode(self.workers(report)))
+
+    async def _pass_on(self, request: Request) -> None:
+        """Have the other processes do what this one did, unless one of them asked for it."""
+        if self._siblings is not None and request.header(RELAYED) is None:
+            await self._siblings.relay(request.method, request.target.decode("latin-1"), request.body)
 
     async def _add(self, request: Request, _: str) -> Answer:
         settings = _object(request.body)
@@ -263,6 +320,7 @@ class Admin:
             worker_id = await self._fleet.add(settings)
         except ValueError as error:
             raise RequestError(str(error), param="url") from None
+        await self._pass_on(request)
         return Answer(msgspec.json.encode({"worker_id": worker_id}), 201)
 
     async def _remove(self, request: Request, argument: str) -> Answer:
@@ -272,6 +330,7 @@ class Admin:
             worker_id = str(settings.get("worker_id") or settings.get("url") or "")
         worker_id = self._known(worker_id)
         await self._fleet.remove(worker_id)
+        await self._pass_on(request)
         return Answer(msgspec.json.encode({"worker_id": worker_id, "removed": True}))
 
     async def _drain(self, request: Request, argument: str) -> Answer:
@@ -281,6 +340,7 @@ class Admin:
             raise bad_value("on", on, "true or false")
         worker_id = self._known(argument)
         await self._fleet.drain(worker_id, on=on)
+        await self._pass_on(request)
         return Answer(msgspec.json.encode({"worker_id": worker_id, "draining": on}))
 
     def _known(self, name: str) -> str:

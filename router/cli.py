@@ -21,6 +21,7 @@ from router.http_server import ClientTimeouts
 from router.process import ProcessConfig, run_process
 from router.proxy import Timeouts
 from router.server import EdgeConfig
+from router.supervise import supervise
 
 HELP = """Send each request to the worker of URL... that will answer it soonest.
 
@@ -103,9 +104,13 @@ def _options(function: Any) -> Any:
         click.option("--max-connections", type=click.IntRange(min=1), default=20_000, show_default=True),
         click.option("--max-in-flight", type=click.IntRange(min=1), default=100_000, show_default=True,
                      help="Requests in flight or held; more are answered 429."),
+        click.option("--processes", type=click.IntRange(1, 256), default=1, show_default=True,
+                     help="Equal processes on one port; each keeps the whole index."),
         click.option("--index", type=click.Choice(["auto", "native", "reference"]), default="auto", show_default=True),
         click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info",
                      show_default=True),
+        click.option("--log-requests", type=click.FloatRange(0, 1), default=0.0, show_default=True, metavar="SHARE",
+                     help="Share of requests that get a line in the log, with worker, prediction and outcome."),
         click.option("--log-json", is_flag=True, help="One JSON object a line."),
     ]  # fmt: skip
     for flag in reversed(flags):
@@ -121,8 +126,12 @@ def run(**flags: Any) -> None:
         config = build_config(flags)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
+    count = flags["processes"]
     try:
-        run_process(config, own_version())
+        if count == 1:
+            run_process(config, own_version())
+        else:
+            sys.exit(supervise(config, count, lambda own: run_process(own, own_version())))
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     except OSError as error:
@@ -138,6 +147,8 @@ def build_config(flags: dict[str, Any]) -> ProcessConfig:
         raise ConfigError(f"worker {double} is given twice")
     if not (workers or flags["names"] or flags["workers_file"]) and flags["admin"] is None:
         logging.getLogger("router").warning("no workers yet: add them with POST /workers")
+    if flags["processes"] > 1 and (flags["peers"] or flags["peer_bind"] or flags["bind_events"]):
+        raise ConfigError("--processes: cannot be combined with --peer, --peer-bind or --bind-events")
     if (flags["tls_cert"] is None) != (flags["tls_key"] is None):
         raise ConfigError("--tls-cert and --tls-key: expected both or neither")
     timeouts = Timeouts(
@@ -171,6 +182,7 @@ def build_config(flags: dict[str, Any]) -> ProcessConfig:
         admin=None if flags["admin"] is None else _address("--admin", flags["admin"]),
         tls=None if flags["tls_cert"] is None else (flags["tls_cert"], flags["tls_key"]),
         index=flags["index"],
+        log_share=flags["log_requests"],
     )
 
 

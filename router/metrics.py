@@ -16,8 +16,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from router.messages import Decision, FailureKind
+from router.siblings import Report, WorkerSums
 from router.status import CoreSnapshot
-from router.tokenizing import PromptReader
 from router.view import IndexStats
 
 PREFIX = "blockcast_router_"
@@ -71,6 +71,31 @@ class Metrics:
         self.routing_s = Histogram(OVERHEAD_BOUNDS_S)
         self.tokenize_s = Histogram(OVERHEAD_BOUNDS_S)
 
+    def dump(self) -> dict[str, Any]:
+        """As JSON can carry it, for another process to `absorb`."""
+        values: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Counter):
+                values[name] = [[list(key) if isinstance(key, tuple) else key, count] for key, count in value.items()]
+            elif isinstance(value, Histogram):
+                values[name] = [value.counts, value.total]
+            else:
+                values[name] = value
+        return values
+
+    def absorb(self, dump: dict[str, Any]) -> None:
+        """Add what another process counted."""
+        for name, value in vars(self).items():
+            other = dump[name]
+            if isinstance(value, Counter):
+                for key, count in other:
+                    value[tuple(key) if isinstance(key, list) else key] += count
+            elif isinstance(value, Histogram):
+                value.counts = [mine + theirs for mine, theirs in zip(value.counts, other[0])]
+                value.total += other[1]
+            else:
+                setattr(self, name, value + other)
+
     def attempt_failed(self, decision: Decision | None, kind: FailureKind) -> None:
         self.failures[decision.worker if decision else "", kind.value] += 1
 
@@ -104,12 +129,12 @@ class Metrics:
             yield HistogramMetricFamily(PREFIX + name, text, histogram.buckets(), histogram.total)
 
 
-def core_families(snapshot: CoreSnapshot, index: IndexStats | None) -> Iterator[Family]:
-    """What the core and the index know at the time of a scrape."""
-    yield GaugeMetricFamily(PREFIX + "in_flight", "Requests forwarded and not answered to the end.", snapshot.in_flight)
-    yield GaugeMetricFamily(PREFIX + "held", "Requests waiting in the reordering queue.", snapshot.held)
+def core_families(snapshot: CoreSnapshot, report: Report, index: IndexStats) -> Iterator[Family]:
+    """What the core and the index know at the time of a scrape; `report` has the sums over processes."""
+    yield GaugeMetricFamily(PREFIX + "in_flight", "Requests forwarded and not answered to the end.", report.in_flight)
+    yield GaugeMetricFamily(PREFIX + "held", "Requests waiting in the reordering queue.", report.held)
     yield _counter(
-        "core", "Events in the core: routed, held, refused, retried ...", ("event",), snapshot.counters.items()
+        "core", "Events in the core: routed, held, refused, retried ...", ("event",), report.counters.items()
     )
     up = GaugeMetricFamily(PREFIX + "worker_up", "1 where the worker takes requests.", labels=("worker", "state"))
     prefilling = GaugeMetricFamily(PREFIX + "worker_prefilling", "Requests without a first token.", labels=("worker",))
@@ -124,36 +149,36 @@ def core_families(snapshot: CoreSnapshot, index: IndexStats | None) -> Iterator[
         PREFIX + "worker_alarms", "Alarms of the drift watchdog that are raised.", labels=("worker",)
     )
     for worker in snapshot.workers:
-        name = (worker.worker_id,)
-        up.add_metric((worker.worker_id, worker.state), 1.0 if worker.state == "up" else 0.0)
-        prefilling.add_metric(name, worker.prefilling)
-        decoding.add_metric(name, worker.decoding)
+        name = (worker.target,)
+        sums = report.workers.get(worker.target, WorkerSums())
+        up.add_metric((worker.target, worker.state), 1.0 if worker.state == "up" else 0.0)
+        prefilling.add_metric(name, sums.prefilling)
+        decoding.add_metric(name, sums.decoding)
         queue.add_metric(name, worker.queue_s)
         busy.add_metric(name, worker.utilisation)
         alarms.add_metric(name, len(worker.alarms))
     yield from (up, prefilling, decoding, queue, busy, alarms)
-    if index is not None:
-        for gauge, text, value in (
-            ("index_holders", "Event streams in the index.", index.holders),
-            ("index_entries", "(holder, group, block) presences in the index.", index.entries),
-            ("index_parked", "Events waiting for their parent block.", index.parked),
-            ("index_pins", "Requests counted as cached until their events come.", index.pins),
-            ("index_memory_bytes", "Memory of the index.", index.memory_bytes),
-        ):
-            yield GaugeMetricFamily(PREFIX + gauge, text, value)
+    for gauge, text, value in (
+        ("index_holders", "Event streams in the index.", index.holders),
+        ("index_entries", "(holder, group, block) presences in the index.", index.entries),
+        ("index_parked", "Events waiting for their parent block.", index.parked),
+        ("index_pins", "Requests counted as cached until their events come.", index.pins),
+        ("index_memory_bytes", "Memory of the index.", index.memory_bytes),
+    ):
+        yield GaugeMetricFamily(PREFIX + gauge, text, value)
 
 
-def prompt_families(prompts: PromptReader) -> Iterator[Family]:
+def prompt_families(report: Report) -> Iterator[Family]:
     """Tokenising: CPU time, and each model's segment cache."""
     text = "CPU time of rendering and encoding prompts, estimated from one in sixteen."
-    yield CounterMetricFamily(PREFIX + "tokenize_cpu_seconds", text, prompts.cpu_s)
+    yield CounterMetricFamily(PREFIX + "tokenize_cpu_seconds", text, report.tokenize_cpu_s)
     hits = CounterMetricFamily(PREFIX + "segment_cache_hit_tokens", "Prompt tokens found encoded.", labels=("model",))
     misses = CounterMetricFamily(PREFIX + "segment_cache_miss_tokens", "Prompt tokens encoded anew.", labels=("model",))
     used = GaugeMetricFamily(PREFIX + "segment_cache_bytes", "Memory of encoded segments.", labels=("model",))
-    for model, stats in prompts.cache_stats().items():
-        hits.add_metric((model,), stats.hit_tokens)
-        misses.add_metric((model,), stats.miss_tokens)
-        used.add_metric((model,), stats.used_bytes)
+    for model, (hit_tokens, miss_tokens, used_bytes) in report.segments.items():
+        hits.add_metric((model,), hit_tokens)
+        misses.add_metric((model,), miss_tokens)
+        used.add_metric((model,), used_bytes)
     yield from (hits, misses, used)
 
 

@@ -10,13 +10,13 @@ import contextlib
 import gc
 import logging
 import os
+import random
 import resource
 import signal
 import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,10 +34,11 @@ from router.http_request import Request
 from router.http_server import ClientConnection
 from router.index import make_index
 from router.messages import Decision, FailureKind
-from router.metrics import Family, Metrics, feed_families, prompt_families
+from router.metrics import Metrics
 from router.peers import PeerLoads, PeerSockets
 from router.proxy import Exchange, Proxy
 from router.server import COMPLETIONS, TICK_S, EdgeConfig, Listener, RouterApp
+from router.siblings import Share, Siblings
 from router.tokenizing import PromptReader
 from router.upstream import UpstreamPool
 
@@ -75,147 +76,200 @@ class ProcessConfig:
     index: str = "auto"
     tokenize_threads: int = field(default_factory=lambda: max(1, min(8, os.cpu_count() or 1)))
     seed: int = 0
+    log_share: float = 0.0
+    """Share of requests that get a line in the log."""
     announce: bool = True
     """Print the address on stdout once requests are taken."""
+    share: Share | None = None
+    """Which process of several this is."""
 
 
 class RouterProcess:
-    """`await RouterProcess(config).run()` serves until SIGTERM or SIGINT."""
+    """`await RouterProcess(config, version).run()` serves until SIGTERM or SIGINT."""
 
     def __init__(self, config: ProcessConfig, version: str) -> None:
         self._config = config
         self._version = version
+        self._now = time.monotonic  # uvloop's own clock stands still within a turn of the loop
         self._stop = asyncio.Event()
+        self._executor = ThreadPoolExecutor(config.tokenize_threads, thread_name_prefix="tokenize")
+        self._index = make_index(config.index)  # type: ignore[arg-type]
+        self._core = RouterCore(self._index, config.core, seed=config.seed)
+        self._metrics = Metrics()
+        self._pool = UpstreamPool(connect_s_max=config.edge.timeouts.connect_s)
+        key = config.worker_api_key
+        self._proxy = Proxy(
+            self._core,
+            self._pool,
+            self._metrics,
+            now=self._now,
+            timeouts=config.edge.timeouts,
+            worker_authorization=None if key is None else f"Bearer {key}".encode(),
+        )
+        self._prompts = PromptReader(self._executor, override=config.tokenizer, chat_template=config.chat_template)
+        self._feed = IndexFeed(self._index, on_connection=self._stream_changed)
+        self._listeners: list[Listener] = []
+        self._peers: PeerSockets | None = None
+        self._loop = asyncio.get_running_loop()
+        self._fleet: Workers
+        self._admin: Admin
+        self._dashboard: Dashboard
 
     async def run(self) -> None:
         """Raises OSError where an address cannot be had, ConfigError for a bad workers file."""
-        config = self._config
-        loop = asyncio.get_running_loop()
-        now = time.monotonic  # uvloop's own clock stands still within a turn of the loop
         raise_file_limit()
-        executor = ThreadPoolExecutor(config.tokenize_threads, thread_name_prefix="tokenize")
-        index = make_index(config.index)  # type: ignore[arg-type]
-        core = RouterCore(index, config.core, seed=config.seed)
-        metrics = Metrics()
-        timeouts = config.edge.timeouts
-        pool = UpstreamPool(connect_s_max=timeouts.connect_s)
-        key = config.worker_api_key
-        authorization = f"Bearer {key}".encode() if key is not None else None
-        proxy = Proxy(core, pool, metrics, now=now, timeouts=timeouts, worker_authorization=authorization)
-        proxy.on_end.append(lambda exchange: count_end(core, metrics, exchange, now()))
-        prompts = PromptReader(executor, override=config.tokenizer, chat_template=config.chat_template)
-        headers = {"Authorization": f"Bearer {key}"} if key is not None else None
         async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self._executor.shutdown, wait=False, cancel_futures=True)
+            stack.callback(self._pool.close)
+            self._start_feed()
+            stack.callback(self._feed.close)
             session = await stack.enter_async_context(aiohttp.ClientSession())
-            suspects: list[Callable[[str], None]] = []
-
-            def stream_changed(worker_id: str, up: bool) -> None:
-                if not up:  # on the feed's thread
-                    for suspect in suspects:
-                        loop.call_soon_threadsafe(suspect, worker_id)
-
-            feed = IndexFeed(index, on_connection=stream_changed)
-            feed.start()
-            stack.callback(feed.close)
-            for endpoint in config.bind_events:
-                log.info("publishers may connect to %s", feed.bind(endpoint))
-            prober = Prober(session, headers=headers)
-            fleet = Workers(core, prober, feed, prompts, proxy.perform, config.fleet, now=now)
-            suspects.append(fleet.suspect)
-            stack.push_async_callback(fleet.close)
-            proxy.on_worker_lost.append(feed.lost)
-
-            def failed(decision: Decision | None, kind: FailureKind, reason: str) -> None:
-                if decision is not None:
-                    log.warning("attempt on %s failed (%s): %s", decision.worker, kind.value, reason)
-                    fleet.suspect(decision.worker)
-
-            proxy.on_failure.append(failed)
-
-            def extra() -> Iterable[Family]:
-                yield from prompt_families(prompts)
-                yield from feed_families(feed.totals())
-
-            admin = Admin(core, fleet, prompts, metrics, now=now, version=self._version, extra_families=extra)
-            dashboard = Dashboard(core, proxy, prompts, admin.workers)
-            admin.show(dashboard)
-            app = RouterApp(core, proxy, prompts, metrics, config.edge, admin, serves_admin=self._may_administer)
-            listeners = [Listener(app, config.edge)]
-            tls = tls_context(config.tls)
-            port = await listeners[0].start(config.host, config.port, tls)
-            if config.admin is not None:
-                admin_app = RouterApp(core, proxy, prompts, metrics, config.edge, admin, serves_admin=_always)
-                listeners.append(Listener(admin_app, config.edge))
-                admin_port = await listeners[1].start(*config.admin, tls)
-                log.info("admin routes on %s:%d", config.admin[0], admin_port)
-            self._start_fleet(fleet)
-            stack.callback(pool.close)
-            stack.callback(executor.shutdown, wait=False, cancel_futures=True)
-            peers = self._meet_peers(core)
-            if peers is not None:
-                stack.callback(peers.close)
-            beat = loop.create_task(self._beat(core, proxy, pool, feed, listeners, peers, dashboard))
+            siblings = None if self._config.share is None else Siblings(self._config.share)
+            if siblings is not None:
+                stack.push_async_callback(siblings.close)
+            self._assemble(session, siblings)
+            stack.push_async_callback(self._fleet.close)
+            port = await self._listen()
+            self._start_fleet()
+            self._peers = self._meet_peers()
+            if self._peers is not None:
+                stack.callback(self._peers.close)
+            beat = self._loop.create_task(self._beat())
             stack.callback(beat.cancel)
             settle_heap()
             self._announce(port)
             for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self._signalled, listeners, proxy)
-            waiting = loop.create_task(self._stop.wait())
+                self._loop.add_signal_handler(number, self._signalled)
+            waiting = self._loop.create_task(self._stop.wait())
             done, _ = await asyncio.wait({waiting, beat}, return_when=asyncio.FIRST_COMPLETED)
             if beat in done:
                 beat.result()
-            admin.draining = True
-            await self._drain(listeners, proxy)
+            self._admin.draining = True
+            await self._drain()
 
-    def _start_fleet(self, fleet: Workers) -> None:
+    # Building -----------------------------------------------------------------------------------------------------
+
+    def _start_feed(self) -> None:
+        self._feed.start()
+        for endpoint in self._config.bind_events:
+            log.info("publishers may connect to %s", self._feed.bind(endpoint))
+
+    def _assemble(self, session: aiohttp.ClientSession, siblings: Siblings | None) -> None:
+        config, proxy = self._config, self._proxy
+        key = config.worker_api_key
+        prober = Prober(session, headers={"Authorization": f"Bearer {key}"} if key is not None else None)
+        self._fleet = Workers(self._core, prober, self._feed, self._prompts, proxy.perform, config.fleet, now=self._now)
+        self._admin = Admin(
+            self._core,
+            self._fleet,
+            self._prompts,
+            self._metrics,
+            now=self._now,
+            version=self._version,
+            feed_totals=self._feed.totals,
+            siblings=siblings,
+        )
+        self._dashboard = Dashboard(self._core, proxy, self._prompts, self._admin.workers)
+        self._admin.show(self._dashboard)
+        proxy.on_worker_lost.append(self._feed.lost)
+        proxy.on_failure.append(self._attempt_failed)
+        proxy.on_end.append(self._ended)
+
+    async def _listen(self) -> int:
+        """Open every address; the main one's port."""
+        config = self._config
+        tls = tls_context(config.tls)
+        shared = config.share is not None
+        main = self._listener(self._may_administer)
+        port = await main.start(config.host, config.port, tls, reuse_port=shared)
+        if config.admin is not None:
+            admin_port = await self._listener(_always).start(*config.admin, tls, reuse_port=shared)
+            log.info("admin routes on %s:%d", config.admin[0], admin_port)
+        if config.share is not None:
+            await self._listener(_always).start_unix(config.share.control(config.share.index))
+        return port
+
+    def _listener(self, serves_admin: object) -> Listener:
+        app = RouterApp(
+            self._core,
+            self._proxy,
+            self._prompts,
+            self._metrics,
+            self._config.edge,
+            self._admin,
+            serves_admin=serves_admin,  # type: ignore[arg-type]
+        )
+        listener = Listener(app, self._config.edge)
+        self._listeners.append(listener)
+        return listener
+
+    def _start_fleet(self) -> None:
         for flag in self._config.workers:
-            fleet.watch(flag, origin="operator")
+            self._fleet.watch(flag, origin="operator")
         for name in self._config.names:
-            fleet.follow_name(name)
+            self._fleet.follow_name(name)
         if self._config.workers_file is not None:
-            fleet.follow_file(self._config.workers_file)
+            self._fleet.follow_file(self._config.workers_file)
 
-    def _meet_peers(self, core: RouterCore) -> PeerSockets | None:
+    def _meet_peers(self) -> PeerSockets | None:
         """Share load with other routers where the operator named any. Raises OSError."""
         if not self._config.peers and self._config.peer_bind is None:
             return None
-        sockets = PeerSockets(
-            PeerLoads(core.tracker, f"{socket.gethostname()}/{os.getpid()}"), self._config.peer_bind, self._config.peers
-        )
-        if sockets.address is not None:
+        loads = PeerLoads(self._core.tracker, f"{socket.gethostname()}/{os.getpid()}")
+        sockets = PeerSockets(loads, self._config.peer_bind, self._config.peers)
+        if sockets.address is not None and self._config.share is None:
             log.info("other routers may follow this one's load with --peer %s", sockets.address)
         return sockets
 
-    async def _beat(
-        self,
-        core: RouterCore,
-        proxy: Proxy,
-        pool: UpstreamPool,
-        feed: IndexFeed,
-        listeners: Iterable[Listener],
-        peers: PeerSockets | None,
-        dashboard: Dashboard,
-    ) -> None:
+    def _announce(self, port: int) -> None:
+        scheme = "https" if self._config.tls is not None else "http"
+        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
+        log.info("policy %s, listening on %s://%s:%d", self._config.core.policy, scheme, host, port)
+        if self._config.announce:
+            print(f"router listening on {scheme}://{host}:{port}", flush=True)
+
+    # While it runs ------------------------------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
         """The core's clock, every timeout, idle connections."""
+        core, proxy = self._core, self._proxy
         sweep_s = self._config.edge.timeouts.sweep_s
         swept_s = 0.0
         while True:
             await asyncio.sleep(TICK_S)
-            now = time.monotonic()
-            if peers is not None:
-                peers.beat(now)
+            now = self._now()
+            if self._peers is not None:
+                self._peers.beat(now)
             due = core.next_tick()
             if due is not None and due <= now:
                 proxy.perform(core.tick(now))
             if now - swept_s >= sweep_s:
                 swept_s = now
                 proxy.sweep(now)
-                pool.close_idle(now)
-                for listener in listeners:
+                self._pool.close_idle(now)
+                for listener in self._listeners:
                     listener.sweep(now)
-                dashboard.beat(now)
+                self._dashboard.beat(now)
                 for worker_id in core.workers:
-                    core.watchdog.events(worker_id, feed.stored_blocks(worker_id))
+                    core.watchdog.events(worker_id, self._feed.stored_blocks(worker_id))
+
+    def _stream_changed(self, worker_id: str, up: bool) -> None:
+        """A subscription broke off, maybe because its worker died. On the feed's thread."""
+        if not up:
+            self._loop.call_soon_threadsafe(self._fleet.suspect, worker_id)
+
+    def _attempt_failed(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
+        if decision is not None:
+            log.warning("attempt on %s failed (%s): %s", decision.worker, kind.value, reason)
+            self._fleet.suspect(decision.worker)
+
+    def _ended(self, exchange: Exchange) -> None:
+        now = self._now()
+        count_end(self._core, self._metrics, exchange, now)
+        share = self._config.log_share
+        if share and (share >= 1 or random.random() < share):
+            fields = request_fields(exchange, now)
+            log.info("request %s", " ".join(f"{k}={v}" for k, v in fields.items()), extra={"fields": fields})
 
     def _may_administer(self, connection: ClientConnection, request: Request) -> bool:
         """On the main address: nobody where there is an admin address, else who comes from this very machine.
@@ -226,33 +280,28 @@ class RouterProcess:
             return False
         return not any(request.header(name) for name in (b"x-forwarded-for", b"forwarded", b"x-real-ip", b"via"))
 
-    def _announce(self, port: int) -> None:
-        scheme = "https" if self._config.tls is not None else "http"
-        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
-        log.info("policy %s, listening on %s://%s:%d", self._config.core.policy, scheme, host, port)
-        if self._config.announce:
-            print(f"router listening on {scheme}://{host}:{port}", flush=True)
+    # Ending -------------------------------------------------------------------------------------------------------
 
-    def _signalled(self, listeners: Iterable[Listener], proxy: Proxy) -> None:
+    def _signalled(self) -> None:
         if self._stop.is_set():
-            log.warning("second signal: %d requests are cut off", len(proxy.exchanges))
-            for listener in listeners:
+            log.warning("second signal: %d requests are cut off", len(self._proxy.exchanges))
+            for listener in self._listeners:
                 listener.abort()
         self._stop.set()
 
-    async def _drain(self, listeners: list[Listener], proxy: Proxy) -> None:
+    async def _drain(self) -> None:
         """No new requests; those in flight have `shutdown_s` to end."""
-        for listener in listeners:
+        for listener in self._listeners:
             listener.stop_listening()
-        deadline_s = time.monotonic() + self._config.edge.shutdown_s
-        if proxy.exchanges:
-            log.info("shutting down: %d requests in flight", len(proxy.exchanges))
-        while any(not connection.idle for one in listeners for connection in one.connections):
-            if time.monotonic() > deadline_s:
-                log.warning("%d requests were not done in time and are cut off", len(proxy.exchanges))
+        deadline_s = self._now() + self._config.edge.shutdown_s
+        if self._proxy.exchanges:
+            log.info("shutting down: %d requests in flight", len(self._proxy.exchanges))
+        while any(listener.busy for listener in self._listeners):
+            if self._now() > deadline_s:
+                log.warning("%d requests were not done in time and are cut off", len(self._proxy.exchanges))
                 break
             await asyncio.sleep(0.02)
-        for listener in listeners:
+        for listener in self._listeners:
             listener.abort()
         await asyncio.sleep(0)
 
@@ -279,6 +328,31 @@ def count_end(core: RouterCore, metrics: Metrics, exchange: Exchange, now: float
     if usage is not None:
         metrics.reported_prompt_tokens += usage.prompt_tokens or 0
         metrics.reported_cached_tokens += usage.cached_tokens or 0
+
+
+def request_fields(exchange: Exchange, now: float) -> dict[str, object]:
+    """What the log says of a request."""
+    route, decision, usage = exchange.route, exchange.decision, exchange.usage
+    fields: dict[str, object] = {
+        "request_id": exchange.trace_id.decode("latin-1"),
+        "path": exchange.request.path,
+        "outcome": exchange.outcome,
+        "seconds": round(now - exchange.started_s, 4),
+    }
+    if exchange.first_byte_s is not None:
+        fields["first_byte_seconds"] = round(exchange.first_byte_s - exchange.started_s, 4)
+    if route is not None:
+        fields |= {"model": route.model, "prompt_tokens": route.prompt_tokens, "stream": route.stream}
+    if decision is not None:
+        fields |= {
+            "worker": decision.worker,
+            "attempt": decision.attempt,
+            "predicted_cached_tokens": decision.predicted_cached_tokens,
+            "predicted_ttft_seconds": round(decision.predicted_ttft_s, 4),
+        }
+    if usage is not None and usage.cached_tokens is not None:
+        fields["cached_tokens"] = usage.cached_tokens
+    return fields
 
 
 def settle_heap() -> None:

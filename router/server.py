@@ -13,6 +13,7 @@ import os
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from prompts.errors import RequestError
 from prompts.routing import RoutingRequest, parse_routing
@@ -232,6 +233,17 @@ class Listener:
             connected, host, port, ssl=tls, backlog=2048, reuse_port=reuse_port or None
         )
         return int(self._server.sockets[0].getsockname()[1])
+
+    async def start_unix(self, path: Path) -> None:
+        """Listen on a Unix socket. Raises OSError."""
+        path.unlink(missing_ok=True)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(lambda: ClientConnection(self._app, self.connections), str(path))
+
+    @property
+    def busy(self) -> bool:
+        """A request is being answered."""
+        return any(not connection.idle for connection in self.connections)
 
     def sweep(self, now: float) -> None:
         for connection in list(self.connections):

@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 
 from router.http_response import HeadParser
 
-
 JOIN_BYTES_MAX = 64 * 1024
 """Up to this size a copy is cheaper than a vectored write."""
 
