@@ -26,7 +26,7 @@ class NativeIndex(Index):
         self._declare_groups(holder, [tuple(group.get(field) for field in fields) for group in groups])
 
     def prepare(self, token_ids: Sequence[int]) -> Sequence[int] | bytes:
-        return cast(bytes, pack(token_ids))
+        return pack(token_ids)
 
     def match(self, token_ids: Sequence[int] | bytes, scope: Scope) -> list[Match]:
         return cast(list[Match], self._match(token_ids, scope.model, scope.salt, scope.lora, scope.media))

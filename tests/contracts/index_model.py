@@ -97,6 +97,12 @@ class World:
         self.full = next(spec for spec in specs if spec.kind in (None, "full_attention"))
         self._names: dict[tuple[Prefix, int], int] = {}
         self._bytes = named_by_bytes
+        # Where one group cuts prompts in several ways, a prefix can be covered by other blocks than a run's parent, and
+        # a run whose parent is gone is not to be placed by anybody: there, runs follow blocks that are resident.
+        self._mixed = len({spec.size for spec in specs if spec.idx == self.full.idx}) > 1
+
+    def _resident(self, prefix: Prefix, size: int) -> bool:
+        return any(copies for (_, _, held, n), copies in self.model.resident.items() if (held, n) == (prefix, size))
 
     def name(self, prefix: Prefix, size: int) -> Any:
         """Opaque, stable, unique. One name per (prefix, block length), shared by the groups, as in vLLM."""
@@ -111,6 +117,8 @@ class World:
         size = spec.size
         if spec.idx != self.full.idx and self.full.idx not in self.model.spoken:
             return []
+        if self._mixed and not self._resident(prompt[: first * size], size):
+            first = 0
         ends = [end for end in range((first + 1) * size, (first + count) * size + 1, size) if end <= len(prompt)]
         if not ends:
             return []
@@ -130,7 +138,7 @@ class World:
         size = spec.size
         if self.full.idx not in self.model.spoken or self.full.size != size or spec.idx == self.full.idx:
             return []
-        ends = [end for end in range(size, len(prompt) + 1, size)]
+        ends = list(range(size, len(prompt) + 1, size))
         kept = [end for i, end in enumerate(ends) if mask >> i & 1]
         if not ends or len(kept) == len(ends):
             return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
@@ -22,6 +23,8 @@ from router.view import IngestReport, PrefixIndex, Scope
 
 TESTS = Path(__file__).resolve().parent.parent
 SCOPE = Scope("m")
+EXAMPLES = int(os.environ.get("LOCKSTEP_EXAMPLES", "150"))
+"""More for a long run: LOCKSTEP_EXAMPLES=20000."""
 
 
 def load(path: Path) -> ModuleType:
@@ -101,7 +104,7 @@ def compare(index: PrefixIndex, worlds: list[Any], holders: list[Any], prompt: t
 
 
 @pytest.mark.parametrize("factory", index_factories)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     layouts=st.lists(st.sampled_from(LAYOUTS), min_size=1, max_size=3),
     steps=st.lists(st.tuples(st.integers(0, 2), operations), max_size=4),
@@ -140,7 +143,7 @@ def test_index_equals_the_model(
         compare(index, worlds, holders, tuple(bits >> i & 1 for i in range(8)))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     layouts=st.lists(st.sampled_from(LAYOUTS), min_size=1, max_size=3),
     steps=st.lists(st.tuples(st.integers(0, 2), operations), max_size=4),
