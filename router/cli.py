@@ -71,6 +71,9 @@ def _options(function: Any) -> Any:
                      "as load. May be repeated."),
         click.option("--peer-bind", metavar="ENDPOINT",
                      help="Tell other routers this one's load there, e.g. tcp://*:5600."),
+        click.option("--snapshot-from", "snapshot_urls", multiple=True, metavar="URL",
+                     help="A running router's admin address: start from what it knows of workers that offer no "
+                     "snapshot (vLLM with replay). May be repeated."),
         click.option("--host", default="127.0.0.1", show_default=True, help="Interface of the API."),
         click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True,
                      help="0 lets the system choose."),
@@ -178,6 +181,7 @@ def build_config(flags: dict[str, Any]) -> ProcessConfig:
         bind_events=flags["bind_events"],
         peers=flags["peers"],
         peer_bind=flags["peer_bind"],
+        snapshot_urls=flags["snapshot_urls"],
         worker_api_key=flags["worker_api_key"],
         admin=None if flags["admin"] is None else _address("--admin", flags["admin"]),
         tls=None if flags["tls_cert"] is None else (flags["tls_cert"], flags["tls_key"]),

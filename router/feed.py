@@ -12,7 +12,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,13 +21,27 @@ import msgspec
 from events.feed import EventFeed, StreamSource
 from events.instructions import Apply, Clear, Gap, Instruction, Malformed, Origin, Restarted
 from events.sources import EventSource
-from events.stream import StreamConfig, StreamState
+from events.stream import StreamConfig, StreamState, digest
 from router.view import HolderId, PrefixIndex
 
 log = logging.getLogger("router")
 
 MALFORMED_KEPT = 3
 """Messages about malformed events kept for `/workers`; all are counted, the first is logged."""
+
+
+SNAPSHOT_VERSION = 1
+
+
+class PeerSnapshot(msgspec.Struct, array_like=True):
+    """One stream as a router knows it, for another that starts late (peer_snapshot.py)."""
+
+    version: int
+    seq: int
+    digest: int
+    """Of the payload of batch `seq`, as events.stream makes it."""
+    chunks: list[bytes]
+    """Payloads for an index with the same seed."""
 
 
 @dataclass(slots=True)
@@ -59,6 +73,8 @@ class _Stream:
     counters: StreamCounters
     up: bool = False
     last_seq: int | None = None
+    position: tuple[int, int] | None = None
+    """(seq, digest) of the last batch applied, while the index holds exactly what follows from it."""
     last_event_s: float | None = None
     """Wall clock of the last live batch's arrival."""
     topic: str = ""
@@ -102,9 +118,18 @@ class IndexFeed:
         """
         return self._feed.bind(endpoint, self._accept)
 
-    def follow(self, worker_id: str, sources: Sequence[EventSource], holders: Sequence[HolderId]) -> None:
+    def follow(
+        self,
+        worker_id: str,
+        sources: Sequence[EventSource],
+        holders: Sequence[HolderId],
+        snapshots: Mapping[int, PeerSnapshot] | None = None,
+    ) -> None:
         """Listen to `sources[rank]` for `holders[rank]`, instead of what was followed before. Without a change of
-        address or holder only the epochs are passed on."""
+        address or holder only the epochs are passed on.
+
+        `snapshots`: by rank, what another router knows; a stream starts from it if the worker's replay confirms it.
+        """
         known = self._workers.get(worker_id, [])
         wanted = list(zip(sources, holders))
         if len(known) == len(wanted) and all(_same(s, source, h) for s, (source, h) in zip(known, wanted)):
@@ -118,7 +143,8 @@ class IndexFeed:
         for stream in known:
             self._clear(stream)  # the new stream starts from nothing and sends no Clear of its own
         self._workers[worker_id] = [
-            self._add(worker_id, rank, source, holder) for rank, (source, holder) in enumerate(wanted)
+            self._add(worker_id, rank, source, holder, (snapshots or {}).get(rank))
+            for rank, (source, holder) in enumerate(wanted)
         ]
 
     def forget(self, worker_id: str) -> None:
@@ -140,6 +166,22 @@ class IndexFeed:
     def stored_blocks(self, worker_id: str) -> int:
         """Blocks the worker announced so far: what the drift watchdog wants to know."""
         return sum(stream.counters.stored for stream in self._workers.get(worker_id, []))
+
+    def snapshot(self, worker_id: str, rank: int) -> PeerSnapshot | None:
+        """What another router may start from; None where this one is not in step with the stream. Takes the feed's
+        lock for as long as the dump takes."""
+        streams = self._workers.get(worker_id, [])
+        if rank >= len(streams) or not self.synced(worker_id):
+            return None
+        stream = streams[rank]
+        with self._lock:
+            if stream.position is None or stream.stream_id not in self._streams:
+                return None
+            try:
+                chunks = self._index.dump(stream.holder)
+            except KeyError:
+                return None
+            return PeerSnapshot(SNAPSHOT_VERSION, *stream.position, chunks)
 
     def details(self, worker_id: str) -> dict[str, Any]:
         """What is known of a worker's streams, for `/workers`."""
@@ -185,17 +227,33 @@ class IndexFeed:
         }
 
     # Changing what is followed -------------------------------------------------------------------------------------
-    def _add(self, worker_id: str, rank: int, source: EventSource, holder: HolderId) -> _Stream:
+    def _add(
+        self, worker_id: str, rank: int, source: EventSource, holder: HolderId, snapshot: PeerSnapshot | None = None
+    ) -> _Stream:
         stream_id = f"{worker_id}#{rank}@{next(self._generation)}"
         counters = self._counters.setdefault((worker_id, rank), StreamCounters())
         stream = _Stream(worker_id, rank, source, holder, stream_id, counters, topic=source.topic)
         self._declare(stream)
         with self._lock:
             self._streams[stream_id] = stream
-        self._feed.add(_stream_source(stream))
+        self._feed.add(_stream_source(stream, self._start_from(stream, snapshot)))
         if source.epoch is not None:
             self._feed.epoch(stream_id, source.epoch)
         return stream
+
+    def _start_from(self, stream: _Stream, snapshot: PeerSnapshot | None) -> tuple[int, int] | None:
+        """Apply a peer's snapshot; the place in the stream that the worker has to confirm, None without one."""
+        if snapshot is None:
+            return None
+        for chunk in snapshot.chunks:
+            report = self._index.ingest(stream.holder, chunk)
+            stream.counters.snapshots += 1
+            if report.malformed:
+                log.warning("worker %s: a peer's snapshot is not used: %s", stream.worker_id, report.malformed[0])
+                self._clear(stream)
+                return None
+        stream.position = (snapshot.seq, snapshot.digest)
+        return stream.position
 
     def _declare(self, stream: _Stream) -> None:
         if stream.source.groups:
@@ -208,6 +266,7 @@ class IndexFeed:
                 self._streams.pop(stream.stream_id, None)
 
     def _clear(self, stream: _Stream) -> None:
+        stream.position = None
         try:
             self._index.clear(stream.holder)
         except KeyError:
@@ -276,6 +335,7 @@ class IndexFeed:
             counters.snapshots += 1
         if apply.seq is not None:
             stream.last_seq = apply.seq
+            stream.position = (apply.seq, digest(apply.payload))
 
     def _malformed(self, stream: _Stream, reason: str) -> None:
         if stream.counters.malformed == 0:
@@ -295,7 +355,7 @@ def _same(stream: _Stream, source: EventSource, holder: HolderId) -> bool:
     )
 
 
-def _stream_source(stream: _Stream) -> StreamSource:
+def _stream_source(stream: _Stream, resume: tuple[int, int] | None = None) -> StreamSource:
     source = stream.source
     return StreamSource(
         stream_id=stream.stream_id,
@@ -303,4 +363,5 @@ def _stream_source(stream: _Stream) -> StreamSource:
         replay_endpoint=source.replay_endpoint,
         topic=source.topic or None,
         config=StreamConfig(),
+        resume=resume,
     )

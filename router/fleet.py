@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +24,9 @@ from events.sources import EventSource
 from router.config import ConfigError
 from router.core import RouterCore
 from router.discovery import Prober, WorkerFacts, WorkerFlag, parse_worker_flag, worker_id_of, worker_spec
+from router.feed import PeerSnapshot
 from router.messages import FailureKind, Instruction
+from router.peer_snapshot import PeerClient
 from router.tokenizing import PromptReader
 from router.view import HolderId
 from router.workers import WorkerState
@@ -42,7 +44,13 @@ RESTART_S = 1.0
 class EventFeed(Protocol):
     """Who listens to the workers' events and fills the index."""
 
-    def follow(self, worker_id: str, sources: Sequence[EventSource], holders: Sequence[HolderId]) -> None:
+    def follow(
+        self,
+        worker_id: str,
+        sources: Sequence[EventSource],
+        holders: Sequence[HolderId],
+        snapshots: Mapping[int, PeerSnapshot] | None = None,
+    ) -> None:
         """Listen to `sources[rank]` for `holders[rank]`, instead of what was followed before."""
 
     def forget(self, worker_id: str) -> None: ...
@@ -94,8 +102,11 @@ class Workers:
         config: FleetConfig,
         *,
         now: Callable[[], float],
+        peers: PeerClient | None = None,
     ) -> None:
+        """`peers`: other routers, to start from what they know of a worker's cache."""
         self._core = core
+        self._peers = peers
         self._prober = prober
         self._feed = feed
         self._prompts = prompts
@@ -260,18 +271,20 @@ class Workers:
             return False
         member.problem, member.failures = "", 0
         await self._read_tokenizers(member, facts)
-        self._register(member, facts)
+        is_new = member.flag.worker_id not in self._core.workers
+        snapshots = await self._peers.snapshots(member.flag.worker_id, facts.sources) if is_new and self._peers else {}
+        self._register(member, facts, snapshots)
         log.info(
             "worker %s is up: %s, %s", member.flag.worker_id, ", ".join(model.name for model in facts.models),
             f"events from {facts.sources[0].endpoint}" if facts.sources else "no events",
         )  # fmt: skip
         return True
 
-    def _register(self, member: _Member, facts: WorkerFacts) -> None:
+    def _register(self, member: _Member, facts: WorkerFacts, snapshots: Mapping[int, PeerSnapshot]) -> None:
         spec = worker_spec(member.flag, facts)
         worker = self._core.add_worker(spec, self._now(), up=True)
         member.facts = facts
-        self._feed.follow(spec.worker_id, facts.sources, worker.holders)
+        self._feed.follow(spec.worker_id, facts.sources, worker.holders, snapshots)
         if worker.state_reason not in NOT_CURED_BY_HEALTH:
             self._perform(self._core.worker_up(spec.worker_id, self._now()))
 

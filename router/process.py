@@ -35,6 +35,7 @@ from router.http_server import ClientConnection
 from router.index import make_index
 from router.messages import Decision, FailureKind
 from router.metrics import Metrics
+from router.peer_snapshot import PeerClient, PeerRoutes, ask_seed
 from router.peers import PeerLoads, PeerSockets
 from router.proxy import Exchange, Proxy
 from router.server import COMPLETIONS, TICK_S, EdgeConfig, Listener, RouterApp
@@ -68,6 +69,8 @@ class ProcessConfig:
     """Addresses where other routers of the same workers publish their load."""
     peer_bind: str | None = None
     """Where this router publishes its own."""
+    snapshot_urls: tuple[str, ...] = ()
+    """Admin addresses of routers from whose knowledge this one starts."""
     worker_api_key: str | None = None
     admin: tuple[str, int] | None = None
     """Address of the admin routes; None serves them to loopback on the main one."""
@@ -93,7 +96,8 @@ class RouterProcess:
         self._now = time.monotonic  # uvloop's own clock stands still within a turn of the loop
         self._stop = asyncio.Event()
         self._executor = ThreadPoolExecutor(config.tokenize_threads, thread_name_prefix="tokenize")
-        self._index = make_index(config.index)  # type: ignore[arg-type]
+        seed, self._snapshot_urls = ask_seed(config.snapshot_urls)
+        self._index = make_index(config.index, seed)  # type: ignore[arg-type]
         self._core = RouterCore(self._index, config.core, seed=config.seed)
         self._metrics = Metrics()
         self._pool = UpstreamPool(connect_s_max=config.edge.timeouts.connect_s)
@@ -158,7 +162,10 @@ class RouterProcess:
         config, proxy = self._config, self._proxy
         key = config.worker_api_key
         prober = Prober(session, headers={"Authorization": f"Bearer {key}"} if key is not None else None)
-        self._fleet = Workers(self._core, prober, self._feed, self._prompts, proxy.perform, config.fleet, now=self._now)
+        others = PeerClient(session, self._snapshot_urls)
+        self._fleet = Workers(
+            self._core, prober, self._feed, self._prompts, proxy.perform, config.fleet, now=self._now, peers=others
+        )
         self._admin = Admin(
             self._core,
             self._fleet,
@@ -171,6 +178,9 @@ class RouterProcess:
         )
         self._dashboard = Dashboard(self._core, proxy, self._prompts, self._admin.workers)
         self._admin.show(self._dashboard)
+        routes = PeerRoutes(self._index.seed, self._feed.snapshot)
+        self._admin.add_route("GET", "/peer", routes.index, public=False)
+        self._admin.add_route("GET", "/peer/*", routes.stream, public=False)
         proxy.on_worker_lost.append(self._feed.lost)
         proxy.on_failure.append(self._attempt_failed)
         proxy.on_end.append(self._ended)

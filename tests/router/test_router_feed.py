@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
 from events.config import KVEventsConfig
@@ -169,3 +170,65 @@ def test_what_cannot_be_read_is_counted_and_shown(index: ReferenceIndex, feed: I
     (row,) = feed.details("a")["streams"]
     assert row["malformed"] == 2
     assert len(row["problems"]) == 2
+
+
+def test_a_late_router_starts_from_what_a_peer_knows() -> None:
+    """The worker is as vLLM: replay, no snapshots, and its ring no longer holds the beginning."""
+    pub = EventPublisher(
+        KVEventsConfig(enable_kv_cache_events=True, endpoint="tcp://*:*", replay_endpoint="tcp://*:*", buffer_steps=2)
+    )
+    source = msgspec.structs.replace(source_of(pub), snapshot=False)
+    old, late = ReferenceIndex(7), ReferenceIndex(7)
+    holders = [index.add_holder("a", "m") for index in (old, late)]
+    first, second = feeds = [IndexFeed(index) for index in (old, late)]
+    for feed in feeds:
+        feed.start()
+    first.follow("a", [source], holders[:1])
+    until(lambda: first.synced("a"), "the first router follows")
+    for i in range(6):
+        pub.publish(stored(i, 1))
+    until(lambda: cached(old, holders[0]) == 24, "the first router knows all")
+    snapshot = first.snapshot("a", 0)
+    assert snapshot is not None
+    assert (snapshot.seq, first.snapshot("a", 1), first.snapshot("b", 0)) == (5, None, None)
+    pub.publish(stored(6, 1))  # after the snapshot, before it is used
+    second.follow("a", [source], holders[1:2], {0: snapshot})
+    until(lambda: second.synced("a"), "the late router follows")
+    assert cached(late, holders[1]) == 28
+    (row,) = second.details("a")["streams"]
+    assert (row["snapshots"], row["replayed"], row["restarts"]) == (len(snapshot.chunks), 1, 0)
+    pub.publish([BlockRemoved([7], "GPU")])
+    until(lambda: cached(late, holders[1]) == 24, "it goes on from there")
+    for feed in feeds:
+        feed.close()
+    pub.close()
+    late.check_invariants()
+
+
+@pytest.mark.parametrize("fault", ["another history", "another seed", "restarted"])
+def test_a_peers_snapshot_that_the_worker_does_not_confirm_is_forgotten(fault: str) -> None:
+    pub, other = publisher(), publisher()
+    for one in (pub, other):
+        one.publish(stored(0, 3))
+        one.publish(stored(3, 2) if one is pub else [BlockRemoved([1], "GPU")])
+    old, late = ReferenceIndex(7), ReferenceIndex(8 if fault == "another seed" else 7)
+    holder = late.add_holder("a", "m")
+    first, second = IndexFeed(old), IndexFeed(late)
+    first.start()
+    second.start()
+    first.follow("a", [source_of(pub)], [old.add_holder("a", "m")])
+    until(lambda: first.synced("a"), "the first router follows")
+    pub.publish(stored(5, 1))
+    until(lambda: first.snapshot("a", 0) is not None, "the first router is in step")
+    snapshot = first.snapshot("a", 0)
+    assert snapshot is not None
+    empty = publisher()
+    follow = {"another history": other, "another seed": pub, "restarted": empty}[fault]
+    second.follow("a", [msgspec.structs.replace(source_of(follow), snapshot=False)], [holder], {0: snapshot})
+    until(lambda: second.synced("a"), "the second router follows")
+    until(lambda: cached(late, holder) == {"another history": 0, "another seed": 24, "restarted": 0}[fault], fault)
+    for feed in (first, second):
+        feed.close()
+    for one in (pub, other, empty):
+        one.close()
+    late.check_invariants()

@@ -1,0 +1,67 @@
+"""A second router starts late before workers as vLLM's: it takes the first one's knowledge, and the worker confirms it.
+
+The worker is the scripted one of scripts/event_faults, whose ring has lost the beginning by the time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.live
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any, Any]]:
+    """The scripted worker's modules."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts"))
+    names = ("event_faults_worker", "event_faults_routers", "event_faults_script")
+    yield tuple(importlib.import_module(name) for name in names)  # type: ignore[misc]
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["confirmed", "restarted meanwhile"])
+def test_a_late_router_asks_the_one_that_was_there(parts: tuple[Any, Any, Any], restarted: bool) -> None:
+    worker_module, routers, script = parts
+    worker = worker_module.FakeWorker("m", worker_module.Publisher())
+    first = routers.Ours()
+    late = None
+    try:
+        first.attach([worker])
+        assert worker.publisher.await_subscriber()
+        rng = random.Random(5)
+        prompt = [rng.randrange(1000, 30000) for _ in range(165)]
+        body = {"model": "m", "prompt": prompt, "max_tokens": 1}
+        names = [rng.getrandbits(64) for _ in range(10)]
+        for block in range(10):
+            parent = names[block - 1] if block else None
+            worker.publisher.publish(script.stored([names[block]], prompt[block * 16 : block * 16 + 16], parent))
+        assert routers.await_true(lambda: first.predicted(first.url, body) == {worker.port: 160}, 10)
+        worker.publisher.trim(9)
+        if restarted:
+            first_seen = worker.publisher.seq
+            worker.publisher.restart()
+            while worker.publisher.seq < first_seen:  # another history of the same length
+                worker.publisher.publish(script.stored([rng.getrandbits(64)], [1] * 16), lost=True)
+        late = routers.Ours(args=("--snapshot-from", first.url))
+        late.attach([worker])
+        expected = {worker.port: 0 if restarted else 160}
+        assert routers.await_true(lambda: late.predicted(late.url, body) == expected, 10), late.predicted(
+            late.url, body
+        )
+        alone = routers.Ours()
+        alone.attach([worker])
+        assert alone.predicted(alone.url, body) == {worker.port: 0}, "the ring alone does not tell"
+        alone.close()
+    finally:
+        for router in (first, late):
+            if router is not None:
+                router.close()
+        worker.close()
