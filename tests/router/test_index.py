@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from router.digest import Digester
 from router.index import ReferenceIndex, make_index
 from router.view import PrefixIndex
 
@@ -80,3 +82,63 @@ def test_predicts_what_real_engines_reused(kind: str) -> None:
 def test_make_index_rejects_unknown_kinds() -> None:
     with pytest.raises(ValueError, match="auto, native or reference"):
         make_index("fast")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("factory", index_factories)
+def test_readers_beside_a_writer(factory: Callable[[], PrefixIndex]) -> None:
+    """What a reader sees is always the state between two batches: the whole prompt or nothing of it."""
+    index = factory()
+    holders = [index.add_holder(f"w{i}", "m") for i in range(3)]
+    store, clear = contract.batch(contract.run(8)), contract.batch(contract.AllBlocksCleared())
+    seen: set[int] = set()
+    faults: list[BaseException] = []
+    stop = threading.Event()
+
+    def read() -> None:
+        try:
+            while not stop.is_set():
+                pin = index.pin(holders[0], contract.PROMPT, contract.SCOPE)
+                seen.update(match.tokens for match in index.match(contract.PROMPT, contract.SCOPE))
+                index.stats()
+                index.unpin(pin)
+        except BaseException as error:
+            faults.append(error)
+            raise
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    for turn in range(300):
+        index.ingest(holders[turn % 3], store)
+        index.ingest(holders[(turn + 1) % 3], clear)
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert not faults
+    assert seen <= {0, 128}
+    assert index.stats().pins == 0
+
+
+def test_without_the_native_index_the_reference_serves_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "router.index_native", None)
+    assert isinstance(make_index("auto"), ReferenceIndex)
+    assert len(caplog.records) == 1
+    assert "native index" in caplog.text
+    with pytest.raises(ImportError):
+        make_index("native")
+
+
+def test_digests_do_not_depend_on_how_a_prompt_is_cut() -> None:
+    digester = Digester(7)
+    tokens = list(range(1000, 1100))
+    media = [(3, 11), (40, 12), (40, 13)]
+    whole = digester.extend(5, tokens, 0, media)
+    for cut in (1, 3, 16, 40, 41, 99):
+        head = digester.extend(5, tokens[:cut], 0, media)
+        assert head + digester.extend(head[-1], tokens[cut:], cut, media) == whole
+    assert len({*whole}) == len(whole)
+    scopes = [(None, None), ("", None), (None, ""), ("a", None), (None, "a"), ("a", "b"), ("ab", ""), ("b", "a")]
+    assert len({digester.start("m", salt, lora) for salt, lora in scopes}) == len(scopes)
+    assert Digester().seed != Digester().seed
