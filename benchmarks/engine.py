@@ -132,11 +132,12 @@ def _peers(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> li
 @click.option("--threads", default=1, show_default=True, help="Of each system that we start.")
 @click.option("--hf/--no-hf", default=True, show_default=True)
 @click.option("--events/--no-events", default=True, show_default=True, help="Measure what publishing costs.")
+@click.option("--only-events", is_flag=True, help="Measure nothing else.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False))
 def main(
     model: str, peers: list[tuple[str, str]], users: list[int], prompt_lens: list[int], outputs: int, rounds: int,
-    turns: int, threads: int, hf: bool, events: bool, seed: int, json_file: Path | None,
+    turns: int, threads: int, hf: bool, events: bool, only_events: bool, seed: int, json_file: Path | None,
 ) -> None:  # fmt: skip
     folder = builtin_model(model) if model in PRESETS else Path(model)
     config = json.loads((folder / "config.json").read_text())
@@ -146,24 +147,27 @@ def main(
     textless = spoken < config["vocab_size"] // 2  # a shape with random weights: most of its tokens have no text
     where = machine()
     print(", ".join(f"{name} {value}" for name, value in where.items()))
-    print(f"model {model}: {config['model_type']}, {config['dtype']}, {threads} thread(s)")
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    print(f"model {model}: {config['model_type']}, {dtype}, {threads} thread(s)")
     report: dict[str, Any] = {"machine": where, "model": model, "outputs": outputs, "settings": []}
-    with ExitStack() as stack:
-        url = stack.enter_context(engine_serve(folder, threads, ("--max-model-len", str(max(prompt_lens) + outputs))))
-        systems: list[System] = [HttpSystem(name, at, with_ids=textless) for name, at in [("blockcast", url), *peers]]
-        if hf:
-            generate = HfGenerate(folder, threads)
-            stack.callback(generate.close)
-            systems.append(generate)
-        for length in prompt_lens:
-            for system in systems:  # warm up
-                system.run(prompts.take(max(users), length), max(users), min(outputs, 8))
-            for count in users:
-                found = compare(systems, prompts, length, count, outputs, rounds, turns)
-                show(length, count, outputs, found)
-                rows = {name: [asdict(f) for f in figures] for name, figures in found.items()}
-                report["settings"].append({"users": count, "prompt_len": length, "systems": rows})
-    if events:
+    if not only_events:
+        with ExitStack() as stack:
+            flags = ("--max-model-len", str(max(prompt_lens) + outputs))
+            urls = [("blockcast", stack.enter_context(engine_serve(folder, threads, flags))), *peers]
+            systems: list[System] = [HttpSystem(name, url, with_ids=textless) for name, url in urls]
+            if hf:
+                generate = HfGenerate(folder, threads)
+                stack.callback(generate.close)
+                systems.append(generate)
+            for length in prompt_lens:
+                for system in systems:  # warm up
+                    system.run(prompts.take(max(users), length), max(users), min(outputs, 8))
+                for count in users:
+                    found = compare(systems, prompts, length, count, outputs, rounds, turns)
+                    show(length, count, outputs, found)
+                    rows = {name: [asdict(f) for f in figures] for name, figures in found.items()}
+                    report["settings"].append({"users": count, "prompt_len": length, "systems": rows})
+    if events or only_events:
         cost = measure_events(folder, threads, prompts.take, outputs, rounds)
         show_events(cost)
         report["events"] = asdict(cost)

@@ -108,7 +108,7 @@ def measure_events(
         for run in runs.values():
             run.play(prompts(USERS, PROMPT_LEN), 4)
         ratios = []
-        for number in range(max(4, rounds)):
+        for number in range(rounds):
             batch = prompts(USERS, PROMPT_LEN)
             order = (True, False) if number % 2 else (False, True)
             taken = {enabled: runs[enabled].play(batch, outputs)[0] for enabled in order}
@@ -136,7 +136,7 @@ def _inside(
 
     core._publish = counted
     seconds, steps = 0.0, 0
-    for _ in range(3):
+    for _ in ratios:
         more = run.play(prompts(USERS, PROMPT_LEN), outputs)
         seconds, steps = seconds + more[0], steps + more[1]
     total = sum(part.seconds for part in timed)

@@ -142,7 +142,7 @@ async def _closed_loop(url: str, bodies: list[bytes], users: int, output_len: in
         def new_user(done: asyncio.Future[None] = done) -> _User:
             return _User(address.netloc, feed, output_len, done)
 
-        _, user = await loop.create_connection(new_user, address.hostname, address.port or 80)
+        _, user = await loop.create_connection(new_user, address.hostname or address.netloc, address.port or 80)
         made.append(user)
         waits.append(done)
     await asyncio.gather(*waits)

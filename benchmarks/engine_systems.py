@@ -123,7 +123,10 @@ class HfGenerate:
 
     def run(self, prompts: list[list[int]], users: int, output_len: int) -> Figures:
         assert self._process.stdin is not None
-        ttfts, itls, gaps, wall_s, cpu_s = [], [], [], 0.0, self._cpu_s
+        ttfts: list[float] = []
+        itls: list[float] = []
+        gaps: list[float] = []
+        wall_s, cpu_s = 0.0, self._cpu_s
         for start in range(0, len(prompts), users):
             order = {"prompts": prompts[start : start + users], "output_len": output_len}
             self._process.stdin.write(json.dumps(order) + "\n")
