@@ -14,7 +14,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from kernels.blocked import blocked_attention
 from kernels.interface import IntArray, PagedKV, Ragged, slot_rows, wide
+from kernels.packed import has_fast_bf16
 from kernels.reference import ReferenceKernels
 
 BUCKET_SLACK_ROWS = 512
@@ -43,8 +45,7 @@ class PrefillChunk:
     end: int
     rows: torch.Tensor | None
     """[context] K rows of layer 0; None: the chunk is its whole context, K and V are at hand."""
-    seen: torch.Tensor | None
-    """[queries, context] True where a query sees a key; None: plain causal."""
+    window: int | None
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class CpuPlan:
     slots: torch.Tensor
     buckets: list[DecodeBucket]
     chunks: list[PrefillChunk]
-    masks: dict[tuple[int, torch.dtype], torch.Tensor]
+    masks: dict[tuple[int, torch.dtype], torch.Tensor | None]
     """Additive masks made so far, by bucket (0 .. ) or chunk (-1 ..) and dtype."""
 
 
@@ -89,7 +90,7 @@ class CpuKernels(ReferenceKernels):
         v_rows.index_copy_(0, plan.slots, v.reshape(-1, kv.row_elems))
         out: torch.Tensor | None = None
         for i, bucket in enumerate(plan.buckets):
-            part = self._decode(q, k_rows, v_rows, kv, bucket, self._mask(plan, i, bucket.valid, q.dtype), scale)
+            part = self._decode(q, k_rows, v_rows, kv, bucket, self._bucket_mask(plan, i, q.dtype), scale)
             if bucket.count == q.shape[0]:
                 return part
             out = torch.empty_like(q) if out is None else out
@@ -98,8 +99,7 @@ class CpuKernels(ReferenceKernels):
             else:
                 out[bucket.queries] = part
         for i, chunk in enumerate(plan.chunks):
-            mask = self._mask(plan, -1 - i, chunk.seen, q.dtype)
-            part = self._prefill(q, k, v, k_rows, v_rows, kv, chunk, mask, scale)
+            part = self._prefill(q, k, v, k_rows, v_rows, kv, plan, i, scale)
             if chunk.end - chunk.start == q.shape[0]:
                 return part
             out = torch.empty_like(q) if out is None else out
@@ -134,17 +134,21 @@ class CpuKernels(ReferenceKernels):
         k_rows: torch.Tensor,
         v_rows: torch.Tensor,
         kv: PagedKV,
-        chunk: PrefillChunk,
-        mask: torch.Tensor | None,
+        plan: CpuPlan,
+        which: int,
         scale: float,
     ) -> torch.Tensor:
-        queries = q[chunk.start : chunk.end].transpose(0, 1)[None]
+        chunk = plan.chunks[which]
         if chunk.rows is None:
             keys, values = k[chunk.start : chunk.end], v[chunk.start : chunk.end]
         else:
             shape = (chunk.rows.shape[0], kv.num_kv_heads, kv.head_dim)
             keys = self._gather("k", k_rows, chunk.rows).view(shape)
             values = self._gather("v", v_rows, chunk.rows).view(shape)
+        if q.dtype == torch.bfloat16 and has_fast_bf16():
+            return blocked_attention(q[chunk.start : chunk.end], keys, values, chunk.window, scale)
+        queries = q[chunk.start : chunk.end].transpose(0, 1)[None]
+        mask = self._chunk_mask(plan, which, keys.shape[0], q.dtype)
         part = F.scaled_dot_product_attention(
             queries,
             keys.transpose(0, 1)[None],
@@ -165,15 +169,24 @@ class CpuKernels(ReferenceKernels):
             buffer = self._buffers[key] = torch.empty(max(count, 4096), width, dtype=rows.dtype)
         return torch.index_select(rows, 0, index, out=buffer[:count])
 
-    def _mask(self, plan: CpuPlan, which: int, seen: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """The additive mask of a bucket or chunk, made once a step."""
-        if seen is None:
+    def _bucket_mask(self, plan: CpuPlan, which: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """[count, context] additive mask of a bucket, made once a step."""
+        valid = plan.buckets[which].valid
+        if valid is None:
             return None
         mask = plan.masks.get((which, dtype))
         if mask is None:
-            mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+            mask = torch.zeros(valid.shape, dtype=dtype).masked_fill_(~valid, float("-inf"))
             plan.masks[which, dtype] = mask
         return mask
+
+    def _chunk_mask(self, plan: CpuPlan, which: int, context: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """[queries, context] additive mask of a prefill chunk, made once a step."""
+        key = (-1 - which, dtype)
+        if key not in plan.masks:
+            chunk = plan.chunks[which]
+            plan.masks[key] = _prefill_mask(chunk.end - chunk.start, context, chunk.window, dtype)
+        return plan.masks[key]
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False) -> torch.Tensor:
         """One pass for the norm, then in place: on large inputs F.rms_norm spends its time on temporaries."""
@@ -287,12 +300,16 @@ def _chunk(start: int, end: int, context: int, blocks: IntArray, kv: PagedKV, wi
         rows = _token_rows(blocks[first // kv.block_size : -(-context // kv.block_size)], kv)
         skip = first % kv.block_size
         rows = rows[skip : skip + context - first]
-    seen = None
-    if not whole or (window is not None and window < context):
-        query_at = np.arange(context - queries, context)[:, None]
-        key_at = np.arange(first, context)[None]
-        visible = key_at <= query_at
-        if window is not None:
-            visible &= key_at > query_at - window
-        seen = torch.from_numpy(visible)
-    return PrefillChunk(start, end, None if rows is None else torch.from_numpy(np.ascontiguousarray(rows)), seen)
+    return PrefillChunk(start, end, None if rows is None else torch.from_numpy(np.ascontiguousarray(rows)), window)
+
+
+def _prefill_mask(queries: int, context: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """[queries, context] additive mask of queries that are the last positions; None: plain causal is enough."""
+    if queries == context and (window is None or window >= context):
+        return None
+    query_at = torch.arange(context - queries, context)[:, None]
+    key_at = torch.arange(context)[None]
+    seen = key_at <= query_at
+    if window is not None:
+        seen &= key_at > query_at - window
+    return torch.zeros(queries, context, dtype=dtype).masked_fill_(~seen, float("-inf"))

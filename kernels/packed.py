@@ -8,6 +8,7 @@ in fp32 than oneDNN is entered. A packed matrix can only be multiplied with.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import cast
 
 import torch
@@ -29,11 +30,16 @@ class PackedMatrix:
     """Rows of x up to which `plain` is the faster one."""
 
 
+@cache
+def has_fast_bf16() -> bool:
+    """Whether this CPU, and this build of torch, multiply bf16 in hardware."""
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def pack_matrix(weight: torch.Tensor) -> PackedMatrix | None:
     """[outputs, inputs] packed for `packed_linear`; None where that gains nothing (another dtype, device or CPU)."""
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return None
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not has_fast_bf16():
         return None
     with torch.inference_mode():  # the number is a hint of how many rows x will have; the layout is the same for all
         blocked = cast(torch.Tensor, torch.ops.mkldnn._reorder_linear_weight.default(weight, 16))
