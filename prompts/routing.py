@@ -40,6 +40,8 @@ class RoutingRequest(Struct, kw_only=True, frozen=True):
     """Most tokens the client lets one choice have; None where it sets no limit."""
     n: int = 1
     user: str | None = None
+    scores_prompt: bool = False
+    """True where every prompt token gets a logprob: engines then compute the whole prompt and reuse nothing of it."""
     has_media: bool = False
     """True where the prompt holds images or other media: only the text before the first can be routed on."""
 
@@ -66,6 +68,9 @@ class _Body(Struct):
     max_completion_tokens: Any = None
     n: Any = None
     user: Any = None
+    prompt_logprobs: Any = None
+    echo: Any = None
+    logprobs: Any = None
 
 
 _decoder = msgspec.json.Decoder(_Body)
@@ -104,6 +109,7 @@ def parse_routing(path: str, data: bytes) -> RoutingRequest:
         max_tokens=limit if limit is not None else _int(body.max_tokens),
         n=n if n is not None and n > 0 else 1,
         user=_str(body.user),
+        scores_prompt=body.prompt_logprobs is not None or (body.echo is True and _int(body.logprobs) is not None),
         has_media=_has_media(messages),
     )
 

@@ -253,6 +253,7 @@ class IndexFeed:
                 self._clear(stream)
                 return None
         stream.position = (snapshot.seq, snapshot.digest)
+        stream.last_seq = snapshot.seq
         return stream.position
 
     def _declare(self, stream: _Stream) -> None:

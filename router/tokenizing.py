@@ -1,8 +1,8 @@
 """Which tokenizer a model has here, and a request's prompt as token ids.
 
 Owns loading (in threads: a vocabulary takes a second to read) and the choice between encoding at once and encoding in a
-thread. Where a prompt cannot be read here, and also where the worker will have to refuse it, the answer is None: such a
-request is routed by load alone and the worker's own words reach the client.
+thread. Where a prompt cannot be read here, where the worker will have to refuse it, and where it will reuse nothing of
+it, the answer is None: such a request is routed by load alone and the worker's own words reach the client.
 """
 
 from __future__ import annotations
@@ -114,6 +114,8 @@ class PromptReader:
         return ids or None, took_s
 
     def _ids(self, parsed: RoutingRequest, tokenizer: Tokenizer | None) -> Sequence[int] | None:
+        if parsed.scores_prompt:
+            return None
         if parsed.kind == "chat":
             if tokenizer is None or parsed.messages is None or tokenizer.chat_template is None:
                 return None

@@ -258,6 +258,21 @@ def test_routing_reads_what_it_needs():
     assert parse_routing("/v1/embeddings", b'{"input": "x", "model": "m"}').kind == "other"
 
 
+@pytest.mark.parametrize(
+    ("fields", "scores"),
+    [
+        ({"prompt_logprobs": 0}, True),
+        ({"echo": True, "logprobs": 0}, True),
+        ({"echo": True}, False),
+        ({"logprobs": 5}, False),
+        ({"logprobs": True, "prompt_logprobs": None}, False),
+    ],
+)
+def test_routing_sees_that_the_whole_prompt_is_to_be_scored(fields, scores):
+    """As vLLM 0.32: it reports no cached tokens for these."""
+    assert parse_routing("/v1/completions", json.dumps({"prompt": "x", **fields}).encode()).scores_prompt is scores
+
+
 _json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
