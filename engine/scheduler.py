@@ -257,7 +257,8 @@ class Scheduler:
                 chunks[entry] = Chunk(seq, seq.computed, end, end == len(seq.token_ids))
                 budget = self.config.max_num_batched_tokens - sum(c.end - c.start for c in chunks.values())
         for chunk in chunks.values():
-            assert all(len(table) >= -(-chunk.end // size) for table in chunk.seq.block_tables)
+            for table in chunk.seq.block_tables:
+                assert len(table) * size >= chunk.end
         return list(chunks.items()), self.totals.preemptions > preemptions
 
     def _grow(self, entry: _Entry, end: int, chunks: dict[_Entry, Chunk]) -> bool:
