@@ -1,0 +1,80 @@
+"""The wheel as users install it: what it ships, and that its folder names get on with the libraries it stands on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.live
+
+WITHOUT_THE_CLONE = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
+sys.path.insert(0, WHEEL)
+"""
+
+USE_TRANSFORMERS = """
+import engine, events, kernels, prompts, router
+from pathlib import Path
+homes = {Path(module.__file__).parent.parent for module in (engine, events, kernels, prompts, router)}
+assert homes == {Path(WHEEL)}, homes
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+config = Qwen3Config(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+                     intermediate_size=32, vocab_size=64)
+model = AutoModelForCausalLM.from_config(config)
+print(tuple(model(torch.arange(5)[None]).logits.shape))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built without the native index, as on a machine without a compiler."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder)]
+    built = subprocess.run([*command, "-Cwheel.cmake=false", str(ROOT)], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    return next(folder.glob("blockcast-*.whl"))
+
+
+def test_the_wheel_ships_what_runs_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as content:
+        names = content.namelist()
+    assert {"engine", "events", "kernels", "prompts", "router"} <= {name.split("/")[0] for name in names}
+    assert not [name for name in names if name.startswith(("tests/", "scripts/", "benchmarks/"))]
+    assert "engine/data/tiny_merges.txt" in names
+    entry_points = next(name for name in names if name.endswith("entry_points.txt"))
+    with zipfile.ZipFile(wheel) as content:
+        declared = content.read(entry_points).decode()
+    assert "engine = " in declared
+    assert "router = " in declared
+
+
+def test_transformers_works_beside_a_package_called_kernels(wheel: Path, tmp_path: Path) -> None:
+    """transformers looks for a package `kernels` of a version range; ours must not be taken for it."""
+    home = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(home), str(wheel)]
+    assert subprocess.run(install, capture_output=True, text=True).returncode == 0
+    script = f"WHEEL = {str(home)!r}\n" + WITHOUT_THE_CLONE + USE_TRANSFORMERS
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "(1, 5, 64)"
+
+
+def test_the_router_runs_where_there_is_no_torch(tmp_path: Path) -> None:
+    """Importing and starting the router touches neither torch nor transformers."""
+    script = (
+        "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None; sys.modules['numpy'] = None\n"
+        "import router.process, router.cli\n"
+        "from router.__main__ import main\n"
+        "sys.argv = ['router', 'run', '--help']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "Send each request" in done.stdout
