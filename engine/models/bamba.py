@@ -152,6 +152,8 @@ def build_nemotron(config: HfConfig) -> CausalLM:
         embedding_name="embeddings",
         norm_name="norm_f",
     )
+    if "attention_head_dim" in config:  # the name before transformers 5
+        config = HfConfig({**config.values, "head_dim": config.integer("attention_head_dim")}, config.where)
     attention = replace(attention_config(config, decoder), rope=None)
     use_bias = config.get("use_bias", False)
     mamba = Mamba2Config(

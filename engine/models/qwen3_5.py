@@ -55,10 +55,12 @@ def _queries_keys_values_gates(scope: Scope, c: AttentionConfig) -> Linear:
 
 
 def build(config: HfConfig) -> CausalLM:
+    tied = config.get("tie_word_embeddings", False)
     if "text_config" in config:
         config = config.sub("text_config")
     config.expect("hidden_act", "silu", "silu")
-    decoder = replace(DecoderConfig.of(config), zero_centred_norm=True)
+    config.expect("attn_output_gate", True, True)
+    decoder = replace(DecoderConfig.of(config, tie_embeddings=tied), zero_centred_norm=True)
     bias = config.get("attention_bias", False)
     attention = replace(
         attention_config(config, decoder, partial=PARTIAL_ROTARY),
