@@ -1,8 +1,15 @@
-"""What every test folder shares: Hypothesis without a deadline, since the machines that run this are busy."""
+"""What every test folder shares: Hypothesis without a deadline, since the machines that run this are busy; and
+Triton's interpreter, which must be chosen before anything imports triton, where there is no GPU."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 from hypothesis import settings
 
 settings.register_profile("blockcast", deadline=None)
 settings.load_profile("blockcast")
+
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")

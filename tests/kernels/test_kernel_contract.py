@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
@@ -16,8 +17,10 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=["cpu", "reference"])
+@pytest.fixture(params=["cpu", "reference", "triton"])
 def ops(request: pytest.FixtureRequest) -> Kernels:
+    if request.param == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("there is a GPU: set TRITON_INTERPRET=1 to test the Triton kernels on CPU tensors")
     return select("cpu", request.param)
 
 

@@ -1,0 +1,163 @@
+"""What the Triton kernels need to know of a step's batch, on the device: one upload a step for each group.
+
+Owns the packing of index arrays into one pinned transfer, and plans of fixed shape for captured decode steps, which
+are refilled in place. Nothing here waits for the device. A slot or a unit below zero marks padding, which the kernels
+skip; a padded sequence has a context of 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from kernels.interface import IntArray, PagedKV, Ragged, slot_rows
+
+ALIGNED_INTS = 4
+"""Pieces of an upload start at multiples of 16 bytes: Triton compiles anew for pointers that do not."""
+STATE_CHUNK = 64
+"""Tokens of a tile of the recurrent operations."""
+
+
+def power_of_two(size: int, least: int = 1) -> int:
+    """The smallest power of two that is neither under `size` nor under `least`."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def upload(arrays: list[IntArray], device: torch.device) -> list[torch.Tensor]:
+    """The arrays as int32 on the device, flat, in one transfer that the host does not wait for."""
+    spans, size = [], 0
+    for array in arrays:
+        spans.append((size, size + array.size))
+        size = -(-(size + array.size) // ALIGNED_INTS) * ALIGNED_INTS
+    host = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+    ints = host.numpy()
+    for (start, end), array in zip(spans, arrays, strict=True):
+        ints[start:end] = array.reshape(-1)
+    there = host.to(device, non_blocking=True)
+    return [there[start:end] for start, end in spans]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    slots: torch.Tensor
+    """[tokens]: row where the K of each token goes in layer 0."""
+    starts: torch.Tensor
+    """[sequences + 1]: the batch's query_starts."""
+    lens: torch.Tensor
+    """[sequences]: context lengths."""
+    table: torch.Tensor
+    """[sequences, width]: row of the first token of each block, K of layer 0."""
+    batch: Ragged | None
+    """None in a fixed plan, which has no prefill."""
+    decode_count: int
+    splits: int
+    """Parts that the context of a decoding sequence is cut into."""
+    window: int | None
+    tiles_by_size: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def tiles(self, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[tiles] each: sequence and first query in it of each tile of prefill queries; uploaded once a step."""
+        if queries not in self.tiles_by_size:
+            assert self.batch is not None, "a fixed plan holds only decoding sequences"
+            seq, first = upload(list(tiles_of(self.batch, queries)), self.slots.device)
+            self.tiles_by_size[queries] = (seq, first)
+        return self.tiles_by_size[queries]
+
+
+def tiles_of(batch: Ragged, size: int) -> tuple[IntArray, IntArray]:
+    """(sequence, first query in it) of the tiles of `size` queries of all sequences with more than one query."""
+    counts = np.diff(batch.query_starts)[batch.decode_count :]
+    tiles = -(-counts // size)
+    seq = np.repeat(np.arange(batch.decode_count, batch.decode_count + len(counts)), tiles)
+    first = np.arange(int(tiles.sum())) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    return seq, first * size
+
+
+def table_rows(block_table: IntArray, kv: PagedKV) -> IntArray:
+    """Row of the first token of each block; what lies past a context may be anything and stays in range."""
+    blocks = kv.buffer.numel() // kv.unit_elems * kv.blocks_per_unit
+    return kv.block_rows(np.clip(block_table, 0, blocks - 1))
+
+
+def plan_attention(
+    batch: Ragged,
+    block_table: IntArray,
+    kv: PagedKV,
+    window: int | None,
+    device: torch.device,
+    splits: int,
+) -> AttentionPlan:
+    """The plan of any batch."""
+    width = -(-block_table.shape[1] // 16) * 16  # few widths, so that few kernels are compiled
+    table = np.zeros((len(block_table), width), np.int64)
+    table[:, : block_table.shape[1]] = table_rows(block_table, kv)
+    slots, starts, lens, flat = upload(
+        [slot_rows(batch, block_table, kv), batch.query_starts, batch.context_lens, table], device
+    )
+    return AttentionPlan(slots, starts, lens, flat.view(-1, width), batch, batch.decode_count, splits, window)
+
+
+def fixed_decode_plan(
+    sequences: int, width: int, window: int | None, device: torch.device, splits: int
+) -> AttentionPlan:
+    """A plan of `sequences` decoding sequences of up to `width` blocks, all of them padding until it is refilled."""
+    width = -(-width // 16) * 16
+    return AttentionPlan(
+        slots=torch.full((sequences,), -1, dtype=torch.int32, device=device),
+        starts=torch.arange(sequences + 1, dtype=torch.int32, device=device),
+        lens=torch.zeros(sequences, dtype=torch.int32, device=device),
+        table=torch.zeros((sequences, width), dtype=torch.int32, device=device),
+        batch=None,
+        decode_count=sequences,
+        splits=splits,
+        window=window,
+    )
+
+
+def refill_decode_plan(plan: AttentionPlan, batch: Ragged, block_table: IntArray, kv: PagedKV) -> None:
+    """Write a batch of at most as many decoding sequences into a fixed plan; the rest becomes padding."""
+    size, count, width = plan.decode_count, batch.decode_count, block_table.shape[1]
+    assert count == len(batch.context_lens) <= size, "only decoding sequences fit a fixed plan"
+    assert width <= plan.table.shape[1], f"{width} blocks in a table of {plan.table.shape[1]}"
+    slots, lens = np.full(size, -1), np.zeros(size, np.int64)
+    slots[:count], lens[:count] = slot_rows(batch, block_table, kv), batch.context_lens
+    new_slots, new_lens, rows = upload([slots, lens, table_rows(block_table, kv)], plan.table.device)
+    plan.slots.copy_(new_slots)
+    plan.lens.copy_(new_lens)
+    plan.table[:count, :width].copy_(rows.view(count, width))
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentPlan:
+    starts: torch.Tensor
+    """[sequences + 1]: the batch's query_starts."""
+    units: torch.Tensor
+    """[sequences]: the unit of each sequence's state."""
+    tile_seq: torch.Tensor
+    tile_token: torch.Tensor
+    """[tiles]: sequence and first token (in the batch) of each chunk of STATE_CHUNK tokens."""
+    decode_count: int
+    sequences: int
+
+
+def plan_recurrent(batch: Ragged, units: IntArray, device: torch.device) -> RecurrentPlan:
+    seq, first = tiles_of(batch, STATE_CHUNK)
+    arrays = [batch.query_starts, units, seq, batch.query_starts[seq] + first]
+    starts, units_there, tile_seq, tile_token = upload(arrays, device)
+    return RecurrentPlan(starts, units_there, tile_seq, tile_token, batch.decode_count, len(units))
+
+
+def fixed_recurrent_plan(sequences: int, device: torch.device) -> RecurrentPlan:
+    """A plan of decoding sequences only, all of them padding until it is refilled."""
+    none = torch.zeros(0, dtype=torch.int32, device=device)
+    starts = torch.arange(sequences + 1, dtype=torch.int32, device=device)
+    units = torch.full((sequences,), -1, dtype=torch.int32, device=device)
+    return RecurrentPlan(starts, units, none, none, sequences, sequences)
+
+
+def refill_recurrent_plan(plan: RecurrentPlan, units: IntArray) -> None:
+    padded = np.full(plan.sequences, -1)
+    padded[: len(units)] = units
+    plan.units.copy_(upload([padded], plan.units.device)[0])

@@ -1,0 +1,92 @@
+"""Triton kernels: Mamba-2's recurrence of `kernels.ssm`, one token at a time and chunk by chunk.
+
+A chunk is a masked product like attention plus what the state brings; the state stays in registers from chunk to chunk
+(Dao and Gu, 2024). Decays are summed in fp64, as in the reference.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def ssm_step(
+    x_ptr, dt_ptr, rate_ptr, b_ptr, c_ptr, skip_ptr, states_ptr, units_ptr, out_ptr,
+    x_token, x_head, b_token, b_group, c_token, c_group, states_unit, heads,
+    PER_GROUP: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Grid (sequences, heads, dim blocks): one token each. A negative unit is padding."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    dim = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
+    at = tl.arange(0, BLOCK_S)
+    unit = tl.load(units_ptr + token).to(tl.int64)
+    in_dim = dim < tl.where(unit >= 0, DIM, 0)
+    in_state = at < STATE
+    group = head // PER_GROUP
+    x = tl.load(x_ptr + token * x_token + head * x_head + dim, mask=in_dim, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + token * b_token + group * b_group + at, mask=in_state, other=0.0).to(tl.float32)
+    c = tl.load(c_ptr + token * c_token + group * c_group + at, mask=in_state, other=0.0).to(tl.float32)
+    dt = tl.load(dt_ptr + token * heads + head).to(tl.float32)
+    fade = tl.exp(dt * tl.load(rate_ptr + head).to(tl.float32))
+    place = states_ptr + unit * states_unit + head * (DIM * STATE) + dim[:, None] * STATE + at[None, :]
+    mask = in_dim[:, None] & in_state[None, :]
+    state = tl.load(place, mask=mask, other=0.0).to(tl.float32) * fade + (x * dt)[:, None] * b[None, :]
+    tl.store(place, state.to(states_ptr.dtype.element_ty), mask=mask)
+    out = tl.sum(state * c[None, :], 1) + x * tl.load(skip_ptr + head).to(tl.float32)
+    tl.store(out_ptr + (token * heads + head) * DIM + dim, out.to(out_ptr.dtype.element_ty), mask=dim < DIM)
+
+
+@triton.jit
+def ssm_chunks(
+    x_ptr, dt_ptr, rate_ptr, b_ptr, c_ptr, skip_ptr, states_ptr, starts_ptr, units_ptr, out_ptr,
+    x_token, x_head, b_token, b_group, c_token, c_group, states_unit, heads, first_seq,
+    PER_GROUP: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (sequences, heads, dim blocks): a sequence's chunks in order."""
+    seq = first_seq + tl.program_id(0)
+    head = tl.program_id(1)
+    dim = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
+    at = tl.arange(0, BLOCK_S)
+    in_dim = dim < DIM
+    in_state = at < STATE
+    group = head // PER_GROUP
+    rate = tl.load(rate_ptr + head).to(tl.float32)
+    skip = tl.load(skip_ptr + head).to(tl.float32)
+    unit = tl.load(units_ptr + seq).to(tl.int64)
+    state_at = states_ptr + unit * states_unit + head * (DIM * STATE) + dim[:, None] * STATE + at[None, :]
+    state = tl.load(state_at, mask=in_dim[:, None] & in_state[None, :], other=0.0).to(tl.float32)
+    step = tl.arange(0, CHUNK)
+    past = step[:, None] >= step[None, :]
+    end = tl.load(starts_ptr + seq + 1)
+    for first in range(tl.load(starts_ptr + seq), end, CHUNK):
+        token = (first + step).to(tl.int64)
+        real = token < end
+        mask_x = real[:, None] & in_dim[None, :]
+        mask_s = real[:, None] & in_state[None, :]
+        dt = tl.load(dt_ptr + token * heads + head, mask=real, other=0.0).to(tl.float32)
+        total = tl.cumsum((dt * rate).to(tl.float64), 0)
+        last = tl.min(total, 0)  # decays are not positive, so the sum only falls
+        between = tl.exp(tl.where(past, (total[:, None] - total[None, :]).to(tl.float32), float("-inf")))
+        x = tl.load(x_ptr + token[:, None] * x_token + head * x_head + dim[None, :], mask=mask_x, other=0.0).to(
+            tl.float32
+        )
+        b = tl.load(b_ptr + token[:, None] * b_token + group * b_group + at[None, :], mask=mask_s, other=0.0).to(
+            tl.float32
+        )
+        c = tl.load(c_ptr + token[:, None] * c_token + group * c_group + at[None, :], mask=mask_s, other=0.0).to(
+            tl.float32
+        )
+        weighted = x * dt[:, None]
+        inside = tl.dot(c, tl.trans(b), input_precision=PRECISION) * between
+        out = tl.dot(c, tl.trans(state), input_precision=PRECISION) * tl.exp(total.to(tl.float32))[:, None]
+        out = tl.dot(inside, weighted, out, input_precision=PRECISION) + x * skip
+        target = out_ptr + (token * heads + head)[:, None] * DIM + dim[None, :]
+        tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask_x)
+        faded = weighted * tl.exp((last - total).to(tl.float32))[:, None]
+        state = tl.dot(tl.trans(faded), b, state * tl.exp(last.to(tl.float32)), input_precision=PRECISION)
+    tl.store(state_at, state.to(states_ptr.dtype.element_ty), mask=in_dim[:, None] & in_state[None, :])

@@ -1,0 +1,246 @@
+"""What the contract does not reach: split contexts, plans of fixed shape, padding, hard inputs, dispatch."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import PagedKV, Ragged, select
+from kernels.reference import ReferenceKernels
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs Triton's interpreter: set TRITON_INTERPRET=1", allow_module_level=True)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    seed = random.randrange(2**32)
+    print("seed", seed)  # shown when the test fails
+    torch.manual_seed(seed)
+    return random.Random(seed)
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    assert found.shape == exact.shape
+    return ((found.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-30)).item()
+
+
+def filled_pool(dtype: torch.dtype, lens: list[int], kv_heads: int, dim: int) -> tuple[PagedKV, np.ndarray]:
+    """A pool of 16-token blocks, poisoned outside the contexts, and the block table."""
+    widths = [-(-n // 16) for n in lens]
+    unit = 2 * 2 * 16 * kv_heads * dim
+    count = sum(widths) + 3
+    kv = PagedKV(torch.full((count * unit,), float("nan"), dtype=dtype), unit, 1, 16, 2, kv_heads, dim)
+    blocks = torch.randperm(count).numpy()
+    table = np.full((len(lens), max(widths)), 10**6)
+    at = 0
+    for i, (n, width) in enumerate(zip(lens, widths, strict=True)):
+        table[i, :width] = blocks[at : at + width]
+        at += width
+        for layer in range(2):
+            for view in kv.layer_views(layer):
+                for p in range(n):
+                    view[table[i, p // 16], 0, p % 16] = torch.randn(kv_heads, dim).to(dtype)
+    return kv, table
+
+
+def twin(kv: PagedKV) -> PagedKV:
+    return PagedKV(
+        kv.buffer.double(),
+        kv.unit_elems,
+        kv.blocks_per_unit,
+        kv.block_size,
+        kv.num_layers,
+        kv.num_kv_heads,
+        kv.head_dim,
+    )
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_decode_over_split_contexts(rng, window):
+    ops = select("cpu", "triton")
+    ops._processors = 132  # as on a large device: contexts are split
+    lens = [1, 17, rng.randrange(513, 1200)]
+    kv, table = filled_pool(torch.float32, lens, 2, 16)
+    q, k, v = torch.randn(3, 6, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
+    batch, exact, exact_kv = Ragged.of([n - 1 for n in lens], lens), ReferenceKernels(CPU), twin(kv)
+    plan = ops.plan_attention(batch, table, kv, window)
+    assert plan.splits > 1
+    found = ops.attention(q, k, v, kv, 1, plan, 0.3)
+    expected = exact.attention(
+        q.double(), k.double(), v.double(), exact_kv, 1, exact.plan_attention(batch, table, exact_kv, window), 0.3
+    )
+    assert relative_error(found, expected) < 1e-5
+
+
+def test_a_fixed_plan_is_refilled_and_padded(rng):
+    ops, exact = select("cpu", "triton"), ReferenceKernels(CPU)
+    lens = [5, 16, 33]
+    kv, table = filled_pool(torch.float32, lens, 2, 16)
+    fixed = ops.fixed_decode_plan(4, 8, kv, None)
+    for members in ([0, 1, 2], [2], [1, 0]):
+        before = kv.buffer.clone()
+        some = [lens[i] for i in members]
+        batch, rows = Ragged.of([n - 1 for n in some], some), table[members]
+        q, k, v = torch.randn(4, 4, 16), torch.randn(4, 2, 16), torch.randn(4, 2, 16)
+        exact_kv = twin(kv)
+        ops.refill_decode_plan(fixed, batch, rows, kv)
+        found = ops.attention(q, k, v, kv, 0, fixed, 0.25)
+        n = len(members)
+        plan = exact.plan_attention(batch, rows, exact_kv, None)
+        expected = exact.attention(q[:n].double(), k[:n].double(), v[:n].double(), exact_kv, 0, plan, 0.25)
+        assert relative_error(found[:n], expected) < 1e-5
+        assert torch.equal(found[n:], torch.zeros_like(found[n:]))  # padding attends to nothing
+        changed = (kv.buffer.nan_to_num(7.0) != before.nan_to_num(7.0)).sum().item()
+        assert changed == n * 2 * kv.row_elems  # and stores nothing
+
+
+def test_padded_states_are_left_alone(rng):
+    ops = select("cpu", "triton")
+    plan = ops.fixed_state_plan(3)
+    ops.refill_state_plan(plan, np.array([4]))
+    tails, states, ssm = torch.randn(6, 3, 20), torch.randn(6, 2, 16, 8), torch.randn(6, 4, 8, 16)
+    before = [t.clone() for t in (tails, states, ssm)]
+    ops.causal_conv(torch.randn(3, 20), torch.randn(20, 4), None, tails, plan, True)
+    heads = torch.randn(3, 2, 16)
+    ops.gated_delta(heads, heads, torch.randn(3, 2, 8), -torch.rand(3, 2), torch.rand(3, 2), states, plan)
+    b = torch.randn(3, 1, 16)
+    ops.state_space(torch.randn(3, 4, 8), torch.rand(3, 4), -torch.rand(4), b, b, torch.randn(4), ssm, plan)
+    for old, new in zip(before, (tails, states, ssm), strict=True):
+        assert not torch.equal(old[4], new[4])
+        rest = [0, 1, 2, 3, 5]
+        assert torch.equal(old[rest], new[rest])
+
+
+def test_a_prompt_that_repeats_one_key(rng):
+    """The worst case for the inverse inside the chunked delta rule: its powers grow like binomials, it does not."""
+    ops, exact = select("cpu", "triton"), ReferenceKernels(CPU)
+    tokens = 130
+    k = torch.randn(1, 2, 16).expand(tokens, 2, 16).contiguous()
+    q, v = torch.randn(tokens, 2, 16), torch.randn(tokens, 2, 16)
+    decay, rate = torch.zeros(tokens, 2), torch.ones(tokens, 2)
+    states = torch.randn(3, 2, 16, 16)
+    exact_states = states.double()
+    batch, units = Ragged.of([0], [tokens]), np.array([1])
+    found = ops.gated_delta(q, k, v, decay, rate, states, ops.plan_state(batch, units))
+    args = (x.double() for x in (q, k, v, decay, rate))
+    expected = exact.gated_delta(*args, exact_states, exact.plan_state(batch, units))
+    assert relative_error(found, expected) < 1e-5
+    assert relative_error(states, exact_states) < 1e-5
+
+
+def test_sequences_without_queries_change_nothing(rng):
+    ops = select("cpu", "triton")
+    lens = [7, 20]
+    kv, table = filled_pool(torch.float32, lens, 2, 16)
+    batch = Ragged.of([6, 20], lens)  # the second computes nothing in this step
+    q, k, v = torch.randn(1, 4, 16), torch.randn(1, 2, 16), torch.randn(1, 2, 16)
+    out = ops.attention(q, k, v, kv, 0, ops.plan_attention(batch, table, kv, None), 0.25)
+    assert out.isfinite().all()
+    tails = torch.randn(4, 3, 20)
+    before = tails.clone()
+    ops.causal_conv(torch.randn(1, 20), torch.randn(20, 4), None, tails, ops.plan_state(batch, np.array([0, 2])), True)
+    assert torch.equal(tails[1:], before[1:])
+    assert not torch.equal(tails[0], before[0])
+
+
+@pytest.mark.parametrize("routing", ["one expert", "spread"])
+def test_experts_that_get_none_or_all(rng, routing):
+    ops, exact = select("cpu", "triton"), ReferenceKernels(CPU)
+    tokens = 40
+    x, weights = torch.randn(tokens, 32), torch.rand(tokens, 2)
+    gate_up, down = torch.randn(5, 40, 32) / 6, torch.randn(5, 32, 20) / 4
+    first = torch.full((tokens, 1), 3) if routing == "one expert" else torch.randint(0, 2, (tokens, 1))
+    chosen = torch.cat((first, torch.full((tokens, 1), 4)), 1)
+    found = ops.experts(x, gate_up, down, chosen, weights)
+    expected = exact.experts(x.double(), gate_up.double(), down.double(), chosen, weights.double())
+    assert relative_error(found, expected) < 1e-5
+
+
+def test_flash_attn_gets_gathered_prompts(rng, monkeypatch):
+    """Against a stand-in that follows the documented contract of flash_attn_varlen_func."""
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=varlen_by_reference))
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    ops, exact = select("cpu", "flash-attn"), ReferenceKernels(CPU)
+    lens, starts = [9, 40, 33], [8, 0, 20]
+    kv, table = filled_pool(torch.float32, lens, 2, 16)
+    batch, exact_kv = Ragged.of(starts, lens), twin(kv)
+    count = batch.token_count
+    q, k, v = torch.randn(count, 4, 16), torch.randn(count, 2, 16), torch.randn(count, 2, 16)
+    for window in (None, 11):
+        found = ops.attention(q, k, v, kv, 1, ops.plan_attention(batch, table, kv, window), 0.25)
+        plan = exact.plan_attention(batch, table, exact_kv, window)
+        expected = exact.attention(q.double(), k.double(), v.double(), exact_kv, 1, plan, 0.25)
+        assert relative_error(found, expected) < 1e-5
+
+
+def varlen_by_reference(
+    q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size
+):
+    from kernels.reference import attend
+
+    assert causal
+    assert int(cu_seqlens_q.diff().max()) == max_seqlen_q
+    assert int(cu_seqlens_k.diff().max()) == max_seqlen_k
+    window = None if window_size == (-1, -1) else window_size[0] + 1
+    pairs = zip(cu_seqlens_q.tolist(), cu_seqlens_q.tolist()[1:], cu_seqlens_k.tolist(), cu_seqlens_k.tolist()[1:])
+    return torch.cat([attend(q[a:b], k[c:d], v[c:d], window, softmax_scale) for a, b, c, d in pairs])
+
+
+def test_fla_gets_the_prompts_only(rng, monkeypatch):
+    """Against a stand-in that follows the documented contract of chunk_gated_delta_rule."""
+    module = types.SimpleNamespace(chunk_gated_delta_rule=delta_by_reference)
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", module)
+    monkeypatch.setitem(sys.modules, "fla", types.SimpleNamespace(ops=None))
+    monkeypatch.setitem(sys.modules, "fla.ops", types.SimpleNamespace(gated_delta_rule=module))
+    ops, exact = select("cpu", "fla"), ReferenceKernels(CPU)
+    batch, units = Ragged.of([5, 5, 0], [6, 24, 30]), np.array([2, 0, 4])
+    count = batch.token_count
+    q, k, v = torch.randn(count, 2, 16), torch.randn(count, 2, 16), torch.randn(count, 4, 16)
+    decay, rate, states = -torch.rand(count, 4), torch.rand(count, 4), torch.randn(5, 4, 16, 16)
+    exact_states = states.double()
+    found = ops.gated_delta(q, k, v, decay, rate, states, ops.plan_state(batch, units))
+    args = (x.double() for x in (q, k, v, decay, rate))
+    expected = exact.gated_delta(*args, exact_states, exact.plan_state(batch, units))
+    assert relative_error(found, expected) < 1e-5
+    assert relative_error(states, exact_states) < 1e-5
+
+
+def delta_by_reference(q, k, v, *, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens):
+    assert output_final_state
+    assert use_qk_l2norm_in_kernel
+    bounds = cu_seqlens.tolist()
+    assert bounds[0] == 0
+    assert bounds[-1] == q.shape[1]
+    exact, states = ReferenceKernels(CPU), initial_state.clone()
+    batch = Ragged.of([0] * (len(bounds) - 1), torch.tensor(bounds).diff().tolist())
+    plan = exact.plan_state(batch, np.arange(len(bounds) - 1))
+    return exact.gated_delta(q[0], k[0], v[0], g[0], beta[0], states, plan)[None], states
+
+
+def test_dispatch(monkeypatch):
+    assert [select("cpu", name).name for name in ("auto", "torch", "cpu", "reference", "triton")] == [
+        "cpu", "cpu", "cpu", "reference", "triton",
+    ]  # fmt: skip
+    for backend in ("flash-attn", "fla"):
+        with pytest.raises(ValueError, match=f"attention backend '{backend}': .* is not installed"):
+            select("cpu", backend)
+    with pytest.raises(ValueError, match="attention backend 'cpu' cannot run on device meta"):
+        select("meta", "cpu")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ValueError, match="attention backend 'triton': the package triton must be installed"):
+        select("cpu", "triton")
+
+
+def test_the_interpreter_is_asked_for(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ValueError, match="attention backend 'triton' on device cpu: expected a CUDA device"):
+        select("cpu", "triton")
