@@ -6,7 +6,7 @@ Changes nothing but chance and the rotation of ties; the core commits what it de
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from router.config import CoreConfig
@@ -57,8 +57,17 @@ class Chooser:
         """A choice was committed: the next tie goes to the next in turn."""
         self._rotation += 1
 
-    def choose(self, request: RouteRequest, candidates: list[Target], now: float, *, peek: bool = False) -> Choice:
-        """Price the candidates and pick one by the configured policy. `peek`: leave chance as it is."""
+    def choose(
+        self,
+        request: RouteRequest,
+        candidates: list[Target],
+        now: float,
+        *,
+        ahead: Mapping[str, float] | None = None,
+        peek: bool = False,
+    ) -> Choice:
+        """Price the candidates and pick one by the configured policy. `ahead`: seconds held for each target that go
+        before this request. `peek`: leave chance as it is."""
         prompt = None if request.token_ids is None else self._index.prepare(request.token_ids)
         cached, resident, loads = self._hits(request, prompt, candidates)
         cost = KvCost(
@@ -70,6 +79,8 @@ class Chooser:
             now=now,
             config=self._config.cost,
         )
+        if ahead:
+            cost.ahead = [ahead.get(target.name, 0.0) for target in candidates]
         winner = self._affine(request, candidates, now)
         if winner is None:
             winner = self._by_policy(request, candidates, cost, random.Random(0) if peek else self._rng)
@@ -88,6 +99,11 @@ class Chooser:
         if key is not None:
             return choose_sticky(candidates, key)
         return choose_least_requests(candidates, rotation)
+
+    def choose_again(self, choice: Choice, ahead: Mapping[str, float]) -> None:
+        """Pick anew among the same candidates, now that their place in the held queue is known."""
+        choice.cost.ahead = [ahead.get(target.name, 0.0) for target in choice.cost.targets]
+        choice.winner = choice.cost.choose(self._rotation)
 
     def _affine(self, request: RouteRequest, candidates: list[Target], now: float) -> int | None:
         """The candidate this session was sent to before, where affinity is on."""

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypedDict
 
 from router.choose import Choice, Chooser
 from router.config import CoreConfig
@@ -38,6 +40,14 @@ from router.tracker import LoadTracker
 from router.view import HolderId, PinId, PrefixIndex
 from router.watchdog import Watchdog
 from router.workers import ServedModel, Worker, WorkerSpec, WorkerState
+
+
+class _PlaceInLine(TypedDict):
+    """What decides a held request's turn."""
+
+    priority: int
+    work_s: float
+    arrived_s: float
 
 
 @dataclass(slots=True)
@@ -68,6 +78,7 @@ class RouterCore:
         self._chooser = Chooser(index, self.registry, self.tracker, config, random.Random(seed))
         self._live: dict[str, _Live] = {}
         self._held = HeldQueue(config.queue)
+        self._reorders = config.queue.enabled and config.policy == "kv"
         self._next_try_s = 0.0
         self._grace: deque[tuple[float, HolderId, PinId]] = deque()
         """Pins of ended requests, in the order of release."""
@@ -248,16 +259,26 @@ class RouterCore:
 
     # Placing -----------------------------------------------------------------------------------------------------
     def _place(
-        self, live: _Live, now: float, *, explain: bool = False, may_hold: bool = True
+        self,
+        live: _Live,
+        now: float,
+        *,
+        ahead: Mapping[str, float] | None = None,
+        explain: bool = False,
+        may_hold: bool = True,
     ) -> Forward | Hold | Refuse:
-        """Choose, then commit or hold. On a Refuse the caller calls `_refuse`, or finds another answer."""
+        """Choose, then commit or hold. `ahead`: what is held and goes first, by target; None: to be found out. On a
+        Refuse the caller calls `_refuse`, or finds another answer."""
         self.tracker.advance(now)
         candidates = self.registry.candidates(live.request, live.tried)
         if isinstance(candidates, Refuse):
             return candidates
-        choice = self._chooser.choose(live.request, candidates, now)
-        target = choice.cost.targets[choice.winner]
-        if may_hold and self.config.queue.enabled and self.config.policy == "kv":
+        choice = self._chooser.choose(live.request, candidates, now, ahead=ahead)
+        if may_hold and self._reorders:
+            if ahead is None and len(self._held):
+                ahead = self._held.ahead_of(**self._place_in_line(live, choice))
+                self._chooser.choose_again(choice, ahead)
+            target = choice.cost.targets[choice.winner]
             wait_s = target.slow * target.queue_s(now)
             if wait_s > self.config.queue.hold_above_s:
                 return self._hold(live, choice, now)
@@ -310,9 +331,9 @@ class RouterCore:
         deadline_s = request.deadline_s if request.deadline_s is not None else live.arrived_s + config.wait_s_max
         self._held.put(
             request.request_id,
-            priority=request.priority,
-            work_s=target.slow * target.prefill_seconds(request.prompt_tokens, choice.cost.cached[choice.winner]),
-            arrived_s=live.arrived_s,
+            target=target.name,
+            prefill_s=target.prefill_seconds(request.prompt_tokens, choice.cost.cached[choice.winner]),
+            **self._place_in_line(live, choice),
             deadline_s=deadline_s,
             refuse=request.deadline_s is not None,
         )
@@ -322,6 +343,12 @@ class RouterCore:
                 self._next_try_s = now + config.tick_s
         return Hold(request.request_id, deadline_s, len(self._held))
 
+    @staticmethod
+    def _place_in_line(live: _Live, choice: Choice) -> _PlaceInLine:
+        target = choice.cost.targets[choice.winner]
+        prefill_s = target.prefill_seconds(live.request.prompt_tokens, choice.cost.cached[choice.winner])
+        return {"priority": live.request.priority, "work_s": target.slow * prefill_s, "arrived_s": live.arrived_s}
+
     def _try_held(self, now: float) -> list[Instruction]:
         """Try the first few held requests again; each that is placed or refused yields an instruction."""
         config = self.config.queue
@@ -330,14 +357,18 @@ class RouterCore:
         self.tracker.advance(now)
         self._next_try_s = now + config.tick_s
         instructions: list[Instruction] = []
+        ahead: dict[str, float] = {}
         for request_id in self._held.first(config.tries):
             if not self._any_free(now):
                 break
             live = self._live[request_id]
-            placed = self._place(live, now)
+            placed = self._place(live, now, ahead=ahead)
             if isinstance(placed, Refuse):
                 placed = self._refuse(live, placed)
-            if not isinstance(placed, Hold):
+            if isinstance(placed, Hold):
+                target, prefill_s = self._held.held_for(request_id)
+                ahead[target] = ahead.get(target, 0.0) + prefill_s
+            else:
                 instructions.append(placed)
         return instructions
 

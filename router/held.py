@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 from dataclasses import dataclass
 
 from router.config import QueueConfig
+
+AHEAD_MAX = 1024
+"""Held requests looked at to see what is ahead of a new one; beyond it the line is long wherever it stands."""
 
 
 @dataclass(slots=True)
@@ -18,6 +22,8 @@ class _Held:
     key: tuple[int, float, int]
     deadline_s: float
     refuse: bool
+    target: str
+    prefill_s: float
 
 
 class HeldQueue:
@@ -41,21 +47,31 @@ class HeldQueue:
         return len(self._held) >= self._config.requests_max
 
     def put(
-        self, request_id: str, *, priority: int, work_s: float, arrived_s: float, deadline_s: float, refuse: bool
+        self,
+        request_id: str,
+        *,
+        target: str,
+        prefill_s: float,
+        work_s: float,
+        priority: int,
+        arrived_s: float,
+        deadline_s: float,
+        refuse: bool,
     ) -> None:
-        """Hold it, or move it in the order when it is held already. `refuse`: at its deadline it is refused, else
-        forwarded to the cheapest worker."""
+        """Hold it for `target` (P there, and P * slow), or move it in the order when it is held already. `refuse`: at
+        its deadline it is refused, else forwarded to the cheapest worker."""
         known = self._held.get(request_id)
         order = known.key[2] if known is not None else self._count
         self._count += 1
         key = (priority, work_s + self._config.gamma * arrived_s, order)
         if known is not None:
+            known.target, known.prefill_s = target, prefill_s
             if known.key == key:
                 return
             self._unlist(request_id, known)
             known.key = key
         else:
-            self._held[request_id] = _Held(key, deadline_s, refuse)
+            self._held[request_id] = _Held(key, deadline_s, refuse, target, prefill_s)
             heapq.heappush(self._deadlines, (deadline_s, request_id))
         bisect.insort(self._order, (key, request_id))
 
@@ -69,6 +85,22 @@ class HeldQueue:
             self._deadlines = [(held.deadline_s, rid) for rid, held in self._held.items()]
             heapq.heapify(self._deadlines)
         return True
+
+    def ahead_of(self, *, priority: int, work_s: float, arrived_s: float) -> dict[str, float]:
+        """target -> seconds of prefill held for it that would be tried before such a request."""
+        key = (priority, work_s + self._config.gamma * arrived_s, self._count)
+        found: dict[str, float] = {}
+        for other, request_id in itertools.islice(self._order, AHEAD_MAX):
+            if other > key:
+                break
+            held = self._held[request_id]
+            found[held.target] = found.get(held.target, 0.0) + held.prefill_s
+        return found
+
+    def held_for(self, request_id: str) -> tuple[str, float]:
+        """(target, P there) of a held request."""
+        held = self._held[request_id]
+        return held.target, held.prefill_s
 
     def first(self, count: int) -> list[str]:
         """The next `count` to try."""

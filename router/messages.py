@@ -79,6 +79,8 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     """P: uncached prefill on an otherwise idle worker."""
     queue_s: float
     """Q: prefill routed there before and not yet done."""
+    held_s: float
+    """Prefill that the router holds for it and will send before this request."""
     slow: float
     """Factor by which running decodes stretch a prefill."""
     load_s: float
@@ -88,7 +90,7 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     beta: float
     decode_requests: int
     ttft_s: float
-    """The prediction: slow * (Q + P) + load."""
+    """The prediction: slow * (Q + held + P) + load."""
     cost: float
     """The price; the lowest wins."""
 

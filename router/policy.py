@@ -37,10 +37,11 @@ def load_seconds(match: Match, config: CostConfig) -> float:
 class KvCost:
     """The cost of sending one prompt to each of several targets at one moment.
 
-    `cached[i]` is h of `targets[i]` in tokens; `loads[i]` its load seconds, or `loads` is None where all are zero.
+    `cached[i]` is h of `targets[i]` in tokens; `loads[i]` its load seconds, or `loads` is None where all are zero;
+    `ahead[i]` seconds of prefill that the router holds for it and will send before this prompt, or None.
     """
 
-    __slots__ = ("beta", "cached", "config", "factor", "loads", "now", "prompt_tokens", "targets")
+    __slots__ = ("ahead", "beta", "cached", "config", "factor", "loads", "now", "prompt_tokens", "targets")
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class KvCost:
         self.targets = targets
         self.cached = cached
         self.loads = loads
+        self.ahead: Sequence[float] | None = None
         self.prompt_tokens = prompt_tokens
         self.factor = utilisation_factor
         self.now = now
@@ -72,7 +74,7 @@ class KvCost:
         config, now, length, factor = self.config, self.now, self.prompt_tokens, self.factor
         weight, decode_weight, tie_s = 1.0 + self.beta, config.decode_weight, config.tie_s
         utilisation_weight = config.utilisation_weight * factor
-        loads = self.loads
+        loads, ahead = self.loads, self.ahead
         square = length * length
         best, ties = float("inf"), []
         # The formula of `terms`, written out: with 64 candidates this loop is what a decision costs beyond the match.
@@ -85,6 +87,8 @@ class KvCost:
                 if progress > target.progress_max_s:
                     progress = target.progress_max_s
                 cost += waiting - progress if progress > 0.0 else waiting
+            if ahead is not None:
+                cost += ahead[i]
             cost = slow * cost + utilisation_weight * target.utilisation_scaled
             if target.peer is not None:
                 cost += config.utilisation_weight * target.peer.utilisation
@@ -104,13 +108,15 @@ class KvCost:
         config, target, hit = self.config, self.targets[i], self.cached[i]
         prefill = target.prefill_seconds(self.prompt_tokens, hit)
         waiting = target.queue_s(self.now)
+        held = self.ahead[i] if self.ahead is not None else 0.0
         utilisation = target.utilisation_scaled * self.factor
         decoding = target.decode_requests
         if target.peer is not None:
             utilisation += target.peer.utilisation
             decoding += target.peer.decode_requests
         load_s = self.loads[i] if self.loads is not None else 0.0
-        cost = target.slow * (waiting + (1.0 + self.beta) * prefill) + config.utilisation_weight * utilisation + load_s
+        cost = target.slow * (waiting + held + (1.0 + self.beta) * prefill)
+        cost += config.utilisation_weight * utilisation + load_s
         cost += config.decode_weight * prefill * target.decode_requests
         return Terms(
             worker=target.name,
@@ -118,12 +124,13 @@ class KvCost:
             resident_tokens=resident_tokens,
             prefill_s=prefill,
             queue_s=waiting,
+            held_s=held,
             slow=target.slow,
             load_s=load_s,
             utilisation=utilisation,
             beta=self.beta,
             decode_requests=decoding,
-            ttft_s=target.slow * (waiting + prefill) + load_s,
+            ttft_s=target.slow * (waiting + held + prefill) + load_s,
             cost=cost,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,8 +32,9 @@ def test_held_requests_are_tried_by_priority_then_work_less_waiting(
             known = held.get(name)
             arrived, deadline = (now, now + 3.0) if known is None else known[2:]
             queue.put(
-                name, priority=priority, work_s=work, arrived_s=arrived, deadline_s=deadline, refuse=number % 2 == 0
-            )
+                name, target=f"w{number % 3}", prefill_s=work / 2, priority=priority, work_s=work, arrived_s=arrived,
+                deadline_s=deadline, refuse=number % 2 == 0,
+            )  # fmt: skip
             held[name] = (priority, work, arrived, deadline)
         elif what == "drop":
             assert queue.drop(name) == (held.pop(name, None) is not None)
@@ -50,6 +52,11 @@ def test_held_requests_are_tried_by_priority_then_work_less_waiting(
         assert len(keys) == len(expected)
         for first, second in itertools.pairwise(keys):
             assert first[0] < second[0] or (first[0] == second[0] and first[1] <= second[1] + 1e-9)
+        ahead: dict[str, float] = {}
+        for n, (p, w, arrived, _) in held.items():
+            if (p, w + gamma * arrived) <= (0, 5.0 + gamma * now):
+                ahead[f"w{int(n) % 3}"] = ahead.get(f"w{int(n) % 3}", 0.0) + w / 2
+        assert queue.ahead_of(priority=0, work_s=5.0, arrived_s=now) == pytest.approx(ahead)
         deadlines = [h[3] for h in held.values()]
         assert not deadlines or queue.next_deadline() is not None
 
