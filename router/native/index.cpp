@@ -51,6 +51,7 @@ void Index::remove_holder(u64 id) {
 void Index::clear(u64 holder) {
     const std::unique_lock lock(mutex_);
     get(holder)->clear();
+    move_pins(*get(holder));
 }
 
 void Index::declare_groups(u64 holder, const std::vector<Group>& groups) {
@@ -70,7 +71,10 @@ Report Index::ingest(u64 id, const u8* payload, std::size_t size) {
     report.unknown_events = batch_.unknown;
     report.malformed.swap(batch_.malformed);
     const std::unique_lock lock(mutex_);
-    get(id)->apply(batch_, report);
+    Holder* holder = get(id);
+    const Seat seat = holder->seat;
+    holder->apply(batch_, report);
+    if (holder->seat != seat) move_pins(*holder);
     seats_.settle_some();
     return report;
 }
@@ -86,18 +90,18 @@ std::vector<Match> Index::match(const u32* tokens, std::size_t count, const Scop
 u64 Index::pin(u64 id, const u32* tokens, std::size_t count, const ScopeView& scope) {
     const std::unique_lock lock(mutex_);
     Holder* holder = get(id);
-    Pin pin{holder, {}, std::nullopt};
+    Pin pin{holder, holder->seat, {}, std::nullopt};
     const u64 cut = holder->cut();
     const u64 last = count == 0 ? 0 : (count - 1) / cut;
     u64 key = start(scope);
+    pin.boundaries.reserve(count / cut);
     for (u64 step = 1; step * cut <= count; ++step) {
         key = digester_.extend(key, tokens + (step - 1) * cut, cut, (step - 1) * cut, scope.media.data(),
                                scope.media.size());
         pin.boundaries.push_back(key);
-        boundaries_.add(key, holder);
         if (step == last) pin.checkpoint = key;
     }
-    if (pin.checkpoint) checkpoints_.add(*pin.checkpoint, holder);
+    promise(pin);
     ++static_cast<ModelHolders*>(holder->model)->pins[holder];
     const u64 number = next_pin_++;
     pins_.emplace(number, std::move(pin));
@@ -112,9 +116,29 @@ void Index::unpin(u64 number) {
     pins_.erase(found);
 }
 
+void Index::promise(const Pin& pin) {
+    boundaries_.add_all(pin.boundaries, pin.seat);
+    if (pin.checkpoint) checkpoints_.add(*pin.checkpoint, pin.seat);
+}
+
+void Index::withdraw(const Pin& pin) {
+    boundaries_.remove_all(pin.boundaries, pin.seat);
+    if (pin.checkpoint) checkpoints_.remove(*pin.checkpoint, pin.seat);
+}
+
+void Index::move_pins(const Holder& holder) {
+    const auto& pinned = static_cast<const ModelHolders*>(holder.model)->pins;
+    if (pinned.count(&holder) == 0) return;
+    for (auto& [number, pin] : pins_) {
+        if (pin.holder != &holder || pin.seat == holder.seat) continue;
+        withdraw(pin);
+        pin.seat = holder.seat;
+        promise(pin);
+    }
+}
+
 void Index::release(const Pin& pin) {
-    for (u64 key : pin.boundaries) boundaries_.remove(key, pin.holder);
-    if (pin.checkpoint) checkpoints_.remove(*pin.checkpoint, pin.holder);
+    withdraw(pin);
     auto& pins = static_cast<ModelHolders*>(pin.holder->model)->pins;
     if (--pins[pin.holder] == 0) pins.erase(pin.holder);
 }

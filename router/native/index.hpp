@@ -57,13 +57,18 @@ public:
 private:
     struct Pin {
         Holder* holder;
+        Seat seat;  // the holder's, under which the promises stand
         std::vector<u64> boundaries;
         std::optional<u64> checkpoint;
     };
 
     Holder* get(u64 holder) const;
     u64 start(const ScopeView& scope) const;
+    void promise(const Pin& pin);
+    void withdraw(const Pin& pin);
     void release(const Pin& pin);
+    // The holder has taken a fresh seat (it forgot its blocks): its pins go with it.
+    void move_pins(const Holder& holder);
 
     mutable std::shared_mutex mutex_;
     std::mutex ingest_mutex_;  // guards batch_, so that decoding needs no exclusive lock

@@ -44,8 +44,8 @@ bool AnyMatcher::has(const Holder& holder, u32 ordinal, const View& view, u64 po
     }
     if (!view.pins) return false;
     const Group* group = ordinal < holder.groups.size() ? &holder.groups[ordinal] : nullptr;
-    if (group != nullptr && group->role() == Role::State) return c_.checkpoints.has(c_.prefixes.at(position), &holder);
-    return !(group != nullptr && group->sparse) && c_.boundaries.has(c_.prefixes.at(position), &holder);
+    if (group != nullptr && group->role() == Role::State) return c_.checkpoints.has(c_.prefixes.at(position), holder.seat);
+    return !(group != nullptr && group->sparse) && c_.boundaries.has(c_.prefixes.at(position), holder.seat);
 }
 
 Match AnyMatcher::match(const Holder& holder) {
@@ -126,7 +126,7 @@ bool AnyMatcher::resumes_at(const Holder& holder, u32 ordinal, const View& view,
     if (what == Role::Full) return true;
     if (what == Role::State) return holds_any(holder, ordinal, view, p, own);
     const Group& group = holder.groups[ordinal];
-    if (view.pins && group.sparse && c_.checkpoints.has(c_.prefixes.at(p), &holder)) return true;
+    if (view.pins && group.sparse && c_.checkpoints.has(c_.prefixes.at(p), holder.seat)) return true;
     const u64 window = *group.window;
     // The next token looks back window - 1 tokens; in a chunk, to the chunk's start.
     const u64 first = what == Role::Chunk ? p - p % window : p > window - 1 ? p - (window - 1) : 0;

@@ -83,15 +83,21 @@ public:
 
 private:
     u32 next_node(u32 before, u64 step) {
+        // A prompt in flight is walked beyond what is resident: off the runs, each search is a far one.
+        const u64 ahead = step + Promises::kAhead;
+        if (before == 0 && pins_ && ahead * length_ <= c_.limit) {
+            c_.nodes.prefetch(Nodes::hash(c_.prefixes.at(ahead * length_), static_cast<u32>(length_)));
+        }
         const u32 id = c_.nodes.find_after(before, c_.prefixes.at(step * length_), static_cast<u32>(length_));
         path_.push_back(id);
         return id;
     }
 
+    // Boundaries of prompts in flight lie scattered: the one some steps ahead is asked for early.
     void promise(const Promises& promises, u64 step, u64* words) const {
-        promises.each(c_.prefixes.at(step * length_), [&](const Holder* holder) {
-            words[holder->seat / 64] |= u64{1} << (holder->seat % 64);
-        });
+        const u64 ahead = step + Promises::kAhead;
+        if (ahead * length_ <= c_.limit) promises.prefetch(c_.prefixes.at(ahead * length_));
+        promises.each(c_.prefixes.at(step * length_), [&](u32 word, u64 bits) { words[word] |= bits; });
     }
 
     // -- full attention alone --------------------------------------------------------------------------------------------

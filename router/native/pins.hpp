@@ -1,90 +1,113 @@
 // Prompts in flight, as digests of the boundaries they will leave behind. Owns who promised which boundary, counted.
+//
+// Invariants: `holders` of a key has a seat's bit while the seat has promised the key at least once; a promise beyond the first
+// is in `more_`. A shared system prompt is promised by everybody: one word says so, however many they are.
 #pragma once
 
 #include <vector>
 
+#include "nodes.hpp"
 #include "table.hpp"
 
 namespace blockcast {
 
-class Holder;
-
-// digest -> the holders that will have it, with a count each.
 class Promises {
 public:
-    void add(u64 key, const Holder* holder) {
+    Promises() = default;
+    Promises(const Promises&) = delete;
+    ~Promises() {
+        table_.each([&](Entry& entry) { entry.holders.drop(heap_); });
+    }
+
+    void add(u64 key, Seat seat) {
         Entry* entry = find(key);
         if (entry == nullptr) {
-            const u32 link = links_.allocate();
-            links_[link] = Link{holder, 1, 0};
-            table_.insert(Entry{key, link, 0});
-            return;
-        }
-        for (u32 at = entry->head; at != 0; at = links_[at].next) {
-            if (links_[at].holder == holder) {
-                ++links_[at].count;
-                return;
+            Entry fresh{key, Presence()};
+            fresh.holders.add(seat, 0, heap_);
+            table_.insert(fresh);
+        } else if (!entry->holders.add(seat, 0, heap_)) {
+            More* more = find_more(key, seat);
+            if (more == nullptr) {
+                more_.insert(More{more_id(key, seat), 1, 0});
+            } else {
+                ++more->count;
             }
         }
-        const u32 link = links_.allocate();
-        links_[link] = Link{holder, 1, entry->head};
-        entry->head = link;
     }
 
-    void remove(u64 key, const Holder* holder) {
+    void remove(u64 key, Seat seat) {
         Entry* entry = find(key);
         if (entry == nullptr) return;
-        for (u32 before = 0, at = entry->head; at != 0; before = at, at = links_[at].next) {
-            if (links_[at].holder != holder) continue;
-            if (--links_[at].count > 0) return;
-            const u32 after = links_[at].next;
-            links_.free(at);
-            if (before != 0) {
-                links_[before].next = after;
-            } else if (after != 0) {
-                entry->head = after;
-            } else {
-                table_.erase(entry);
-            }
+        if (More* more = more_.size() == 0 ? nullptr : find_more(key, seat)) {
+            if (--more->count == 0) more_.erase(more);
             return;
+        }
+        entry->holders.remove(seat, 0, heap_);
+        if (entry->holders.empty()) table_.erase(entry);
+    }
+
+    // A prompt's boundaries lie scattered: ask for some before they are needed.
+    void add_all(const std::vector<u64>& keys, Seat seat) {
+        for (std::size_t i = 0; i < keys.size(); ++i) {
+            if (i + kAhead < keys.size()) prefetch(keys[i + kAhead]);
+            add(keys[i], seat);
+        }
+    }
+    void remove_all(const std::vector<u64>& keys, Seat seat) {
+        for (std::size_t i = 0; i < keys.size(); ++i) {
+            if (i + kAhead < keys.size()) prefetch(keys[i + kAhead]);
+            remove(keys[i], seat);
         }
     }
 
+    static constexpr std::size_t kAhead = 12;
+    void prefetch(u64 key) const { table_.prefetch(hash_of(key)); }
+
+    // visit(word index, bits of the seats that promised the key)
     template <class Visit>
     void each(u64 key, Visit visit) const {
+        if (const Entry* entry = find(key)) {
+            entry->holders.each([&](u32, u32 word, u64 bits) { visit(word, bits); });
+        }
+    }
+
+    bool has(u64 key, Seat seat) const {
         const Entry* entry = find(key);
-        for (u32 at = entry == nullptr ? 0 : entry->head; at != 0; at = links_[at].next) visit(links_[at].holder);
+        return entry != nullptr && entry->holders.test(seat, 0);
     }
 
-    bool has(u64 key, const Holder* holder) const {
-        bool found = false;
-        each(key, [&](const Holder* it) { found = found || it == holder; });
-        return found;
-    }
-
-    bool empty() const { return table_.size() == 0; }
-    std::size_t bytes() const { return table_.bytes() + links_.bytes(); }
+    std::size_t bytes() const { return table_.bytes() + more_.bytes() + heap_; }
 
 private:
     struct Entry {
         u64 key;
-        u32 head, unused;
+        Presence holders;
     };
-    struct Link {
-        const Holder* holder;
-        u32 count, next;
+    struct More {
+        u64 id;
+        u32 count, unused;
     };
+    static u32 hash_of(u64 key) { return static_cast<u32>((key * 0x9E3779B97F4A7C15ull) >> 32); }
     struct Traits {
-        static u32 hash_of(u64 key) { return static_cast<u32>((key * 0x9E3779B97F4A7C15ull) >> 32); }
         static u32 hash(const Entry& entry) { return hash_of(entry.key); }
     };
+    struct MoreTraits {
+        static u32 hash(const More& more) { return hash_of(more.id); }
+    };
 
+    // Keys are 61-bit digests with a random base: mixed with a seat they are as unlikely to collide as they are alone.
+    static u64 more_id(u64 key, Seat seat) { return key * 0xD6E8FEB86659FD93ull + seat; }
     Entry* find(u64 key) const {
-        return table_.find(Traits::hash_of(key), [&](const Entry& entry) { return entry.key == key; });
+        return table_.find(hash_of(key), [&](const Entry& entry) { return entry.key == key; });
+    }
+    More* find_more(u64 key, Seat seat) const {
+        const u64 id = more_id(key, seat);
+        return more_.find(hash_of(id), [&](const More& more) { return more.id == id; });
     }
 
     SegmentedTable<Entry, Traits> table_;
-    Pool<Link> links_;
+    SegmentedTable<More, MoreTraits> more_;
+    std::size_t heap_ = 0;
 };
 
 }  // namespace blockcast

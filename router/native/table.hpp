@@ -139,7 +139,7 @@ public:
 
     template <class Visit>
     void each(Visit visit) const {
-        for (const Segment& segment : segments_) visit_segment(segment, visit);
+        for (const Segment& segment : segments_) visit_segment(segment, visit);  // may change entries, but not their hash
     }
 
     // Hands out and forgets up to one segment's entries; false when nothing is left. The table only shrinks from here:
