@@ -178,7 +178,7 @@ def test_experts(ops, dtype, rng, tokens):
 
 
 def test_unknown_backends_are_refused():
-    with pytest.raises(ValueError, match="attention backend 'nope': expected one of auto, cpu"):
+    with pytest.raises(ValueError, match="attention backend 'nope': expected one of auto, "):
         select("cpu", "nope")
 
 
