@@ -125,16 +125,18 @@ class Case:
     """Played before the router gets the workers."""
     silent: bool = False
     """The fault consists in silence: nothing may be published after it."""
+    rounds: int = 3
+    """How often it is played, with fresh prompts each time: a router that cannot tell must not be right by luck."""
 
 
 CASES: list[Case] = []
 
 
 def case(
-    name: str, *, before: Callable[[Script], None] | None = None, silent: bool = False, **setup: Any
+    name: str, *, before: Callable[[Script], None] | None = None, silent: bool = False, rounds: int = 3, **setup: Any
 ) -> Callable[[Play], Play]:
     def register(play: Play) -> Play:
-        CASES.append(Case(name, play, Setup(**setup), before, silent))
+        CASES.append(Case(name, play, Setup(**setup), before, silent, rounds))
         return play
 
     return register

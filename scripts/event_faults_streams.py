@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
-from event_faults_script import BLOCK, Probe, Script, case, removed, stored
+import event_faults_script
+from event_faults_script import BLOCK, Probe, Script, removed, stored
 from event_faults_worker import pack
+
+case = functools.partial(event_faults_script.case, rounds=1)  # a stream breaks once
 
 
 def _filled(s: Script) -> tuple[list[int], list[Any], Probe]:
