@@ -370,8 +370,8 @@ class LoadTracker:
         """Close the open interval and learn from it."""
         interval = target.open_interval
         target.open_interval = None
-        if interval is None or not interval.usable:
-            return
+        if interval is None or not interval.usable or self.targets.get(target.name) is not target:
+            return  # also when the worker was removed with requests in flight
         seen = Observation(
             elapsed_s=interval.end_s - interval.start_s,
             uncached_tokens=interval.uncached_tokens,

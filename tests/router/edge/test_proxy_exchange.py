@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -382,5 +383,32 @@ def test_other_paths_pass_through(edge: Any) -> None:
         head = await edge.exchange(b"HEAD /v1/things HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n")
         assert headers_of(head)[b"content-length"] == b"2"
         assert body_of(head) == b""
+
+    edge.run(scenario())
+
+
+def test_worker_removed_while_it_answers_finishes_its_streams(edge: Any, make_post: Any) -> None:
+    """Also their first tokens, which teach the router about a worker it has forgotten."""
+
+    async def scenario() -> None:
+        gates = [asyncio.Event() for _ in range(3)]
+
+        async def script(request: Any, reader: Any, writer: Any) -> None:
+            await gates[len(edge.upstreams[0].received) - 1].wait()
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n")
+
+        await edge.start(policy="kv")
+        await edge.worker(script)
+        answers = []
+        for _ in gates:
+            answers.append(asyncio.create_task(edge.exchange(make_post(STREAM))))
+            await asyncio.sleep(0.05)
+        gates[0].set()
+        await answers[0]
+        edge.proxy.perform(edge.core.remove_worker("w0", time.monotonic()))
+        for gate, answer in zip(gates[1:], answers[1:]):
+            gate.set()
+            assert body_of(await answer) == b"3\r\nabc\r\n0\r\n\r\n"
+            await asyncio.sleep(0.1)
 
     edge.run(scenario())
