@@ -1,4 +1,4 @@
-"""The two decoders side by side on real payloads with faults in them: neither raises, and they agree on what they accept.
+"""The two decoders side by side on real payloads with faults in them: neither raises, both accept the same.
 
 The long run under AddressSanitizer is scripts/fuzz_native.
 """
