@@ -108,7 +108,7 @@ class Cluster:
         self.workload = workload
         self.routers = routers
         total = None if config.cache_blocks is None else config.cache_blocks * config.workers
-        shared = Cache(total) if config.shared_cache else None
+        shared = Cache(total, shared=True) if config.shared_cache else None
         self.workers = [
             SimWorker(i, _slower(config.service, config.slow_workers.get(i, 1.0)), shared or Cache(config.cache_blocks))
             for i in range(config.workers)

@@ -24,11 +24,13 @@ class Cache:
     """Blocks of one worker, or of several where a bound shares them. `capacity` in blocks; None is infinite.
 
     Invariant: len(used) + private + len(idle) <= capacity, where `used` maps referenced blocks to their count, `idle`
-    is the LRU order of unreferenced ones and `private` counts reserved pages without a name yet.
+    is the LRU order of unreferenced ones and `private` counts reserved pages without a name yet. A shared cache may go
+    over it, see `reserve`.
     """
 
-    def __init__(self, capacity: int | None) -> None:
+    def __init__(self, capacity: int | None, *, shared: bool = False) -> None:
         self.capacity = capacity
+        self.shared = shared
         self.used: dict[int, int] = {}
         self.idle: OrderedDict[int, None] = OrderedDict()
         self.private = 0
@@ -49,13 +51,16 @@ class Cache:
         """Share of the pages that running requests hold."""
         return 0.0 if self.capacity is None else (len(self.used) + self.private) / self.capacity
 
-    def reserve(self, ids: list[int], hits: int, pages: int) -> bool:
-        """Take references on the first `hits` blocks and `pages - hits` private pages; False where there is no room."""
+    def reserve(self, ids: list[int], hits: int, pages: int, *, force: bool = False) -> bool:
+        """Take references on the first `hits` blocks and `pages - hits` private pages; False where there is no room.
+
+        `force`: go over the capacity rather than leave a worker idle, where others hold all pages of a shared cache.
+        """
         used, idle = self.used, self.idle
         fresh = pages - hits
         if self.capacity is not None:
             woken = sum(1 for block in ids[:hits] if block in idle)
-            if len(used) + self.private + woken + fresh > self.capacity:
+            if len(used) + self.private + woken + fresh > self.capacity and not force:
                 return False
         for block in ids[:hits]:
             if block in idle:
@@ -65,7 +70,7 @@ class Cache:
                 used[block] += 1
         self.private += fresh
         if self.capacity is not None:
-            excess = len(used) + self.private + len(idle) - self.capacity
+            excess = min(len(used) + self.private + len(idle) - self.capacity, len(idle))
             if excess > 0:
                 gone = [idle.popitem(last=False)[0] for _ in range(excess)]
                 if self.on_remove is not None:
@@ -246,7 +251,8 @@ class SimWorker:
         request = job.request
         hits = self.cache.match(request.ids, (request.prompt_tokens - 1) // BLOCK)
         pages = -(-(request.prompt_tokens + request.output_tokens) // BLOCK)
-        if not self.cache.reserve(request.ids, hits, pages):
+        alone = self.cache.shared and not self.running
+        if not self.cache.reserve(request.ids, hits, pages, force=alone):
             return False
         job.hit_blocks = job.named = hits
         job.computed = hits * BLOCK
