@@ -20,6 +20,7 @@ from engine.cache.kv_cache import KVCache
 from engine.cache.spec import MAMBA, CacheSpec
 from engine.config import ConfigError, EngineConfig
 from engine.core import EngineCore
+from engine.decode_graphs import CudaCapture
 from engine.loader import load_model
 from engine.messages import CoreInfo
 from engine.models import CausalLM
@@ -144,6 +145,7 @@ def assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None = None)
     runner = ModelRunner(
         model, spec, unit_count, kernels=backend, dtype=dtype, device=device, max_model_len=max_model_len,
         eos_token_ids=tuple(eos_token_ids), seed=config.seed,
+        capture=CudaCapture(device) if device.type == "cuda" and not config.enforce_eager else None,
     )  # fmt: skip
     groups = group_infos(spec)
     publisher = None

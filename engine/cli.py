@@ -62,7 +62,7 @@ def _options(function: Any) -> Any:
         click.option("--max-num-batched-tokens", type=int, default=2048, show_default=True, metavar="TOKENS",
                      help="Tokens in one step; longer prompts are computed in chunks."),
         click.option("--num-gpu-blocks-override", type=int, metavar="N", help="Blocks of the cache, on any device."),
-        click.option("--kv-cache-memory-bytes", type=int, metavar="BYTES", help="Size of the cache, on any device."),
+        click.option("--kv-cache-memory-bytes", type=int, metavar="BYTES", help="Size of the cache, on any device (of each, with --tensor-parallel-size)."),
         click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True),
         click.option("--kv-events-config", metavar="JSON", help=EVENTS_HELP),
         click.option("--legacy-events", is_flag=True,
@@ -72,7 +72,8 @@ def _options(function: Any) -> Any:
                      help="Jinja template (or its text) instead of the model's own."),
         click.option("--generation-config", type=click.Choice(["auto", "vllm"]), default="auto", show_default=True,
                      help="Default sampling parameters: auto takes the model's generation_config.json, vllm none."),
-        click.option("--attention-backend", metavar="NAME", help="Kernels to use. [default: the best for the device]"),
+        click.option("--attention-backend", metavar="NAME",
+                     help="Kernels: auto, triton, flash-attn, fla, torch, cpu or reference. [default: auto]"),
         click.option("--num-threads", type=int, default=1, show_default=True, help="CPU threads of the step loop."),
         click.option("--seed", type=int, default=0, show_default=True, help="Of sampling without a seed of its own."),
         click.option("--max-queue", type=click.IntRange(0), default=1024, show_default=True, metavar="N",
@@ -85,9 +86,10 @@ def _options(function: Any) -> Any:
                      show_default=True),
         click.option("--enable-log-requests/--disable-log-requests", "log_requests", default=False,
                      show_default=True, help="One line a request."),
-        click.option("--tensor-parallel-size", "-tp", type=int, default=1, show_default=True, help="Only 1 for now."),
+        click.option("--tensor-parallel-size", "-tp", type=int, default=1, show_default=True, metavar="N",
+                     help="Processes that compute the model together, one a GPU, each a part of every layer."),
         click.option("--enforce-eager", is_flag=True,
-                     help="Accepted for vLLM's command lines; nothing is captured here."),
+                     help="On a GPU: no recorded decode steps (CUDA graphs)."),
         click.option("--enable-prompt-tokens-details", is_flag=True,
                      help="Accepted for vLLM's command lines; cached tokens are always reported."),
         click.option("--check-invariants", is_flag=True, hidden=True),
@@ -124,8 +126,6 @@ def serve_command(model: str | None, **flags: Any) -> None:
 
 def parse(model: str | None, flags: dict[str, Any]) -> tuple[EngineConfig, ServerConfig]:
     """Flags to configs. Raises ConfigError or EventsError naming the flag."""
-    if flags["tensor_parallel_size"] != 1:
-        raise ConfigError(f"--tensor-parallel-size {flags['tensor_parallel_size']}: only 1 is supported for now")
     events = flags["kv_events_config"]
     engine_config = EngineConfig(
         model=model,
@@ -148,8 +148,9 @@ def parse(model: str | None, flags: dict[str, Any]) -> tuple[EngineConfig, Serve
 
 _ENGINE_FLAGS = (
     "tokenizer", "dtype", "device", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens",
-    "num_gpu_blocks_override", "kv_cache_memory_bytes", "enable_prefix_caching", "attention_backend", "seed",
-    "num_threads", "check_invariants", "log_level", "generation_config", "legacy_events",
+    "num_gpu_blocks_override", "kv_cache_memory_bytes", "enable_prefix_caching", "attention_backend", "enforce_eager",
+    "seed", "num_threads", "check_invariants", "log_level", "generation_config", "legacy_events",
+    "tensor_parallel_size",
 )  # fmt: skip
 
 

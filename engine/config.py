@@ -38,12 +38,16 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
     attention_backend: str | None = None
+    enforce_eager: bool = False
+    """On a GPU: launch every kernel of a decode step instead of replaying a recorded step."""
     seed: int = 0
     num_threads: int = 1
     """Threads of the step loop's tensor library; one a worker keeps workers on one machine out of each other's way."""
     generation_config: str = "auto"
     """Where default sampling parameters come from: `auto` (the model's generation_config.json) or `vllm` (none)."""
     kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
+    tensor_parallel_size: int = 1
+    """Processes that compute the model together, each a part of every layer."""
     check_invariants: bool = False
     """Verify the scheduler's and the pool's invariants after every step: for tests, slow."""
     log_level: str = "info"
@@ -61,6 +65,7 @@ class EngineConfig:
             ("--num-gpu-blocks-override", self.num_gpu_blocks_override),
             ("--kv-cache-memory-bytes", self.kv_cache_memory_bytes),
             ("--num-threads", self.num_threads),
+            ("--tensor-parallel-size", self.tensor_parallel_size),
         ):
             if value is not None and value < 1:
                 raise ConfigError(f"{flag} {value}: expected a positive integer")

@@ -20,7 +20,7 @@ import msgspec
 
 from engine.assembly import Assembled, assemble, locate
 from engine.choice import Choice, new_choice
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.detokenizer import DetokenizerFactory
 from engine.openai_params import ModelLimits, check_params, check_prompt, fit_max_tokens
 from engine.types import Request, SamplingParams, TokenLogprobs
@@ -325,9 +325,7 @@ class _Progress:
 def _config(
     model: str | None, kv_events: Mapping[str, Any] | KVEventsConfig | None, settings: dict[str, Any]
 ) -> EngineConfig:
-    if settings.pop("tensor_parallel_size", 1) != 1:
-        raise ConfigError("tensor_parallel_size: only 1 is supported for now")
-    for name in ("enforce_eager", "trust_remote_code", "disable_log_stats"):
+    for name in ("trust_remote_code", "disable_log_stats"):
         settings.pop(name, None)  # known to callers of other engines; without effect here
     known = {item.name for item in fields(EngineConfig)} - {"model", "kv_events"}
     unknown = sorted(set(settings) - known)

@@ -13,11 +13,13 @@ import numpy as np
 import torch
 
 from engine.cache.spec import CacheSpec
+from engine.decode_graphs import Capture, DecodeGraphs, to_device
 from engine.models import CausalLM
 from engine.models.layers import Step
 from engine.sampler import Sampler, token_logprobs
 from engine.types import BlockId, Chunk, StepPlan, StepResult, TokenLogprobs, UnitId
 from kernels import Kernels, PagedKV, Ragged, select
+from kernels.interface import FixedPlans
 
 LOGIT_SLAB_BYTES = 64 << 20
 """Logits of prompt positions are made in slabs of at most so many bytes of fp32."""
@@ -50,7 +52,9 @@ class ModelRunner:
         kernels: Kernels | None = None,
         eos_token_ids: tuple[int, ...] = (),
         seed: int = 0,
+        capture: Capture | None = None,
     ) -> None:
+        """`capture`: how decode steps are recorded, where the kernels allow it; None: they are not."""
         if num_units < 1:
             raise ValueError(f"num_units {num_units}: expected at least 1")
         self.model = model
@@ -79,6 +83,17 @@ class ModelRunner:
 
         layout = model.state_layout(dtype)
         self._states = layout.views(self._buffer, stride) if spec.state is not None else []
+        self._graphs: DecodeGraphs | None = None
+        if capture is not None and isinstance(self._ops, FixedPlans):
+            self._graphs = DecodeGraphs(
+                model,
+                self._ops,
+                kv=self._kv,
+                states=self._states,
+                ropes=self._ropes,
+                blocks_max=-(-max_model_len // spec.block_size),
+                capture=capture,
+            )
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -102,19 +117,26 @@ class ModelRunner:
         tokens: list[int] = []
         for chunk in chunks:
             tokens += chunk.seq.token_ids[chunk.start : chunk.end]
-        positions = torch.from_numpy(batch.positions).to(self.device)
+        token_ids = np.array(tokens, np.int64)
+        tables = [self._block_table(g, chunks) for g in range(len(self._kv))]
+        units = _state_units(chunks) if self._states else None
+        if self._graphs is not None and batch.decode_count == len(chunks):
+            hidden = self._graphs.forward(token_ids, batch, tables, units)
+            if hidden is not None:
+                return hidden, batch
+        positions = to_device(batch.positions, self.device)
         step = Step(
             ops=self._ops,
             rotary=[rope.at(positions) for rope in self._ropes],
             kv=self._kv,
             plans=[
-                self._ops.plan_attention(batch, self._block_table(g, chunks), kv, self._windows[g])
-                for g, kv in enumerate(self._kv)
+                self._ops.plan_attention(batch, table, kv, self._windows[g])
+                for g, (table, kv) in enumerate(zip(tables, self._kv, strict=True))
             ],
             states=self._states,
-            state_plan=self._ops.plan_state(batch, _state_units(chunks)) if self._states else None,
+            state_plan=None if units is None else self._ops.plan_state(batch, units),
         )
-        return self.model.forward(torch.tensor(tokens, device=self.device), step), batch
+        return self.model.forward(to_device(token_ids, self.device), step), batch
 
     def _block_table(self, group: int, chunks: list[Chunk]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
         """[chunks, blocks]: the blocks of each chunk's context."""
@@ -133,7 +155,7 @@ class ModelRunner:
         if rows:
             last = batch.query_starts[1:][rows] - 1
             everyone = len(rows) == hidden.shape[0]
-            picked = hidden if everyone else hidden[torch.from_numpy(last).to(self.device)]
+            picked = hidden if everyone else hidden[to_device(last, self.device)]
             tokens, logprobs = self._sampler.sample(self.model.logits(picked), [chunks[i].seq for i in rows])
             for j, i in enumerate(rows):
                 result.sampled[order[i]] = tokens[j]

@@ -12,7 +12,7 @@ the positions [0, context_len) of a sequence is ever read into a result, whateve
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -278,4 +278,28 @@ class Kernels(Protocol):
         b, c: [tokens, groups, state_dim], heads a multiple of groups; states: [units, heads, head_dim, state_dim],
         updated in place. Returns [tokens, heads, head_dim] in x's dtype.
         """
+        ...
+
+
+@runtime_checkable
+class FixedPlans(Protocol):
+    """What a backend offers besides, so that a decode step can be recorded: plans of fixed shape, refilled in place.
+
+    A new plan holds only padding: sequences without context, slot or state, which change nothing.
+    """
+
+    def fixed_decode_plan(self, sequences: int, blocks: int, kv: PagedKV, window: int | None) -> Any:
+        """A plan for `attention` of up to so many decoding sequences of up to so many blocks."""
+        ...
+
+    def refill_decode_plan(self, plan: Any, batch: Ragged, block_table: IntArray, kv: PagedKV) -> None:
+        """Make it the plan of a batch of decoding sequences, the rest padding. The host does not wait."""
+        ...
+
+    def fixed_state_plan(self, sequences: int) -> Any:
+        """A plan for the recurrent operations of up to so many decoding sequences."""
+        ...
+
+    def refill_state_plan(self, plan: Any, units: IntArray) -> None:
+        """Make it the plan of sequences with their states in `units`, the rest padding."""
         ...
