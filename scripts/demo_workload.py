@@ -52,16 +52,19 @@ class _Turn:
     number: int = 0
 
 
+def repo_text() -> str:
+    """The repo's own documents and code, one after the other."""
+    root = Path(__file__).resolve().parent.parent
+    files = [p for pattern in SOURCES for p in sorted(root.glob(pattern)) if "__init__" not in p.name]
+    return "\n\n".join(p.read_text() for p in files)
+
+
 def _texts(token_budget: int, model: Path) -> list[str]:
     """The repo's own text, cut into pieces of `token_budget` tokens."""
     from prompts import Tokenizer
 
     tokenizer = Tokenizer.load(model)
-    root = Path(__file__).resolve().parent.parent
-    everything = "\n\n".join(
-        p.read_text() for pattern in SOURCES for p in sorted(root.glob(pattern)) if "__init__" not in p.name
-    )
-    ids = tokenizer.encode(everything, add_special_tokens=False)
+    ids = tokenizer.encode(repo_text(), add_special_tokens=False)
     return [tokenizer.decode(ids[i : i + token_budget]) for i in range(0, len(ids) - token_budget, token_budget)]
 
 
