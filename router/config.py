@@ -34,9 +34,10 @@ class ServiceModel:
 class CostConfig:
     """The weights of the cost."""
 
-    beta_scale: float = 2.0
-    """[beta = beta_scale * min(U / max(1 - U, 0.1), 9)] weight of new prefill against waiting, as the pool fills."""
-    beta_max_ratio: float = 9.0
+    beta_scale: float = 0.5
+    """[beta = beta_scale * U * (1 + Q / P) / max(1 - U, 0.1), with the pool's means] weight of new prefill against
+    waiting, as the pool fills: how many later requests it will delay."""
+    beta_max: float = 50.0
     beta_min: float = 0.1
     """Floor of beta: on an idle pool, prefilling a prefix twice must save this part of it to be worth it."""
     utilisation_weight: float = 0.1

@@ -21,10 +21,16 @@ STICKY_TOKENS = 256
 """Without a session key, `sticky` goes by this many first tokens of the prompt."""
 
 
-def beta_of(mean_utilisation: float, config: CostConfig) -> float:
-    """How much more a second of new prefill weighs than a second of waiting: it also delays whoever comes next."""
-    ratio = mean_utilisation / max(1.0 - mean_utilisation, 0.1)
-    return max(config.beta_scale * min(ratio, config.beta_max_ratio), config.beta_min)
+def beta_of(utilisation: float, backlogs: float, config: CostConfig) -> float:
+    """How much more a second of new prefill weighs than a second of waiting, because it also delays whoever comes next.
+
+    In a queue with one server, work that is added delays every arrival until the backlog is worked off: as many as
+    arrive per second, times the backlog, over 1 - utilisation. With `backlogs` = mean queue over mean prefill of a
+    request, arrivals times backlog are utilisation * backlogs; the added work itself counts for 1. Half of it, as those
+    who come later can go elsewhere.
+    """
+    ratio = min(utilisation, 2.0) * (1.0 + backlogs) / max(1.0 - utilisation, 0.1)
+    return min(max(config.beta_scale * ratio, config.beta_min), config.beta_max)
 
 
 def load_seconds(match: Match, config: CostConfig) -> float:
@@ -41,7 +47,7 @@ class KvCost:
     `ahead[i]` seconds of prefill that the router holds for it and will send before this prompt, or None.
     """
 
-    __slots__ = ("ahead", "beta", "cached", "config", "factor", "loads", "now", "prompt_tokens", "targets")
+    __slots__ = ("ahead", "beta", "cached", "config", "factor", "loads", "prompt_tokens", "targets", "waits")
 
     def __init__(
         self,
@@ -60,40 +66,47 @@ class KvCost:
         self.ahead: Sequence[float] | None = None
         self.prompt_tokens = prompt_tokens
         self.factor = utilisation_factor
-        self.now = now
         self.config = config
-        total = 0.0
+        utilisation, work, arrivals, queue = 0.0, 0.0, 0.0, 0.0
+        self.waits = waits = []
         for target in targets:
-            total += target.utilisation_scaled * utilisation_factor
+            wait = target.waiting_s
+            if wait:  # as `Target.queue_s`, written out: this loop is a good part of what a decision costs
+                progress = (now - target.busy_since_s) / target.slow
+                if progress > target.progress_max_s:
+                    progress = target.progress_max_s
+                if progress > 0.0:
+                    wait -= progress
+                queue += wait * target.slow
+            waits.append(wait)
+            work += target.utilisation_scaled
+            arrivals += target.arrivals_scaled
             if target.peer is not None:
-                total += target.peer.utilisation
-        self.beta = beta_of(total / len(targets), config)
+                utilisation += target.peer.utilisation
+        count = len(targets)
+        mean_prefill = work / arrivals if arrivals > 0.0 else 0.0
+        backlogs = queue / (count * mean_prefill) if mean_prefill > 0.0 else 0.0
+        self.beta = beta_of((utilisation + work * utilisation_factor) / count, backlogs, config)
 
     def choose(self, rotation: int) -> int:
         """The cheapest candidate; of several within `tie_s`, the `rotation`-th in turn."""
-        config, now, length, factor = self.config, self.now, self.prompt_tokens, self.factor
+        config, length = self.config, self.prompt_tokens
         weight, decode_weight, tie_s = 1.0 + self.beta, config.decode_weight, config.tie_s
-        utilisation_weight = config.utilisation_weight * factor
+        utilisation_weight = config.utilisation_weight * self.factor
         loads, ahead = self.loads, self.ahead
         square = length * length
         best, ties = float("inf"), []
-        # The formula of `terms`, written out: with 64 candidates this loop is what a decision costs beyond the match.
-        for i, (target, hit) in enumerate(zip(self.targets, self.cached)):
-            slow = target.slow
-            cost = weight * (target.prefill_rate * (length - hit) + target.quadratic_rate * (square - hit * hit))
-            waiting = target.waiting_s
-            if waiting:
-                progress = (now - target.busy_since_s) / slow
-                if progress > target.progress_max_s:
-                    progress = target.progress_max_s
-                cost += waiting - progress if progress > 0.0 else waiting
+        # The formula of `terms`, written out: see above.
+        for i, (target, hit, wait) in enumerate(zip(self.targets, self.cached, self.waits)):
+            prefill = target.prefill_rate * (length - hit) + target.quadratic_rate * (square - hit * hit)
+            cost = weight * prefill + wait
             if ahead is not None:
                 cost += ahead[i]
-            cost = slow * cost + utilisation_weight * target.utilisation_scaled
+            cost = target.slow * cost + utilisation_weight * target.utilisation_scaled
             if target.peer is not None:
                 cost += config.utilisation_weight * target.peer.utilisation
             if decode_weight:
-                cost += decode_weight * target.prefill_seconds(length, hit) * target.decode_requests
+                cost += decode_weight * prefill * target.decode_requests
             if loads is not None:
                 cost += loads[i]
             if cost < best - tie_s:
@@ -107,7 +120,7 @@ class KvCost:
         """Candidate i's price and what it is made of."""
         config, target, hit = self.config, self.targets[i], self.cached[i]
         prefill = target.prefill_seconds(self.prompt_tokens, hit)
-        waiting = target.queue_s(self.now)
+        waiting = self.waits[i]
         held = self.ahead[i] if self.ahead is not None else 0.0
         utilisation = target.utilisation_scaled * self.factor
         decoding = target.decode_requests
@@ -141,8 +154,8 @@ def choose_round_robin(targets: Sequence[Target], rotation: int) -> int:
 
 
 def choose_least_requests(targets: Sequence[Target], rotation: int) -> int:
-    """Fewest requests in flight, other routers' decodes included; ties in turn."""
-    counts = [t.requests + (t.peer.decode_requests if t.peer is not None else 0) for t in targets]
+    """Fewest requests in flight, other routers' included; ties in turn."""
+    counts = [t.requests + (t.peer.prefill_requests + t.peer.decode_requests if t.peer else 0) for t in targets]
     fewest = min(counts)
     ties = [i for i, count in enumerate(counts) if count == fewest]
     return ties[rotation % len(ties)]

@@ -51,6 +51,7 @@ class SharedLoad:
     """One router's part of a target's load, as it tells its peers. Times are on the receiver's clock."""
 
     prefill_s: float = 0.0
+    prefill_requests: int = 0
     oldest_prefill_s: float = 0.0
     oldest_routed_s: float = 0.0
     head_since_s: float = 0.0
@@ -64,6 +65,7 @@ class Target:
     """The load of one target. Read by the policy; changed only by the `LoadTracker`."""
 
     __slots__ = (
+        "arrivals_scaled",
         "busy_since_s",
         "context_tokens",
         "decode_requests",
@@ -112,6 +114,8 @@ class Target:
         self.context_tokens = 0
         self.slow = 1.0
         self.utilisation_scaled = 0.0
+        self.arrivals_scaled = 0.0
+        """Requests routed here per second, averaged and scaled like `utilisation_scaled`."""
         self.peer: SharedLoad | None = None
         """The sum of what other routers have in flight here."""
         self.open_interval: _Interval | None = None
@@ -246,6 +250,7 @@ class LoadTracker:
         window = self._cost.utilisation_window_s
         grown = math.exp((now - self._epoch(now)) / window)
         target.utilisation_scaled += flight.prefill_s / window * grown
+        target.arrivals_scaled += grown / window
         return flight
 
     def first_token(self, request_id: str, now: float) -> InFlight | None:
@@ -335,6 +340,7 @@ class LoadTracker:
             factor = math.exp(-(now - self._epoch_s) / window)
             for target in self.targets.values():
                 target.utilisation_scaled *= factor
+                target.arrivals_scaled *= factor
             self._epoch_s = now
         return self._epoch_s
 
@@ -393,6 +399,7 @@ class LoadTracker:
         factor = self.utilisation_factor(now)
         return SharedLoad(
             prefill_s=target.prefill_s,
+            prefill_requests=len(target.prefills),
             oldest_prefill_s=oldest.prefill_s if oldest else 0.0,
             oldest_routed_s=oldest.routed_s if oldest else now,
             head_since_s=target.head_since_s,
@@ -430,6 +437,7 @@ class LoadTracker:
             oldest = min(busy, key=lambda load: load.oldest_routed_s) if busy else loads[0]
             target.peer = SharedLoad(
                 prefill_s=sum(load.prefill_s for load in busy),
+                prefill_requests=sum(load.prefill_requests for load in loads),
                 oldest_prefill_s=oldest.oldest_prefill_s,
                 oldest_routed_s=oldest.oldest_routed_s,
                 head_since_s=max(load.head_since_s for load in loads),

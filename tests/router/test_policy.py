@@ -45,7 +45,8 @@ def test_every_term_by_hand() -> None:
     from math import exp
 
     u0 = p_a / 60 * exp(-0.5 / 60)
-    beta = max(2 * (u0 / 2) / (1 - u0 / 2), CONFIG.beta_min)
+    ubar, pbar = u0 / 2, p_a / 2  # two requests were routed, the second with no uncached token
+    beta = max(0.5 * ubar * (1 + slow0 * q0 / 2 / pbar) / (1 - ubar), CONFIG.beta_min)
     first, second = cost.terms(0, 0), cost.terms(1, 2000)
     assert (first.slow, second.slow) == pytest.approx((slow0, slow1))
     assert (first.prefill_s, second.prefill_s) == pytest.approx((p0, p1))
@@ -70,11 +71,12 @@ def test_progress_is_capped_and_starts_at_the_last_first_token() -> None:
     assert target.queue_s(50.05) == pytest.approx(p - 0.05 / target.slow)
 
 
-def test_beta_grows_with_the_pool_and_stays_bounded() -> None:
-    assert beta_of(0.0, CONFIG) == CONFIG.beta_min
-    assert beta_of(0.5, CONFIG) == pytest.approx(2.0)
-    assert beta_of(0.95, CONFIG) == pytest.approx(18.0)
-    assert beta_of(3.0, CONFIG) == pytest.approx(18.0)
+def test_beta_is_what_later_requests_will_wait() -> None:
+    assert beta_of(0.0, 0.0, CONFIG) == CONFIG.beta_min
+    assert beta_of(0.5, 0.0, CONFIG) == pytest.approx(0.5)
+    assert beta_of(0.5, 3.0, CONFIG) == pytest.approx(2.0)
+    assert beta_of(0.95, 1.0, CONFIG) == pytest.approx(0.5 * 0.95 * 2 / 0.1)
+    assert beta_of(3.0, 100.0, CONFIG) == CONFIG.beta_max
 
 
 def test_slower_tiers_cost_their_load() -> None:
