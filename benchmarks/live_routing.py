@@ -135,7 +135,7 @@ def comparison(rows: dict[str, dict[str, float | int]]) -> list[str]:
 @click.option("--rounds", default=2, show_default=True, type=click.IntRange(min=1), help="Runs of each policy.")
 @click.option(
     "--load",
-    default=60.0,
+    default=45.0,
     show_default=True,
     type=click.FloatRange(min=1.0),
     help="Percent of the measured prefill rate at which unseen prompt tokens arrive.",

@@ -39,6 +39,7 @@ class TargetLoad(msgspec.Struct, array_like=True):
     decode_requests: int
     decode_context: int
     utilisation: float
+    prefill_requests: int = 0
 
 
 class LoadMessage(msgspec.Struct, array_like=True):
@@ -169,6 +170,7 @@ class PeerLoads:
             load.decode_requests,
             load.decode_context,
             load.utilisation,
+            load.prefill_requests,
         )
 
     def _malformed(self, reason: str) -> None:
@@ -180,6 +182,7 @@ class PeerLoads:
 def _shared(load: TargetLoad, now: float) -> SharedLoad:
     return SharedLoad(
         prefill_s=max(0.0, load.prefill_s),
+        prefill_requests=max(0, load.prefill_requests),
         oldest_prefill_s=max(0.0, load.oldest_prefill_s),
         oldest_routed_s=now - load.oldest_routed_age,
         head_since_s=now - load.head_since_age,

@@ -23,6 +23,9 @@ class WorkerSnapshot:
     cache_view: str
     prefilling: int
     decoding: int
+    peer_prefilling: int
+    """What other routers have in flight there, as they told; `queue_s`, `utilisation` and `slow` count it in."""
+    peer_decoding: int
     queue_s: float
     utilisation: float
     slow: float
@@ -62,7 +65,7 @@ def worker_row(
     now: float,
 ) -> WorkerSnapshot:
     """One target's row."""
-    service = target.service
+    service, peer = target.service, target.peer
     return WorkerSnapshot(
         worker_id=worker.worker_id,
         target=target.name,
@@ -74,6 +77,8 @@ def worker_row(
         cache_view=worker.spec.cache_view.value,
         prefilling=len(target.prefills),
         decoding=target.decode_requests,
+        peer_prefilling=peer.prefill_requests if peer is not None else 0,
+        peer_decoding=peer.decode_requests if peer is not None else 0,
         queue_s=target.queue_s(now),
         utilisation=tracker.utilisation(target, now),
         slow=target.slow,

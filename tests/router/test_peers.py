@@ -66,6 +66,8 @@ def test_two_routers_see_what_one_would(steps: list[tuple[str, int, int, int]], 
         books, targets = pair[i]
         for own, one in zip(targets, all_targets):
             at = now + offset[i]
+            in_flight = own.requests + (own.peer.prefill_requests + own.peer.decode_requests if own.peer else 0)
+            assert in_flight == one.requests
             assert own.slow == pytest.approx(one.slow)
             assert books.utilisation(own, at) == pytest.approx(whole.utilisation(one, now), rel=1e-3, abs=1e-5)
             # The head of the queue is known to the other router by its age: exact up to the skewed clocks' rounding.

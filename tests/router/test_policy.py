@@ -130,6 +130,9 @@ def test_least_requests_counts_what_is_in_flight() -> None:
     tracker, targets = tracker_of(3)
     tracker.route("a", targets[0], prompt_tokens=1, cached_tokens=0, stream=True, now=0.0)
     assert {choose_least_requests(targets, r) for r in range(4)} == {1, 2}
+    tracker.update_peer("other", "w1", SharedLoad(prefill_s=1.0, prefill_requests=2))
+    tracker.update_peer("other", "w2", SharedLoad(decode_requests=3))
+    assert {choose_least_requests(targets, r) for r in range(4)} == {0}
 
 
 def test_sticky_moves_only_what_it_must() -> None:
