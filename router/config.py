@@ -71,8 +71,8 @@ class QueueConfig:
     """The reordering queue. `enabled` is off by default because it trades the tail under overload for the mean."""
 
     enabled: bool = False
-    hold_above_s: float = 0.5
-    """Hold a request when the winner's slow * Q is longer than this."""
+    hold_above_s: float = 0.2
+    """Hold a request when the winner's slow * Q is longer than this: enough to keep an engine busy for a step."""
     gamma: float = 0.02
     """Held requests are tried in ascending P * slow - gamma * waited."""
     tries: int = 24
