@@ -1,0 +1,95 @@
+"""Timing on a device, and what the device can do at most: shared by the kernel and the throughput benchmark."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+GRAPH_CALLS = 8
+"""Calls in one captured graph, so that launching from Python is not what is measured."""
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def time_ms(call: Callable[[], Any], device: torch.device, budget_ms: float = 200.0) -> float:
+    """Median time of a call. On CUDA calls are captured in a graph and timed by events; else by the wall clock."""
+    call()
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    once_ms = (time.perf_counter() - start) * 1e3
+    rounds = max(3, min(50, int(budget_ms / max(once_ms, 1e-3))))
+    if device.type != "cuda":
+        return sorted(_wall_ms(call, device) for _ in range(rounds))[rounds // 2]
+    repeat, replay = _captured(call)
+    samples = []
+    for _ in range(rounds):
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        replay()
+        after.record()
+        after.synchronize()
+        samples.append(before.elapsed_time(after) / repeat)
+    return sorted(samples)[rounds // 2]
+
+
+def _captured(call: Callable[[], Any]) -> tuple[int, Callable[[], Any]]:
+    """(calls in it, a replay of them); the plain call where it cannot be captured."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for _ in range(GRAPH_CALLS):
+                call()
+    except RuntimeError:  # it waits for the device somewhere: time it with what it waits for
+        torch.cuda.synchronize()
+        return 1, call
+    return GRAPH_CALLS, graph.replay
+
+
+def _wall_ms(call: Callable[[], Any], device: torch.device) -> float:
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def copy_rate(device: torch.device, mebibytes: int) -> float:
+    """Bytes a second read and written by a copy of a large buffer."""
+    source = torch.empty(mebibytes << 20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / time_ms(lambda: target.copy_(source), device) * 1e3
+
+
+def matrix_rate(device: torch.device, size: int, dtype: torch.dtype) -> float:
+    """Floating point operations a second in a product of two square matrices."""
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * size**3 / time_ms(lambda: torch.mm(a, b, out=out), device) * 1e3
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the figures were measured on."""
+    cpu = next(
+        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+         if line.startswith("model name")), platform.machine()
+    )  # fmt: skip
+    found: dict[str, Any] = {"cpu": cpu, "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 2)}
+    found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    found["python"] = platform.python_version()
+    for name in ("torch", "triton", "transformers", "flash-attn", "fla-core"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found

@@ -1,0 +1,305 @@
+#!/usr/bin/env python3
+"""Each kernel: time, bytes, operations, share of the device's measured bandwidth or matrix rate; torch's own beside it.
+
+    benchmarks/kernels.py --json kernels.json             # on a GPU: shapes of Qwen3, Qwen3.5, Nemotron-H
+    benchmarks/kernels.py --device cpu --tiny             # that it runs, anywhere
+    benchmarks/kernels.py --backend flash-attn --only prefill
+
+Shares are of what the machine was measured to do in the same run: bytes over the rate of a large copy, operations over
+the rate of a large matrix product; the larger of the two is what bounds the kernel. `error` is the norm of the
+difference from the torch reference on the same inputs, over the reference's norm. Peers get contiguous K and V (no
+paging), which is the easier task. On a GPU calls run from a captured graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+_HERE = Path(__file__).resolve().parent
+# This folder last: it has files named like packages of ours and modules of the standard library.
+sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE), str(_HERE)]
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from device_timing import copy_rate, machine, matrix_rate, time_ms  # noqa: E402
+
+from kernels import Kernels, PagedKV, Ragged, select  # noqa: E402
+from kernels.reference import ReferenceKernels  # noqa: E402
+
+BLOCK_SIZE = 16
+Call = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A kernel on its inputs, and what it must at least move and compute."""
+
+    call: Call
+    moved_bytes: float
+    operations: float = 0.0
+    peers: dict[str, Call] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    name: str
+    time_us: float
+    moved_bytes: float
+    operations: float
+    bandwidth_share: float
+    matrix_share: float
+    error: float
+    peers_us: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of the models that the kernels are timed at."""
+
+    hidden: int = 4096
+    intermediate: int = 12288
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    decode: tuple[tuple[int, int], ...] = ((1, 8192), (1, 32768), (32, 4096), (256, 1024))
+    """(sequences, context)."""
+    prefill: tuple[tuple[int, int, int], ...] = ((1, 8192, 0), (8, 1024, 0), (1, 2048, 16384))
+    """(sequences, queries, context before them)."""
+    rows: tuple[int, ...] = (1, 256, 8192)
+    experts: tuple[int, int, int, int] = (128, 8, 2048, 768)
+    """Experts, chosen, hidden, size: Qwen3-30B-A3B."""
+    delta: tuple[int, int, int] = (16, 32, 128)
+    """Key heads, value heads, dim of both: Qwen3.5-4B."""
+    ssm: tuple[int, int, int, int] = (128, 64, 8, 128)
+    """Heads, head dim, groups, state: Nemotron-H-8B."""
+
+
+TINY = Shape(
+    hidden=64, intermediate=96, heads=4, kv_heads=2, dim=16, decode=((1, 40), (3, 17)),
+    prefill=((1, 40, 0), (2, 9, 20)), rows=(1, 5), experts=(4, 2, 32, 16), delta=(2, 4, 16), ssm=(4, 16, 2, 16),
+)  # fmt: skip
+
+
+class Bench:
+    """Makes each kernel's inputs, the same for every backend."""
+
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+        self.shape, self.device, self.dtype = shape, device, dtype
+
+    def random(self, *size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.randn(size, device=self.device, dtype=dtype or self.dtype)
+
+    def cases(self) -> Iterator[tuple[str, Callable[[Kernels], Prepared]]]:
+        s = self.shape
+        for count, context in s.decode:
+            yield f"decode {count} x {context}", lambda ops, c=count, n=context: self.attention(ops, c, 1, n - 1)
+        for count, queries, before in s.prefill:
+            name = f"prefill {count} x {queries}" + (f" after {before}" if before else "")
+            yield name, lambda ops, c=count, q=queries, b=before: self.attention(ops, c, q, b)
+        for rows in s.rows:
+            yield f"add_rms_norm {rows} x {s.hidden}", lambda ops, n=rows: self.norm(ops, n)
+            yield f"rotate {rows} x {s.heads + s.kv_heads} heads", lambda ops, n=rows: self.rotate(ops, n)
+            yield f"silu_and_mul {rows} x {s.intermediate}", lambda ops, n=rows: self.silu(ops, n)
+            yield f"linear {rows} x {s.hidden} x {s.intermediate} (torch)", lambda ops, n=rows: self.linear(n)
+            yield f"experts {rows}", lambda ops, n=rows: self.experts(ops, n)
+        for count, tokens in ((s.rows[1], 1), (1, s.rows[-1])):
+            kind = f"step x {count}" if tokens == 1 else f"prompt of {tokens}"
+            yield f"causal_conv {kind}", lambda ops, c=count, t=tokens: self.conv(ops, c, t)
+            yield f"gated_delta {kind}", lambda ops, c=count, t=tokens: self.delta(ops, c, t)
+            yield f"state_space {kind}", lambda ops, c=count, t=tokens: self.ssm(ops, c, t)
+
+    def attention(self, ops: Kernels, count: int, queries: int, before: int) -> Prepared:
+        s, context = self.shape, queries + before
+        blocks = -(-context // BLOCK_SIZE)
+        unit = 2 * BLOCK_SIZE * s.kv_heads * s.dim
+        kv = PagedKV(self.random(count * blocks * unit), unit, 1, BLOCK_SIZE, 1, s.kv_heads, s.dim)
+        table = np.random.default_rng(0).permutation(count * blocks).reshape(count, blocks)
+        batch = Ragged.of([before] * count, [context] * count)
+        plan = ops.plan_attention(batch, table, kv, None)
+        q = self.random(count * queries, s.heads, s.dim)
+        k, v = self.random(count * queries, s.kv_heads, s.dim), self.random(count * queries, s.kv_heads, s.dim)
+        pairs = count * (queries * before + queries * (queries + 1) / 2)
+        moved = 2 * count * context * s.kv_heads * s.dim + 2 * q.numel()
+        return Prepared(
+            lambda: ops.attention(q, k, v, kv, 0, plan, s.dim**-0.5),
+            moved * q.element_size(),
+            4 * s.heads * s.dim * pairs,
+            self._attention_peers(count, queries, context),
+        )
+
+    def _attention_peers(self, count: int, queries: int, context: int) -> dict[str, Call]:
+        s = self.shape
+        q = self.random(count, s.heads, queries, s.dim)
+        k, v = (self.random(count, s.kv_heads, context, s.dim) for _ in range(2))
+        if queries == 1:
+            return {"sdpa": lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)}
+        if queries < context:  # torch's causal flag aligns the other way: a mask would be another kernel
+            return {}
+        peers: dict[str, Call] = {
+            "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        }
+        if self.device.type == "cuda":
+            from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+            mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, queries, context, device=str(self.device))
+            flex = torch.compile(flex_attention)
+            peers["flex"] = lambda: flex(q, k, v, block_mask=mask, enable_gqa=True)
+        return peers
+
+    def norm(self, ops: Kernels, rows: int) -> Prepared:
+        x, residual = self.random(rows, self.shape.hidden), self.random(rows, self.shape.hidden)
+        weight = self.random(self.shape.hidden)
+        return Prepared(
+            lambda: ops.add_rms_norm(x, residual, weight, 1e-6)[0], 4 * x.numel() * x.element_size(), 0.0,
+            {"torch": lambda: F.rms_norm(x + residual, weight.shape, weight, 1e-6)},
+        )  # fmt: skip
+
+    def rotate(self, ops: Kernels, rows: int) -> Prepared:
+        x = self.random(rows, self.shape.heads + self.shape.kv_heads, self.shape.dim)
+        cos, sin = self.random(rows, self.shape.dim), self.random(rows, self.shape.dim)
+        return Prepared(lambda: ops.rotate(x, cos, sin), 2 * (x.numel() + cos.numel()) * x.element_size())
+
+    def silu(self, ops: Kernels, rows: int) -> Prepared:
+        x = self.random(rows, 2 * self.shape.intermediate)
+        return Prepared(
+            lambda: ops.silu_and_mul(x), 1.5 * x.numel() * x.element_size(), 0.0,
+            {"torch": lambda: F.silu(x[:, : x.shape[1] // 2]) * x[:, x.shape[1] // 2 :]},
+        )  # fmt: skip
+
+    def linear(self, rows: int) -> Prepared:
+        x, weight = self.random(rows, self.shape.hidden), self.random(self.shape.intermediate, self.shape.hidden)
+        moved = (x.numel() + weight.numel() + rows * self.shape.intermediate) * x.element_size()
+        return Prepared(lambda: F.linear(x, weight), moved, 2 * rows * weight.numel())
+
+    def experts(self, ops: Kernels, rows: int) -> Prepared:
+        count, top_k, hidden, size = self.shape.experts
+        x, weights = self.random(rows, hidden), torch.rand(rows, top_k, device=self.device).to(self.dtype)
+        gate_up, down = self.random(count, 2 * size, hidden) * 0.05, self.random(count, hidden, size) * 0.05
+        chosen = torch.rand(rows, count, device=self.device).topk(top_k).indices
+        used = min(count, int(chosen.unique().numel()))
+        moved = (used * 3 * size * hidden + 2 * x.numel()) * x.element_size()
+        return Prepared(lambda: ops.experts(x, gate_up, down, chosen, weights), moved, 6 * rows * top_k * size * hidden)
+
+    def _states(self, count: int, tokens: int) -> tuple[Ragged, np.ndarray]:
+        return Ragged.of([0] * count, [tokens] * count), np.arange(count)
+
+    def conv(self, ops: Kernels, count: int, tokens: int) -> Prepared:
+        key_heads, value_heads, dim = self.shape.delta
+        channels, (batch, units) = (2 * key_heads + value_heads) * dim, self._states(count, tokens)
+        x, weight, tails = (
+            self.random(count * tokens, channels),
+            self.random(channels, 4),
+            self.random(count, 3, channels),
+        )
+        plan = ops.plan_state(batch, units)
+        moved = (2 * x.numel() + 2 * tails.numel()) * x.element_size()
+        return Prepared(lambda: ops.causal_conv(x, weight, None, tails, plan, True), moved)
+
+    def delta(self, ops: Kernels, count: int, tokens: int) -> Prepared:
+        key_heads, heads, dim = self.shape.delta
+        batch, units = self._states(count, tokens)
+        n, plan = count * tokens, ops.plan_state(batch, units)
+        q, k, v = self.random(n, key_heads, dim), self.random(n, key_heads, dim), self.random(n, heads, dim)
+        decay = -torch.rand(n, heads, device=self.device) * 0.1
+        rate, states = (
+            torch.rand(n, heads, device=self.device),
+            self.random(count, heads, dim, dim, dtype=torch.float32),
+        )
+        moved = (q.numel() + k.numel() + 2 * v.numel()) * v.element_size() + 8 * states.numel()
+        return Prepared(lambda: ops.gated_delta(q, k, v, decay, rate, states, plan), moved, 6 * n * heads * dim * dim)
+
+    def ssm(self, ops: Kernels, count: int, tokens: int) -> Prepared:
+        heads, dim, groups, state = self.shape.ssm
+        batch, units = self._states(count, tokens)
+        n, plan = count * tokens, ops.plan_state(batch, units)
+        x, b, c = self.random(n, heads, dim), self.random(n, groups, state), self.random(n, groups, state)
+        dt, rate = torch.rand(n, heads, device=self.device), -torch.rand(heads, device=self.device)
+        skip, states = (
+            torch.randn(heads, device=self.device),
+            self.random(count, heads, dim, state, dtype=torch.float32),
+        )
+        moved = (2 * x.numel() + b.numel() + c.numel()) * x.element_size() + 8 * states.numel()
+        return Prepared(
+            lambda: ops.state_space(x, dt, rate, b, c, skip, states, plan), moved, 4 * n * heads * dim * state
+        )
+
+
+def measure(name: str, make: Callable[[Kernels], Prepared], ops: Kernels, rates: tuple[float, float]) -> Result:
+    exact = ReferenceKernels(ops.device)
+    exact.chunked_scans = True
+    torch.manual_seed(0)
+    expected = make(exact).call().double()
+    torch.manual_seed(0)
+    prepared = make(ops)
+    error = ((prepared.call().double() - expected).norm() / expected.norm()).item()
+    del expected
+    seconds = time_ms(prepared.call, ops.device) / 1e3
+    peers = {peer: time_ms(call, ops.device) * 1e3 for peer, call in prepared.peers.items()}
+    return Result(
+        name, seconds * 1e6, prepared.moved_bytes, prepared.operations, prepared.moved_bytes / seconds / rates[0],
+        prepared.operations / seconds / rates[1], error, peers,
+    )  # fmt: skip
+
+
+def table(results: list[Result]) -> str:
+    lines = [f"{'kernel':<44}{'us':>10}{'band':>7}{'matrix':>8}{'error':>9}  peers (us)"]
+    for r in results:
+        peers = ", ".join(f"{name} {time:.1f}" for name, time in r.peers_us.items())
+        lines.append(
+            f"{r.name:<44}{r.time_us:>10.1f}{r.bandwidth_share:>7.0%}{r.matrix_share:>8.0%}{r.error:>9.1e}  {peers}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the results there")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    parser.add_argument("--tiny", action="store_true", help="small shapes: whether it runs, not how fast")
+    options = parser.parse_args()
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    ops = select(device, options.backend)
+    bench = Bench(TINY if options.tiny else Shape(), device, dtype)
+    rates = (copy_rate(device, 8 if options.tiny else 2048), matrix_rate(device, 256 if options.tiny else 8192, dtype))
+    results: list[Result] = []
+    failures: dict[str, str] = {}
+    with torch.inference_mode():
+        for name, make in bench.cases():
+            if options.only not in name:
+                continue
+            try:
+                results.append(measure(name, make, ops, rates))
+            except (RuntimeError, ValueError, AssertionError) as error:  # a kernel that fails must not hide the others
+                failures[name] = f"{type(error).__name__}: {error}"[:300]
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    report: dict[str, Any] = {
+        "machine": machine(device), "backend": ops.name, "dtype": options.dtype,
+        "copy_bytes_per_s": rates[0], "matrix_flops": rates[1], "results": [asdict(r) for r in results],
+        "failures": failures,
+    }  # fmt: skip
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1))
+    print(json.dumps(report["machine"]))
+    print(f"{ops.name}, {options.dtype}: copy {rates[0] / 1e9:.0f} GB/s, matrix {rates[1] / 1e12:.1f} TFLOP/s")
+    print(table(results))
+    for name, text in failures.items():
+        print(f"FAILED {name}: {text}")
+    if failures:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
