@@ -2,6 +2,8 @@
 
     python benchmarks/proxy.py [--peer smg] [--peer vllm-router] [--json FILE]
 
+The router is installed into an environment of its own first, as users install it (compiled).
+
 Two mock workers answer from memory. The router runs in full function: kv policy, index fed by the mocks' events,
 tokenising, metrics. Every body is a conversation that was seen before and announced, plus a turn that never was. Direct
 and routed runs alternate; the medians over the rounds are shown, the difference is what was added. CPU is the
@@ -34,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from proxy_parts.load import closed_loop, cpu_seconds, streams  # noqa: E402
-from proxy_parts.peers import PEERS, peer_command  # noqa: E402
+from proxy_parts.peers import PEERS, install_ourselves, peer_command  # noqa: E402
 
 from engine.tiny_tokenizer import write_tokenizer  # noqa: E402
 from prompts.routing import parse_routing  # noqa: E402
@@ -273,7 +275,10 @@ def show(name: str, result: dict[str, Any]) -> None:
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--scale", default=1.0, show_default=True, help="Requests a round, relative to the default.")
 @click.option("--policy", default="kv", show_default=True)
-def main(peers: tuple[str, ...], json_file: Path | None, rounds: int, scale: float, policy: str) -> None:
+@click.option("--checkout", is_flag=True, help="Measure the checkout, interpreted, instead of an installed package.")
+def main(
+    peers: tuple[str, ...], json_file: Path | None, rounds: int, scale: float, policy: str, checkout: bool
+) -> None:
     import uvloop
 
     uvloop.install()
@@ -292,23 +297,12 @@ def main(peers: tuple[str, ...], json_file: Path | None, rounds: int, scale: flo
             ports.append(int(port))
         direct = Gateway("direct", ports[0], None)
         urls = [f"http://127.0.0.1:{port}" for port in ports]
-        report: dict[str, Any] = {"machine": machine(), "policy": policy}
+        report: dict[str, Any] = {"machine": machine(), "policy": policy, "compiled": not checkout}
         print(f"{report['machine']}")
 
-        command = [
-            sys.executable,
-            "-m",
-            "router",
-            "run",
-            *urls,
-            "--port",
-            "0",
-            "--policy",
-            policy,
-            "--log-level",
-            "warning",
-        ]
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        own = [sys.executable, "-m", "router"] if checkout else [str(install_ourselves(ROOT))]
+        command = [*own, "run", *urls, "--port", "0", "--policy", policy, "--log-level", "warning"]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)} if checkout else None
         with program(command, r"listening on http://127.0.0.1:(\d+)", env) as (pid, port):
             gateway = Gateway("router", int(port), pid)
             wait_for_matches(gateway, bodies)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Protocol, cast
+from typing import Any, Protocol
 
 import msgspec
 
@@ -84,7 +84,8 @@ class ClientConnection(asyncio.Protocol):
         self._app = app
         self._registry = registry
         self._parser = RequestParser(app.limits)
-        self._transport: asyncio.Transport | None = None
+        self._transport: Any = None
+        """An asyncio transport, or uvloop's, which is none by its type."""
         self.work: Work | None = None
         """Set by whoever answers later than `handle`."""
         self.peer = ""
@@ -100,7 +101,7 @@ class ClientConnection(asyncio.Protocol):
     # From the event loop ------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        self._transport = transport
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):

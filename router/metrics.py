@@ -51,6 +51,24 @@ class Histogram:
         return out
 
 
+COUNTED = (
+    "requests",
+    "decisions",
+    "failures",
+    "prompt_tokens",
+    "predicted_cached_tokens",
+    "reported_prompt_tokens",
+    "reported_cached_tokens",
+    "client_disconnects",
+    "http_errors",
+    "request_s",
+    "ttft_s",
+    "routing_s",
+    "tokenize_s",
+)
+"""The attributes of Metrics."""
+
+
 class Metrics:
     """The numbers of one process."""
 
@@ -59,7 +77,6 @@ class Metrics:
         """(route, model, outcome) of every request that ended."""
         self.decisions: Counter[str] = Counter()
         self.failures: Counter[tuple[str, str]] = Counter()
-        self.refused: Counter[str] = Counter()
         self.prompt_tokens = 0
         self.predicted_cached_tokens = 0
         self.reported_prompt_tokens = 0
@@ -74,7 +91,8 @@ class Metrics:
     def dump(self) -> dict[str, Any]:
         """As JSON can carry it, for another process to `absorb`."""
         values: dict[str, Any] = {}
-        for name, value in vars(self).items():
+        for name in COUNTED:
+            value = getattr(self, name)
             if isinstance(value, Counter):
                 values[name] = [[list(key) if isinstance(key, tuple) else key, count] for key, count in value.items()]
             elif isinstance(value, Histogram):
@@ -85,8 +103,8 @@ class Metrics:
 
     def absorb(self, dump: dict[str, Any]) -> None:
         """Add what another process counted."""
-        for name, value in vars(self).items():
-            other = dump[name]
+        for name in COUNTED:
+            value, other = getattr(self, name), dump[name]
             if isinstance(value, Counter):
                 for key, count in other:
                     value[tuple(key) if isinstance(key, list) else key] += count

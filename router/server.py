@@ -14,6 +14,7 @@ import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from prompts.errors import RequestError
 from prompts.routing import RoutingRequest, parse_routing
@@ -218,7 +219,7 @@ class Listener:
     def __init__(self, app: RouterApp, config: EdgeConfig) -> None:
         self._app = app
         self._config = config
-        self._server: asyncio.Server | None = None
+        self._server: Any = None
         self.connections: set[ClientConnection] = set()
 
     async def start(self, host: str, port: int, tls: ssl.SSLContext | None, *, reuse_port: bool = False) -> int:
@@ -265,10 +266,10 @@ class _Full(asyncio.Protocol):
     """A connection over the limit."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        plain: Any = transport
         body = b'{"error":{"message":"too many connections","type":"server_error","param":null,"code":"overloaded"}}'
-        transport.write(
+        plain.write(
             b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
             b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body
         )
-        transport.close()
+        plain.close()

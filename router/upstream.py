@@ -11,7 +11,7 @@ import asyncio
 import socket
 import ssl
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from router.http_response import HeadParser
@@ -68,7 +68,8 @@ class UpstreamConnection(asyncio.Protocol):
     def __init__(self, pool: UpstreamPool, target: Target) -> None:
         self._pool = pool
         self.target = target
-        self.transport: asyncio.Transport | None = None
+        self.transport: Any = None
+        """An asyncio transport, or uvloop's, which is none by its type."""
         self.user: UpstreamUser | None = None
         self.heads = HeadParser()
         self.uses = 0
@@ -76,7 +77,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.idle_since_s = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)
+        self.transport = transport
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

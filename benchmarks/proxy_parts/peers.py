@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import subprocess
 import sys
@@ -25,6 +26,27 @@ def install(name: str) -> Path:
             raise click.ClickException(f"cannot install {PEERS[name]}")
         (folder / "ok").touch()
     return folder
+
+
+def install_ourselves(root: Path) -> Path:
+    """`pip install .[router]` into an environment of its own, as users do: compiled. Again when the sources changed."""
+    folder = HOME / "blockcast"
+    digest = hashlib.sha256()
+    for name in ("router", "prompts", "events"):
+        for path in sorted((root / name).rglob("*.[ch]pp")) + sorted((root / name).rglob("*.py")):
+            digest.update(path.read_bytes())
+    stamp = folder / "ok"
+    if not stamp.exists() or stamp.read_text() != digest.hexdigest():
+        print(f"installing this checkout into {folder}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        command = [folder / "bin" / "pip", "install", "-q", "--force-reinstall", "--no-deps", str(root)]
+        with_dependencies = [folder / "bin" / "pip", "install", "-q", f"{root}[router]"]
+        known = (folder / "bin" / "router").exists()
+        done = subprocess.run(command if known else with_dependencies, check=False)
+        if done.returncode:
+            raise click.ClickException(f"cannot install {root}")
+        stamp.write_text(digest.hexdigest())
+    return folder / "bin" / "router"
 
 
 def peer_command(name: str, urls: list[str]) -> tuple[list[str], str, int]:

@@ -55,7 +55,7 @@ def compile_modules(out: Path) -> int:
         os.chdir(work)
         files = [f"router/{name}.py" for name in MODULES]
         flags = ["--ignore-missing-imports", "--follow-imports=silent", f"--python-version=3.{sys.version_info[1]}"]
-        extensions = mypycify([*flags, *files], opt_level="2", debug_level="0")
+        extensions = mypycify([*flags, *files], opt_level="2", debug_level="0", group_name="router_compiled")
         distribution = Distribution({"name": "router-compiled", "ext_modules": extensions})
         command = distribution.get_command_obj("build_ext")
         command.build_lib = str(out.resolve())

@@ -312,6 +312,7 @@ def test_processes_share_a_port_and_add_up(cluster: Cluster, tmp_path: Path) -> 
     urls = [engine.url for engine in cluster.engines]
     router = cluster.start_router(tmp_path / "r3.log", *urls, "--processes", "2")
     try:
+        until(lambda: all(cluster.up(router) == 2 for _ in range(20)), "every process has both workers")
         model = call(f"{router.url}/v1/models")[2]["data"][0]["id"]
 
         def children() -> list[int]:
@@ -324,8 +325,6 @@ def test_processes_share_a_port_and_add_up(cluster: Cluster, tmp_path: Path) -> 
             found = re.search(rf"^{name} (\S+)$", page, re.MULTILINE)
             return float(found.group(1)) if found else 0.0
 
-        # both processes know both workers before they are counted
-        until(lambda: all(cluster.up(router) == 2 for _ in range(20)), "every process has both workers")
         for number in range(24):
             body = {"model": model, "messages": [{"role": "user", "content": f"part {number}"}], "max_tokens": 1}
             assert call(f"{router.url}/v1/chat/completions", body)[0] == 200

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import uvloop
 
 from router.admin import Admin
 from router.config import CoreConfig
@@ -183,7 +184,11 @@ class Edge:
             finally:
                 await self._stop()
 
-        asyncio.run(guarded())
+        loop = uvloop.new_event_loop()  # what `router run` uses
+        try:
+            loop.run_until_complete(guarded())
+        finally:
+            loop.close()
 
     async def start(
         self,
