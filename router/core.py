@@ -63,6 +63,8 @@ class _Live:
     holder: HolderId | None = None
     pin: PinId | None = None
     first_token_seen: bool = False
+    explain: bool = False
+    """Whether its decisions carry every candidate's terms."""
 
 
 class RouterCore:
@@ -149,9 +151,9 @@ class RouterCore:
         self._retry_budget = min(
             self._retry_budget + self.config.retry.budget_ratio, 10.0 * max(self.config.retry.budget_min, 1)
         )
-        live = _Live(request, now)
+        live = _Live(request, now, explain=explain)
         self._live[request.request_id] = live
-        placed = self._place(live, now, explain=explain)
+        placed = self._place(live, now)
         return self._refuse(live, placed) if isinstance(placed, Refuse) else placed
 
     def explain(self, request: RouteRequest, now: float) -> Decision | Refuse:
@@ -264,7 +266,6 @@ class RouterCore:
         now: float,
         *,
         ahead: Mapping[str, float] | None = None,
-        explain: bool = False,
         may_hold: bool = True,
     ) -> Forward | Hold | Refuse:
         """Choose, then commit or hold. `ahead`: what is held and goes first, by target; None: to be found out. On a
@@ -283,13 +284,13 @@ class RouterCore:
             if wait_s > self.config.queue.hold_above_s:
                 return self._hold(live, choice, now)
         self._held.drop(live.request.request_id)
-        return self._commit(live, choice, now, explain=explain)
+        return self._commit(live, choice, now)
 
-    def _commit(self, live: _Live, choice: Choice, now: float, *, explain: bool) -> Forward:
+    def _commit(self, live: _Live, choice: Choice, now: float) -> Forward:
         """Send it: count it, pin its prefix, remember its session."""
         request = live.request
         decision = self._chooser.decision(
-            request, choice, now, explain=explain, attempt=live.attempt, waited_s=now - live.arrived_s
+            request, choice, now, explain=live.explain, attempt=live.attempt, waited_s=now - live.arrived_s
         )
         target = choice.cost.targets[choice.winner]
         self._chooser.rotate()
