@@ -12,6 +12,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,7 +20,7 @@ import kernels
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import MAMBA, CacheSpec
 from engine.config import ConfigError, EngineConfig
-from engine.core import EngineCore
+from engine.core import EngineCore, Runner
 from engine.decode_graphs import CudaCapture
 from engine.loader import load_model
 from engine.messages import CoreInfo
@@ -30,6 +31,9 @@ from events import Event
 from events.publisher import EventPublisher
 from events.sources import GroupInfo
 from prompts import Tokenizer
+
+if TYPE_CHECKING:
+    from engine.ranks import Leader
 
 log = logging.getLogger("engine.assembly")
 
@@ -62,12 +66,17 @@ class Assembled:
     core: EngineCore
     info: CoreInfo
     publisher: EventPublisher | None
+    leader: Leader | None = None
+    """Of the other ranks, with tensor parallelism."""
 
     def close(self) -> None:
-        """Flush and free the publisher's addresses. Idempotent."""
+        """Flush and free the publisher's addresses, and end the other ranks. Idempotent."""
         if self.publisher is not None:
             self.publisher.close()
             self.publisher = None
+        if self.leader is not None:
+            self.leader.close()
+            self.leader = None
 
 
 def locate(model: str | None) -> tuple[str, Path]:
@@ -115,17 +124,36 @@ def _download(name: str) -> Path:
 def assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None = None) -> Assembled:
     """Load the model and build everything. `eos_token_ids`: from a tokenizer that is already loaded.
 
-    Raises ConfigError, ModelError, TokenizerError, EventsError (all ValueErrors or with a clear message), MemoryError.
+    Raises ConfigError, ModelError, TokenizerError, EventsError (all ValueErrors or with a clear message), MemoryError,
+    RunnerLost where another rank ends.
     """
+    if config.tensor_parallel_size == 1:
+        return _assemble(config, eos_token_ids, None)
+    from engine.ranks import Leader  # one rank needs none of it
+
+    rank_device(config, 0)  # what it refuses it refuses before any process is started
+    leader = Leader(config.tensor_parallel_size)
+    try:
+        return _assemble(config, eos_token_ids, leader)
+    except BaseException:
+        leader.close()
+        raise
+
+
+def _assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None, leader: Leader | None) -> Assembled:
     torch.set_num_threads(config.num_threads)
     name, folder = locate(config.model)
-    device = resolve_device(config.device)
-    model, dtype = load_model(folder, dtype=config.dtype, device=device)
-    backend = kernels.select(device, config.attention_backend or "auto")
+    device = rank_device(config, 0)
+    if leader is not None:
+        leader.load(config, folder)
+    shard = None if leader is None else leader.shard
+    model, dtype = load_model(folder, dtype=config.dtype, device=device, shard=shard)
     spec = model.cache_spec(config.block_size, dtype)
     if not spec.groups:
         raise ConfigError(f"MODEL {name!r}: no attention layer; models of recurrent layers only are not supported")
     unit_count = count_units(config, spec, device)
+    if leader is not None:
+        unit_count = min(unit_count, leader.await_loaded(device))
     max_model_len = _max_model_len(config, model)
     if eos_token_ids is None:
         eos_token_ids = Tokenizer.load(config.tokenizer or folder, cache_bytes=0).eos_token_ids
@@ -142,11 +170,12 @@ def assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None = None)
         eos_token_ids=frozenset(eos_token_ids),
     )
     scheduler = Scheduler(scheduler_config, cache)
-    runner = ModelRunner(
-        model, spec, unit_count, kernels=backend, dtype=dtype, device=device, max_model_len=max_model_len,
-        eos_token_ids=tuple(eos_token_ids), seed=config.seed,
-        capture=CudaCapture(device) if device.type == "cuda" and not config.enforce_eager else None,
+    runner: Runner = make_runner(
+        config, model, spec, unit_count,
+        dtype=dtype, device=device, max_model_len=max_model_len, eos_token_ids=tuple(eos_token_ids),
     )  # fmt: skip
+    if leader is not None:
+        runner = leader.lead(runner, unit_count, max_model_len)
     groups = group_infos(spec)
     publisher = None
     if config.kv_events.enabled:
@@ -173,7 +202,39 @@ def assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None = None)
         prefix_caching=config.enable_prefix_caching,
         default_sampling=_default_sampling(folder) if config.generation_config == "auto" else {},
     )
-    return Assembled(core, info, publisher)
+    return Assembled(core, info, publisher, leader)
+
+
+def make_runner(
+    config: EngineConfig,
+    model: CausalLM,
+    spec: CacheSpec,
+    unit_count: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    eos_token_ids: tuple[int, ...],
+) -> ModelRunner:
+    """The runner of this process's model; made alike on every rank."""
+    return ModelRunner(
+        model, spec, unit_count, kernels=kernels.select(device, config.attention_backend or "auto"), dtype=dtype,
+        device=device, max_model_len=max_model_len, eos_token_ids=eos_token_ids, seed=config.seed,
+        capture=CudaCapture(device) if device.type == "cuda" and not config.enforce_eager else None,
+    )  # fmt: skip
+
+
+def rank_device(config: EngineConfig, rank: int) -> torch.device:
+    """The device of one rank: of several GPUs, each rank's own. Raises ConfigError."""
+    device, size = resolve_device(config.device), config.tensor_parallel_size
+    if size == 1 or device.type == "cpu":
+        return device
+    if ":" in config.device:
+        raise ConfigError(f"--device {config.device!r}: with --tensor-parallel-size {size}, expected cuda or cpu")
+    if (count := torch.cuda.device_count()) < size:
+        raise ConfigError(f"--tensor-parallel-size {size}: expected at most the number of GPUs here ({count})")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
 
 
 def resolve_device(wanted: str) -> torch.device:
@@ -200,6 +261,8 @@ def count_units(config: EngineConfig, spec: CacheSpec, device: torch.device) -> 
         count = units_for_memory(spec, budget)
     else:
         flag, budget = "the free memory", _free_memory(device)
+        if device.type == "cpu":
+            budget //= config.tensor_parallel_size  # the ranks share it
         enough = -(-CACHE_TOKENS_MAX // (spec.block_size * per_unit))
         count = min(units_for_memory(spec, budget), enough)
     if count < 1:

@@ -62,7 +62,7 @@ def _options(function: Any) -> Any:
         click.option("--max-num-batched-tokens", type=int, default=2048, show_default=True, metavar="TOKENS",
                      help="Tokens in one step; longer prompts are computed in chunks."),
         click.option("--num-gpu-blocks-override", type=int, metavar="N", help="Blocks of the cache, on any device."),
-        click.option("--kv-cache-memory-bytes", type=int, metavar="BYTES", help="Size of the cache, on any device (of each, with --tensor-parallel-size)."),
+        click.option("--kv-cache-memory-bytes", type=int, metavar="BYTES", help="Size of the cache, on any device."),
         click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True),
         click.option("--kv-events-config", metavar="JSON", help=EVENTS_HELP),
         click.option("--legacy-events", is_flag=True,

@@ -22,8 +22,12 @@ log = logging.getLogger(__name__)
 Publish = Callable[[list[Event]], None]
 
 
+class RunnerLost(RuntimeError):
+    """The runner can compute no further step: the engine must end. The message says why."""
+
+
 class Runner(Protocol):
-    """Computes a step on a device. Any exception fails that step's requests and nothing else."""
+    """Computes a step on a device. Any exception but RunnerLost fails that step's requests and nothing else."""
 
     def execute(self, plan: StepPlan) -> StepResult: ...
 
@@ -74,7 +78,7 @@ class EngineCore:
         return [output for output in outputs if output is not None]
 
     def step(self, now: float) -> list[RequestOutput]:
-        """Plan, compute and apply one step; what it added to each request."""
+        """Plan, compute and apply one step; what it added to each request. Raises RunnerLost."""
         plan = self.scheduler.schedule()
         if not plan.chunks:
             self._publish_events()
@@ -82,6 +86,8 @@ class EngineCore:
         self._steps += 1
         try:
             result = self._runner.execute(plan)
+        except RunnerLost:
+            raise
         except Exception as error:
             log.exception("step %d failed; its %d requests end with an error", self._steps, len(plan.chunks))
             self._failed_steps += 1

@@ -7,7 +7,7 @@ from engine.cache.layouts import report, waste
 from engine.cache.spec import CacheSpec
 from engine.config import EngineConfig
 from engine.loader import resolve_dtype
-from engine.models import HfConfig, build_model
+from engine.models import HfConfig, Shard, build_model
 from engine.runner import unit_stride_bytes
 
 PROMPTS = (100, 1_000, 10_000)
@@ -18,7 +18,8 @@ def describe_cache(config: EngineConfig) -> str:
     name, folder = locate(config.model)
     device = resolve_device(config.device)
     hf_config = HfConfig.read(folder)
-    spec = build_model(hf_config).cache_spec(config.block_size, resolve_dtype(config.dtype, hf_config))
+    model = build_model(hf_config, Shard(0, config.tensor_parallel_size))
+    spec = model.cache_spec(config.block_size, resolve_dtype(config.dtype, hf_config))
     units = count_units(config, spec, device)
     tokens = units * spec.blocks_per_unit(0) * spec.block_size
     lines = [

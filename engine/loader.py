@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from engine.models import CausalLM, HfConfig, ModelError, build_model
+from engine.models import CausalLM, HfConfig, ModelError, Shard, build_model
 from engine.models.weights import Part, Weight
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -34,11 +34,14 @@ def resolve_dtype(wanted: str, config: HfConfig) -> torch.dtype:
 
 
 def load_model(
-    folder: Path, *, dtype: str = "auto", device: torch.device | str = "cpu"
+    folder: Path, *, dtype: str = "auto", device: torch.device | str = "cpu", shard: Shard | None = None
 ) -> tuple[CausalLM, torch.dtype]:
-    """The model of a checkpoint folder and the dtype it computes in. Raises ModelError, naming file and field."""
+    """The model of a checkpoint folder (of several ranks, this one's part) and the dtype it computes in.
+
+    Raises ModelError, naming file and field.
+    """
     config = HfConfig.read(folder)
-    model = build_model(config)
+    model = build_model(config, shard)
     chosen = resolve_dtype(dtype, config)
     load_weights(model, folder, chosen, torch.device(device))
     return model, chosen

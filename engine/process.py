@@ -13,6 +13,7 @@ import ctypes
 import faulthandler
 import gc
 import logging
+import os
 import select
 import signal
 import socket
@@ -23,6 +24,7 @@ import msgspec
 
 from engine.assembly import Assembled, assemble
 from engine.config import EngineConfig
+from engine.core import RunnerLost
 from engine.messages import (
     Abort,
     Add,
@@ -179,7 +181,9 @@ def main(fd: int) -> int:
     try:
         assembled = assemble(config)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other side must hear why there is no engine
-        if not isinstance(error, (ValueError, OSError)):  # those say what to change; the others are mistakes of ours
+        if not isinstance(
+            error, (ValueError, OSError, RunnerLost)
+        ):  # those say what to change; the others are mistakes of ours
             traceback.print_exc()
         link.send(Failed(f"cannot start: {error}"))
         link.drain(timeout_s=5)
@@ -187,8 +191,14 @@ def main(fd: int) -> int:
     try:
         gc.collect()
         gc.freeze()  # the model and the pool live as long as the process: collections need not visit them
+        if assembled.leader is not None:
+            assembled.leader.watch(lambda reason: _end(link, reason))
         link.send(Ready(assembled.info))
         CoreLoop(assembled, link, check_invariants=config.check_invariants).run()
+    except RunnerLost as error:
+        link.send(Failed(str(error)))
+        link.drain(timeout_s=5)
+        return 1
     except Exception as error:  # noqa: BLE001 - the last frame of the process: tell the other side, then end
         traceback.print_exc()
         link.send(Failed(f"the step loop failed: {type(error).__name__}: {error}"))
@@ -197,6 +207,13 @@ def main(fd: int) -> int:
     finally:
         assembled.close()
     return 0
+
+
+def _end(link: CoreSocket, reason: str) -> None:
+    """End the process from a thread, its loop being idle or blocked for good."""
+    link.send(Failed(reason))
+    link.drain(timeout_s=5)
+    os._exit(1)
 
 
 def keep_freed_memory() -> None:

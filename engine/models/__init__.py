@@ -7,10 +7,12 @@ from collections.abc import Callable
 from engine.models import bamba, gemma3, granite, lfm2, llama, qwen2, qwen3, qwen3_5, qwen3_moe
 from engine.models.decoder import CausalLM
 from engine.models.hf_config import HfConfig, ModelError
+from engine.models.shard import Shard
+from engine.models.weights import Scope
 
-__all__ = ["ARCHITECTURES", "CausalLM", "HfConfig", "ModelError", "build_model"]
+__all__ = ["ARCHITECTURES", "CausalLM", "HfConfig", "ModelError", "Shard", "build_model"]
 
-ARCHITECTURES: dict[str, Callable[[HfConfig], CausalLM]] = {
+ARCHITECTURES: dict[str, Callable[[HfConfig, Scope], CausalLM]] = {
     "BambaForCausalLM": bamba.build_bamba,
     "Gemma3ForCausalLM": gemma3.build,
     "Gemma3ForConditionalGeneration": gemma3.build,
@@ -28,12 +30,15 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], CausalLM]] = {
 }
 
 
-def build_model(config: HfConfig) -> CausalLM:
-    """The model of a config, without its weights. Raises ModelError for what is not supported."""
+def build_model(config: HfConfig, shard: Shard | None = None) -> CausalLM:
+    """The model of a config, without its weights; of several ranks, this one's part of it.
+
+    Raises ModelError for what is not supported, or cannot be split so.
+    """
     build = ARCHITECTURES.get(config.architecture)
     if build is None:
         raise ModelError(
             f"{config.where}: architecture {config.architecture!r} is not supported; "
             f"supported: {', '.join(sorted(ARCHITECTURES))}"
         )
-    return build(config)
+    return build(config, Scope(shard=shard or Shard()))

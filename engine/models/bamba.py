@@ -19,7 +19,7 @@ PATTERN = {"M": "mamba", "*": "attention", "-": "mlp"}
 """Nemotron-H's `hybrid_override_pattern`, a letter a layer."""
 
 
-def build_bamba(config: HfConfig) -> CausalLM:
+def build_bamba(config: HfConfig, root: Scope) -> CausalLM:
     config.expect("hidden_act", "silu", "silu")
     decoder = replace(DecoderConfig.of(config, norm_eps=1e-5), norm_name="final_layernorm")
     bias = config.get("attention_bias", False)
@@ -34,10 +34,10 @@ def build_bamba(config: HfConfig) -> CausalLM:
         return GatedMLP(scope.sub("feed_forward"), decoder.hidden_size, intermediate, mlp_bias)
 
     block = _two_branch_block(decoder, attention, _mamba(config, decoder), kinds, "pre_ff_layernorm", mlp, 1.0)
-    return CausalLM(Scope(), "model", decoder, block)
+    return CausalLM(root, "model", decoder, block)
 
 
-def build_granite(config: HfConfig) -> CausalLM:
+def build_granite(config: HfConfig, root: Scope) -> CausalLM:
     """Granite-4-H without routed experts; its four multipliers are those of Granite."""
     config.expect("hidden_act", "silu", "silu")
     config.expect("num_local_experts", 0, 0)
@@ -71,7 +71,7 @@ def build_granite(config: HfConfig) -> CausalLM:
     scale = config.get("residual_multiplier", 1.0)
     mamba = _mamba(config, decoder)
     block = _two_branch_block(decoder, attention, mamba, kinds, "post_attention_layernorm", mlp, scale)
-    return CausalLM(Scope(), "model", decoder, block)
+    return CausalLM(root, "model", decoder, block)
 
 
 def _mamba(config: HfConfig, decoder: DecoderConfig) -> Mamba2Config:
@@ -126,14 +126,15 @@ class SquaredReluMLP:
     """down(relu(up(x)) ** 2)."""
 
     def __init__(self, scope: Scope, hidden_size: int, intermediate_size: int, bias: bool) -> None:
-        self.up = Linear(scope, {"up_proj": intermediate_size}, hidden_size, bias)
-        self.down = Linear(scope, {"down_proj": hidden_size}, intermediate_size, bias)
+        inner = scope.shard.split(intermediate_size, "MLP channels")
+        self.up = Linear(scope, {"up_proj": inner}, hidden_size, bias)
+        self.down = Linear(scope, {"down_proj": hidden_size}, inner, bias)
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         return self.down(step.ops.relu_squared(self.up(x)))
 
 
-def build_nemotron(config: HfConfig) -> CausalLM:
+def build_nemotron(config: HfConfig, root: Scope) -> CausalLM:
     """Nemotron-H: every layer is one branch, a Mamba-2 mixer, attention without positions, or an MLP."""
     config.expect("mlp_hidden_act", "relu2", "relu2")
     config.expect("mamba_hidden_act", "silu", "silu")
@@ -185,4 +186,4 @@ def build_nemotron(config: HfConfig) -> CausalLM:
             mixer=mixer,
         )
 
-    return CausalLM(Scope(), "backbone", decoder, block, ignored=("mtp.",), renamed={"model.": "backbone."})
+    return CausalLM(root, "backbone", decoder, block, ignored=("mtp.",), renamed={"model.": "backbone."})

@@ -173,6 +173,7 @@ def attention_config(
 
 
 def dense_decoder(
+    root: Scope,
     config: HfConfig,
     decoder: DecoderConfig,
     attention: AttentionConfig,
@@ -188,7 +189,6 @@ def dense_decoder(
     `residual_scale` multiplies each branch before it is added.
     """
     config.expect("hidden_act", "silu", "silu")
-    root = Scope()
 
     def block(scope: Scope, index: int) -> Block:
         window = attention.window if windows is None else windows[index]

@@ -34,7 +34,7 @@ DEFAULTS = {
 """What a published config leaves out."""
 
 
-def build(config: HfConfig) -> CausalLM:
+def build(config: HfConfig, root: Scope) -> CausalLM:
     if "text_config" in config:
         config = config.sub("text_config")
     config = HfConfig(DEFAULTS | dict(config.values), config.where)
@@ -73,7 +73,7 @@ def build(config: HfConfig) -> CausalLM:
     }
     size = config.integer("intermediate_size")
     return CausalLM(
-        Scope(),
+        root,
         "model",
         decoder,
         lambda scope, index: _block(scope, decoder, attention[kinds[index]], size),

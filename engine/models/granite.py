@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from engine.models.decoder import CausalLM, DecoderConfig, attention_config, dense_decoder
 from engine.models.hf_config import HfConfig
+from engine.models.weights import Scope
 
 
-def build(config: HfConfig) -> CausalLM:
+def build(config: HfConfig, root: Scope) -> CausalLM:
     decoder = replace(
         DecoderConfig.of(config),
         embedding_scale=config.get("embedding_multiplier", 1.0),
@@ -22,6 +23,7 @@ def build(config: HfConfig) -> CausalLM:
         scale=config.get("attention_multiplier", 1.0),
     )
     return dense_decoder(
+        root,
         config,
         decoder,
         attention,

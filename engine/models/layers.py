@@ -6,13 +6,14 @@ loaded. Layers are called with a `Step`, which carries all that is particular to
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from engine.models.rope import RopeConfig
+from engine.models.shard import Cut, Extent, Shard, size_of
 from engine.models.weights import Scope, Weight
 from kernels import Kernels, PagedKV
 
@@ -70,30 +71,36 @@ class Recurrent(Mixer, Protocol):
 
 
 class Linear:
-    """x @ W^T + b, W stacked from the named projections: `outputs` is {name: rows}."""
+    """x @ W^T + b, W stacked from the named projections: `outputs` is {name: rows}.
 
-    def __init__(self, scope: Scope, outputs: dict[str, int], inputs: int, bias: bool = False) -> None:
-        rows = sum(outputs.values())
+    Where the inputs are cut, each rank has the products of its own inputs, and they are added over the ranks.
+    """
+
+    def __init__(self, scope: Scope, outputs: Mapping[str, Extent], inputs: Extent, bias: bool = False) -> None:
         weights, biases, at = [], [], 0
-        for name, size in outputs.items():
-            place = (slice(at, at + size),)
-            weights.append(scope.part(f"{name}.weight", (size, inputs), place))
-            biases.append(scope.part(f"{name}.bias", (size,), place))
-            at += size
-        self.weight = scope.assembled((rows, inputs), weights)
+        for name, rows in outputs.items():
+            place = (slice(at, at + size_of(rows)),)
+            weights.append(scope.part(f"{name}.weight", (rows, inputs), place))
+            biases.append(scope.part(f"{name}.bias", (rows,), place))
+            at += size_of(rows)
+        self.weight = scope.assembled((at, inputs), weights)
         self.weight.multiplies = True
-        self.bias = scope.assembled((rows,), biases) if bias else None
+        self.bias = scope.assembled((at,), biases) if bias else None
+        self.add_up = scope.shard.add_up if isinstance(inputs, Cut) else None
+        if self.add_up is not None and scope.shard.rank:
+            self.bias = None  # one rank adds it
 
     @classmethod
     def of(cls, weight: Weight, bias: Weight | None) -> Linear:
-        """From weights that were declared elsewhere."""
+        """From weights that were declared elsewhere, with inputs that are not cut."""
         linear = cls.__new__(cls)
-        linear.weight, linear.bias = weight, bias
+        linear.weight, linear.bias, linear.add_up = weight, bias, None
         weight.multiplies = True
         return linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight.times(x, None if self.bias is None else self.bias.tensor)
+        out = self.weight.times(x, None if self.bias is None else self.bias.tensor)
+        return out if self.add_up is None else self.add_up(out)
 
 
 class RMSNorm:
@@ -133,20 +140,31 @@ class AttentionConfig:
     norm_names: tuple[str, str] = ("q_norm", "k_norm")
 
 
+def share_heads(shard: Shard, config: AttentionConfig) -> tuple[AttentionConfig, Cut, Cut]:
+    """The attention of this rank's heads, and its rows of the query and of the key (or value) projections."""
+    queries = shard.split(config.num_heads, "attention heads", config.head_dim)
+    keys = shard.split_shared(config.num_kv_heads, "key-value heads", config.head_dim)
+    heads, kv_heads = queries.size // config.head_dim, keys.size // config.head_dim
+    return replace(config, num_heads=heads, num_kv_heads=kv_heads), queries, keys
+
+
 class Attention:
     """Grouped-query attention over the paged cache. `group` and `layer` are its place there, given by the model."""
 
     def __init__(self, scope: Scope, config: AttentionConfig, projection: Linear | None = None) -> None:
-        """`projection` replaces the stacked q, k and v projections; it may have more rows after theirs."""
-        c = self.config = config
-        queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        """`projection` replaces the stacked q, k and v projections; it may have more rows after theirs.
+
+        `self.config` is that of the heads which this rank holds.
+        """
+        c, queries, keys = share_heads(scope.shard, config)
+        self.config = c
         sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         self.qkv = Linear(scope, sizes, c.hidden_size, c.qkv_bias) if projection is None else projection
         self.output = Linear(scope, {c.output_name: c.hidden_size}, queries, c.output_bias)
         self.qk_norm = None if c.qk_norm_eps is None else _head_norms(scope, c)
         self.scale = c.head_dim**-0.5 if c.scale is None else c.scale
         self.qk_heads = c.num_heads + c.num_kv_heads
-        self.qk_width = queries + keys
+        self.qk_width = queries.size + keys.size
         self.rope_index = 0
         self.group = 0
         self.layer = 0
@@ -202,9 +220,10 @@ class GatedMLP:
         inputs: tuple[str, ...] = ("gate_proj", "up_proj"),
         output: str = "down_proj",
     ) -> None:
-        sizes = {name: 2 * intermediate_size // len(inputs) for name in inputs}
+        inner = scope.shard.split(intermediate_size, "MLP channels")
+        sizes = {name: Cut.joined([inner] * (2 // len(inputs))) for name in inputs}
         self.gate_up = Linear(scope, sizes, hidden_size, bias)
-        self.down = Linear(scope, {output: hidden_size}, intermediate_size, bias)
+        self.down = Linear(scope, {output: hidden_size}, inner, bias)
         self.activation = activation
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:

@@ -13,7 +13,7 @@ from engine.models.weights import Scope
 ROPE_THETA = 1_000_000.0
 
 
-def build(config: HfConfig) -> CausalLM:
+def build(config: HfConfig, root: Scope) -> CausalLM:
     tied = config.get("tie_embedding", config.get("tie_word_embeddings", True))
     eps = config.get("norm_eps", 1e-5)
     decoder = replace(DecoderConfig.of(config), norm_eps=eps, tie_embeddings=tied, norm_name="embedding_norm")
@@ -44,7 +44,7 @@ def build(config: HfConfig) -> CausalLM:
             mlp=mlp,
         )
 
-    return CausalLM(Scope(), "model", decoder, block)
+    return CausalLM(root, "model", decoder, block)
 
 
 def _mlp_size(config: HfConfig) -> int:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
 from engine.models.hf_config import HfConfig, ModelError
 from engine.models.layers import Linear, StateShape, Step
+from engine.models.shard import Cut, Shard
 from engine.models.weights import Scope, Weight
 
 
-def _conv_weight(scope: Scope, name: str, channels: int, width: int) -> Weight:
+def _conv_weight(scope: Scope, name: str, channels: Cut, width: int) -> Weight:
     """A depthwise convolution's [channels, 1, width] as [channels, width]."""
     part = scope.part(f"{name}.weight", (channels, 1, width), take=lambda tensor: tensor[:, 0])
     return scope.assembled((channels, width), [part])
@@ -33,18 +34,23 @@ class GatedDeltaNet:
     """Short convolution, gated delta rule, gated norm; under Qwen3.5's names."""
 
     def __init__(self, scope: Scope, config: DeltaNetConfig) -> None:
-        c = self.config = config
+        shard = scope.shard
+        keys = shard.split_shared(config.key_heads, "key heads of a delta net", config.key_dim)
+        values = shard.split(config.value_heads, "value heads of a delta net", config.value_dim)
+        heads = shard.split(config.value_heads, "value heads of a delta net")
+        c = self.config = replace(config, key_heads=keys.size // config.key_dim, value_heads=heads.size)
         self.index = 0
-        self.keys, self.values = c.key_heads * c.key_dim, c.value_heads * c.value_dim
-        self.channels = 2 * self.keys + self.values
-        self.sizes = [self.channels, self.values, c.value_heads, c.value_heads]
-        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-        self.inputs = Linear(scope, dict(zip(names, self.sizes, strict=True)), c.hidden_size)
-        self.conv = _conv_weight(scope, "conv1d", self.channels, c.conv_width)
-        self.rate_log = scope.weight("A_log", (c.value_heads,), torch.float32)
-        self.dt_bias = scope.weight("dt_bias", (c.value_heads,), torch.float32)
+        self.keys, self.values = keys.size, values.size
+        channels = Cut.joined([keys, keys, values])
+        self.channels = channels.size
+        self.sizes = [channels.size, values.size, heads.size, heads.size]
+        rows = {"in_proj_qkv": channels, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+        self.inputs = Linear(scope, rows, c.hidden_size)
+        self.conv = _conv_weight(scope, "conv1d", channels, c.conv_width)
+        self.rate_log = scope.weight("A_log", (heads,), torch.float32)
+        self.dt_bias = scope.weight("dt_bias", (heads,), torch.float32)
         self.norm = scope.weight("norm.weight", (c.value_dim,))
-        self.output = Linear(scope, {"out_proj": c.hidden_size}, self.values)
+        self.output = Linear(scope, {"out_proj": c.hidden_size}, values)
 
     @property
     def state_shape(self) -> StateShape:
@@ -92,18 +98,24 @@ class Mamba2:
     """The Mamba-2 mixer, as Bamba, Granite-4-H and Nemotron-H have it: the gate comes before the (grouped) norm."""
 
     def __init__(self, scope: Scope, config: Mamba2Config) -> None:
-        c = self.config = config
+        shard = scope.shard
+        inner = shard.split(config.heads, "Mamba heads", config.head_dim)
+        heads = shard.split(config.heads, "Mamba heads")
+        groups = shard.split_shared(config.groups, "Mamba groups", config.state_dim)
+        c = self.config = replace(config, heads=heads.size, groups=groups.size // config.state_dim)
         self.index = 0
-        self.channels = c.inner_size + 2 * c.groups * c.state_dim
-        self.sizes = [c.inner_size, self.channels, c.heads]
-        self.inputs = Linear(scope, {"in_proj": sum(self.sizes)}, c.hidden_size, c.proj_bias)
-        self.conv = _conv_weight(scope, "conv1d", self.channels, c.conv_width)
-        self.conv_bias = scope.weight("conv1d.bias", (self.channels,)) if c.conv_bias else None
-        self.rate_log = scope.weight("A_log", (c.heads,), torch.float32)
-        self.dt_bias = scope.weight("dt_bias", (c.heads,), torch.float32)
-        self.skip = scope.weight("D", (c.heads,), torch.float32)
-        self.norm = scope.weight("norm.weight", (c.inner_size,))
-        self.output = Linear(scope, {"out_proj": c.hidden_size}, c.inner_size, c.proj_bias)
+        channels = Cut.joined([inner, groups, groups])
+        self.channels = channels.size
+        self.sizes = [inner.size, channels.size, heads.size]
+        self.inputs = Linear(scope, {"in_proj": Cut.joined([inner, channels, heads])}, c.hidden_size, c.proj_bias)
+        self.conv = _conv_weight(scope, "conv1d", channels, c.conv_width)
+        self.conv_bias = scope.weight("conv1d.bias", (channels,)) if c.conv_bias else None
+        self.rate_log = scope.weight("A_log", (heads,), torch.float32)
+        self.dt_bias = scope.weight("dt_bias", (heads,), torch.float32)
+        self.skip = scope.weight("D", (heads,), torch.float32)
+        self.norm = scope.weight("norm.weight", (inner,))
+        self.output = Linear(scope, {"out_proj": c.hidden_size}, inner, c.proj_bias)
+        self.shared_norm = _SharedNorm(scope.shard, config) if config.groups % shard.size else None
 
     @property
     def state_shape(self) -> StateShape:
@@ -126,8 +138,31 @@ class Mamba2:
             state.recurrent,
             step.state_plan,
         )
-        out = step.ops.gate_then_norm(out.reshape(tokens, -1), gate, self.norm.tensor, c.norm_eps, c.groups)
-        return self.output(out)
+        out = out.reshape(tokens, -1)
+        if self.shared_norm is not None:
+            return self.output(self.shared_norm(out, gate, self.norm.tensor))
+        return self.output(step.ops.gate_then_norm(out, gate, self.norm.tensor, c.norm_eps, c.groups))
+
+
+class _SharedNorm:
+    """`gate_then_norm` of groups whose channels lie on several ranks: the sums of squares are added over the ranks."""
+
+    def __init__(self, shard: Shard, config: Mamba2Config) -> None:
+        assert shard.size % config.groups == 0, (shard.size, config.groups)
+        self.add_up = shard.add_up
+        self.groups = config.groups
+        self.group = shard.rank // (shard.size // config.groups)
+        self.group_channels = config.inner_size // config.groups
+        self.eps = config.norm_eps
+
+    def __call__(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x, gate: [tokens, channels of this rank], which are all of one group."""
+        assert self.add_up is not None
+        gated = x.float() * F.silu(gate.float())
+        squares = gated.new_zeros(x.shape[0], self.groups)
+        squares[:, self.group] = gated.square().sum(-1)
+        variance = self.add_up(squares)[:, self.group, None] / self.group_channels
+        return (gated * torch.rsqrt(variance + self.eps) * weight.float()).to(x.dtype)
 
 
 def dt_limits(config: HfConfig) -> tuple[float, float]:
@@ -145,15 +180,16 @@ class ShortConv:
 
     def __init__(self, scope: Scope, hidden_size: int, conv_width: int, bias: bool) -> None:
         self.index = 0
-        self.hidden_size, self.conv_width = hidden_size, conv_width
-        self.inputs = Linear(scope, {"in_proj": 3 * hidden_size}, hidden_size, bias)
-        self.conv = _conv_weight(scope, "conv", hidden_size, conv_width)
-        self.conv_bias = scope.weight("conv.bias", (hidden_size,)) if bias else None
-        self.output = Linear(scope, {"out_proj": hidden_size}, hidden_size, bias)
+        channels = scope.shard.split(hidden_size, "convolution channels")
+        self.channels, self.conv_width = channels.size, conv_width
+        self.inputs = Linear(scope, {"in_proj": Cut.joined([channels] * 3)}, hidden_size, bias)
+        self.conv = _conv_weight(scope, "conv", channels, conv_width)
+        self.conv_bias = scope.weight("conv.bias", (channels,)) if bias else None
+        self.output = Linear(scope, {"out_proj": hidden_size}, channels, bias)
 
     @property
     def state_shape(self) -> StateShape:
-        return StateShape((self.conv_width - 1, self.hidden_size))
+        return StateShape((self.conv_width - 1, self.channels))
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         before, after, value = self.inputs(x).chunk(3, -1)

@@ -7,9 +7,10 @@ from dataclasses import replace
 from engine.models.decoder import CausalLM, DecoderConfig, attention_config, dense_decoder
 from engine.models.hf_config import HfConfig
 from engine.models.qwen3 import layer_windows
+from engine.models.weights import Scope
 
 
-def build(config: HfConfig) -> CausalLM:
+def build(config: HfConfig, root: Scope) -> CausalLM:
     decoder = DecoderConfig.of(config)
     attention = replace(attention_config(config, decoder), qkv_bias=True)
-    return dense_decoder(config, decoder, attention, windows=layer_windows(config, decoder.num_layers))
+    return dense_decoder(root, config, decoder, attention, windows=layer_windows(config, decoder.num_layers))

@@ -6,15 +6,16 @@ from dataclasses import replace
 
 from engine.models.decoder import CausalLM, DecoderConfig, attention_config, dense_decoder
 from engine.models.hf_config import HfConfig, ModelError
+from engine.models.weights import Scope
 
 
-def build(config: HfConfig) -> CausalLM:
+def build(config: HfConfig, root: Scope) -> CausalLM:
     decoder = DecoderConfig.of(config)
     bias = config.get("attention_bias", False)
     attention = replace(
         attention_config(config, decoder), qkv_bias=bias, output_bias=bias, qk_norm_eps=decoder.norm_eps
     )
-    return dense_decoder(config, decoder, attention, windows=layer_windows(config, decoder.num_layers))
+    return dense_decoder(root, config, decoder, attention, windows=layer_windows(config, decoder.num_layers))
 
 
 def layer_windows(config: HfConfig, num_layers: int) -> list[int | None]:

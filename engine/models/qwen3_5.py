@@ -12,8 +12,9 @@ import torch
 
 from engine.models.decoder import CausalLM, DecoderConfig, attention_config
 from engine.models.hf_config import HfConfig, layer_types
-from engine.models.layers import Attention, AttentionConfig, Block, GatedMLP, Linear, Mixer, RMSNorm, Step
+from engine.models.layers import Attention, AttentionConfig, Block, GatedMLP, Linear, Mixer, RMSNorm, Step, share_heads
 from engine.models.mixers import DeltaNetConfig, GatedDeltaNet
+from engine.models.shard import Extent
 from engine.models.weights import Scope, Weight
 
 PARTIAL_ROTARY = 0.25
@@ -25,7 +26,7 @@ class GatedAttention(Attention):
 
     def __init__(self, scope: Scope, config: AttentionConfig) -> None:
         super().__init__(scope, config, _queries_keys_values_gates(scope, config))
-        self.qkv_width = self.qk_width + config.num_kv_heads * config.head_dim
+        self.qkv_width = self.qk_width + self.config.num_kv_heads * config.head_dim
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         projected = self.qkv(x)
@@ -33,16 +34,20 @@ class GatedAttention(Attention):
         return self.output(attended * projected[:, self.qkv_width :].sigmoid())
 
 
-def _queries_keys_values_gates(scope: Scope, c: AttentionConfig) -> Linear:
+def _queries_keys_values_gates(scope: Scope, config: AttentionConfig) -> Linear:
     """q_proj holds, head by head, a query's rows and then its gate's; here all queries come first, all gates last."""
-    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    c, _, key_rows = share_heads(scope.shard, config)
+    pairs = scope.shard.split(config.num_heads, "attention heads", 2 * c.head_dim)
+    queries, keys = c.num_heads * c.head_dim, key_rows.size
     gates = queries + 2 * keys
 
     def half(which: int) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda tensor: tensor.view(c.num_heads, 2, c.head_dim, *tensor.shape[1:])[:, which].flatten(0, 1)
 
     def stacked(kind: str, *columns: int) -> Weight:
-        q_name, q_shape, kv_shape = f"q_proj.{kind}", (2 * queries, *columns), (keys, *columns)
+        q_name = f"q_proj.{kind}"
+        q_shape: tuple[Extent, ...] = (pairs, *columns)
+        kv_shape: tuple[Extent, ...] = (key_rows, *columns)
         parts = [
             scope.part(q_name, q_shape, (slice(0, queries),), half(0)),
             scope.part(f"k_proj.{kind}", kv_shape, (slice(queries, queries + keys),)),
@@ -54,7 +59,7 @@ def _queries_keys_values_gates(scope: Scope, c: AttentionConfig) -> Linear:
     return Linear.of(stacked("weight", c.hidden_size), stacked("bias") if c.qkv_bias else None)
 
 
-def build(config: HfConfig) -> CausalLM:
+def build(config: HfConfig, root: Scope) -> CausalLM:
     tied = config.get("tie_word_embeddings", False)
     if "text_config" in config:
         config = config.sub("text_config")
@@ -102,7 +107,7 @@ def build(config: HfConfig) -> CausalLM:
         )
 
     return CausalLM(
-        Scope(),
+        root,
         "model",
         decoder,
         block,

@@ -12,7 +12,7 @@ from engine.models.qwen3 import layer_windows
 from engine.models.weights import Scope
 
 
-def build(config: HfConfig) -> CausalLM:
+def build(config: HfConfig, root: Scope) -> CausalLM:
     decoder = DecoderConfig.of(config)
     bias = config.get("attention_bias", False)
     attention = replace(
@@ -34,4 +34,4 @@ def build(config: HfConfig) -> CausalLM:
             config.get("norm_topk_prob", False),
         )
 
-    return dense_decoder(config, decoder, attention, windows=layer_windows(config, decoder.num_layers), mlp=mlp)
+    return dense_decoder(root, config, decoder, attention, windows=layer_windows(config, decoder.num_layers), mlp=mlp)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from engine.models.shard import Cut, Extent, Shard, size_of, total_of
 from kernels.packed import PackedMatrix, pack_matrix, packed_linear
 
 Index = tuple[int | slice, ...]
@@ -26,7 +27,7 @@ class Part:
     """Its shape in the checkpoint."""
     at: Index = ()
     take: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """What of it is copied (a reordering, a slice); None: all of it, as it is."""
+    """What of it is copied (a rank's share, a reordering); None: all of it, as it is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,29 +72,50 @@ class Weight:
 
 @dataclass(slots=True)
 class Scope:
-    """A place in the checkpoint's names; all scopes of a model share one list of weights."""
+    """A place in the checkpoint's names; all scopes of a model share one list of weights and one shard.
+
+    Shapes may have cut dimensions: the checkpoint holds all of them, the model's tensor what the cut says.
+    """
 
     prefix: str = ""
     weights: list[Weight] = field(default_factory=list)
+    shard: Shard = field(default_factory=Shard)
 
     def sub(self, name: str | int) -> Scope:
-        return Scope(f"{self.prefix}{name}.", self.weights)
+        return Scope(f"{self.prefix}{name}.", self.weights, self.shard)
 
     def part(
         self,
         name: str,
-        shape: tuple[int, ...],
+        shape: tuple[Extent, ...],
         at: Index = (),
         take: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> Part:
-        return Part(self.prefix + name, shape, at, take)
+        """`take` gets the tensor cut."""
+        return Part(self.prefix + name, tuple(map(total_of, shape)), at, _cut_then(shape, take))
 
-    def weight(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Weight:
-        """Declare a weight that is one tensor of the checkpoint, unchanged."""
+    def weight(self, name: str, shape: tuple[Extent, ...], dtype: torch.dtype | None = None) -> Weight:
+        """Declare a weight that is one tensor of the checkpoint, unchanged but for the cut."""
         return self.assembled(shape, [self.part(name, shape)], dtype)
 
-    def assembled(self, shape: tuple[int, ...], parts: list[Part], dtype: torch.dtype | None = None) -> Weight:
+    def assembled(self, shape: tuple[Extent, ...], parts: list[Part], dtype: torch.dtype | None = None) -> Weight:
         """Declare a weight that is put together from several tensors of the checkpoint."""
-        weight = Weight(shape, tuple(parts), dtype)
+        weight = Weight(tuple(map(size_of, shape)), tuple(parts), dtype)
         self.weights.append(weight)
         return weight
+
+
+def _cut_then(
+    shape: tuple[Extent, ...], take: Callable[[torch.Tensor], torch.Tensor] | None
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Cut the dimensions that are not whole, then `take`."""
+    cuts = [(dim, extent) for dim, extent in enumerate(shape) if isinstance(extent, Cut) and not extent.whole]
+    if not cuts:
+        return take
+
+    def cut_and_take(tensor: torch.Tensor) -> torch.Tensor:
+        for dim, cut in cuts:
+            tensor = cut.of(tensor, dim)
+        return tensor if take is None else take(tensor)
+
+    return cut_and_take

@@ -1,0 +1,89 @@
+"""Which part of each layer one process holds: column and row splits of tensor parallelism (Megatron-LM, 2019).
+
+Projections into heads or channels are split by rows, so that each rank computes its own heads; the projection back is
+split by columns, and its partial results are added over the ranks. A `Cut` says which rows or columns of a tensor of
+the checkpoint a rank holds; with one rank every cut is whole, and nothing is sliced or added. Knows no processes: how
+ranks add is given to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.models.hf_config import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The part of one dimension of a tensor that a rank holds: half-open ranges of it, in the order they are held."""
+
+    total: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def joined(cuts: Sequence[Cut]) -> Cut:
+        """The cut of a tensor whose sections, one after another, are cut so."""
+        ranges: list[tuple[int, int]] = []
+        at = 0
+        for cut in cuts:
+            for start, end in cut.ranges:
+                if ranges and ranges[-1][1] == at + start:
+                    ranges[-1] = (ranges[-1][0], at + end)
+                else:
+                    ranges.append((at + start, at + end))
+            at += cut.total
+        return Cut(at, tuple(ranges))
+
+    @property
+    def size(self) -> int:
+        return sum(end - start for start, end in self.ranges)
+
+    @property
+    def whole(self) -> bool:
+        return self.ranges == ((0, self.total),)
+
+    def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """What is held of `tensor`."""
+        return torch.cat([tensor.narrow(dim, start, end - start) for start, end in self.ranges], dim)
+
+
+Extent = int | Cut
+"""A dimension of a tensor: whole, or cut."""
+
+
+def total_of(extent: Extent) -> int:
+    return extent.total if isinstance(extent, Cut) else extent
+
+
+def size_of(extent: Extent) -> int:
+    return extent.size if isinstance(extent, Cut) else extent
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rank `rank` of `size`."""
+
+    rank: int = 0
+    size: int = 1
+    add_up: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Replaces a tensor by its sum over the ranks, in place, and returns it; the same bits on each. None: one rank."""
+
+    def split(self, count: int, what: str, width: int = 1) -> Cut:
+        """This rank's equal share of `count` things, each `width` wide. Raises ModelError if they cannot be shared."""
+        if count % self.size:
+            raise ModelError(f"--tensor-parallel-size {self.size}: expected a divisor of the model's {what} ({count})")
+        share = count // self.size
+        return Cut(count * width, ((self.rank * share * width, (self.rank + 1) * share * width),))
+
+    def split_shared(self, count: int, what: str, width: int = 1) -> Cut:
+        """As `split`; of fewer things than ranks, each is held by several neighbouring ranks.
+
+        For key heads or groups that are shared by consecutive query heads: a rank gets what its own heads need.
+        """
+        if self.size % count:
+            return self.split(count, what, width)
+        index = self.rank // (self.size // count)
+        return Cut(count * width, ((index * width, (index + 1) * width),))

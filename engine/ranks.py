@@ -1,0 +1,331 @@
+"""Several processes compute one model: the leader (rank 0) has its followers repeat each step on their part of it.
+
+The leader is the process that has scheduler, cache and publisher. It starts the followers, sends them each step's plan
+as a small message over a socket, and computes the same plan itself; within a step the ranks meet in all-reduce alone.
+Block tables and units mean the same on all ranks, since every rank's cache has the same shape. Only the leader samples.
+
+A rank that fails cannot be made to catch up, so it ends the engine: `RunnerLost`. A follower ends when its socket
+closes, whatever the reason. One machine; gloo between CPUs, NCCL between GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from engine.config import EngineConfig
+from engine.core import Runner, RunnerLost
+from engine.messages import FrameReader, frame
+from engine.models import Shard
+from engine.types import BlockId, Chunk, Request, SamplingParams, StepPlan, StepResult, UnitId
+from engine.types import Sequence as RunningSequence
+
+LOOPBACK = "127.0.0.1"
+COLLECTIVE_TIMEOUT_S = 300.0
+"""Longest wait of one rank for another inside a step: kernels are compiled in a first one."""
+GRACE_S = 5.0
+"""What a process that should end, or a step whose partner is gone, gets before it is ended."""
+
+_BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from engine.follower import main; sys.exit(main(*map(int, sys.argv[2:])))"
+)
+
+log = logging.getLogger("engine.ranks")
+
+
+# leader -> follower
+class Load(msgspec.Struct, tag="load", array_like=True, frozen=True):
+    """Load the model; answered by `Loaded` or `LoadFailed`."""
+
+    config: EngineConfig
+    folder: str
+
+
+class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
+    """Make the cache: plans follow."""
+
+    unit_count: int
+    max_model_len: int
+
+
+class PlannedChunk(msgspec.Struct, array_like=True, frozen=True):
+    start: int
+    token_ids: list[int]
+    """Those of the chunk, not those before it."""
+    block_tables: list[list[BlockId]]
+    state_unit: UnitId | None
+
+
+class Planned(msgspec.Struct, tag="plan", array_like=True, frozen=True):
+    """A step: what a rank that samples nothing must know of a StepPlan."""
+
+    chunks: list[PlannedChunk]
+    state_restores: list[tuple[UnitId, UnitId]]
+    state_resets: list[UnitId]
+    state_checkpoints: list[tuple[UnitId, UnitId]]
+    block_moves: list[tuple[int, BlockId, BlockId]]
+
+
+Order = Load | Start | Planned
+
+
+# follower -> leader
+class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
+    unit_count: int
+    """Units of the cache that this rank has memory for."""
+
+
+class LoadFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
+    message: str
+
+
+Reply = Loaded | LoadFailed
+
+
+def planned(plan: StepPlan) -> Planned:
+    """The message of a plan."""
+    return Planned(
+        [
+            PlannedChunk(c.start, c.seq.token_ids[c.start : c.end], c.seq.block_tables, c.seq.state_unit)
+            for c in plan.chunks
+        ],
+        plan.state_restores,
+        plan.state_resets,
+        plan.state_checkpoints,
+        plan.block_moves,
+    )
+
+
+def plan_of(message: Planned) -> StepPlan:
+    """The plan of a message, for a runner that samples nothing: tokens before a chunk are zeros, nobody reads them."""
+    return StepPlan(
+        [_chunk_of(chunk) for chunk in message.chunks],
+        message.state_restores,
+        message.state_resets,
+        message.state_checkpoints,
+        message.block_moves,
+    )
+
+
+_REQUEST = Request(request_id="led", token_ids=[], params=SamplingParams())
+
+
+def _chunk_of(chunk: PlannedChunk) -> Chunk:
+    tokens = [0] * chunk.start + chunk.token_ids
+    seq = RunningSequence(
+        _REQUEST, tokens, len(tokens), 0.0, block_tables=chunk.block_tables, state_unit=chunk.state_unit
+    )
+    return Chunk(seq, chunk.start, len(tokens), samples=False)
+
+
+def join(rank: int, size: int, store: TCPStore, device: torch.device) -> None:
+    """Meet the other ranks; blocks until all are there."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+    )
+
+
+def add_up(x: torch.Tensor) -> torch.Tensor:
+    """The sum over the ranks, on every rank; x is consumed."""
+    x = x.contiguous()
+    dist.all_reduce(x)
+    return x
+
+
+class _Follower:
+    """The leader's side of one follower."""
+
+    def __init__(self, rank: int, size: int, port: int) -> None:
+        self.rank = rank
+        self._sock, theirs = socket.socketpair()
+        self._reader = FrameReader()
+        self._decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+        with theirs:
+            arguments = [str(number) for number in (theirs.fileno(), rank, size, port)]
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), *arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+
+    def send(self, data: bytes) -> None:
+        """Raises OSError if the follower is gone."""
+        self._sock.sendall(data)
+
+    def receive(self) -> Reply:
+        """Wait for its answer. Raises RunnerLost if it ends instead."""
+        while True:
+            try:
+                data = self._sock.recv(1 << 16)
+            except ConnectionError:
+                data = b""
+            if not data:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(GRACE_S)
+                raise RunnerLost(self.epitaph())
+            replies = [self._decoder.decode(payload) for payload in self._reader.feed(data)]
+            if replies:
+                assert len(replies) == 1, replies
+                return replies[0]
+
+    def epitaph(self) -> str:
+        status = self.process.poll()
+        if status is None:
+            how = "closed its socket"
+        elif status < 0:
+            how = f"was killed by {signal.Signals(-status).name}"
+        else:
+            how = f"ended with exit status {status}"
+        return f"tensor-parallel rank {self.rank} (process {self.process.pid}) {how}"
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class Leader:
+    """Starts the followers and has them do what rank 0 does. `close` it; there can be one in a process at a time."""
+
+    def __init__(self, size: int) -> None:
+        assert size > 1, size
+        self._size = size
+        self._store = TCPStore(LOOPBACK, 0, size, is_master=True, wait_for_workers=False)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._stepping = threading.Lock()
+        self._joined = False
+        self._closing = False
+        self._lost: str | None = None
+        self._followers: list[_Follower] = []
+        for rank in range(1, size):
+            self._followers.append(_Follower(rank, size, self._store.port))
+
+    @property
+    def shard(self) -> Shard:
+        """Rank 0's part of a model."""
+        return Shard(0, self._size, add_up)
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the followers, by rank."""
+        return [follower.process.pid for follower in self._followers]
+
+    def load(self, config: EngineConfig, folder: Path) -> None:
+        """Have the followers load a model, while the caller loads its own part."""
+        self.tell(Load(config, str(folder)))
+
+    def await_loaded(self, device: torch.device) -> int:
+        """Wait for the followers and meet them; the units of cache that each of them has memory for.
+
+        Raises RunnerLost, or ValueError with a follower's reason.
+        """
+        counts = []
+        for follower in self._followers:
+            reply = follower.receive()
+            if isinstance(reply, LoadFailed):
+                raise ValueError(f"tensor-parallel rank {follower.rank}: {reply.message}")
+            counts.append(reply.unit_count)
+        if not self._joined:
+            join(0, self._size, self._store, device)
+            self._joined = True
+        return min(counts)
+
+    def lead(self, runner: Runner, unit_count: int, max_model_len: int) -> LeadingRunner:
+        """A runner of all ranks, from that of rank 0; the followers make theirs."""
+        self.tell(Start(unit_count, max_model_len))
+        return LeadingRunner(self, runner)
+
+    def tell(self, order: Order) -> None:
+        """Send it to every follower. Raises RunnerLost."""
+        data = frame(self._encoder.encode(order))
+        for follower in self._followers:
+            try:
+                follower.send(data)
+            except OSError as error:
+                raise self.lost(error) from error
+
+    def step(self, plan: StepPlan, runner: Runner) -> StepResult:
+        """Have all ranks compute a plan; the result of rank 0. Raises RunnerLost if any of them fails."""
+        with self._stepping:
+            self.tell(planned(plan))
+            try:
+                return runner.execute(plan)
+            except Exception as error:  # whatever it is, the ranks may now be at different places
+                raise self.lost(error) from error
+
+    def lost(self, error: Exception) -> RunnerLost:
+        """Why the ranks cannot go on: the end of one of them if that is what `error` comes from."""
+        end_s = time.monotonic() + GRACE_S / 2
+        while self._lost is None and time.monotonic() < end_s:
+            self._lost = self._epitaph()
+            if self._lost is None:
+                time.sleep(0.02)
+        if self._lost is None:
+            self._lost = f"a step failed on rank 0 of {self._size}, and the others cannot follow: {error}"
+        return RunnerLost(self._lost)
+
+    def watch(self, on_lost: Callable[[str], None]) -> None:
+        """Call `on_lost`, from a thread, if a follower ends while no step notices it: idle, or blocked for good."""
+        for follower in self._followers:
+            threading.Thread(target=self._await_end, args=(follower, on_lost), daemon=True).start()
+
+    def close(self) -> None:
+        """End the followers; by force where they do not obey. Idempotent."""
+        self._closing = True
+        for follower in self._followers:
+            follower.close()
+        for follower in self._followers:
+            try:
+                follower.process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                log.warning("tensor-parallel rank %d does not end and is killed", follower.rank)
+                follower.process.kill()
+                follower.process.wait()
+        if self._joined and (self._lost is None or dist.get_backend() == "gloo"):  # NCCL would wait for the lost
+            dist.destroy_process_group()
+        self._joined = False
+
+    def _await_end(self, follower: _Follower, on_lost: Callable[[str], None]) -> None:
+        follower.process.wait()
+        acquired = self._stepping.acquire(timeout=GRACE_S)  # a step that fails says so itself
+        if self._lost is None and not self._closing:
+            self._lost = self._epitaph() or follower.epitaph()
+            on_lost(self._lost)
+        if acquired:
+            self._stepping.release()
+
+    def _epitaph(self) -> str | None:
+        """Of the follower that is gone; one that was killed before one that then failed."""
+        gone = [(status, f) for f in self._followers if (status := f.process.poll()) is not None]
+        return min(gone, key=lambda entry: entry[0])[1].epitaph() if gone else None
+
+
+class LeadingRunner:
+    """The runner of all ranks, as the core sees it."""
+
+    def __init__(self, leader: Leader, runner: Runner) -> None:
+        self._leader = leader
+        self._runner = runner
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self._leader.step(plan, self._runner)

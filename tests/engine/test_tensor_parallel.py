@@ -1,0 +1,221 @@
+"""Two ranks against one: the same greedy tokens for every family, through the whole core; and what cannot be split.
+
+The second process is started once for all families; the test process is rank 0.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from engine.assembly import make_runner
+from engine.cache.kv_cache import KVCache
+from engine.cache.spec import CacheSpec
+from engine.config import EngineConfig
+from engine.core import EngineCore, Runner, RunnerLost
+from engine.loader import load_model
+from engine.models import CausalLM, ModelError, Shard
+from engine.models.shard import Cut
+from engine.ranks import Leader, Planned, plan_of, planned
+from engine.scheduler import Scheduler, SchedulerConfig
+from engine.tiny_model import Recipe, cached_model
+from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, TokenLogprobs, UnitId
+
+MODELS = {
+    "qwen3": Recipe(shards=3),
+    "qwen2": Recipe(family="qwen2"),
+    "llama": Recipe(family="llama", tie_embeddings=False),
+    "one-kv-head": Recipe(family="llama", kv_heads=1),  # both ranks hold it
+    "mistral": Recipe(family="mistral"),
+    "granite": Recipe(family="granite"),
+    "gemma3": Recipe(family="gemma3_text", layers=3),
+    "qwen3_moe": Recipe(family="qwen3_moe"),
+    "qwen3_5": Recipe(family="qwen3_5", layers=3),
+    "qwen3_5-one-key-head": Recipe(family="qwen3_5", layers=3, kv_heads=1),
+    "granitemoehybrid": Recipe(family="granitemoehybrid", layers=3),  # one Mamba group: its norm spans the ranks
+    "bamba": Recipe(family="bamba", layers=3),
+    "nemotron_h": Recipe(family="nemotron_h", layers=4),
+    "lfm2": Recipe(family="lfm2", layers=3),
+}
+GAPS = {"qwen3_5": 2e-3, "qwen3_5-one-key-head": 2e-3}
+"""How close the two likeliest tokens are where rounding decides; else 1e-4. See test_runner_parity."""
+BLOCK_SIZE = 8
+UNITS = 96
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def leader() -> Iterator[Leader]:
+    """Two ranks, this process being the first."""
+    torch.set_num_threads(1)
+    leader = Leader(2)
+    yield leader
+    leader.close()
+
+
+def make_core(model: CausalLM, spec: CacheSpec, runner: Runner) -> EngineCore:
+    cache = KVCache(spec, UNITS, step_tokens_max=24)
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=256)
+    return EngineCore(Scheduler(config, cache), runner, lambda events: None)
+
+
+def one_rank(folder: Path, config: EngineConfig) -> EngineCore:
+    model, dtype = load_model(folder, dtype=config.dtype)
+    spec = model.cache_spec(BLOCK_SIZE, dtype)
+    return make_core(model, spec, runner_of(model, spec, config, dtype))
+
+
+def two_ranks(leader: Leader, folder: Path, config: EngineConfig) -> EngineCore:
+    leader.load(config, folder)
+    model, dtype = load_model(folder, dtype=config.dtype, shard=leader.shard)
+    spec = model.cache_spec(BLOCK_SIZE, dtype)
+    assert leader.await_loaded(CPU) == UNITS
+    return make_core(model, spec, leader.lead(runner_of(model, spec, config, dtype), UNITS, 256))
+
+
+def runner_of(model: CausalLM, spec: CacheSpec, config: EngineConfig, dtype: torch.dtype) -> Runner:
+    runner = make_runner(
+        config, model, spec, UNITS, dtype=dtype, device=CPU, max_model_len=256, eos_token_ids=()
+    )  # fmt: skip
+    runner._buffer.fill_(0xFF)  # a read of what no step wrote is NaN
+    return runner
+
+
+def engine_config(folder: Path, dtype: str = "float32") -> EngineConfig:
+    """Whose cache has UNITS units, whatever the model's blocks are."""
+    model, chosen = load_model(folder, dtype=dtype, shard=Shard(0, 2))
+    blocks = UNITS * model.cache_spec(BLOCK_SIZE, chosen).blocks_per_unit(0)
+    return EngineConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=blocks, dtype=dtype)
+
+
+def conversations(rng: random.Random) -> list[list[Request]]:
+    """Rounds of prompts: longer than a step, sharing prefixes within and between the rounds."""
+    shared = [rng.randrange(2048) for _ in range(40)]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
+    rounds = []
+    for number in range(2):
+        prompts = [shared + [rng.randrange(2048) for _ in range(rng.randrange(1, 30))] for _ in range(3)]
+        rounds.append([Request(request_id=f"{number}-{i}", token_ids=p, params=params) for i, p in enumerate(prompts)])
+    return rounds
+
+
+def answers(core: EngineCore, rounds: list[list[Request]]) -> dict[str, list[TokenLogprobs]]:
+    """The tokens of each request, with the runners-up."""
+    outputs: dict[str, list[TokenLogprobs]] = {}
+    for requests in rounds:
+        for request in requests:
+            core.add(request, now=0.0)
+        while core.has_work:
+            for out in core.step(0.0):
+                assert out.error is None, out.error
+                outputs.setdefault(out.request_id, []).extend(out.logprobs or [])
+            core.check_invariants()
+    assert core.stats().prefix_cache_hits > 0
+    assert [len(tokens) for tokens in outputs.values()] == [12] * 6
+    return outputs
+
+
+def first_difference(found: list[TokenLogprobs], expected: list[TokenLogprobs]) -> TokenLogprobs | None:
+    """What one rank found where two ranks first found another token."""
+    return next((e for f, e in zip(found, expected, strict=True) if f.token_id != e.token_id), None)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_same_tokens_as_one_rank(leader: Leader, name: str) -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)  # shown when the test fails
+    folder = cached_model(MODELS[name])
+    config = engine_config(folder)
+    rounds = conversations(random.Random(seed))
+    expected = answers(one_rank(folder, config), rounds)
+    found = answers(two_ranks(leader, folder, config), rounds)
+    for request_id in expected:
+        other = first_difference(found[request_id], expected[request_id])
+        if other is not None:  # only where two tokens are equally likely within rounding
+            (_, likeliest), (_, next_best) = other.top
+            assert likeliest - next_best < GAPS.get(name, 1e-4), f"{request_id}: {other}"
+
+
+def test_bf16(leader: Leader) -> None:
+    """Partial results are added in bf16, where two ranks need not agree with one; that they compute is what counts."""
+    folder = cached_model(MODELS["bamba"])
+    config = engine_config(folder, dtype="bfloat16")
+    rounds = conversations(random.Random(0))
+    answers(two_ranks(leader, folder, config), rounds)
+
+
+def test_a_model_that_a_follower_cannot_load(leader: Leader, tmp_path: Path) -> None:
+    leader.load(EngineConfig(), tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"rank 1: .*nothing.*no such file"):
+        leader.await_loaded(CPU)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "size", "message"),
+    [
+        (Recipe(), 3, r"--tensor-parallel-size 3: expected a divisor of the model's attention heads \(4\)"),
+        (Recipe(heads=6, kv_heads=3, head_dim=16, hidden_size=96), 2, r"key-value heads \(3\)"),
+        (Recipe(family="llama", intermediate_size=130), 4, r"MLP channels \(130\)"),
+    ],
+)
+def test_what_cannot_be_split(recipe: Recipe, size: int, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        load_model(cached_model(recipe), shard=Shard(0, size))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_shares_cover_everything(size: int, count: int) -> None:
+    shards = [Shard(rank, size) for rank in range(size)]
+    tensor = torch.arange(count * 3)
+    if count % size == 0:
+        parts = [shard.split(count, "things", 3) for shard in shards]
+        assert torch.cat([part.of(tensor, 0) for part in parts]).tolist() == tensor.tolist()
+        joined = [Cut.joined([part, part]) for part in parts]
+        assert sorted(torch.cat([j.of(tensor.repeat(2), 0) for j in joined]).tolist()) == sorted([*tensor.tolist()] * 2)
+        assert all(j.whole == (size == 1) for j in joined)
+    shared = [shard.split_shared(count, "things", 3) for shard in shards]
+    assert {i for part in shared for i in part.of(tensor, 0).tolist()} == set(range(count * 3))
+    assert {part.size for part in shared} == {3 * max(1, count // size)}
+
+
+def test_a_plan_survives_its_message() -> None:
+    request = Request(request_id="r", token_ids=[], params=SamplingParams(prompt_logprobs=3))
+    seq = Sequence(request, [7, 8, 9, 10], 4, 0.0, block_tables=[[BlockId(5)], [BlockId(2)]], state_unit=UnitId(3))
+    plan = StepPlan(
+        [Chunk(seq, 1, 4, samples=True)],
+        state_restores=[(UnitId(1), UnitId(2))],
+        state_resets=[UnitId(4)],
+        state_checkpoints=[(UnitId(3), UnitId(6))],
+        block_moves=[(1, BlockId(8), BlockId(9))],
+    )
+    again = plan_of(msgspec.msgpack.decode(msgspec.msgpack.encode(planned(plan)), type=Planned))
+    (chunk,) = again.chunks
+    assert (chunk.start, chunk.end, chunk.samples) == (1, 4, False)
+    assert chunk.seq.token_ids[1:4] == [8, 9, 10]
+    assert (chunk.seq.block_tables, chunk.seq.state_unit) == (seq.block_tables, seq.state_unit)
+    for name in ("state_restores", "state_resets", "state_checkpoints", "block_moves"):
+        assert getattr(again, name) == getattr(plan, name)
+
+
+def test_a_rank_that_dies_ends_the_engine(leader: Leader) -> None:
+    """The last test of this leader."""
+    folder = cached_model(MODELS["qwen3"])
+    core = two_ranks(leader, folder, engine_config(folder))
+    told: list[str] = []
+    leader.watch(told.append)
+    (pid,) = leader.process_ids
+    core.add(Request(request_id="late", token_ids=[1, 2, 3], params=SamplingParams()), now=0.0)
+    os.kill(pid, signal.SIGSTOP)  # it cannot answer, but takes the plan
+    threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+    with pytest.raises(RunnerLost, match=rf"rank 1 \(process {pid}\) was killed by SIGKILL"):
+        core.step(0.0)
+    assert told == []  # the step has said it
