@@ -28,7 +28,7 @@ from engine.tiny_tokenizer import CHAT_TEMPLATE, MERGES_FILE, write_tokenizer
 if TYPE_CHECKING:
     import torch
 
-_RECIPE_VERSION = 1
+_RECIPE_VERSION = 2
 """Part of the cache key: raise it when the same recipe would make other bytes."""
 _LOGIT_STD = 2.5
 """Spread of the logits: wide enough that the likeliest token is clear, narrow enough that sampling is not greedy."""
@@ -152,8 +152,8 @@ FAMILIES: dict[str, tuple[str, Any]] = {
     "granite": (
         "granite",
         lambda r: _no_head_dim(_dense(r))
-        | {"embedding_multiplier": 2.0, "logits_scaling": 1.5, "residual_multiplier": 0.7,
-           "attention_multiplier": 1.0 / r.head_dim},
+        | {"embedding_multiplier": 0.5, "logits_scaling": 1.5, "residual_multiplier": 1.3,
+           "attention_multiplier": 0.4},
     ),
     "mistral": ("mistral", lambda r: _dense(r) | {"sliding_window": None}),
     "qwen3_moe": (
