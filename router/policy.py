@@ -68,7 +68,8 @@ class KvCost:
         self.factor = utilisation_factor
         self.config = config
         utilisation, work, arrivals, queue = 0.0, 0.0, 0.0, 0.0
-        self.waits = waits = []
+        waits: list[float] = []
+        self.waits = waits
         for target in targets:
             wait = target.waiting_s
             if wait:  # as `Target.queue_s`, written out: this loop is a good part of what a decision costs
