@@ -114,6 +114,8 @@ def _options(function: Any) -> Any:
                      show_default=True),
         click.option("--log-requests", type=click.FloatRange(0, 1), default=0.0, show_default=True, metavar="SHARE",
                      help="Share of requests that get a line in the log, with worker, prediction and outcome."),
+        click.option("--log-decisions", type=click.FloatRange(0, 1), default=0.0, show_default=True, metavar="SHARE",
+                     help="Share of requests whose decisions get a line with every candidate's terms, as JSON."),
         click.option("--log-json", is_flag=True, help="One JSON object a line."),
     ]  # fmt: skip
     for flag in reversed(flags):
@@ -187,6 +189,7 @@ def build_config(flags: dict[str, Any]) -> ProcessConfig:
         tls=None if flags["tls_cert"] is None else (flags["tls_cert"], flags["tls_key"]),
         index=flags["index"],
         log_share=flags["log_requests"],
+        log_decisions=flags["log_decisions"],
     )
 
 

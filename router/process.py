@@ -79,6 +79,8 @@ class ProcessConfig:
     index: str = "auto"
     tokenize_threads: int = field(default_factory=lambda: max(1, min(8, os.cpu_count() or 1)))
     seed: int = 0
+    log_decisions: float = 0.0
+    """Share of requests whose decisions are logged with every candidate's terms."""
     log_share: float = 0.0
     """Share of requests that get a line in the log."""
     announce: bool = True
@@ -110,6 +112,7 @@ class RouterProcess:
             timeouts=config.edge.timeouts,
             worker_authorization=None if key is None else f"Bearer {key}".encode(),
         )
+        self._proxy.log_share = config.log_decisions
         self._prompts = PromptReader(self._executor, override=config.tokenizer, chat_template=config.chat_template)
         self._feed = IndexFeed(self._index, on_connection=self._stream_changed)
         self._listeners: list[Listener] = []

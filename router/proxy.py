@@ -12,11 +12,15 @@ sockets. Refuses to know prompts, prices and HTTP syntax. Rules it keeps:
 from __future__ import annotations
 
 import asyncio
+import logging
+import random
 import re
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from router.core import RouterCore
 from router.http_headers import HOP_BY_HOP, dropping
@@ -25,6 +29,8 @@ from router.http_response import LengthBody, ResponseHead, UpstreamProtocolError
 from router.messages import Decision, FailureKind, Forward, Instruction, Refuse, RouteRequest, Usage, WorkerLost
 from router.metrics import Metrics
 from router.upstream import Target, UpstreamConnection, UpstreamPool
+
+log = logging.getLogger("router")
 
 RETRYABLE = {429: FailureKind.OVERLOADED, 502: FailureKind.SERVER_ERROR, 503: FailureKind.SERVER_ERROR}
 TAIL_BYTES = 2048
@@ -93,6 +99,7 @@ class Exchange:
         "request",
         "request_id",
         "route",
+        "sampled",
         "sent_s",
         "started_s",
         "trace_id",
@@ -110,6 +117,8 @@ class Exchange:
         self.started_s = proxy.now()
         self.route: RouteRequest | None = None
         """What the core was asked, once the prompt was read."""
+        self.sampled = False
+        """Its decisions are logged with every candidate's terms."""
         self.in_core = False
         """The core has the request on its books."""
         self.decision: Decision | None = None
@@ -453,6 +462,8 @@ class Proxy:
         """Sent to workers instead of the client's `Authorization`, or None to pass that one on."""
         self.explains = False
         """Keep every candidate's terms in decisions: while somebody watches."""
+        self.log_share = 0.0
+        """Share of requests whose decisions are logged with every candidate's terms."""
         self.exchanges: dict[str, Exchange] = {}
         self.on_end: list[Callable[[Exchange], None]] = []
         self.on_worker_lost: list[Callable[[str], None]] = []
@@ -474,7 +485,8 @@ class Proxy:
             return
         exchange.route = route
         exchange.in_core = True
-        self._do(self.core.route(route, self.now(), explain=self.explains))
+        exchange.sampled = self.log_share > 0 and random.random() < self.log_share
+        self._do(self.core.route(route, self.now(), explain=self.explains or exchange.sampled))
 
     def perform(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
@@ -489,6 +501,9 @@ class Proxy:
         if exchange is None:
             return
         if isinstance(instruction, Forward):
+            if exchange.sampled:
+                fields = msgspec.to_builtins(instruction.decision)
+                log.info("decision %s", msgspec.json.encode(fields).decode(), extra={"fields": {"decision": fields}})
             exchange.forward(instruction.decision)
         elif isinstance(instruction, Refuse):
             exchange.in_core = False

@@ -412,3 +412,24 @@ def test_worker_removed_while_it_answers_finishes_its_streams(edge: Any, make_po
             await asyncio.sleep(0.1)
 
     edge.run(scenario())
+
+
+def test_sampled_decisions_are_logged_with_every_candidate(
+    edge: Any, make_post: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        for _ in range(2):
+            await edge.worker(edge.reply(b'{"usage":null}'))
+        edge.proxy.log_share = 1.0
+        await edge.exchange(make_post(CHAT))
+        edge.proxy.log_share = 0.0
+        await edge.exchange(make_post(CHAT))
+
+    with caplog.at_level("INFO", logger="router"):
+        edge.run(scenario())
+    (line,) = [record for record in caplog.records if record.getMessage().startswith("decision ")]
+    decision = json.loads(line.getMessage().removeprefix("decision "))
+    assert {terms["worker"] for terms in decision["candidates"]} == {"w0", "w1"}
+    assert {"cached_tokens", "prefill_s", "queue_s", "slow", "cost"} <= set(decision["candidates"][0])
+    assert line.fields == {"decision": decision}  # type: ignore[attr-defined]
