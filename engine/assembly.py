@@ -24,7 +24,7 @@ from engine.core import EngineCore, Runner
 from engine.decode_graphs import CudaCapture
 from engine.loader import load_model
 from engine.messages import CoreInfo
-from engine.models import CausalLM
+from engine.models import CausalLM, HfConfig, Shard, build_model
 from engine.runner import ModelRunner, units_for_memory
 from engine.scheduler import Scheduler, SchedulerConfig
 from events import Event
@@ -131,7 +131,8 @@ def assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None = None)
         return _assemble(config, eos_token_ids, None)
     from engine.ranks import Leader  # one rank needs none of it
 
-    rank_device(config, 0)  # what it refuses it refuses before any process is started
+    rank_device(config, 0)  # what these refuse they refuse before any process is started
+    build_model(HfConfig.read(locate(config.model)[1]), Shard(0, config.tensor_parallel_size))
     leader = Leader(config.tensor_parallel_size)
     try:
         return _assemble(config, eos_token_ids, leader)
