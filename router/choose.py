@@ -23,7 +23,8 @@ from router.policy import (
 )
 from router.registry import Registry
 from router.sessions import Sessions
-from router.tracker import LoadTracker, Target
+from router.target import Target
+from router.tracker import LoadTracker
 from router.view import PrefixIndex
 
 

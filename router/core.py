@@ -14,7 +14,7 @@ load is zero and no pin outlives its grace.
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypedDict
@@ -34,10 +34,11 @@ from router.messages import (
     Usage,
     WorkerLost,
 )
+from router.pins import PinBook
 from router.registry import Registry
 from router.status import CoreSnapshot, Totals, worker_row
 from router.tracker import LoadTracker
-from router.view import HolderId, PinId, PrefixIndex
+from router.view import PrefixIndex
 from router.watchdog import Watchdog
 from router.workers import ServedModel, Worker, WorkerSpec, WorkerState
 
@@ -60,8 +61,6 @@ class _Live:
     tried: frozenset[str] = frozenset()
     decision: Decision | None = None
     """Set while in flight."""
-    holder: HolderId | None = None
-    pin: PinId | None = None
     first_token_seen: bool = False
     explain: bool = False
     """Whether its decisions carry every candidate's terms."""
@@ -82,8 +81,7 @@ class RouterCore:
         self._held = HeldQueue(config.queue)
         self._reorders = config.queue.enabled and config.policy == "kv"
         self._next_try_s = 0.0
-        self._grace: deque[tuple[float, HolderId, PinId]] = deque()
-        """Pins of ended requests, in the order of release."""
+        self._pins = PinBook(index, config.pin_grace_s)
         self._retry_budget = float(config.retry.budget_min)
         self._totals: dict[str, Totals] = {}
 
@@ -96,7 +94,7 @@ class RouterCore:
     def add_worker(self, spec: WorkerSpec, now: float, *, up: bool = True) -> Worker:
         """Register a worker and its holders in the index, or update what is known of it (same worker_id)."""
         if self.registry.remakes_targets(spec):
-            self._release_pins(self.registry.workers[spec.worker_id].holders)
+            self._pins.release_holders(self.registry.workers[spec.worker_id].holders)
         return self.registry.add(spec, up=up)
 
     def remove_worker(self, worker_id: str, now: float) -> list[Instruction]:
@@ -104,7 +102,7 @@ class RouterCore:
         worker = self.registry.workers.get(worker_id)
         if worker is None:
             return []
-        self._release_pins(worker.holders)
+        self._pins.release_holders(worker.holders)
         self.registry.remove(worker_id)
         self.watchdog.forget(worker_id)
         return self._try_held(now)
@@ -236,8 +234,7 @@ class RouterCore:
     def tick(self, now: float) -> list[Instruction]:
         """Deadlines, held requests, grace periods, breakers. Call at `next_tick()` or a little later."""
         self.tracker.advance(now)
-        while self._grace and self._grace[0][0] <= now:
-            self.index.unpin(self._grace.popleft()[2])
+        self._pins.tick(now)
         for worker in self.registry.workers.values():
             if worker.state is WorkerState.DOWN and now >= worker.open_until_s:
                 self.registry.breaker.half_open(worker, now)
@@ -250,8 +247,9 @@ class RouterCore:
     def next_tick(self) -> float | None:
         """When `tick` will next have something to do; None while nothing is pending."""
         times = [w.open_until_s for w in self.registry.workers.values() if w.state is WorkerState.DOWN]
-        if self._grace:
-            times.append(self._grace[0][0])
+        released_s = self._pins.next_release()
+        if released_s is not None:
+            times.append(released_s)
         if len(self._held):
             times.append(self._next_try_s)
             deadline = self._held.next_deadline()
@@ -307,8 +305,7 @@ class RouterCore:
             if history is not None:
                 history.insert(chain_keys(request.token_ids, request.scope))
             else:
-                live.holder = target.holder
-                live.pin = self.index.pin(target.holder, choice.prompt, request.scope)
+                self._pins.pin(request.request_id, target.holder, choice.prompt, request.scope)
         if request.session is not None:
             self._chooser.sessions.put(request.session, target.name, now)
         worker = self.registry.workers[target.worker_id]
@@ -416,27 +413,7 @@ class RouterCore:
     def _end_attempt(self, live: _Live, now: float, *, computed: bool) -> None:
         """Take an attempt off the books. What was computed stays pinned for a grace period: its events are coming."""
         self.tracker.end(live.request.request_id, now)
-        if live.pin is not None and live.holder is not None:
-            if computed:
-                self._grace.append((now + self.config.pin_grace_s, live.holder, live.pin))
-            else:
-                self.index.unpin(live.pin)
-        live.pin = live.holder = None
-
-    def _release_pins(self, holders: list[HolderId]) -> None:
-        """The holders are about to go."""
-        gone = set(holders)
-        for live in self._live.values():
-            if live.holder in gone and live.pin is not None:
-                self.index.unpin(live.pin)
-                live.pin = live.holder = None
-        kept: deque[tuple[float, HolderId, PinId]] = deque()
-        for entry in self._grace:
-            if entry[1] in gone:
-                self.index.unpin(entry[2])
-            else:
-                kept.append(entry)
-        self._grace = kept
+        self._pins.end(live.request.request_id, now, computed=computed)
 
     def _alive(self, worker_id: str) -> None:
         worker = self.registry.workers.get(worker_id)
@@ -492,7 +469,6 @@ class RouterCore:
             held = request_id in self._held
             assert held == (live.decision is None), f"{request_id} is held={held} with decision {live.decision}"
             assert held != (request_id in self.tracker.requests), f"{request_id}: held and in flight, or neither"
-            assert live.pin is None or not held
         assert set(self.tracker.requests) <= set(self._live)
-        deadlines = [entry[0] for entry in self._grace]
-        assert deadlines == sorted(deadlines)
+        assert self._pins.requests <= set(self.tracker.requests)
+        self._pins.check_invariants()

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
-from router.tracker import LoadTracker, SharedLoad
+from router.target import SharedLoad
+from router.tracker import LoadTracker
 
 log = logging.getLogger("router")
 

@@ -14,7 +14,7 @@ import xxhash
 
 from router.config import CostConfig
 from router.messages import Terms
-from router.tracker import Target
+from router.target import Target
 from router.view import Match
 
 STICKY_TOKENS = 256

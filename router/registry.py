@@ -9,7 +9,8 @@ from __future__ import annotations
 from router.config import CoreConfig
 from router.history import HistoryCache
 from router.messages import Refuse, RouteRequest
-from router.tracker import LoadTracker, Target
+from router.target import Target
+from router.tracker import LoadTracker
 from router.view import PrefixIndex
 from router.workers import (
     Breaker,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.tracker import LoadTracker, Target
+from router.target import Target
+from router.tracker import LoadTracker
 from router.watchdog import Watchdog
 from router.workers import CacheView, Worker
 

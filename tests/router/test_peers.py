@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from router.config import CostConfig, LearnConfig, ServiceModel
 from router.peers import LoadMessage, PeerConfig, PeerLoads, PeerSockets
-from router.tracker import LoadTracker, Target
+from router.target import Target
+from router.tracker import LoadTracker
 from router.view import HolderId
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from router.config import CostConfig, LearnConfig, ServiceModel
 from router.policy import KvCost, beta_of, choose_least_requests, choose_sticky, load_seconds, sticky_key
-from router.tracker import LoadTracker, SharedLoad, Target
+from router.target import SharedLoad, Target
+from router.tracker import LoadTracker
 from router.view import HolderId, Match
 
 CONFIG = CostConfig()

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from router.config import CostConfig, LearnConfig, ServiceModel
 from router.learn import Observation, PoolSpeeds, SpeedEstimate
-from router.tracker import LoadTracker, Phase, Target
+from router.target import Phase, Target
+from router.tracker import LoadTracker
 from router.view import HolderId
 
 
