@@ -1,7 +1,8 @@
 """Prompts in flight, promised to the index: they count as cached where they were sent.
 
 Owns the pins of live requests and, for a grace period after their end, of ended ones: what was computed will be
-announced, but the answer races the events. Invariant: a request has at most one pin; no pin outlives its grace or its holder.
+announced, but the answer races the events. Invariant: a request has at most one pin; no pin outlives its grace or its
+holder.
 """
 
 from __future__ import annotations
