@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kernels import Kernels, PagedKV, Ragged, select
+from kernels.cpu import HAS_NATIVE, CpuKernels
 from kernels.packed import pack_matrix, packed_linear
 from kernels.reference import ReferenceKernels
 
@@ -17,10 +18,14 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=["cpu", "reference", "triton"])
+@pytest.fixture(params=["cpu", "cpu-torch", "reference", "triton"])
 def ops(request: pytest.FixtureRequest) -> Kernels:
     if request.param == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("there is a GPU: set TRITON_INTERPRET=1 to test the Triton kernels on CPU tensors")
+    if request.param == "cpu-torch":  # what serves where the native module was not built
+        return CpuKernels(CPU, native=False)
+    if request.param == "cpu" and not HAS_NATIVE:
+        pytest.skip("kernels._native was not built")
     return select("cpu", request.param)
 
 

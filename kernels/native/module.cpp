@@ -1,0 +1,230 @@
+// The Python face of the native operations of kernels/cpu.py: what a step's batch means in token rows (`DecodePlan`, made once
+// a step), the choice of the instruction set, and threads where they pay. Addresses of tensors come as integers: that they
+// are contiguous, of the right type and alive is what kernels/cpu.py checks.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <stdexcept>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "ops.hpp"
+
+namespace nb = nanobind;
+
+namespace blockcast {
+
+namespace {
+
+using Address = std::uintptr_t;
+using Numbers = nb::ndarray<const i64, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Table = nb::ndarray<const i64, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+constexpr i64 kThreadMultiplications = 4'000'000;  // below that, starting a thread costs more than it gains
+
+std::vector<const Variant*> variants() {
+    std::vector<const Variant*> found;
+#ifdef BLOCKCAST_X86_VARIANTS
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq")) {
+        found.push_back(&avx512_variant);
+    }
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&avx2_variant);
+#endif
+    found.push_back(&baseline_variant);
+    return found;
+}
+
+const std::vector<const Variant*> kVariants = variants();
+const Variant* chosen = kVariants.front();
+
+const Ops& ops(bool bf16) { return bf16 ? chosen->bf16 : chosen->fp32; }
+
+template <class T>
+T* at(Address address) {
+    return reinterpret_cast<T*>(address);
+}
+
+// The blocks of one attention group inside the pool, counted in token rows (kernels/interface.py: PagedKV).
+struct Layout {
+    i64 total_rows, unit_rows, blocks_per_unit, block_size, layers, kv_heads, dim;
+
+    i64 block_rows() const { return 2 * layers * block_size; }
+    i64 row_of(i64 block) const {
+        return block / blocks_per_unit * unit_rows + block % blocks_per_unit * block_rows();
+    }
+};
+
+class DecodePlan {
+public:
+    DecodePlan(const Numbers& query_starts, const Numbers& context_lens, const Table& block_table, const Layout& layout,
+               bool bf16, std::optional<i64> window, i64 chunk_max)
+        : layout_(layout), bf16_(bf16) {
+        const i64 sequences = static_cast<i64>(context_lens.shape(0)), width = static_cast<i64>(block_table.shape(1));
+        if (static_cast<i64>(query_starts.shape(0)) != sequences + 1 ||
+            static_cast<i64>(block_table.shape(0)) < sequences) {
+            throw std::invalid_argument("query_starts, context_lens and block_table: expected n + 1, n and n rows");
+        }
+        const i64 *starts = query_starts.data(), *lens = context_lens.data();
+        slots_.reserve(static_cast<std::size_t>(starts[sequences]));
+        std::vector<std::size_t> from;
+        for (i64 i = 0; i < sequences; ++i) {
+            const i64 count = starts[i + 1] - starts[i], blocks = (lens[i] + layout.block_size - 1) / layout.block_size;
+            if (count < 0 || lens[i] < count || blocks > width) {
+                throw std::invalid_argument("sequence " + std::to_string(i) + " of " + std::to_string(lens[i]) +
+                                            " tokens: expected no fewer than its queries, and all its blocks");
+            }
+            const i64* table = block_table.data() + i * width;
+            add_slots(table, lens[i] - count, lens[i]);
+            if (count > chunk_max) continue;
+            for (i64 query = 0; query < count; ++query) {
+                const i64 end = lens[i] - count + query + 1;
+                from.push_back(rows_.size());
+                queries_.push_back(Query{starts[i] + query, nullptr, window ? std::max<i64>(0, end - *window) : 0, end});
+                attended_ += end - queries_.back().first;
+            }
+            for (i64 block = 0; block < (count == 0 ? 0 : blocks); ++block) rows_.push_back(checked(table[block]));
+        }
+        for (std::size_t i = 0; i < queries_.size(); ++i) queries_[i].block_rows = rows_.data() + from[i];
+    }
+
+    // Stores k and v of the whole batch, then attends for the queries of the sequences with at most `chunk_max` of them.
+    void attend(Address buffer, i64 layer, Address q, i64 q_stride, i64 heads, Address k, i64 k_stride, Address v,
+                i64 v_stride, Address out, float scale, int threads) const {
+        if (layer < 0 || layer >= layout_.layers || heads % layout_.kv_heads != 0) {
+            throw std::invalid_argument("layer and heads: expected one of the group's, and a multiple of its KV heads");
+        }
+        const nb::gil_scoped_release released;
+        const i64 item = bf16_ ? 2 : 4, row = layout_.kv_heads * layout_.dim * item;
+        char* const keys = at<char>(buffer) + layer * 2 * layout_.block_size * row;
+        char* const values = keys + layout_.block_size * row;
+        store(keys, at<const char>(k), k_stride * item, row);
+        store(values, at<const char>(v), v_stride * item, row);
+        const Attention attention{at<const void>(q), keys, values, at<void>(out), q_stride, heads, layout_.kv_heads,
+                                  layout_.dim, layout_.block_size, scale};
+        const i64 work = attended_ * heads * layout_.dim * 2;
+        const i64 useful = std::min<i64>(threads, work / kThreadMultiplications);
+        if (useful <= 1) {
+            std::vector<float> scratch(scratch_size(heads));
+            for (const Query& query : queries_) {
+                ops(bf16_).attend(attention, query, 0, layout_.kv_heads, scratch.data());
+            }
+        } else {
+            attend_in_threads(attention, static_cast<int>(useful));
+        }
+    }
+
+private:
+    std::size_t scratch_size(i64 heads) const { return static_cast<std::size_t>(scratch_floats(heads, layout_.dim)); }
+
+    i64 checked(i64 block) const {
+        const i64 row = layout_.row_of(block);
+        if (block < 0 || row + layout_.block_rows() > layout_.total_rows) {
+            throw std::invalid_argument("block " + std::to_string(block) + ": expected one inside the pool");
+        }
+        return row;
+    }
+
+    void add_slots(const i64* table, i64 start, i64 end) {
+        for (i64 position = start; position < end; ++position) {
+            slots_.push_back(checked(table[position / layout_.block_size]) + position % layout_.block_size);
+        }
+    }
+
+    void store(char* rows, const char* from, i64 stride, i64 row) const {
+        for (std::size_t i = 0; i < slots_.size(); ++i) {
+            std::memcpy(rows + slots_[i] * row, from + static_cast<i64>(i) * stride, static_cast<std::size_t>(row));
+        }
+    }
+
+    // One item of work is a KV head of a query.
+    void attend_in_threads(const Attention& attention, int threads) const {
+        const i64 items = static_cast<i64>(queries_.size()) * layout_.kv_heads;
+        std::atomic<i64> next{0};
+        const auto work = [&] {
+            std::vector<float> scratch(scratch_size(attention.heads));
+            for (i64 i = next++; i < items; i = next++) {
+                const i64 head = i % layout_.kv_heads;
+                const Query& query = queries_[static_cast<std::size_t>(i / layout_.kv_heads)];
+                ops(bf16_).attend(attention, query, head, head + 1, scratch.data());
+            }
+        };
+        std::vector<std::thread> others;
+        try {
+            for (int i = 1; i < threads; ++i) others.emplace_back(work);
+        } catch (const std::system_error&) {
+            // No more threads to be had: those that run do it all.
+        }
+        work();
+        for (std::thread& other : others) other.join();
+    }
+
+    Layout layout_;
+    bool bf16_;
+    std::vector<i64> slots_;  // row of each token's K, layer 0
+    std::vector<i64> rows_;   // row of each block, sequence after sequence
+    std::vector<Query> queries_;
+    i64 attended_ = 0;
+};
+
+void use(const std::string& name) {
+    for (const Variant* variant : kVariants) {
+        if (name == variant->name) {
+            chosen = variant;
+            return;
+        }
+    }
+    throw std::invalid_argument("instruction set '" + name + "': expected one that this CPU has");
+}
+
+std::vector<std::string> names() {
+    std::vector<std::string> found;
+    for (const Variant* variant : kVariants) found.emplace_back(variant->name);
+    return found;
+}
+
+}  // namespace
+
+}  // namespace blockcast
+
+NB_MODULE(_native, module) {
+    using namespace blockcast;
+    module.doc() = "Native operations on a CPU (C++). Use kernels.select.";
+
+    module.def("instruction_sets", &names, "Those this CPU has, best first; the first one is used unless `use` says other.");
+    module.def("use", &use, nb::arg("instruction_set"));
+
+    nb::class_<Layout>(module, "Layout")
+        .def(nb::init<i64, i64, i64, i64, i64, i64, i64>(), nb::arg("total_rows"), nb::arg("unit_rows"),
+             nb::arg("blocks_per_unit"), nb::arg("block_size"), nb::arg("layers"), nb::arg("kv_heads"), nb::arg("dim"));
+    nb::class_<DecodePlan>(module, "DecodePlan")
+        .def(nb::init<const Numbers&, const Numbers&, const Table&, const Layout&, bool, std::optional<i64>, i64>(),
+             nb::arg("query_starts"), nb::arg("context_lens"), nb::arg("block_table"), nb::arg("layout"),
+             nb::arg("bf16"), nb::arg("window").none(), nb::arg("chunk_max"))
+        .def("attend", &DecodePlan::attend);
+
+    module.def("norm", [](bool bf16, Address x, Address weight, Address residual, Address out, i64 tokens, i64 heads,
+                          i64 dim, i64 x_stride, i64 weight_stride, float eps, bool zero_centred) {
+        const nb::gil_scoped_release released;
+        ops(bf16).norm(Norm{at<const void>(x), at<const void>(weight), at<void>(residual), at<void>(out), tokens, heads,
+                            dim, x_stride, weight_stride, eps, zero_centred});
+    });
+    module.def("rotate", [](bool bf16, Address x, Address cos, Address signed_sin, Address out, i64 tokens, i64 heads,
+                            i64 dim, i64 width, i64 x_stride) {
+        const nb::gil_scoped_release released;
+        ops(bf16).rotate(Rotation{at<const void>(x), at<const void>(cos), at<const void>(signed_sin), at<void>(out),
+                                  tokens, heads, dim, width, x_stride});
+    });
+    module.def("silu_and_mul", [](bool bf16, Address x, Address out, i64 tokens, i64 size) {
+        const nb::gil_scoped_release released;
+        ops(bf16).silu_and_mul(at<const void>(x), at<void>(out), tokens, size);
+    });
+}

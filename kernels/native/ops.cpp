@@ -1,0 +1,241 @@
+// Attention of single queries straight over the paged cache, and the small operations between matrix products. Compiled once
+// for each instruction set: VARIANT names the table that it defines.
+//
+// Attention: softmax online over tiles of the context (Milakov and Gimelshein, 2018), scores and sums in fp32. All query
+// heads of a KV head are computed together, so that a key or value is loaded and widened once. Nothing outside the
+// query's positions is read, whatever lies there.
+#include "ops.hpp"
+#include "simd.hpp"
+
+namespace blockcast {
+
+namespace {
+
+constexpr float kLog2E = 1.44269504f;
+constexpr float kMinusInfinity = -__builtin_inff();
+constexpr int kMixVectors = kLanes == 16 ? 4 : 2;  // of the values' dims, accumulated in registers at a time
+
+// Where the tokens of a tile lie, in elements from the layer's start; filled up to whole vectors with the last one.
+struct Tile {
+    i64 at[kTile];
+    int count;
+};
+
+Tile tile_of(const Query& query, i64 start, i64 block_size, i64 row) {
+    Tile tile;
+    tile.count = static_cast<int>(query.end - start < kTile ? query.end - start : kTile);
+    i64 block = start / block_size, offset = start % block_size;
+    for (int t = 0; t < tile.count; ++t) {
+        tile.at[t] = (query.block_rows[block] + offset) * row;
+        if (++offset == block_size) offset = 0, ++block;
+    }
+    for (int t = tile.count; t % kLanes != 0; ++t) tile.at[t] = tile.at[tile.count - 1];
+    return tile;
+}
+
+// Scores of N query heads, [N][kTile], against the keys of the tile. q: [N][dim].
+template <class T, int N>
+void score(const float* q, const T* keys, const Tile& tile, i64 dim, float* scores) {
+    for (int start = 0; start < tile.count; start += kLanes) {
+        Floats parts[N][kLanes];
+        for (int t = 0; t < kLanes; ++t) {
+            const T* key = keys + tile.at[start + t];
+            Floats part[N] = {};
+            for (i64 d = 0; d < dim; d += kLanes) {
+                const Floats some = load(key + d);
+                for (int n = 0; n < N; ++n) part[n] += some * load(q + n * dim + d);
+            }
+            for (int n = 0; n < N; ++n) parts[n][t] = part[n];
+        }
+        for (int n = 0; n < N; ++n) store(scores + n * kTile + start, add_each(parts[n]));
+    }
+}
+
+// Scores become weights; returns their sum, and by how much older sums shrink. `most`: the largest score so far.
+float weigh(float* scores, int count, float* most, float* shrink) {
+    for (int t = count; t % kLanes != 0; ++t) scores[t] = kMinusInfinity;
+    Floats top = load(scores);
+    for (int t = kLanes; t < count; t += kLanes) {
+        const Floats some = load(scores + t);
+        top = some > top ? some : top;
+    }
+    const float before = *most, tops = largest(top);
+    *most = tops > before ? tops : before;
+    Floats total = {};
+    for (int t = 0; t < count; t += kLanes) {
+        const Floats some = load(scores + t);
+        Floats weights = exp2(some - *most);
+        weights = some == kMinusInfinity ? Floats{} : weights;
+        store(scores + t, weights);
+        total += weights;
+    }
+    *shrink = before == kMinusInfinity ? 0.0f : exp2(every(before - *most))[0];
+    return sum(total);
+}
+
+// sums = sums * shrink + weights @ values, for N heads and W vectors of dims. sums: [N][dim].
+template <class T, int N, int W>
+ALWAYS_INLINE void mix_dims(
+    const float* weights, const T* values, const Tile& tile, i64 dim, const float* shrink, float* sums) {
+    Floats mixed[N][W];
+    for (int n = 0; n < N; ++n) {
+        for (int w = 0; w < W; ++w) mixed[n][w] = load(sums + n * dim + w * kLanes) * shrink[n];
+    }
+    for (int t = 0; t < tile.count; ++t) {
+        const T* value = values + tile.at[t];
+        for (int w = 0; w < W; ++w) {
+            const Floats some = load(value + w * kLanes);
+            for (int n = 0; n < N; ++n) mixed[n][w] += some * weights[n * kTile + t];
+        }
+    }
+    for (int n = 0; n < N; ++n) {
+        for (int w = 0; w < W; ++w) store(sums + n * dim + w * kLanes, mixed[n][w]);
+    }
+}
+
+template <class T, int N>
+void mix(const float* weights, const T* values, const Tile& tile, i64 dim, const float* shrink, float* sums) {
+    i64 d = 0;
+    for (; d + kMixVectors * kLanes <= dim; d += kMixVectors * kLanes) {
+        mix_dims<T, N, kMixVectors>(weights, values + d, tile, dim, shrink, sums + d);
+    }
+    for (; d < dim; d += kLanes) mix_dims<T, N, 1>(weights, values + d, tile, dim, shrink, sums + d);
+}
+
+// The state of N query heads of one KV head, advanced by a tile.
+struct Heads {
+    const float* q;  // [heads][dim], times scale and log2(e)
+    float *sums, *most, *total, *scores;
+};
+
+template <class T, int N>
+void advance(const Heads& at, i64 head, const T* k, const T* v, const Tile& tile, i64 dim) {
+    float* scores = at.scores + head * kTile;
+    float shrink[N];
+    score<T, N>(at.q + head * dim, k, tile, dim, scores);
+    for (int n = 0; n < N; ++n) {
+        const float more = weigh(scores + n * kTile, tile.count, at.most + head + n, shrink + n);
+        at.total[head + n] = at.total[head + n] * shrink[n] + more;
+    }
+    mix<T, N>(scores, v, tile, dim, shrink, at.sums + head * dim);
+}
+
+template <class T>
+void attend(const Attention& a, const Query& query, i64 head, i64 head_end, float* scratch) {
+    const i64 group = a.heads / a.kv_heads, row = a.kv_heads * a.dim, count = (head_end - head) * group;
+    const T* asked = static_cast<const T*>(a.q) + query.token * a.q_stride + head * group * a.dim;
+    float* const q = scratch;
+    float* const sums = q + count * a.dim;
+    float* const most = sums + count * a.dim;
+    const Heads state{q, sums, most, most + count, most + 2 * count};
+    for (i64 i = 0; i < count * a.dim; i += kLanes) {
+        store(q + i, load(asked + i) * (a.scale * kLog2E));
+        store(sums + i, Floats{});
+    }
+    for (i64 i = 0; i < count; ++i) state.most[i] = kMinusInfinity, state.total[i] = 0;
+    for (i64 start = query.first; start < query.end; start += kTile) {
+        const Tile tile = tile_of(query, start, a.block_size, row);
+        for (i64 i = 0; i < count;) {
+            const i64 kv = (head + i / group) * a.dim, rest = group - i % group;
+            const T *k = static_cast<const T*>(a.k) + kv, *v = static_cast<const T*>(a.v) + kv;
+            if (rest >= 4) advance<T, 4>(state, i, k, v, tile, a.dim), i += 4;
+            else if (rest == 3) advance<T, 3>(state, i, k, v, tile, a.dim), i += 3;
+            else if (rest == 2) advance<T, 2>(state, i, k, v, tile, a.dim), i += 2;
+            else advance<T, 1>(state, i, k, v, tile, a.dim), i += 1;
+        }
+    }
+    T* out = static_cast<T*>(a.out) + (query.token * a.heads + head * group) * a.dim;
+    for (i64 i = 0; i < count * a.dim; i += kLanes) store(out + i, load(sums + i) / state.total[i / a.dim]);
+}
+
+// Calls each(offset, lanes) for a row in steps of a vector, the last one perhaps shorter.
+template <class Each>
+ALWAYS_INLINE void in_steps(i64 size, Each each) {
+    i64 i = 0;
+    for (; i + kLanes <= size; i += kLanes) each(i, kLanes);
+    if (i < size) each(i, static_cast<int>(size - i));
+}
+
+template <class T>
+ALWAYS_INLINE Floats get(const T* at, int lanes) { return lanes == kLanes ? load(at) : load_some(at, lanes); }
+
+template <class T>
+ALWAYS_INLINE void put(T* at, Floats value, int lanes) {
+    if (lanes == kLanes) store(at, value);
+    else store_some(at, value, lanes);
+}
+
+template <class T>
+void norm(const Norm& n) {
+    for (i64 token = 0; token < n.tokens; ++token) {
+        for (i64 head = 0; head < n.heads; ++head) {
+            const i64 at = (token * n.heads + head) * n.dim;
+            const T* x = static_cast<const T*>(n.x) + token * n.x_stride + head * n.dim;
+            const T* weight = static_cast<const T*>(n.weight) + head * n.weight_stride;
+            T* out = static_cast<T*>(n.out) + at;
+            if (n.residual != nullptr) {
+                T* total = static_cast<T*>(n.residual) + at;
+                in_steps(n.dim, [&](i64 i, int lanes) __attribute__((always_inline)) {
+                    put(total + i, get(x + i, lanes) + get(total + i, lanes), lanes);
+                });
+                x = total;  // rounded to its type, as the next layer will see it
+            }
+            Floats squares = {};
+            in_steps(n.dim, [&](i64 i, int lanes) __attribute__((always_inline)) {
+                const Floats some = get(x + i, lanes);
+                squares += some * some;
+            });
+            const float scale = 1 / __builtin_sqrtf(sum(squares) / static_cast<float>(n.dim) + n.eps);
+            const float centre = n.zero_centred ? 1.0f : 0.0f;
+            in_steps(n.dim, [&](i64 i, int lanes) __attribute__((always_inline)) {
+                put(out + i, get(x + i, lanes) * scale * (get(weight + i, lanes) + centre), lanes);
+            });
+        }
+    }
+}
+
+template <class T>
+void rotate(const Rotation& r) {
+    const i64 half = r.width / 2;
+    for (i64 token = 0; token < r.tokens; ++token) {
+        const T* cos = static_cast<const T*>(r.cos) + token * r.width;
+        const T* sin = static_cast<const T*>(r.signed_sin) + token * r.width;
+        for (i64 head = 0; head < r.heads; ++head) {
+            const T* x = static_cast<const T*>(r.x) + token * r.x_stride + head * r.dim;
+            T* out = static_cast<T*>(r.out) + (token * r.heads + head) * r.dim;
+            in_steps(half, [&](i64 i, int lanes) __attribute__((always_inline)) {
+                const Floats low = get(x + i, lanes), high = get(x + half + i, lanes);
+                put(out + i, low * get(cos + i, lanes) + high * get(sin + i, lanes), lanes);
+                put(out + half + i, high * get(cos + half + i, lanes) + low * get(sin + half + i, lanes), lanes);
+            });
+            for (i64 i = r.width; i < r.dim; ++i) out[i] = x[i];
+        }
+    }
+}
+
+template <class T>
+void silu_and_mul(const void* x, void* out, i64 tokens, i64 size) {
+    for (i64 token = 0; token < tokens; ++token) {
+        const T* gate = static_cast<const T*>(x) + token * 2 * size;
+        T* result = static_cast<T*>(out) + token * size;
+        in_steps(size, [&](i64 i, int lanes) __attribute__((always_inline)) {
+            const Floats value = get(gate + i, lanes);
+            put(result + i, value / (1.0f + exp2(value * -kLog2E)) * get(gate + size + i, lanes), lanes);
+        });
+    }
+}
+
+template <class T>
+constexpr Ops ops_of() {
+    return Ops{attend<T>, norm<T>, rotate<T>, silu_and_mul<T>};
+}
+
+}  // namespace
+
+#define TEXT_OF(name) #name
+#define TEXT(name) TEXT_OF(name)
+#define TABLE_OF(name) name##_variant
+#define TABLE(name) TABLE_OF(name)
+extern const Variant TABLE(VARIANT) = {TEXT(VARIANT), ops_of<Bf16>(), ops_of<float>()};
+
+}  // namespace blockcast

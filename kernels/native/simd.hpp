@@ -1,0 +1,120 @@
+// As many floats at a time as a register holds, in the vector extensions of GCC and Clang: the same source is compiled for several instruction
+// sets (CMakeLists.txt), so nothing here may be visible outside its translation unit, and no template of the standard
+// library may be used in it: the linker would keep one copy, perhaps the one this CPU cannot run.
+#pragma once
+
+#include <cstdint>
+
+namespace {
+
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
+// Wider vectors than the registers compile too, but go through memory.
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+using Floats = float __attribute__((vector_size(4 * kLanes)));
+using Ints = std::int32_t __attribute__((vector_size(4 * kLanes)));
+using Bits = std::uint32_t __attribute__((vector_size(4 * kLanes)));
+using Halves = std::uint16_t __attribute__((vector_size(2 * kLanes)));
+
+struct Bf16 {
+    std::uint16_t bits;
+};
+
+ALWAYS_INLINE Floats load(const float* at) {
+    Floats value;
+    __builtin_memcpy(&value, at, sizeof value);
+    return value;
+}
+
+// A bf16 is the upper half of a float.
+ALWAYS_INLINE Floats load(const Bf16* at) {
+    Halves halves;
+    __builtin_memcpy(&halves, at, sizeof halves);
+    return reinterpret_cast<Floats>(__builtin_convertvector(halves, Bits) << 16);
+}
+
+ALWAYS_INLINE void store(float* at, Floats value) { __builtin_memcpy(at, &value, sizeof value); }
+
+// Rounded to the nearest, ties to even; NaN stays NaN.
+ALWAYS_INLINE void store(Bf16* at, Floats value) {
+    const Bits bits = reinterpret_cast<Bits>(value);
+    const Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const Bits number = reinterpret_cast<Bits>(value == value);
+    const Halves halves = __builtin_convertvector((rounded & number) | (~number & 0x7fc0), Halves);
+    __builtin_memcpy(at, &halves, sizeof halves);
+}
+
+// The first `count` < kLanes elements; the rest reads as 0 and is not written.
+template <class T>
+ALWAYS_INLINE Floats load_some(const T* at, int count) {
+    T padded[kLanes] = {};
+    for (int i = 0; i < count; ++i) padded[i] = at[i];
+    return load(padded);
+}
+
+template <class T>
+ALWAYS_INLINE void store_some(T* at, Floats value, int count) {
+    T padded[kLanes];
+    store(padded, value);
+    for (int i = 0; i < count; ++i) at[i] = padded[i];
+}
+
+ALWAYS_INLINE Floats every(float value) { return Floats{} + value; }
+
+ALWAYS_INLINE float sum(Floats value) {
+    float total = 0;
+    for (int i = 0; i < kLanes; ++i) total += value[i];
+    return total;
+}
+
+ALWAYS_INLINE float largest(Floats value) {
+    float most = value[0];
+    for (int i = 1; i < kLanes; ++i) most = value[i] > most ? value[i] : most;
+    return most;
+}
+
+// 2 ** x to about 2 units in the last place; x below -126 counts as -126, above 127 as 127; NaN stays NaN.
+ALWAYS_INLINE Floats exp2(Floats x) {
+    x = x < -126.0f ? every(-126.0f) : x;
+    x = x > 127.0f ? every(127.0f) : x;
+    const Floats shifted = x + 12582912.0f;  // 1.5 * 2**23: the nearest integer stands in the low bits
+    const Ints whole = reinterpret_cast<Ints>(shifted) - 0x4b400000;
+    const Floats f = x - (shifted - 12582912.0f);  // in [-0.5, 0.5]
+    Floats y = every(1.54035304e-4f);              // Taylor: ln(2)**n / n!, the rest is below 2**-22
+    y = y * f + 1.33335581e-3f;
+    y = y * f + 9.61812911e-3f;
+    y = y * f + 5.55041087e-2f;
+    y = y * f + 2.40226507e-1f;
+    y = y * f + 6.93147181e-1f;
+    y = y * f + 1.0f;
+    return y * reinterpret_cast<Floats>((whole + 127) << 23);
+}
+
+// [a0 + a1, a2 + a3, .., b0 + b1, ..]
+ALWAYS_INLINE Floats add_pairs(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#elif defined(__AVX__)
+    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) +
+           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+#else
+    return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
+#endif
+}
+
+// Lane i becomes the sum of parts[i], of which there are kLanes; they are used up.
+ALWAYS_INLINE Floats add_each(Floats* parts) {
+    for (int left = kLanes / 2; left >= 1; left /= 2) {
+        for (int i = 0; i < left; ++i) parts[i] = add_pairs(parts[2 * i], parts[2 * i + 1]);
+    }
+    return parts[0];
+}
+
+}  // namespace
