@@ -173,9 +173,7 @@ void Holder::clear() {
 
 void Holder::leave() {
     forget_blocks();
-    Estate empty;
-    empty.seat = seat;
-    seats_.retire(std::move(empty));
+    seats_.retire(Estate{SegmentedTable<NameEntry, NameTraits>(pages_), Pool<Link>(), seat});
 }
 
 // -- names ------------------------------------------------------------------------------------------------------------

@@ -167,9 +167,9 @@ private:
 
 class Holder {
 public:
-    Holder(u64 id, std::string name, Model* model, const Digester& digester, Nodes& nodes, Seats& seats)
-        : id(id), name(std::move(name)), model(model), seat(seats.take(this)), digester_(digester), nodes_(nodes),
-          seats_(seats) {}
+    Holder(u64 id, std::string name, Model* model, const Digester& digester, Pages& pages, Nodes& nodes, Seats& seats)
+        : id(id), name(std::move(name)), model(model), seat(seats.take(this)), digester_(digester), pages_(pages),
+          nodes_(nodes), seats_(seats), names_(pages) {}
 
     const u64 id;
     const std::string name;
@@ -243,6 +243,7 @@ private:
     std::optional<u32> find_ordinal(const std::optional<std::int64_t>& key) const;
 
     const Digester& digester_;
+    Pages& pages_;
     Nodes& nodes_;
     Seats& seats_;
     SegmentedTable<NameEntry, NameTraits> names_;

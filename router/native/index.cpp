@@ -22,7 +22,7 @@ u64 Index::add_holder(std::string name, const std::string& model) {
         entry->name = model;
     }
     const u64 id = next_holder_++;
-    auto holder = std::make_unique<Holder>(id, std::move(name), entry.get(), digester_, nodes_, seats_);
+    auto holder = std::make_unique<Holder>(id, std::move(name), entry.get(), digester_, pages_, nodes_, seats_);
     entry->holders.push_back(holder.get());
     holders_.emplace(id, std::move(holder));
     return id;
@@ -146,7 +146,7 @@ void Index::release(const Pin& pin) {
 Stats Index::stats() const {
     const std::shared_lock lock(mutex_);
     Stats stats{holders_.size(), 0, 0, pins_.size(), 0, nodes_.size()};
-    stats.bytes = nodes_.bytes() + seats_.bytes() + boundaries_.bytes() + checkpoints_.bytes();
+    stats.bytes = pages_.bytes() + nodes_.bytes() + seats_.bytes() + boundaries_.bytes() + checkpoints_.bytes();
     for (const auto& [id, holder] : holders_) {
         stats.entries += holder->entries();
         stats.parked += holder->parked();

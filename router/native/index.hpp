@@ -32,7 +32,8 @@ struct Stats {
 
 class Index {
 public:
-    explicit Index(u64 seed) : digester_(seed), seats_(nodes_) {}
+    explicit Index(u64 seed)
+        : digester_(seed), nodes_(pages_), seats_(nodes_), boundaries_(pages_), checkpoints_(pages_) {}
 
     const Digester& digester() const { return digester_; }
 
@@ -75,6 +76,7 @@ private:
     Batch batch_;
 
     const Digester digester_;
+    Pages pages_;  // before everything that lives in it
     Nodes nodes_;
     Seats seats_;
     Promises boundaries_, checkpoints_;

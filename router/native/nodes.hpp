@@ -171,6 +171,7 @@ struct Node {
 
 class Nodes {
 public:
+    explicit Nodes(Pages& pages) : table_(pages) {}
     ~Nodes() {
         table_.each([&](const Entry& entry) { pool_[entry.id].presence.drop(heap_); });
     }

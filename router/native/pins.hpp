@@ -13,7 +13,7 @@ namespace blockcast {
 
 class Promises {
 public:
-    Promises() = default;
+    explicit Promises(Pages& pages) : table_(pages), more_(pages) {}
     Promises(const Promises&) = delete;
     ~Promises() {
         table_.each([&](Entry& entry) { entry.holders.drop(heap_); });
