@@ -184,7 +184,7 @@ class RouterCore:
         if live is None or live.decision is None:
             return []
         self.counters["finished"] += 1
-        self._end_attempt(live, now, computed=True)
+        self._end_attempt(live, now, computed=True, reported_cached=usage.cached_tokens if usage is not None else None)
         self._alive(live.decision.worker)
         if usage is not None:
             self._account(live, usage, now)
@@ -410,9 +410,9 @@ class RouterCore:
         self.counters["refused"] += 1
         return refusal
 
-    def _end_attempt(self, live: _Live, now: float, *, computed: bool) -> None:
+    def _end_attempt(self, live: _Live, now: float, *, computed: bool, reported_cached: int | None = None) -> None:
         """Take an attempt off the books. What was computed stays pinned for a grace period: its events are coming."""
-        self.tracker.end(live.request.request_id, now)
+        self.tracker.end(live.request.request_id, now, reported_cached=reported_cached)
         self._pins.end(live.request.request_id, now, computed=computed)
 
     def _alive(self, worker_id: str) -> None:

@@ -54,6 +54,16 @@ class Observation:
     decode_context: float
 
 
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What an observation added to an estimate."""
+
+    features: tuple[float, float, float, float]
+    elapsed_s: float
+    weight: float
+    number: int
+
+
 class SpeedEstimate:
     """What is known of one worker's speed. `ratios` times the prior's constants are the estimate."""
 
@@ -90,12 +100,12 @@ class SpeedEstimate:
         self._centre = centre
         self._pull = self._config.prior_weight if firmly else _ALONE_WEIGHT
 
-    def observe(self, seen: Observation) -> None:
-        """Take in one interval and solve again: about 30 us."""
+    def observe(self, seen: Observation) -> Lesson | None:
+        """Take in one interval and solve again: about 30 us. What it returns can be given to `revise`."""
         features = self._features(seen)
         expected_prior = features[0] + features[1] + features[2] + features[3]
         if not self._config.enabled or seen.elapsed_s <= 0.0 or expected_prior <= 0.0:
-            return
+            return None
         self.observations += 1
         expected = sum(r * f for r, f in zip(self.ratios, features))
         self._recent.append(seen.elapsed_s / expected)
@@ -114,7 +124,19 @@ class SpeedEstimate:
             trust = 1.0 / (error * error)
         elif error < -0.75:
             trust = 0.75 / -error
-        self._add(features, seen.elapsed_s, trust / (scale * scale))
+        weight = trust / (scale * scale)
+        self._add(features, seen.elapsed_s, weight)
+        self._solve()
+        return Lesson(features, seen.elapsed_s, weight, self.observations)
+
+    def revise(self, lesson: Lesson, seen: Observation) -> None:
+        """The interval's work was other than was thought: put the truth in the lesson's place, faded as much."""
+        faded = lesson.weight * self._keep ** (self.observations - lesson.number)
+        features = self._features(seen)
+        for i in range(4):
+            for j in range(4):
+                self._a[i][j] += faded * (features[i] * features[j] - lesson.features[i] * lesson.features[j])
+            self._b[i] += faded * (features[i] * seen.elapsed_s - lesson.features[i] * lesson.elapsed_s)
         self._solve()
 
     def model(self) -> ServiceModel:
@@ -180,6 +202,15 @@ class SpeedEstimate:
         self.ratios = [min(ratio, _RATIO_MAX) for ratio in ratios]
 
 
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """What one interval taught the pool and the worker it was seen on."""
+
+    in_pool: Lesson | None
+    own: SpeedEstimate
+    in_own: Lesson | None
+
+
 class PoolSpeeds:
     """The speeds of the workers that serve one model.
 
@@ -213,13 +244,25 @@ class PoolSpeeds:
         """Intervals seen of this worker."""
         return self._members[name].observations
 
-    def observe(self, name: str, seen: Observation) -> list[str]:
-        """Take in one interval of one worker; returns those whose model changed."""
+    def observe(self, name: str, seen: Observation) -> tuple[list[str], Taught]:
+        """Take in one interval of one worker; (those whose model changed, what to give to `correct`)."""
         own = self._members[name]
-        self._pool.observe(seen)
+        in_pool = self._pool.observe(seen)
         a, b, o, k = self._pool.ratios
         own.recentre((a, b, o, k), firmly=name not in self._different)
-        own.observe(seen)
+        taught = Taught(in_pool, own, own.observe(seen))
+        return self._judge(name), taught
+
+    def correct(self, name: str, taught: Taught, seen: Observation) -> list[str]:
+        """An interval turned out to be of other work than was thought; returns those whose model changed."""
+        if taught.in_pool is not None:
+            self._pool.revise(taught.in_pool, seen)
+        if taught.in_own is not None and self._members.get(name) is taught.own:
+            taught.own.revise(taught.in_own, seen)
+        return self._judge(name) if name in self._members else []
+
+    def _judge(self, name: str) -> list[str]:
+        own = self._members[name]
         changed = set()
         apart = abs(math.log(_reference_s(own.model()) / _reference_s(self._pool.model())))
         was_different = name in self._different

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from router.config import ServiceModel
-from router.learn import PoolSpeeds
+from router.learn import PoolSpeeds, Taught
 from router.view import HolderId
 
 
@@ -36,6 +36,8 @@ class InFlight:
     phase: Phase = Phase.PREFILL
     context_tokens: int = 0
     decodes_at_route: int = 0
+    interval: Interval | None = None
+    """Where its first token went, for learning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class SharedLoad:
     decode_context: int = 0
     utilisation: float = 0.0
     updated_s: float = 0.0
+    prefill_rate: float | None = None
+    """The `a` that its seconds were predicted with, where it told: two routers may have learned differently so far."""
 
 
 class Target:
@@ -175,3 +179,5 @@ class Interval:
     decode_requests: float
     decode_context: float
     usable: bool
+    taught: Taught | None = None
+    """What was learned from it, once it was."""

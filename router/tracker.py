@@ -19,6 +19,8 @@ from router.view import HolderId
 
 _MERGE_S = 0.004
 """First tokens this close together came out of one engine step: one observation."""
+CORRECTED_TOKENS = 64
+"""A prediction that was off by less taught nothing wrong."""
 _RESCALE_WINDOWS = 20.0
 
 
@@ -109,8 +111,9 @@ class LoadTracker:
         flight.context_tokens = context
         flight.target.refresh()
 
-    def end(self, request_id: str, now: float) -> InFlight | None:
-        """Finished, failed or aborted: every count it had goes. None where it is unknown."""
+    def end(self, request_id: str, now: float, *, reported_cached: int | None = None) -> InFlight | None:
+        """Finished, failed or aborted: every count it had goes. None where it is unknown. `reported_cached`: the
+        engine's own figure corrects what was learned from a prediction that was off."""
         flight = self.requests.pop(request_id, None)
         if flight is None:
             return None
@@ -125,6 +128,8 @@ class LoadTracker:
             target.context_tokens -= flight.context_tokens
         target.refresh()
         target.requeue()
+        if reported_cached is not None and flight.interval is not None:
+            self._correct(flight, flight.interval, reported_cached)
         return flight
 
     def advance(self, now: float) -> None:
@@ -197,9 +202,10 @@ class LoadTracker:
             interval.uncached_tokens += uncached
             interval.quadratic += quadratic
             interval.usable = interval.usable and alone
+            flight.interval = interval
             return
         self.learn_pending(target)
-        target.open_interval = Interval(
+        flight.interval = target.open_interval = Interval(
             start_s=max(target.head_since_s, flight.routed_s),
             end_s=now,
             uncached_tokens=uncached,
@@ -215,19 +221,28 @@ class LoadTracker:
         target.open_interval = None
         if interval is None or not interval.usable or self.targets.get(target.name) is not target:
             return  # also when the worker was removed with requests in flight
-        seen = Observation(
-            elapsed_s=interval.end_s - interval.start_s,
-            uncached_tokens=interval.uncached_tokens,
-            quadratic=interval.quadratic,
-            steps=max(1.0, interval.uncached_tokens / target.service.step_tokens),
-            decode_requests=interval.decode_requests,
-            decode_context=interval.decode_context,
-        )
-        for name in target.speeds.observe(target.name, seen):
+        names, interval.taught = target.speeds.observe(target.name, _seen(interval, target))
+        self._renew(target, names)
+
+    def _correct(self, flight: InFlight, interval: Interval, reported_cached: int) -> None:
+        """The engine reused another part of the prompt than was predicted."""
+        cached = min(max(reported_cached, 0), flight.prompt_tokens)
+        if abs(cached - flight.cached_tokens) < CORRECTED_TOKENS:
+            return
+        interval.uncached_tokens += flight.cached_tokens - cached
+        interval.quadratic += float(flight.cached_tokens**2 - cached**2)
+        target = flight.target
+        if interval.taught is not None and self.targets.get(target.name) is target:
+            self._renew(target, target.speeds.correct(target.name, interval.taught, _seen(interval, target)))
+            interval.taught = None  # a lesson is corrected once; steps of several corrected requests are rare
+
+    def _renew(self, target: Target, names: list[str]) -> None:
+        """Give the targets of one pool what was newly learned of them."""
+        for name in names:
             changed = self.targets.get(name)
             if changed is not None and changed.speeds is target.speeds:
                 changed.service = changed.speeds.model(name)
-                changed.refresh()
+                self._apply_peers(changed)
 
     # Other routers -----------------------------------------------------------------------------------------------
     def share(self, target: Target, now: float) -> SharedLoad:
@@ -244,6 +259,7 @@ class LoadTracker:
             decode_context=target.context_tokens,
             utilisation=target.utilisation_scaled * factor,
             updated_s=now,
+            prefill_rate=target.prefill_rate,
         )
 
     def set_peer(self, router: str, loads: dict[str, SharedLoad]) -> None:
@@ -270,17 +286,20 @@ class LoadTracker:
         if not loads:
             target.peer = None
         else:
-            busy = [load for load in loads if load.prefill_s > 0.0]
-            oldest = min(busy, key=lambda load: load.oldest_routed_s) if busy else loads[0]
+            # In this router's seconds: work, not time, is what another one can tell.
+            own_rate = target.service.prefill_s_per_token
+            scales = [own_rate / load.prefill_rate if load.prefill_rate else 1.0 for load in loads]
+            busy = [(load, scale) for load, scale in zip(loads, scales) if load.prefill_s > 0.0]
+            oldest, oldest_scale = min(busy or [(loads[0], 1.0)], key=lambda pair: pair[0].oldest_routed_s)
             target.peer = SharedLoad(
-                prefill_s=sum(load.prefill_s for load in busy),
+                prefill_s=sum(load.prefill_s * scale for load, scale in busy),
                 prefill_requests=sum(load.prefill_requests for load in loads),
-                oldest_prefill_s=oldest.oldest_prefill_s,
+                oldest_prefill_s=oldest.oldest_prefill_s * oldest_scale,
                 oldest_routed_s=oldest.oldest_routed_s,
                 head_since_s=max(load.head_since_s for load in loads),
                 decode_requests=sum(load.decode_requests for load in loads),
                 decode_context=sum(load.decode_context for load in loads),
-                utilisation=sum(load.utilisation for load in loads),
+                utilisation=sum(load.utilisation * scale for load, scale in zip(loads, scales)),
                 updated_s=min(load.updated_s for load in loads),
             )
         target.refresh()
@@ -298,3 +317,14 @@ class LoadTracker:
             assert math.isclose(target.prefill_s, sum(f.prefill_s for f in target.prefills.values()), abs_tol=1e-6)
             assert target.decode_requests == len(decoding), f"{target.name}: decode count"
             assert target.context_tokens == sum(f.context_tokens for f in decoding), f"{target.name}: context"
+
+
+def _seen(interval: Interval, target: Target) -> Observation:
+    return Observation(
+        elapsed_s=interval.end_s - interval.start_s,
+        uncached_tokens=interval.uncached_tokens,
+        quadratic=interval.quadratic,
+        steps=max(1.0, interval.uncached_tokens / target.service.step_tokens),
+        decode_requests=interval.decode_requests,
+        decode_context=interval.decode_context,
+    )

@@ -181,6 +181,27 @@ def test_learning_from_first_tokens_of_a_queue() -> None:
     assert target.service.prefill_s_per_token == pytest.approx(4e-4, rel=0.15)
 
 
+def test_the_engines_own_figure_corrects_what_a_wrong_prediction_taught() -> None:
+    """Half of the prompts are predicted to be cached by nine tenths and are not (events lost, a history that guesses):
+    with the reported figures the rate is learned as if the prediction had been right."""
+    rates = {}
+    for reports in (True, False):
+        tracker, target = make(learn=True)
+        rng = random.Random(11)
+        now = 0.0
+        for i in range(150):
+            length = rng.randint(1000, 9000)
+            predicted = length * 9 // 10 if i % 2 else 0
+            tracker.route(str(i), target, prompt_tokens=length, cached_tokens=predicted, stream=True, now=now)
+            now += 2e-4 * (length + length**2 / 1e5) + max(1, -(-length // 2048)) * 0.012
+            tracker.first_token(str(i), now)
+            now += 0.5
+            tracker.end(str(i), now, reported_cached=0 if reports else None)
+        rates[reports] = target.service.prefill_s_per_token
+    assert rates[True] == pytest.approx(2e-4, rel=0.15)
+    assert abs(rates[True] - 2e-4) < abs(rates[False] - 2e-4)
+
+
 def test_a_newcomer_starts_at_its_pools_speed() -> None:
     tracker, target = make(learn=True)
     rng = random.Random(9)
