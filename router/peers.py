@@ -41,6 +41,7 @@ class TargetLoad(msgspec.Struct, array_like=True):
     decode_context: int
     utilisation: float
     prefill_requests: int = 0
+    prefill_rate: float | None = None
 
 
 class LoadMessage(msgspec.Struct, array_like=True):
@@ -172,6 +173,7 @@ class PeerLoads:
             load.decode_context,
             load.utilisation,
             load.prefill_requests,
+            load.prefill_rate,
         )
 
     def _malformed(self, reason: str) -> None:
@@ -191,6 +193,7 @@ def _shared(load: TargetLoad, now: float) -> SharedLoad:
         decode_context=max(0, load.decode_context),
         utilisation=max(0.0, load.utilisation),
         updated_s=now,
+        prefill_rate=load.prefill_rate,
     )
 
 

@@ -75,6 +75,20 @@ def test_two_routers_see_what_one_would(steps: list[tuple[str, int, int, int]], 
             assert own.queue_s(at) == pytest.approx(one.queue_s(now), rel=1e-3, abs=0.06)
 
 
+def test_work_is_told_whatever_each_learned() -> None:
+    """A router that believes the worker to be three times as fast tells of the same queue."""
+    (mine, targets), theirs = tracker(), LoadTracker(ServiceModel(3e-5), CostConfig(), LearnConfig(enabled=False))
+    other = theirs.add_target("w0", None, HolderId(0))
+    theirs.route("a", other, prompt_tokens=8000, cached_tokens=0, stream=True, now=0.0)
+    message = PeerLoads(theirs, "you").outgoing(0.0)
+    assert message is not None
+    PeerLoads(mine, "me").incoming(message, 0.0)
+    assert targets[0].queue_s(0.0) == pytest.approx(targets[0].prefill_seconds(8000, 0))
+    assert targets[0].queue_s(60.0) == pytest.approx(0.05 * targets[0].prefill_seconds(8000, 0))
+    assert targets[0].peer is not None
+    assert targets[0].peer.utilisation == pytest.approx(targets[0].prefill_seconds(8000, 0) / 60.0)
+
+
 def test_a_silent_peer_is_forgotten_and_a_restarted_one_replaced() -> None:
     (mine, targets), (theirs, their_targets) = tracker(), tracker()
     loads = PeerLoads(mine, "me", PeerConfig(expire_s=2.0))
