@@ -89,3 +89,15 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
         yield engine.await_ready()
     finally:
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EngineProcess]]:
+    """Two `engine serve` with the built-in model, called m, shared by the tests of a module."""
+    folder = tmp_path_factory.mktemp("engines")
+    started = [EngineProcess(folder / f"engine-{i}.log", "--served-model-name", "m") for i in range(2)]
+    try:
+        yield [engine.await_ready() for engine in started]
+    finally:
+        for engine in started:
+            engine.close()

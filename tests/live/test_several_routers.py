@@ -1,0 +1,258 @@
+"""Two routers before the same two workers, as processes: one view of the caches, one sum of the load, and one of them
+killed and replaced."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.live
+
+VOCAB = 2000
+_RNG = random.Random(7)
+
+
+def until(probe: Callable[[], Any], what: Callable[[], object] | str, seconds: float = 20.0) -> Any:
+    """Wait for something true."""
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        found = probe()
+        if found:
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"not within {seconds:g} s: {what if isinstance(what, str) else what()}")
+
+
+def call(url: str, body: Any = None) -> Any:
+    """The JSON body of an answer with status 200."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read())
+
+
+def prompt(tokens: int) -> list[int]:
+    return [_RNG.randrange(10, VOCAB) for _ in range(tokens)]
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+class Router:
+    """`router run` that tells its load at `own` and listens to `other`."""
+
+    def __init__(self, log: Path, workers: Sequence[str], own: int, other: int) -> None:
+        self._log = log
+        self._file = log.open("wb")
+        command = [sys.executable, "-m", "router", "run", *workers, "--port", "0", "--health-interval", "0.5"]
+        command += ["--peer-bind", f"tcp://127.0.0.1:{own}", "--peer", f"tcp://127.0.0.1:{other}"]
+        self.process = subprocess.Popen(command, stdout=self._file, stderr=subprocess.STDOUT)
+        self.url = ""
+
+    def await_ready(self) -> Router:
+        def listening() -> str | None:
+            assert self.process.poll() is None, self.log()
+            found = re.search(r"^router listening on (http://\S+)$", self.log(), re.MULTILINE)
+            return found.group(1) if found else None
+
+        self.url = until(listening, self.log, 60)
+        until(lambda: all(row["state"] == "up" for row in self.workers()), self.log, 60)
+        return self
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def workers(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = call(f"{self.url}/workers")["workers"]
+        return sorted(rows, key=lambda row: str(row["worker_id"]))
+
+    def counts(self, *names: str) -> list[int]:
+        """The sum of these columns of `/workers`, a worker a number."""
+        return [sum(row[name] for name in names) for row in self.workers()]
+
+    def complete(self, ids: list[int], worker: str | None = None) -> tuple[str, int, int]:
+        """(worker, tokens predicted as cached, tokens the engine reused) of a streamed completion of two tokens."""
+        body = {"model": "m", "prompt": ids, "max_tokens": 2, "ignore_eos": True, "temperature": 0, "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        pinned = {"x-blockcast-worker": worker} if worker else {}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json", **pinned}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            headers, lines = answer.headers, answer.read().split(b"\n\n")
+        assert lines[-2:] == [b"data: [DONE]", b""], lines
+        usage = json.loads(lines[-3].removeprefix(b"data: "))["usage"]
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return headers["x-blockcast-worker"], int(headers["x-blockcast-predicted-cached-tokens"]), cached
+
+    def predicted(self, ids: list[int]) -> dict[str, int]:
+        """Worker -> tokens of this prompt that it holds, as far as this router knows."""
+        told = call(f"{self.url}/route", {"model": "m", "prompt": ids, "max_tokens": 1})
+        return {row["worker"]: row["cached_tokens"] for row in told["candidates"]}
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(10)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self._file.close()
+
+
+class Cluster:
+    """Two engines, two routers."""
+
+    def __init__(self, folder: Path, engines: list[Any]) -> None:
+        self.engines = engines
+        self.urls = [engine.url for engine in engines]
+        self._folder = folder
+        self._ports = free_ports(2)
+        self.routers: list[Router] = []
+        self._started: list[Router] = []
+        for side in range(2):
+            self.routers.append(self.start(side))
+        for router in self.routers:
+            router.await_ready()
+
+    def start(self, side: int) -> Router:
+        log = self._folder / f"router-{len(self._started)}.log"
+        router = Router(log, self.urls, self._ports[side], self._ports[1 - side])
+        self._started.append(router)
+        return router
+
+    @contextlib.contextmanager
+    def nothing_computed(self) -> Iterator[None]:
+        """Within, the engines take requests and compute nothing."""
+        pids = [engine.core_pid() for engine in self.engines]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        for router in self._started:
+            router.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, engines: list[Any]) -> Iterator[Cluster]:
+    running = Cluster(tmp_path_factory.mktemp("routers"), engines)
+    yield running
+    running.close()
+
+
+def at_once(calls: Sequence[Callable[[], Any]]) -> list[concurrent.futures.Future[Any]]:
+    """Every call in a thread of its own, started one after the other without waiting for answers."""
+    pool = concurrent.futures.ThreadPoolExecutor(len(calls))
+    futures = [pool.submit(one) for one in calls]
+    pool.shutdown(wait=False)
+    return futures
+
+
+def test_a_shared_prefix_goes_to_one_worker_through_both(cluster: Cluster) -> None:
+    for shared in (prompt(400) for _ in range(3)):
+        worker, predicted, _ = cluster.routers[0].complete([*shared, *prompt(20)])
+        assert predicted == 0
+        for number in (1, 0, 1):
+            router = cluster.routers[number]
+            ids = [*shared, *prompt(20)]
+            until(lambda: router.predicted(ids)[worker] == 400, "the events came")  # noqa: B023
+            assert router.complete(ids) == (worker, 400, 400)
+
+
+def test_a_burst_through_both_is_spread_over_the_sum(cluster: Cluster) -> None:
+    """Worker 0 is given six requests by one router. The other, which has nothing in flight, fills worker 1 first; then
+    the first, which has nothing on worker 1, takes that into account in turn."""
+    first, second = cluster.routers
+    names = [row["worker_id"] for row in first.workers()]
+    # Warm: what was learned and lately routed is then about equal.
+    for router in cluster.routers:
+        for name in names:
+            router.complete(prompt(1000), worker=name)
+
+    def sends(router: Router, count: int, worker: str | None = None) -> list[concurrent.futures.Future[Any]]:
+        made = [prompt(1000) for _ in range(count)]
+        return at_once([lambda ids=ids: router.complete(ids, worker=worker) for ids in made])
+
+    def all_told(a: Router, b: Router, count: int) -> None:
+        """`b` counts as another's what `a` has in flight, and `a` has `count` of them."""
+        own = ("prefilling", "decoding")
+        until(lambda: sum(a.counts(*own)) == count, lambda: (a.workers(), a.log()))
+        told = lambda: b.counts("peer_prefilling", "peer_decoding") == a.counts(*own)  # noqa: E731
+        until(told, lambda: (a.workers(), b.workers()))
+
+    with cluster.nothing_computed():
+        burst = sends(first, 6, names[0])
+        all_told(first, second, 6)
+        burst += sends(second, 10)
+        all_told(second, first, 10)
+        on_second = second.counts("prefilling")
+        burst += sends(first, 6)
+        all_told(first, second, 12)
+        sums = [a + b for a, b in zip(first.counts("prefilling"), second.counts("prefilling"))]
+    assert on_second[1] - on_second[0] >= 4, f"without the other's six they would be 5 and 5: {on_second}"
+    assert sum(sums) == 22
+    assert abs(sums[0] - sums[1]) <= 3, f"the sum is what counts: {sums}"
+    for future in burst:
+        future.result(60)
+    for router in cluster.routers:
+        columns = ("prefilling", "decoding", "peer_prefilling", "peer_decoding")
+        until(lambda: router.counts(*columns) == [0, 0], router.log)  # noqa: B023
+
+
+def test_one_is_killed_and_another_starts_in_its_place(cluster: Cluster) -> None:
+    dead, left = cluster.routers
+    names = [row["worker_id"] for row in left.workers()]
+    known = {}
+    for number in range(6):
+        ids = prompt(320)
+        name, _, _ = left.complete(ids, worker=names[number % 2])
+        known[name, number] = ids
+    with cluster.nothing_computed():
+        lost = at_once([lambda: dead.complete(prompt(500), worker=names[0])] * 3)
+        until(lambda: left.counts("peer_prefilling", "peer_decoding") == [3, 0], left.log)
+        dead.process.kill()
+        until(lambda: left.counts("peer_prefilling", "peer_decoding") == [0, 0], left.log)
+    for future in lost:
+        with pytest.raises(OSError):
+            future.result(60)
+    assert "is silent: its load no longer counts" in left.log()
+    assert left.complete(prompt(100))[2] == 0, "the other one works on"
+    late = cluster.start(0).await_ready()
+    for (name, _), ids in known.items():
+        asked = [*ids, 5]
+        until(lambda: late.predicted(asked) == left.predicted(asked), lambda: (late.predicted(asked), late.log()))  # noqa: B023
+        assert late.predicted(asked)[name] == 320
+    # And it counts what was in flight before it came, and is counted.
+    with cluster.nothing_computed():
+        waiting = at_once([lambda: left.complete(prompt(500), worker=names[1]) for _ in range(2)])
+        waiting += at_once([lambda: late.complete(prompt(500), worker=names[0])])
+        until(lambda: late.counts("peer_prefilling") == [0, 2], late.log)
+        until(lambda: left.counts("peer_prefilling") == [1, 0], left.log)
+    for future in waiting:
+        future.result(60)
