@@ -212,6 +212,8 @@ nb::list dump_rows(const Index& index, u64 id) {
 
 NB_MODULE(_native, module) {
     module.doc() = "The native prefix index (C++). Use router.index.make_index.";
+    // A process that ends while its threads still hold the index is no leak worth a page of warnings.
+    nb::set_leak_warnings(false);
 
     nb::register_exception_translator(
         [](const std::exception_ptr& error, void*) {
