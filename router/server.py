@@ -10,13 +10,14 @@ import asyncio
 import hmac
 import logging
 import os
+import re
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prompts.errors import RequestError
+from prompts.errors import RequestError, bad_value
 from prompts.routing import RoutingRequest, parse_routing
 from router.admin import Admin
 from router.core import RouterCore
@@ -104,16 +105,17 @@ class RouterApp:
 
     def _complete(self, connection: ClientConnection, request: Request) -> None:
         parsed = parse_routing(request.path, request.body)
+        wishes = read_wishes(request, parsed)
         model, base, lora = self._model(parsed.model)
         exchange = self._open(connection, request)
         tokenizer = self._prompts.get(base)
         if tokenizer is None or self._prompts.is_quick(len(request.body)):
-            self._place(exchange, parsed, model, base, lora, *self._prompts.read(parsed, tokenizer))
+            self._place(exchange, parsed, wishes, model, base, lora, *self._prompts.read(parsed, tokenizer))
             return
 
         def encoded(future: asyncio.Future[tuple[Sequence[int] | None, float]]) -> None:
             if not future.cancelled():
-                self._place(exchange, parsed, model, base, lora, *future.result())
+                self._place(exchange, parsed, wishes, model, base, lora, *future.result())
 
         self._prompts.run(parsed, tokenizer).add_done_callback(encoded)
 
@@ -121,6 +123,7 @@ class RouterApp:
         self,
         exchange: Exchange,
         parsed: RoutingRequest,
+        wishes: Wishes,
         model: str,
         base: str,
         lora: str | None,
@@ -139,9 +142,11 @@ class RouterApp:
             prompt_tokens=len(token_ids) if token_ids is not None else estimate_tokens(len(request.body)),
             output_tokens=output * parsed.n,
             stream=parsed.stream,
-            priority=parsed.priority,
-            worker=_text(request.header(b"x-blockcast-worker")),
+            priority=wishes.priority,
+            worker=wishes.worker,
             session=_text(request.header(b"x-session-id")) or parsed.user,
+            role=wishes.role,
+            deadline_s=None if wishes.deadline_ms is None else exchange.started_s + wishes.deadline_ms / 1000.0,
         )
         self._proxy.route(exchange, route)
 
@@ -207,6 +212,38 @@ class RouterApp:
         token = token.strip() if scheme.lower() == b"bearer" else b""
         matches = [hmac.compare_digest(token, key) for key in self._keys]
         return any(matches)
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a client's `x-blockcast-*` headers ask for."""
+
+    priority: int
+    """`x-blockcast-priority`, else the body's `priority`; lower is earlier."""
+    deadline_ms: int | None
+    """`x-blockcast-deadline-ms`: how long the router may hold the request."""
+    worker: str | None
+    role: str | None
+
+
+def read_wishes(request: Request, parsed: RoutingRequest) -> Wishes:
+    """Raises RequestError naming the header that cannot be read."""
+    priority = _integer(request, b"x-blockcast-priority", -(2**31), 2**31 - 1)
+    return Wishes(
+        priority=parsed.priority if priority is None else priority,
+        deadline_ms=_integer(request, b"x-blockcast-deadline-ms", 1, 86_400_000),
+        worker=_text(request.header(b"x-blockcast-worker")),
+        role=_text(request.header(b"x-blockcast-role")),
+    )
+
+
+def _integer(request: Request, name: bytes, low: int, high: int) -> int | None:
+    value = request.header(name)
+    if value is None:
+        return None
+    if re.fullmatch(rb"-?[0-9]{1,10}", value) is None or not low <= int(value) <= high:
+        raise bad_value(name.decode(), value.decode("latin-1"), f"an integer from {low} to {high}")
+    return int(value)
 
 
 def _text(value: bytes | None) -> str | None:

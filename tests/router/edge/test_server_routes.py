@@ -237,3 +237,35 @@ def test_connections_over_the_limit_get_a_503(edge: Any, make_post: Any) -> None
             writer.close()
 
     edge.run(scenario())
+
+
+def test_wishes_are_headers_and_wrong_ones_are_named(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start(policy="kv", core={"queue": {"enabled": True, "hold_above_s": 0.0, "tick_s": 0.01}})
+        gate = asyncio.Event()
+
+        async def slow(request: Any, reader: Any, writer: Any) -> None:
+            await gate.wait()
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}")
+
+        await edge.worker(slow)
+        first = asyncio.create_task(
+            edge.exchange(make_post(CHAT[:-1] + b', "stream": true}', headers=[b"x-blockcast-priority: 3"]))
+        )
+        while not edge.core.tracker.requests:
+            await asyncio.sleep(0.005)
+        late = make_post(CHAT, headers=[b"x-blockcast-deadline-ms: 60"])
+        status, headers, body = parts(await edge.exchange(late))
+        assert (status, json.loads(body)["error"]["code"]) == (503, "deadline")
+        assert "retry-after" in headers
+        gate.set()
+        assert parts(await first)[0] == 200
+        for name, value in (("priority", "high"), ("deadline-ms", "0"), ("deadline-ms", "99999999999")):
+            header = f"x-blockcast-{name}: {value}".encode()
+            status, _, body = parts(await edge.exchange(make_post(CHAT, headers=[header])))
+            assert status == 400
+            assert f"x-blockcast-{name}" in json.loads(body)["error"]["message"]
+        status, _, body = parts(await edge.exchange(make_post(CHAT, headers=[b"x-blockcast-role: big"])))
+        assert (status, json.loads(body)["error"]["code"]) == (404, "unknown_role")
+
+    edge.run(scenario())
