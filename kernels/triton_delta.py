@@ -58,55 +58,70 @@ def delta_step(
 def prepare_chunks(
     q_ptr, k_ptr, v_ptr, decay_ptr, rate_ptr, starts_ptr, tile_seq_ptr, tile_token_ptr,
     new_v_ptr, new_k_ptr, inner_ptr, q_token, q_head, k_token, k_head, v_token, v_head, heads, scale,
-    GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    CHUNK: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (chunks, value heads). Leaves new_v [tokens, heads, VALUE], new_k [tokens, heads, KEY] and inner
-    [tokens, heads, CHUNK], all fp32; 2 ** LEVELS == CHUNK."""
+    [tokens, heads, CHUNK], all fp32; 2 ** LEVELS == CHUNK. Rows of q, k and v are taken BLOCK columns at a time."""
     tile = tl.program_id(0)
     head = tl.program_id(1)
     end = tl.load(starts_ptr + tl.load(tile_seq_ptr + tile) + 1)
     at = tl.arange(0, CHUNK)
     token = (tl.load(tile_token_ptr + tile) + at).to(tl.int64)
     real = token < end
-    dim_k = tl.arange(0, BLOCK_K)
-    dim_v = tl.arange(0, BLOCK_V)
-    mask_k = real[:, None] & (dim_k < KEY)[None, :]
-    mask_v = real[:, None] & (dim_v < VALUE)[None, :]
-    key_head = head // GROUP
-    k = unit_rows(
-        tl.load(k_ptr + token[:, None] * k_token + key_head * k_head + dim_k[None, :], mask_k, 0.0).to(tl.float32)
-    )
+    q_at = (q_ptr + token * q_token + head // GROUP * q_head)[:, None]
+    k_at = (k_ptr + token * k_token + head // GROUP * k_head)[:, None]
+    v_at = (v_ptr + token * v_token + head * v_head)[:, None]
+
+    system = tl.zeros((CHUNK, CHUNK), tl.float32)
+    inner = tl.zeros((CHUNK, CHUNK), tl.float32)
+    q_square = tl.zeros((CHUNK,), tl.float32)
+    k_square = tl.zeros((CHUNK,), tl.float32)
+    for first in range(0, KEY, BLOCK):
+        dim = first + tl.arange(0, BLOCK)
+        mask = real[:, None] & (dim < KEY)[None, :]
+        q = tl.load(q_at + dim[None, :], mask=mask, other=0.0).to(tl.float32)
+        k = tl.load(k_at + dim[None, :], mask=mask, other=0.0).to(tl.float32)
+        system = tl.dot(k, tl.trans(k), system, input_precision=PRECISION)
+        inner = tl.dot(q, tl.trans(k), inner, input_precision=PRECISION)
+        q_square += tl.sum(q * q, 1)
+        k_square += tl.sum(k * k, 1)
+    q_unit = scale / tl.sqrt(q_square + 1e-6)
+    k_unit = 1.0 / tl.sqrt(k_square + 1e-6)
     rate = tl.load(rate_ptr + token * heads + head, mask=real, other=0.0).to(tl.float32)
-    decay = tl.load(decay_ptr + token * heads + head, mask=real, other=0.0).to(tl.float64)
-    total = tl.cumsum(decay, 0)
+    total = tl.cumsum(tl.load(decay_ptr + token * heads + head, mask=real, other=0.0).to(tl.float64), 0)
     row = at[:, None]
     column = at[None, :]
-    between = (total[:, None] - total[None, :]).to(tl.float32)
-    between = tl.exp(tl.where(row >= column, between, float("-inf")))
-    system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * rate[:, None]
+    between = tl.exp(tl.where(row >= column, (total[:, None] - total[None, :]).to(tl.float32), float("-inf")))
+    between = between * k_unit[None, :]
+    place = token * heads + head
+    tl.store(inner_ptr + place[:, None] * CHUNK + column, inner * between * q_unit[:, None], mask=real[:, None])
+
+    system = system * between * (rate * k_unit)[:, None]
     inverse = tl.where(row == column, 1.0, 0.0)
     for level in tl.static_range(LEVELS):
-        size: tl.constexpr = 1 << level
-        joins = (row // (2 * size) == column // (2 * size)) & (row // size % 2 == 1) & (column // size % 2 == 0)
+        same = row // (2 << level) == column // (2 << level)
+        joins = same & (row // (1 << level) % 2 == 1) & (column // (1 << level) % 2 == 0)
         below = tl.where(joins, system, 0.0)
         if level == 0:  # the blocks are single ones
             inverse = inverse - below
         else:
             below = tl.dot(inverse, below, input_precision=PRECISION)
             inverse = inverse - tl.dot(below, inverse, input_precision=PRECISION)
-    place = token * heads + head
-    v = tl.load(v_ptr + token[:, None] * v_token + head * v_head + dim_v[None, :], mask_v, 0.0).to(tl.float32)
-    new_v = tl.dot(inverse, v * rate[:, None], input_precision=PRECISION)
-    tl.store(new_v_ptr + place[:, None] * VALUE + dim_v[None, :], new_v, mask=mask_v)
-    faded = k * (rate * tl.exp(total.to(tl.float32)))[:, None]
-    new_k = tl.dot(inverse, faded, input_precision=PRECISION)
-    tl.store(new_k_ptr + place[:, None] * KEY + dim_k[None, :], new_k, mask=mask_k)
-    q = unit_rows(
-        tl.load(q_ptr + token[:, None] * q_token + key_head * q_head + dim_k[None, :], mask_k, 0.0).to(tl.float32)
-    )
-    inner = tl.dot(q * scale, tl.trans(k), input_precision=PRECISION) * between
-    tl.store(inner_ptr + place[:, None] * CHUNK + column, inner, mask=real[:, None])
+
+    faded = rate * tl.exp(total.to(tl.float32)) * k_unit
+    for first in range(0, KEY, BLOCK):
+        dim = first + tl.arange(0, BLOCK)
+        mask = real[:, None] & (dim < KEY)[None, :]
+        k = tl.load(k_at + dim[None, :], mask=mask, other=0.0).to(tl.float32) * faded[:, None]
+        new_k = tl.dot(inverse, k, input_precision=PRECISION)
+        tl.store(new_k_ptr + place[:, None] * KEY + dim[None, :], new_k, mask=mask)
+    for first in range(0, VALUE, BLOCK):
+        dim = first + tl.arange(0, BLOCK)
+        mask = real[:, None] & (dim < VALUE)[None, :]
+        v = tl.load(v_at + dim[None, :], mask=mask, other=0.0).to(tl.float32) * rate[:, None]
+        new_v = tl.dot(inverse, v, input_precision=PRECISION)
+        tl.store(new_v_ptr + place[:, None] * VALUE + dim[None, :], new_v, mask=mask)
 
 
 @triton.jit

@@ -131,7 +131,7 @@ class TritonKernels:
             GROUP=group, DIM=dim, ROW=kv.row_elems, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
             SPLITS=plan.splits, BLOCK_M=power_of_two(group, 16), BLOCK_N=32 if wide or block_d > 128 else 64,
             BLOCK_D=block_d, PRECISION=self._precision(q), WIDE=self._interpreted,
-            num_warps=4, num_stages=2 if wide or block_d > 128 else 3,
+            num_warps=4, num_stages=2 if wide else (3 if block_d > 128 else 4),
         )  # fmt: skip
         if plan.splits > 1:
             attention_kernels.join_splits[(count, heads)](
@@ -342,8 +342,8 @@ def prefill_tile(block_d: int, element_size: int) -> tuple[int, int, int, int]:
     if element_size > 2:
         return (32, 32, 4, 2)
     if block_d > 128:
-        return (64, 32, 4, 2)
-    return (128, 64, 8 if block_d == 128 else 4, 3)
+        return (64, 32, 4, 3)
+    return (128, 64, 8 if block_d == 128 else 4, 4)  # one stage is for the block table's entries
 
 
 def sort_by_expert(

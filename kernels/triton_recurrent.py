@@ -14,9 +14,9 @@ from kernels import triton_conv, triton_delta, triton_ssm
 from kernels.triton_plan import STATE_CHUNK, RecurrentPlan, power_of_two
 
 
-def _precision(interpreted: bool) -> str:
-    """States keep fp32's precision: three products of TF32 for each."""
-    return "ieee" if interpreted else "tf32x3"
+def _precision(x: torch.Tensor) -> str:
+    """Of products: exact for fp32; for 16-bit inputs TF32, which rounds no coarser than they were rounded."""
+    return "ieee" if x.element_size() > 2 else "tf32"
 
 
 def causal_conv(
@@ -43,7 +43,7 @@ def causal_conv(
         )
     prompts = plan.sequences - plan.decode_count
     if prompts:
-        tile_block = min(block, 128)
+        tile_block = min(block, 64)
         triton_conv.conv_tile[(plan.tile_seq.shape[0], triton.cdiv(channels, tile_block))](
             x, weight, some_bias, tails, plan.starts, plan.units, plan.tile_seq, plan.tile_token, out, *at,
             TOKENS=STATE_CHUNK, BLOCK=tile_block, **kind,
@@ -73,7 +73,8 @@ def gated_delta(
     v_at = (v.stride(0), v.stride(1))
     whole_v = power_of_two(value, 16)
     block_v = whole_v if interpreted else min(whole_v, 32)
-    sizes = {"GROUP": heads // q.shape[1], "KEY": key, "VALUE": value, "BLOCK_K": power_of_two(key, 16)}
+    whole_k = power_of_two(key, 16)
+    sizes = {"GROUP": heads // q.shape[1], "KEY": key, "VALUE": value, "BLOCK_K": whole_k}
     parts = triton.cdiv(value, block_v)
     if plan.decode_count:
         triton_delta.delta_step[(plan.decode_count, heads, parts)](
@@ -86,15 +87,15 @@ def gated_delta(
             torch.empty((tokens, heads, size), dtype=torch.float32, device=v.device)
             for size in (value, key, STATE_CHUNK)
         )
-        chunks = {"CHUNK": STATE_CHUNK, "PRECISION": _precision(interpreted)}
+        chunks = {"CHUNK": STATE_CHUNK, "PRECISION": _precision(v)}
         triton_delta.prepare_chunks[(plan.tile_seq.shape[0], heads)](
             q, k, v, log_decay, rate, plan.starts, plan.tile_seq, plan.tile_token, new_v, new_k, inner,
-            *qk_at, *v_at, heads, scale, BLOCK_V=whole_v, LEVELS=STATE_CHUNK.bit_length() - 1, num_warps=8,
-            **chunks, **sizes,
+            *qk_at, *v_at, heads, scale, GROUP=heads // q.shape[1], KEY=key, VALUE=value,
+            LEVELS=STATE_CHUNK.bit_length() - 1, BLOCK=min(64, max(whole_v, whole_k)), num_warps=8, **chunks,
         )  # fmt: skip
         triton_delta.scan_chunks[(prompts, heads, parts)](
             q, k, log_decay, new_v, new_k, inner, states, plan.starts, plan.units, out, *qk_at, states.stride(0),
-            heads, scale, plan.decode_count, BLOCK_V=block_v, num_warps=4, num_stages=1,
+            heads, scale, plan.decode_count, BLOCK_V=block_v, num_warps=8, num_stages=1,
             **chunks, **sizes,
         )  # fmt: skip
     return out
@@ -128,6 +129,6 @@ def state_space(
     if prompts:
         triton_ssm.ssm_chunks[(prompts, heads, parts)](
             *inputs, plan.starts, plan.units, out, *at, plan.decode_count,
-            CHUNK=STATE_CHUNK, PRECISION=_precision(interpreted), num_warps=4, num_stages=1, **sizes,
+            CHUNK=STATE_CHUNK, PRECISION=_precision(x), WIDE=interpreted, num_warps=4, num_stages=1, **sizes,
         )  # fmt: skip
     return out

@@ -45,7 +45,7 @@ def ssm_chunks(
     x_ptr, dt_ptr, rate_ptr, b_ptr, c_ptr, skip_ptr, states_ptr, starts_ptr, units_ptr, out_ptr,
     x_token, x_head, b_token, b_group, c_token, c_group, states_unit, heads, first_seq,
     PER_GROUP: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
-    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Grid (sequences, heads, dim blocks): a sequence's chunks in order."""
     seq = first_seq + tl.program_id(0)
@@ -88,5 +88,6 @@ def ssm_chunks(
         target = out_ptr + (token * heads + head)[:, None] * DIM + dim[None, :]
         tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask_x)
         faded = weighted * tl.exp((last - total).to(tl.float32))[:, None]
-        state = tl.dot(tl.trans(faded), b, state * tl.exp(last.to(tl.float32)), input_precision=PRECISION)
+        state = state * tl.exp(last.to(tl.float32))
+        state = tl.dot(tl.trans(faded), b.to(tl.float32), state, input_precision=PRECISION)
     tl.store(state_at, state.to(states_ptr.dtype.element_ty), mask=in_dim[:, None] & in_state[None, :])
