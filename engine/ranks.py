@@ -210,7 +210,11 @@ class Leader:
     def __init__(self, size: int) -> None:
         assert size > 1, size
         self._size = size
-        self._store = TCPStore(LOOPBACK, 0, size, is_master=True, wait_for_workers=False)
+        listener = socket.create_server((LOOPBACK, 0))  # left to itself, the store listens on every interface
+        port = listener.getsockname()[1]
+        self._store = TCPStore(
+            LOOPBACK, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         self._encoder = msgspec.msgpack.Encoder()
         self._stepping = threading.Lock()
         self._joined = False
@@ -218,7 +222,7 @@ class Leader:
         self._lost: str | None = None
         self._followers: list[_Follower] = []
         for rank in range(1, size):
-            self._followers.append(_Follower(rank, size, self._store.port))
+            self._followers.append(_Follower(rank, size, port))
 
     @property
     def shard(self) -> Shard:

@@ -71,10 +71,13 @@ class CausalLM:
         layers = body.sub("layers")
         self.blocks = [block(layers.sub(i), i) for i in range(c.num_layers)]
         self.norm = RMSNorm(body, c.norm_name, c.hidden_size, c.norm_eps, c.zero_centred_norm)
-        self.head = self.embedding if c.tie_embeddings else root.weight(c.head_name, (c.vocab_size, c.hidden_size))
-        self.head.multiplies, self.head.looked_up = True, c.tie_embeddings
+        self.samples = root.shard.rank == 0
+        """Whether this rank makes logits. Embedding and head are not split: the first is on every rank, whole."""
+        headless = c.tie_embeddings or not self.samples
+        self.head = self.embedding if headless else root.weight(c.head_name, (c.vocab_size, c.hidden_size))
+        self.head.multiplies, self.head.looked_up = self.samples, headless
         self.weights: list[Weight] = root.weights
-        self.ignored = ((c.head_name,) if c.tie_embeddings else ()) + ignored
+        self.ignored = ((c.head_name,) if headless else ()) + ignored
         """Prefixes of checkpoint tensors that this model does not use."""
         self.renamed = renamed or {}
         """Prefix in a checkpoint -> the prefix of this model, for families that were saved under several."""
@@ -139,6 +142,7 @@ class CausalLM:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocab], in the model's dtype."""
+        assert self.samples, "logits of a rank that has no head"
         logits = self.head.times(hidden)
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
