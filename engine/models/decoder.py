@@ -133,7 +133,7 @@ class CausalLM:
         """Hidden states after the last norm, [tokens, hidden]; the cache of the batch's positions is filled."""
         x = F.embedding(token_ids, self.embedding.tensor)
         if self.config.embedding_scale != 1.0:
-            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype, device=x.device)
+            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)  # on the host: nothing waits for a copy
         residual: torch.Tensor | None = None
         for block in self.blocks:
             x, residual = block(x, residual, step)
