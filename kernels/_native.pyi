@@ -27,8 +27,10 @@ class DecodePlan:
         layout: Layout,
         bf16: bool,
         window: int | None,
-        chunk_max: int,
+        chunk_work_max: int,
     ) -> None: ...
+    @property
+    def left(self) -> list[int]: ...
     def attend(
         self,
         buffer: int,

@@ -3,7 +3,7 @@
 A decoding step of a small model spends its time on entering torch operations, and one over long contexts on copying
 KV rows to where torch can attend to them. The native operations (kernels/native, C++) attend straight over the pool,
 a query at a time, and store, normalise, rotate and gate in one pass each, all in fp32. Whatever they are not made for
-(another dtype, an odd head dim, the chunks of prompts) goes to `TorchCpuKernels`, which also serves alone where the
+(another dtype, an odd head dim, long chunks of prompts) goes to `TorchCpuKernels`, which also serves alone where the
 native module was not built: `native` says which it is.
 """
 
@@ -23,8 +23,8 @@ except ImportError:  # no compiler where it was installed
 else:
     HAS_NATIVE = True
 
-CHUNK_MAX = 8
-"""Sequences with at most so many queries attend query by query."""
+CHUNK_WORK_MAX = 1_000_000
+"""Chunks attend query by query up to so much work: queries, times positions seen, times the elements of a token's K."""
 SHARED_ELEMS_MIN = 1 << 16
 """From so many elements on torch's own operations are faster where they have several threads."""
 _BF16 = {torch.bfloat16: True, torch.float32: False}
@@ -61,14 +61,10 @@ class CpuKernels(TorchCpuKernels):
             kv.head_dim,
         )
         starts, lens = batch.query_starts, batch.context_lens
-        decode = _native.DecodePlan(starts, lens, block_table, layout, bf16, window, CHUNK_MAX)
-        count = len(lens)
-        if batch.decode_count == count:
-            return NativePlan(decode, None)
+        decode = _native.DecodePlan(starts, lens, block_table, layout, bf16, window, CHUNK_WORK_MAX)
         chunks = [
             plan_chunk(int(starts[i]), int(starts[i + 1]), int(lens[i]), block_table[i], kv, window)
-            for i in range(batch.decode_count, count)
-            if starts[i + 1] - starts[i] > CHUNK_MAX
+            for i in decode.left
         ]
         return NativePlan(decode, TorchCpuPlan(None, [], chunks, {}) if chunks else None)
 

@@ -66,7 +66,7 @@ struct Layout {
 class DecodePlan {
 public:
     DecodePlan(const Numbers& query_starts, const Numbers& context_lens, const Table& block_table, const Layout& layout,
-               bool bf16, std::optional<i64> window, i64 chunk_max)
+               bool bf16, std::optional<i64> window, i64 chunk_work_max)
         : layout_(layout), bf16_(bf16) {
         const i64 sequences = static_cast<i64>(context_lens.shape(0)), width = static_cast<i64>(block_table.shape(1));
         if (static_cast<i64>(query_starts.shape(0)) != sequences + 1 ||
@@ -84,7 +84,11 @@ public:
             }
             const i64* table = block_table.data() + i * width;
             add_slots(table, lens[i] - count, lens[i]);
-            if (count > chunk_max) continue;
+            const i64 seen = window ? std::min(lens[i], *window) : lens[i];
+            if (count > 1 && count * seen * layout.kv_heads * layout.dim > chunk_work_max) {
+                left_.push_back(i);
+                continue;
+            }
             for (i64 query = 0; query < count; ++query) {
                 const i64 end = lens[i] - count + query + 1;
                 from.push_back(rows_.size());
@@ -96,7 +100,7 @@ public:
         for (std::size_t i = 0; i < queries_.size(); ++i) queries_[i].block_rows = rows_.data() + from[i];
     }
 
-    // Stores k and v of the whole batch, then attends for the queries of the sequences with at most `chunk_max` of them.
+    // Stores k and v of the whole batch, then attends for all sequences but those in `left`.
     void attend(Address buffer, i64 layer, Address q, i64 q_stride, i64 heads, Address k, i64 k_stride, Address v,
                 i64 v_stride, Address out, float scale, int threads) const {
         if (layer < 0 || layer >= layout_.layers || heads % layout_.kv_heads != 0) {
@@ -121,6 +125,9 @@ public:
             attend_in_threads(attention, static_cast<int>(useful));
         }
     }
+
+    // The sequences with too many queries to attend one by one.
+    const std::vector<i64>& left() const { return left_; }
 
 private:
     std::size_t scratch_size(i64 heads) const { return static_cast<std::size_t>(scratch_floats(heads, layout_.dim)); }
@@ -172,6 +179,7 @@ private:
     std::vector<i64> slots_;  // row of each token's K, layer 0
     std::vector<i64> rows_;   // row of each block, sequence after sequence
     std::vector<Query> queries_;
+    std::vector<i64> left_;
     i64 attended_ = 0;
 };
 
@@ -208,7 +216,8 @@ NB_MODULE(_native, module) {
     nb::class_<DecodePlan>(module, "DecodePlan")
         .def(nb::init<const Numbers&, const Numbers&, const Table&, const Layout&, bool, std::optional<i64>, i64>(),
              nb::arg("query_starts"), nb::arg("context_lens"), nb::arg("block_table"), nb::arg("layout"),
-             nb::arg("bf16"), nb::arg("window").none(), nb::arg("chunk_max"))
+             nb::arg("bf16"), nb::arg("window").none(), nb::arg("chunk_work_max"))
+        .def_prop_ro("left", &DecodePlan::left)
         .def("attend", &DecodePlan::attend);
 
     module.def("norm", [](bool bf16, Address x, Address weight, Address residual, Address out, i64 tokens, i64 heads,

@@ -15,22 +15,35 @@ constexpr float kLog2E = 1.44269504f;
 constexpr float kMinusInfinity = -__builtin_inff();
 constexpr int kMixVectors = kLanes == 16 ? 4 : 2;  // of the values' dims, accumulated in registers at a time
 
-// Where the tokens of a tile lie, in elements from the layer's start; filled up to whole vectors with the last one.
+constexpr int kAhead = 32;  // tokens between the row that is fetched into the caches and the one in use
+
+// Where the tokens of a tile lie, in elements from the layer's start, and the next ones; the last one again where there
+// are no more.
 struct Tile {
-    i64 at[kTile];
+    i64 at[kTile + kAhead];
     int count;
 };
 
 Tile tile_of(const Query& query, i64 start, i64 block_size, i64 row) {
     Tile tile;
-    tile.count = static_cast<int>(query.end - start < kTile ? query.end - start : kTile);
+    const i64 left = query.end - start;
+    tile.count = static_cast<int>(left < kTile ? left : kTile);
     i64 block = start / block_size, offset = start % block_size;
-    for (int t = 0; t < tile.count; ++t) {
+    for (int t = 0; t < kTile + kAhead; ++t) {
+        if (t >= left) {
+            tile.at[t] = tile.at[t - 1];
+            continue;
+        }
         tile.at[t] = (query.block_rows[block] + offset) * row;
         if (++offset == block_size) offset = 0, ++block;
     }
-    for (int t = tile.count; t % kLanes != 0; ++t) tile.at[t] = tile.at[tile.count - 1];
     return tile;
+}
+
+// Rows of one head lie apart, so that the hardware does not see them coming.
+template <class T>
+ALWAYS_INLINE void fetch(const T* row, i64 dim) {
+    for (i64 d = 0; d < dim; d += 64 / static_cast<i64>(sizeof(T))) __builtin_prefetch(row + d);
 }
 
 // Scores of N query heads, [N][kTile], against the keys of the tile. q: [N][dim].
@@ -40,6 +53,7 @@ void score(const float* q, const T* keys, const Tile& tile, i64 dim, float* scor
         Floats parts[N][kLanes];
         for (int t = 0; t < kLanes; ++t) {
             const T* key = keys + tile.at[start + t];
+            fetch(keys + tile.at[start + t + kAhead], dim);
             Floats part[N] = {};
             for (i64 d = 0; d < dim; d += kLanes) {
                 const Floats some = load(key + d);
@@ -55,10 +69,7 @@ void score(const float* q, const T* keys, const Tile& tile, i64 dim, float* scor
 float weigh(float* scores, int count, float* most, float* shrink) {
     for (int t = count; t % kLanes != 0; ++t) scores[t] = kMinusInfinity;
     Floats top = load(scores);
-    for (int t = kLanes; t < count; t += kLanes) {
-        const Floats some = load(scores + t);
-        top = some > top ? some : top;
-    }
+    for (int t = kLanes; t < count; t += kLanes) top = larger(top, load(scores + t));
     const float before = *most, tops = largest(top);
     *most = tops > before ? tops : before;
     Floats total = {};
@@ -83,6 +94,7 @@ ALWAYS_INLINE void mix_dims(
     }
     for (int t = 0; t < tile.count; ++t) {
         const T* value = values + tile.at[t];
+        fetch(values + tile.at[t + kAhead], W * kLanes);
         for (int w = 0; w < W; ++w) {
             const Floats some = load(value + w * kLanes);
             for (int n = 0; n < N; ++n) mixed[n][w] += some * weights[n * kTile + t];

@@ -67,16 +67,37 @@ ALWAYS_INLINE void store_some(T* at, Floats value, int count) {
 
 ALWAYS_INLINE Floats every(float value) { return Floats{} + value; }
 
+// Lanes 0, 2, .. of a and then of b; those between with `odd`.
+ALWAYS_INLINE Floats even(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+#elif defined(__AVX__)
+    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
+#else
+    return __builtin_shufflevector(a, b, 0, 2, 4, 6);
+#endif
+}
+
+ALWAYS_INLINE Floats odd(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#elif defined(__AVX__)
+    return __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+#else
+    return __builtin_shufflevector(a, b, 1, 3, 5, 7);
+#endif
+}
+
+ALWAYS_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
 ALWAYS_INLINE float sum(Floats value) {
-    float total = 0;
-    for (int i = 0; i < kLanes; ++i) total += value[i];
-    return total;
+    for (int left = kLanes; left > 1; left /= 2) value = even(value, value) + odd(value, value);
+    return value[0];
 }
 
 ALWAYS_INLINE float largest(Floats value) {
-    float most = value[0];
-    for (int i = 1; i < kLanes; ++i) most = value[i] > most ? value[i] : most;
-    return most;
+    for (int left = kLanes; left > 1; left /= 2) value = larger(even(value, value), odd(value, value));
+    return value[0];
 }
 
 // 2 ** x to about 2 units in the last place; x below -126 counts as -126, above 127 as 127; NaN stays NaN.
@@ -96,23 +117,13 @@ ALWAYS_INLINE Floats exp2(Floats x) {
     return y * reinterpret_cast<Floats>((whole + 127) << 23);
 }
 
-// [a0 + a1, a2 + a3, .., b0 + b1, ..]
-ALWAYS_INLINE Floats add_pairs(Floats a, Floats b) {
-#if defined(__AVX512F__)
-    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-#elif defined(__AVX__)
-    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) +
-           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
-#else
-    return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
-#endif
-}
-
 // Lane i becomes the sum of parts[i], of which there are kLanes; they are used up.
 ALWAYS_INLINE Floats add_each(Floats* parts) {
     for (int left = kLanes / 2; left >= 1; left /= 2) {
-        for (int i = 0; i < left; ++i) parts[i] = add_pairs(parts[2 * i], parts[2 * i + 1]);
+        for (int i = 0; i < left; ++i) {
+            const Floats a = parts[2 * i], b = parts[2 * i + 1];
+            parts[i] = even(a, b) + odd(a, b);
+        }
     }
     return parts[0];
 }

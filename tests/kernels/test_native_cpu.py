@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels import PagedKV, Ragged
-from kernels.cpu import CHUNK_MAX, HAS_NATIVE, CpuKernels, NativePlan
+from kernels.cpu import HAS_NATIVE, CpuKernels, NativePlan
 from kernels.reference import ReferenceKernels
 
 if not HAS_NATIVE:
@@ -104,14 +104,17 @@ def test_decode(ops, dtype, rng, dim, window):
 
 
 @pytest.mark.parametrize("window", [None, 5, 40])
-def test_chunks_short_and_long_beside_decoding(ops, dtype, rng, window):
-    queries = [1, 1, 2, CHUNK_MAX, CHUNK_MAX + 1, 30, 1 + rng.randrange(40)]
+def test_chunks_short_and_long_beside_decoding(ops, dtype, rng, window, monkeypatch):
+    monkeypatch.setattr("kernels.cpu.CHUNK_WORK_MAX", 64 * 600)  # some are left to torch
+    queries = [1, 1, 2, 8, 9, 30, 40, 1 + rng.randrange(40)]
     lens = [n + rng.choice((0, 1, 15, 90)) for n in queries]
     order = sorted(range(len(lens)), key=lambda i: queries[i] > 1)
     queries, lens = [queries[i] for i in order], [lens[i] for i in order]
     kv, table = filled_pool(rng, dtype, lens, 16, 1, 1, 2, 32)
     starts = [n - count for n, count in zip(lens, queries)]
     assert compare(ops, kv, table, starts, lens, 4, 0, window, 0.2) < TOLERANCE[dtype]
+    left = ops.plan_attention(Ragged.of(starts, lens), table, kv, window).decode.left
+    assert left == [i for i, n in enumerate(lens) if queries[i] > 1 and queries[i] * min(n, window or n) > 600]
 
 
 def test_sharp_scores(ops, rng):
