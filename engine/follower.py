@@ -28,7 +28,8 @@ from engine.config import EngineConfig
 from engine.loader import load_model
 from engine.messages import FrameReader, frame
 from engine.models import CausalLM, Shard
-from engine.ranks import GRACE_S, LOOPBACK, Load, Loaded, LoadFailed, Order, Reply, Start, add_up, join, plan_of
+from engine.plans import PlanReader
+from engine.ranks import GRACE_S, LOOPBACK, Load, Loaded, LoadFailed, Order, Reply, Start, add_up, join
 from engine.runner import ModelRunner
 
 log = logging.getLogger("engine.follower")
@@ -45,6 +46,7 @@ class Follower:
         self._spec: CacheSpec | None = None
         self._dtype = torch.float32
         self._runner: ModelRunner | None = None
+        self._plans = PlanReader()
 
     def load(self, config: EngineConfig, folder: Path) -> Loaded:
         """Raises what loading raises."""
@@ -63,10 +65,11 @@ class Follower:
                 self._config, self._model, self._spec, order.unit_count,
                 dtype=self._dtype, device=self.device, max_model_len=order.max_model_len, eos_token_ids=(),
             )  # fmt: skip
+            self._plans = PlanReader()
         else:
             assert not isinstance(order, Load)
             assert self._runner is not None
-            self._runner.execute(plan_of(order))
+            self._runner.execute(self._plans.read(order))
 
 
 def main(fd: int, rank: int, size: int, port: int) -> int:

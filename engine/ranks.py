@@ -33,8 +33,8 @@ from engine.config import EngineConfig
 from engine.core import Runner, RunnerLost
 from engine.messages import FrameReader, frame
 from engine.models import Shard
-from engine.types import BlockId, Chunk, Request, SamplingParams, StepPlan, StepResult, UnitId
-from engine.types import Sequence as RunningSequence
+from engine.plans import Planned, PlanWriter
+from engine.types import StepPlan, StepResult
 
 LOOPBACK = "127.0.0.1"
 COLLECTIVE_TIMEOUT_S = 300.0
@@ -65,24 +65,6 @@ class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
     max_model_len: int
 
 
-class PlannedChunk(msgspec.Struct, array_like=True, frozen=True):
-    start: int
-    token_ids: list[int]
-    """Those of the chunk, not those before it."""
-    block_tables: list[list[BlockId]]
-    state_unit: UnitId | None
-
-
-class Planned(msgspec.Struct, tag="plan", array_like=True, frozen=True):
-    """A step: what a rank that samples nothing must know of a StepPlan."""
-
-    chunks: list[PlannedChunk]
-    state_restores: list[tuple[UnitId, UnitId]]
-    state_resets: list[UnitId]
-    state_checkpoints: list[tuple[UnitId, UnitId]]
-    block_moves: list[tuple[int, BlockId, BlockId]]
-
-
 Order = Load | Start | Planned
 
 
@@ -97,42 +79,6 @@ class LoadFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
 
 
 Reply = Loaded | LoadFailed
-
-
-def planned(plan: StepPlan) -> Planned:
-    """The message of a plan."""
-    return Planned(
-        [
-            PlannedChunk(c.start, c.seq.token_ids[c.start : c.end], c.seq.block_tables, c.seq.state_unit)
-            for c in plan.chunks
-        ],
-        plan.state_restores,
-        plan.state_resets,
-        plan.state_checkpoints,
-        plan.block_moves,
-    )
-
-
-def plan_of(message: Planned) -> StepPlan:
-    """The plan of a message, for a runner that samples nothing: tokens before a chunk are zeros, nobody reads them."""
-    return StepPlan(
-        [_chunk_of(chunk) for chunk in message.chunks],
-        message.state_restores,
-        message.state_resets,
-        message.state_checkpoints,
-        message.block_moves,
-    )
-
-
-_REQUEST = Request(request_id="led", token_ids=[], params=SamplingParams())
-
-
-def _chunk_of(chunk: PlannedChunk) -> Chunk:
-    tokens = [0] * chunk.start + chunk.token_ids
-    seq = RunningSequence(
-        _REQUEST, tokens, len(tokens), 0.0, block_tables=chunk.block_tables, state_unit=chunk.state_unit
-    )
-    return Chunk(seq, chunk.start, len(tokens), samples=False)
 
 
 def join(rank: int, size: int, store: TCPStore, device: torch.device) -> None:
@@ -216,6 +162,7 @@ class Leader:
             LOOPBACK, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         self._encoder = msgspec.msgpack.Encoder()
+        self._plans = PlanWriter()
         self._stepping = threading.Lock()
         self._joined = False
         self._closing = False
@@ -257,6 +204,7 @@ class Leader:
     def lead(self, runner: Runner, unit_count: int, max_model_len: int) -> LeadingRunner:
         """A runner of all ranks, from that of rank 0; the followers make theirs."""
         self.tell(Start(unit_count, max_model_len))
+        self._plans = PlanWriter()
         return LeadingRunner(self, runner)
 
     def tell(self, order: Order) -> None:
@@ -271,7 +219,7 @@ class Leader:
     def step(self, plan: StepPlan, runner: Runner) -> StepResult:
         """Have all ranks compute a plan; the result of rank 0. Raises RunnerLost if any of them fails."""
         with self._stepping:
-            self.tell(planned(plan))
+            self.tell(self._plans.write(plan))
             try:
                 return runner.execute(plan)
             except Exception as error:  # whatever it is, the ranks may now be at different places

@@ -24,7 +24,8 @@ from engine.core import EngineCore, Runner, RunnerLost
 from engine.loader import load_model
 from engine.models import CausalLM, ModelError, Shard
 from engine.models.shard import Cut
-from engine.ranks import Leader, Planned, plan_of, planned
+from engine.plans import Planned, PlanReader, PlanWriter
+from engine.ranks import Leader
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.tiny_model import Recipe, cached_model
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, TokenLogprobs, UnitId
@@ -187,23 +188,54 @@ def test_shares_cover_everything(size: int, count: int) -> None:
     assert {part.size for part in shared} == {3 * max(1, count // size)}
 
 
-def test_a_plan_survives_its_message() -> None:
+def test_plans_survive_their_messages() -> None:
+    """Many steps of sequences that grow, sit out, come back, lose blocks and are replaced."""
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    writer, reader = PlanWriter(), PlanReader()
+    sequences = [random_sequence(rng) for _ in range(5)]
+    for _ in range(200):
+        sequences = [random_sequence(rng) if rng.random() < 0.05 else seq for seq in sequences]
+        chunks = [random_chunk(rng, seq) for seq in sequences if rng.random() < 0.7]
+        rng.shuffle(chunks)
+        plan = StepPlan(
+            chunks,
+            state_restores=[(UnitId(1), UnitId(2))],
+            state_resets=[UnitId(4)],
+            state_checkpoints=[(UnitId(3), UnitId(6))],
+            block_moves=[(1, BlockId(8), BlockId(9))],
+        )
+        again = reader.read(msgspec.msgpack.decode(msgspec.msgpack.encode(writer.write(plan)), type=Planned))
+        for found, chunk in zip(again.chunks, chunks, strict=True):
+            assert (found.start, found.end, found.samples) == (chunk.start, chunk.end, False)
+            assert found.seq.token_ids[found.start : found.end] == chunk.seq.token_ids[chunk.start : chunk.end]
+            assert found.seq.block_tables == chunk.seq.block_tables
+            assert found.seq.state_unit == chunk.seq.state_unit
+        for name in ("state_restores", "state_resets", "state_checkpoints", "block_moves"):
+            assert getattr(again, name) == getattr(plan, name)
+
+
+def random_sequence(rng: random.Random) -> Sequence:
     request = Request(request_id="r", token_ids=[], params=SamplingParams(prompt_logprobs=3))
-    seq = Sequence(request, [7, 8, 9, 10], 4, 0.0, block_tables=[[BlockId(5)], [BlockId(2)]], state_unit=UnitId(3))
-    plan = StepPlan(
-        [Chunk(seq, 1, 4, samples=True)],
-        state_restores=[(UnitId(1), UnitId(2))],
-        state_resets=[UnitId(4)],
-        state_checkpoints=[(UnitId(3), UnitId(6))],
-        block_moves=[(1, BlockId(8), BlockId(9))],
-    )
-    again = plan_of(msgspec.msgpack.decode(msgspec.msgpack.encode(planned(plan)), type=Planned))
-    (chunk,) = again.chunks
-    assert (chunk.start, chunk.end, chunk.samples) == (1, 4, False)
-    assert chunk.seq.token_ids[1:4] == [8, 9, 10]
-    assert (chunk.seq.block_tables, chunk.seq.state_unit) == (seq.block_tables, seq.state_unit)
-    for name in ("state_restores", "state_resets", "state_checkpoints", "block_moves"):
-        assert getattr(again, name) == getattr(plan, name)
+    tokens = [rng.randrange(1000) for _ in range(rng.randrange(1, 40))]
+    return Sequence(request, tokens, len(tokens), 0.0, computed=rng.randrange(len(tokens)), block_tables=[[], []])
+
+
+def random_chunk(rng: random.Random, seq: Sequence) -> Chunk:
+    """The next chunk of a sequence whose blocks changed in any way, now and then computed again from further back."""
+    for table in seq.block_tables:
+        if rng.random() < 0.2:
+            del table[rng.randrange(len(table) + 1) :]
+        if table and rng.random() < 0.2:
+            table[rng.randrange(len(table))] = BlockId(rng.randrange(99))
+        table += [BlockId(rng.randrange(99)) for _ in range(rng.randrange(3))]
+    if seq.computed == len(seq.token_ids):
+        seq.token_ids.append(rng.randrange(1000))
+    start = rng.randrange(seq.computed + 1) if rng.random() < 0.1 else seq.computed
+    end = rng.randrange(start, len(seq.token_ids)) + 1
+    seq.computed, seq.state_unit = end, UnitId(rng.randrange(9))
+    return Chunk(seq, start, end, samples=end == len(seq.token_ids))
 
 
 def test_a_rank_that_dies_ends_the_engine(leader: Leader) -> None:

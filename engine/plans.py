@@ -1,0 +1,99 @@
+"""A step's plan as a message from the leader to its followers, and back: what a rank that samples nothing must know.
+
+Of a sequence that was in the plan before, only what is new is sent: a decode step costs a few numbers a sequence,
+however long its context. Both ends remember exactly the sequences of the last plan, so they never disagree about what
+the other end knows; a sequence that sat out a step is sent whole again. Pure: no sockets here.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
+
+
+class TableChange(msgspec.Struct, array_like=True, frozen=True):
+    """A block table: the first `kept` blocks as before, then these."""
+
+    kept: int
+    blocks: list[BlockId]
+
+
+class PlannedChunk(msgspec.Struct, array_like=True, frozen=True):
+    previous: int | None
+    """Which chunk of the plan before was of this sequence."""
+    start: int
+    token_ids: list[int]
+    """Those of the chunk, not those before it."""
+    tables: list[TableChange]
+    state_unit: UnitId | None
+
+
+class Planned(msgspec.Struct, tag="plan", array_like=True, frozen=True):
+    chunks: list[PlannedChunk]
+    state_restores: list[tuple[UnitId, UnitId]]
+    state_resets: list[UnitId]
+    state_checkpoints: list[tuple[UnitId, UnitId]]
+    block_moves: list[tuple[int, BlockId, BlockId]]
+
+
+class PlanWriter:
+    """The leader's end."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, tuple[int, Sequence, list[list[BlockId]]]] = {}
+        """id(sequence) -> its chunk in the last plan, itself, and its block tables as the followers have them."""
+
+    def write(self, plan: StepPlan) -> Planned:
+        """The message of the next plan."""
+        sent, self._sent = self._sent, {}
+        chunks = []
+        for index, chunk in enumerate(plan.chunks):
+            seq = chunk.seq
+            previous, _, tables = sent.get(id(seq)) or (None, seq, [[] for _ in seq.block_tables])
+            changes = [_change(old, new) for old, new in zip(tables, seq.block_tables, strict=True)]
+            for table, change in zip(tables, changes, strict=True):
+                table[change.kept :] = change.blocks
+            self._sent[id(seq)] = (index, seq, tables)
+            tokens = seq.token_ids[chunk.start : chunk.end]
+            chunks.append(PlannedChunk(previous, chunk.start, tokens, changes, seq.state_unit))
+        return Planned(chunks, plan.state_restores, plan.state_resets, plan.state_checkpoints, plan.block_moves)
+
+
+class PlanReader:
+    """A follower's end."""
+
+    def __init__(self) -> None:
+        self._last: list[Sequence] = []
+
+    def read(self, message: Planned) -> StepPlan:
+        """The plan, for a runner that samples nothing. Tokens before a chunk may be zeros: nobody reads them."""
+        chunks = [self._chunk(chunk) for chunk in message.chunks]
+        self._last = [chunk.seq for chunk in chunks]
+        return StepPlan(
+            chunks, message.state_restores, message.state_resets, message.state_checkpoints, message.block_moves
+        )
+
+    def _chunk(self, chunk: PlannedChunk) -> Chunk:
+        if chunk.previous is None:
+            seq = Sequence(_REQUEST, [0] * chunk.start, 0, 0.0, block_tables=[[] for _ in chunk.tables])
+        else:
+            seq = self._last[chunk.previous]
+        tokens = seq.token_ids
+        tokens += [0] * (chunk.start - len(tokens))
+        tokens[chunk.start :] = chunk.token_ids
+        for table, change in zip(seq.block_tables, chunk.tables, strict=True):
+            table[change.kept :] = change.blocks
+        seq.state_unit = chunk.state_unit
+        return Chunk(seq, chunk.start, len(tokens), samples=False)
+
+
+_REQUEST = Request(request_id="led", token_ids=[], params=SamplingParams())
+
+
+def _change(old: list[BlockId], new: list[BlockId]) -> TableChange:
+    """What makes `new` of `old`."""
+    kept = len(old)
+    if new[:kept] != old:
+        kept = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+    return TableChange(kept, new[kept:])
