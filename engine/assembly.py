@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from engine.decode_graphs import CudaCapture
 from engine.loader import load_model
 from engine.messages import CoreInfo
 from engine.models import CausalLM, HfConfig, Shard, build_model
+from engine.profiling import peak_step_bytes
 from engine.runner import ModelRunner, units_for_memory
 from engine.scheduler import Scheduler, SchedulerConfig
 from events import Event
@@ -43,8 +44,10 @@ CACHE_BYTES_MAX = 4 << 30
 CACHE_TOKENS_MAX = 1 << 20
 """Without a flag a small model does not fill that memory: enough is enough."""
 GPU_MEMORY_SHARE = 0.9
-GPU_RESERVE_BYTES = 1 << 30
-"""Left for a step's activations on a GPU."""
+GPU_STEP_BYTES = 1 << 30
+"""Left for a step's activations on a GPU, where they are not measured."""
+GPU_GRAPH_BYTES = 1 << 29
+"""Left for recorded decode steps."""
 
 _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _CHECKPOINT_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
@@ -152,10 +155,21 @@ def _assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None, leade
     spec = model.cache_spec(config.block_size, dtype)
     if not spec.groups:
         raise ConfigError(f"MODEL {name!r}: no attention layer; models of recurrent layers only are not supported")
-    unit_count = count_units(config, spec, device)
+    max_model_len = _max_model_len(config, model)
+    step_bytes = GPU_STEP_BYTES
+    if device.type == "cuda" and leader is None:  # ranks would have to compute it together
+
+        def profiled(unit_count: int) -> ModelRunner:
+            return make_runner(
+                replace(config, enforce_eager=True), model, spec, unit_count,
+                dtype=dtype, device=device, max_model_len=max_model_len, eos_token_ids=(),
+            )  # fmt: skip
+
+        step_bytes = peak_step_bytes(profiled, spec, min(config.max_num_batched_tokens, max_model_len), device)
+        log.info("the largest step needs %d MiB besides weights and cache", step_bytes >> 20)
+    unit_count = count_units(config, spec, device, step_bytes)
     if leader is not None:
         unit_count = min(unit_count, leader.await_loaded(device))
-    max_model_len = _max_model_len(config, model)
     if eos_token_ids is None:
         eos_token_ids = Tokenizer.load(config.tokenizer or folder, cache_bytes=0).eos_token_ids
     cache = KVCache(
@@ -252,8 +266,11 @@ def resolve_device(wanted: str) -> torch.device:
     return device
 
 
-def count_units(config: EngineConfig, spec: CacheSpec, device: torch.device) -> int:
-    """Units of the cache, from the flags or from the memory that is free. Raises ConfigError if not even one fits."""
+def count_units(config: EngineConfig, spec: CacheSpec, device: torch.device, step_bytes: int = GPU_STEP_BYTES) -> int:
+    """Units of the cache, from the flags or from the memory that is free. Raises ConfigError if not even one fits.
+
+    `step_bytes`: what a step on a GPU needs besides weights and cache.
+    """
     per_unit = spec.blocks_per_unit(0)
     if config.num_gpu_blocks_override is not None:
         return -(-config.num_gpu_blocks_override // per_unit)
@@ -261,7 +278,7 @@ def count_units(config: EngineConfig, spec: CacheSpec, device: torch.device) -> 
         flag, budget = f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}", config.kv_cache_memory_bytes
         count = units_for_memory(spec, budget)
     else:
-        flag, budget = "the free memory", _free_memory(device)
+        flag, budget = "the free memory", _free_memory(device, step_bytes)
         if device.type == "cpu":
             budget //= config.tensor_parallel_size  # the ranks share it
         enough = -(-CACHE_TOKENS_MAX // (spec.block_size * per_unit))
@@ -271,10 +288,10 @@ def count_units(config: EngineConfig, spec: CacheSpec, device: torch.device) -> 
     return count
 
 
-def _free_memory(device: torch.device) -> int:
+def _free_memory(device: torch.device, step_bytes: int) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return int(free - (1 - GPU_MEMORY_SHARE) * total - GPU_RESERVE_BYTES)
+        return int(free - (1 - GPU_MEMORY_SHARE) * total - step_bytes - GPU_GRAPH_BYTES)
     return min(CACHE_BYTES_MAX, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
 
 

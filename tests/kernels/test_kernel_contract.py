@@ -42,6 +42,11 @@ def rng() -> random.Random:
     return random.Random(seed)
 
 
+def state_tolerance(ops: Kernels, dtype: torch.dtype) -> float:
+    """States are fp32; on a GPU the products of 16-bit inputs are taken in TF32."""
+    return 1e-5 if dtype == torch.float32 or ops.device.type == "cpu" else 2e-3
+
+
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
     assert found.shape == exact.shape
     return ((found.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-30)).item()
@@ -252,7 +257,7 @@ def test_gated_delta(ops, dtype, rng, fast_decay):
             expected.append(torch.einsum("hkv,hk->hv", state, queries))
         part = slice(*batch.query_starts[i : i + 2])
         assert relative_error(found[part], torch.stack(expected)) < TOLERANCE[dtype]
-        assert relative_error(states[at], state) < 1e-5
+        assert relative_error(states[at], state) < state_tolerance(ops, dtype)
     assert untouched(before, states, units)
 
 
@@ -278,7 +283,7 @@ def test_state_space(ops, dtype, rng, fast_decay):
             expected.append(torch.einsum("hpn,hn->hp", state, outof) + skip.double()[:, None] * x[t].double())
         part = slice(*batch.query_starts[i : i + 2])
         assert relative_error(found[part], torch.stack(expected)) < TOLERANCE[dtype]
-        assert relative_error(states[at], state) < 1e-5
+        assert relative_error(states[at], state) < state_tolerance(ops, dtype)
     assert untouched(before, states, units)
 
 

@@ -1,0 +1,32 @@
+"""The step that sizes the cache on a GPU: here, that it runs on every kind of model and fits the units it asks for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.loader import load_model
+from engine.profiling import largest_step
+from engine.runner import ModelRunner
+from engine.tiny_model import Recipe, cached_model
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_the_largest_step_runs_in_its_units(family, tokens):
+    model, dtype = load_model(cached_model(Recipe(family=family, layers=4)))
+    spec = model.cache_spec(16, dtype)
+    plan, units = largest_step(spec, tokens)
+    assert plan.token_count == tokens
+    for group, table in enumerate(plan.chunks[0].seq.block_tables):
+        assert len(table) * spec.block_size >= tokens
+        assert max(table) < units * spec.blocks_per_unit(group)
+    owners = [
+        {block // spec.blocks_per_unit(g) for block in table} for g, table in enumerate(plan.chunks[0].seq.block_tables)
+    ]
+    owners += [{unit} for unit in plan.state_resets]
+    assert sum(map(len, owners)) == len(set().union(*owners)) == units  # no unit serves two groups
+    runner = ModelRunner(model, spec, units, device=torch.device("cpu"), dtype=dtype, max_model_len=128)
+    (token,) = runner.execute(plan).sampled
+    assert token is not None
+    assert 0 <= token < model.config.vocab_size
