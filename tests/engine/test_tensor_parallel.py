@@ -5,6 +5,7 @@ The second process is started once for all families; the test process is rank 0.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from engine.assembly import make_runner
 from engine.cache.kv_cache import KVCache
@@ -22,7 +24,7 @@ from engine.cache.spec import CacheSpec
 from engine.config import EngineConfig
 from engine.core import EngineCore, Runner, RunnerLost
 from engine.loader import load_model
-from engine.models import CausalLM, ModelError, Shard
+from engine.models import CausalLM, HfConfig, ModelError, Shard, build_model
 from engine.models.shard import Cut
 from engine.plans import Planned, PlanReader, PlanWriter
 from engine.ranks import Leader
@@ -133,7 +135,24 @@ def first_difference(found: list[TokenLogprobs], expected: list[TokenLogprobs]) 
 def test_the_same_tokens_as_one_rank(leader: Leader, name: str) -> None:
     seed = random.randrange(2**32)
     print("seed", seed)  # shown when the test fails
-    folder = cached_model(MODELS[name])
+    check_same_tokens(leader, cached_model(MODELS[name]), seed, GAPS.get(name, 1e-4))
+
+
+def test_groups_of_a_state_space_mixer_are_shared_out(leader: Leader, tmp_path: Path) -> None:
+    """Two Mamba groups: each rank has one, with its heads and its norm."""
+    values = json.loads((cached_model(MODELS["bamba"]) / "config.json").read_text()) | {"mamba_n_groups": 2}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    generator = torch.Generator().manual_seed(0)
+    parts = [part for weight in build_model(HfConfig.read(tmp_path)).weights for part in weight.parts]
+    save_file(
+        {p.name: torch.randn(p.shape, generator=generator) / p.shape[-1] ** 0.5 for p in parts},
+        tmp_path / "model.safetensors",
+    )
+    check_same_tokens(leader, tmp_path, seed=0, gap=1e-4)
+
+
+def check_same_tokens(leader: Leader, folder: Path, seed: int, gap: float) -> None:
+    """`gap`: how close the logprobs of two tokens are that rounding may exchange."""
     config = engine_config(folder)
     rounds = conversations(random.Random(seed))
     expected = answers(one_rank(folder, config), rounds)
@@ -142,7 +161,7 @@ def test_the_same_tokens_as_one_rank(leader: Leader, name: str) -> None:
         other = first_difference(found[request_id], expected[request_id])
         if other is not None:  # only where two tokens are equally likely within rounding
             (_, likeliest), (_, next_best) = other.top
-            assert likeliest - next_best < GAPS.get(name, 1e-4), f"{request_id}: {other}"
+            assert likeliest - next_best < gap, f"{request_id}: {other}"
 
 
 def test_bf16(leader: Leader) -> None:
