@@ -51,6 +51,8 @@ class TritonKernels:
             raise ValueError(
                 f"attention backend 'triton' on device {device}: expected a CUDA device or TRITON_INTERPRET=1"
             )
+        if device.index is not None and not self._interpreted:
+            torch.cuda.set_device(device)  # Triton launches on the current device
         self._processors = 1 if self._interpreted else torch.cuda.get_device_properties(device).multi_processor_count
 
     # attention

@@ -58,10 +58,13 @@ class AttentionPlan:
     tiles_by_size: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def tiles(self, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[tiles] each: sequence and first query in it of each tile of prefill queries; uploaded once a step."""
+        """[tiles] each: sequence and first query in it of each tile of prefill queries; uploaded once a step.
+
+        Last queries first: they see the most keys, and a long tile that starts late would be waited for.
+        """
         if queries not in self.tiles_by_size:
             assert self.batch is not None, "a fixed plan holds only decoding sequences"
-            seq, first = upload(list(tiles_of(self.batch, queries)), self.slots.device)
+            seq, first = upload([tiles[::-1] for tiles in tiles_of(self.batch, queries)], self.slots.device)
             self.tiles_by_size[queries] = (seq, first)
         return self.tiles_by_size[queries]
 
