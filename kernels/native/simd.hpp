@@ -67,24 +67,30 @@ ALWAYS_INLINE void store_some(T* at, Floats value, int count) {
 
 ALWAYS_INLINE Floats every(float value) { return Floats{} + value; }
 
+#ifdef __clang__
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else  // GCC knows the other one from version 12 on
+#define PICK(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#endif
+
 // Lanes 0, 2, .. of a and then of b; those between with `odd`.
 ALWAYS_INLINE Floats even(Floats a, Floats b) {
 #if defined(__AVX512F__)
-    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    return PICK(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
 #elif defined(__AVX__)
-    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
+    return PICK(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
 #else
-    return __builtin_shufflevector(a, b, 0, 2, 4, 6);
+    return PICK(a, b, 0, 2, 4, 6);
 #endif
 }
 
 ALWAYS_INLINE Floats odd(Floats a, Floats b) {
 #if defined(__AVX512F__)
-    return __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    return PICK(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 #elif defined(__AVX__)
-    return __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+    return PICK(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
 #else
-    return __builtin_shufflevector(a, b, 1, 3, 5, 7);
+    return PICK(a, b, 1, 3, 5, 7);
 #endif
 }
 
