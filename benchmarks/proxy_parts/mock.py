@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import sys
 import time
+from collections import deque
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from events.config import KVEventsConfig
 from events.publisher import EventPublisher
 from events.sources import encode_sources
-from events.types import BlockStored
+from events.types import BlockRemoved, BlockStored
 
 BLOCK = 16
 ANSWER = json.dumps(
@@ -129,8 +131,27 @@ def publisher(announce: list[list[int]]) -> EventPublisher:
     return made
 
 
-async def serve(model: str, announce: Path | None, chunks: int, pace_ms: float) -> None:
+async def churn(events: EventPublisher, rate: float) -> None:
+    """Store a new chain of blocks and remove an old one, `rate` times a second."""
+    rng = random.Random(events.epoch)
+    held: deque[list[Any]] = deque()
+    next_hash = 1 << 40
+    while True:
+        count = rng.randint(1, 40)
+        hashes: list[Any] = list(range(next_hash, next_hash + count))
+        next_hash += count
+        ids = [rng.randrange(4096) for _ in range(count * BLOCK)]
+        batch: list[Any] = [BlockStored(hashes, None, ids, BLOCK, None, "GPU", None)]
+        held.append(hashes)
+        if len(held) > 500:
+            batch.append(BlockRemoved(list(reversed(held.popleft())), "GPU"))
+        events.publish(batch)
+        await asyncio.sleep(1.0 / rate)
+
+
+async def serve(model: str, announce: Path | None, chunks: int, pace_ms: float, churn_rate: float) -> None:
     events = publisher(json.loads(announce.read_text()) if announce is not None else [])
+    churning = asyncio.create_task(churn(events, churn_rate)) if churn_rate else None
     card = {"id": "mock", "object": "model", "owned_by": "mock", "root": model, "max_model_len": 1 << 20}
     pages = {
         b"/health": b"",
@@ -142,7 +163,7 @@ async def serve(model: str, announce: Path | None, chunks: int, pace_ms: float) 
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: Mock(pages, chunks, pace_ms / 1e3), "127.0.0.1", 0, backlog=1024)
     print(server.sockets[0].getsockname()[1], flush=True)
-    while True:
+    while churning is None or not churning.done():
         Mock.heads = heads()
         await asyncio.sleep(1.0)
 
@@ -152,11 +173,12 @@ async def serve(model: str, announce: Path | None, chunks: int, pace_ms: float) 
 @click.option("--announce", type=click.Path(path_type=Path, exists=True))
 @click.option("--chunks", default=64)
 @click.option("--pace-ms", default=10.0)
-def main(model: str, announce: Path | None, chunks: int, pace_ms: float) -> None:
+@click.option("--churn", default=0.0, help="Chains of blocks stored and removed a second.")
+def main(model: str, announce: Path | None, chunks: int, pace_ms: float, churn: float) -> None:
     import uvloop
 
     uvloop.install()
-    asyncio.run(serve(model, announce, chunks, pace_ms))
+    asyncio.run(serve(model, announce, chunks, pace_ms, churn))
 
 
 if __name__ == "__main__":
