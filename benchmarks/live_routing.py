@@ -135,7 +135,7 @@ def comparison(rows: dict[str, dict[str, float | int]]) -> list[str]:
 @click.option("--rounds", default=2, show_default=True, type=click.IntRange(min=1), help="Runs of each policy.")
 @click.option(
     "--load",
-    default=45.0,
+    default=40.0,
     show_default=True,
     type=click.FloatRange(min=1.0),
     help="Percent of the measured prefill rate at which unseen prompt tokens arrive.",
@@ -147,7 +147,7 @@ def comparison(rows: dict[str, dict[str, float | int]]) -> list[str]:
     type=click.FloatRange(min=1.0),
     help="A worker's KV cache, percent of the workload's different blocks.",
 )
-@click.option("--sessions", default=28, show_default=True, type=click.IntRange(min=1), help="Without --trace.")
+@click.option("--sessions", default=24, show_default=True, type=click.IntRange(min=1), help="Without --trace.")
 @click.option("--turns", default=5, show_default=True, type=click.IntRange(min=1), help="Without --trace.")
 @click.option(
     "--answer-tokens",
