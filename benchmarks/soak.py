@@ -2,9 +2,9 @@
 
     python benchmarks/soak.py --minutes 30 [--rate 300] [--json FILE]
 
-Full function: kv policy, index fed by events that store and remove blocks all the time, tokenising, metrics, a viewer
-of the dashboard. The load: complete answers and streams over conversations that never end being new, clients that leave in
-the middle, requests that are refused, connections that come and go.
+Full function: kv policy, index fed by events that store and remove blocks all the time, tokenising, metrics, a
+dashboard that is looked at. The load: complete answers and streams over conversations that never end being new, clients
+that leave in the middle, requests that are refused, connections that come and go.
 """
 
 from __future__ import annotations
@@ -130,9 +130,8 @@ def main(minutes: float, rate: float, checkout: bool, json_file: Path | None) ->
         asyncio.run(soak.run(minutes, max(5.0, 60 * minutes / 30)))
     half = soak.samples[len(soak.samples) // 2 :]
     growth = half[-1][1] - half[0][1] if len(half) > 1 else 0.0
-    print(
-        f"second half: {half[0][1]:.1f} -> {half[-1][1]:.1f} MiB ({growth:+.1f}); {sum(soak.outcomes.values())} requests"
-    )
+    total = sum(soak.outcomes.values())
+    print(f"second half: {half[0][1]:.1f} -> {half[-1][1]:.1f} MiB ({growth:+.1f}); {total} requests")
     if json_file is not None:
         report = {"machine": machine(), "samples_min_mib": soak.samples, "outcomes": dict(soak.outcomes)}
         json_file.write_text(json.dumps(report, indent=1) + "\n")
