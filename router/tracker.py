@@ -316,6 +316,11 @@ class LoadTracker:
             assert sorted(target.prefills) == sorted(waiting), f"{target.name}: prefills differ"
             assert math.isclose(target.prefill_s, sum(f.prefill_s for f in target.prefills.values()), abs_tol=1e-6)
             assert target.decode_requests == len(decoding), f"{target.name}: decode count"
+            derived = (target.slow, target.waiting_s, target.busy_since_s, target.progress_max_s)
+            target.refresh()
+            target.requeue()
+            fresh = (target.slow, target.waiting_s, target.busy_since_s, target.progress_max_s)
+            assert derived == fresh, f"{target.name}: {derived} was not brought up to date, it should be {fresh}"
             assert target.context_tokens == sum(f.context_tokens for f in decoding), f"{target.name}: context"
 
 

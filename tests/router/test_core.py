@@ -194,6 +194,32 @@ def test_a_refused_connection_takes_the_worker_out_and_says_so() -> None:
     assert core.workers[dead].state is WorkerState.UP
 
 
+def test_a_broken_worker_gets_one_probe_at_a_time() -> None:
+    core, _ = make("a")
+    core.worker_down("a", 0.0, "test")
+    refused = core.route(request("r0", [1]), 0.5)
+    assert isinstance(refused, Refuse)
+    assert (refused.status, refused.code, refused.retry_after_s) == (503, "no_worker", 1.0)
+    core.tick(1.0)
+    assert sent_to(core.route(request("r1", [1]), 1.0)) == "a"
+    assert isinstance(core.route(request("r2", [1]), 1.0), Refuse), "the probe has not come back"
+    core.failed("r1", FailureKind.SERVER_ERROR, 1.1)
+    assert core.workers["a"].state is WorkerState.DOWN
+    assert core.next_tick() == pytest.approx(3.1), "the pause has doubled"
+    core.tick(3.1)
+    core.route(request("r3", [1]), 3.1)
+    core.finished("r3", None, 3.2)
+    assert core.workers["a"].state is WorkerState.UP
+
+
+def test_a_worker_that_goes_down_is_lost_once() -> None:
+    core, _ = make("ab")
+    assert core.worker_down("a", 0.0, "no answer") == [WorkerLost("a")]
+    assert core.worker_down("a", 1.0, "no answer") == []
+    assert core.worker_down("zz", 1.0, "unknown") == []
+    assert all(sent_to(core.route(request(f"r{i}", [i]), 1.0)) == "b" for i in range(6))
+
+
 def test_the_retry_budget_ends_a_storm() -> None:
     config = CoreConfig(retry=RetryConfig(budget_min=3, budget_ratio=0.0), health=HealthConfig(failures_to_open=10_000))
     core, _ = make("abcd", config)
@@ -329,6 +355,25 @@ def test_priority_beats_work_in_the_held_queue() -> None:
     core.route(request("urgent", None, prompt_tokens=8000, priority=-1), 0.0)
     instructions = core.first_token("big", 3.0)
     assert [i.request_id for i in instructions if isinstance(i, Forward)] == ["urgent"]
+
+
+def test_a_hot_prefix_spreads_though_requests_are_held_for_it() -> None:
+    """What is held for a worker counts as waiting there. Counting only what was sent, every request with the hot prefix
+    would be held for its one worker while the other is idle: in the simulation, mean TTFT 16 times the bound."""
+    config = CoreConfig(
+        service=ServiceModel(prefill_s_per_token=1e-3, step_tokens=200),
+        learn=LearnConfig(enabled=False),
+        queue=QueueConfig(enabled=True, hold_above_s=0.05),
+    )
+    core, index = make("ab", config)
+    hot = list(range(300))
+    index.store(core.workers["a"].holders[0], hot)
+    placed = [core.route(request(f"r{i}", [*hot, *([1000 + i] * 60)]), 0.0) for i in range(20)]
+    workers = {sent_to(p) for p in placed if isinstance(p, Forward)}
+    held_for = {core._held.held_for(p.request_id)[0] for p in placed if isinstance(p, Hold)}
+    assert "b" in workers | held_for
+    explained = core.tick(0.05)
+    assert all(isinstance(i, Forward) for i in explained)
 
 
 def test_the_held_queue_is_bounded_and_keeps_its_deadlines() -> None:

@@ -111,6 +111,20 @@ def test_a_silent_peer_is_forgotten_and_a_restarted_one_replaced() -> None:
     assert loads.stats.expired == 1
 
 
+def test_a_lost_message_is_repaired_by_the_next_full_one() -> None:
+    (mine, targets), (theirs, their_targets) = tracker(), tracker()
+    loads, other = PeerLoads(mine, "me"), PeerLoads(theirs, "you", PeerConfig(heartbeat_s=1.0))
+    theirs.route("a", their_targets[0], prompt_tokens=8000, cached_tokens=0, stream=True, now=0.0)
+    loads.incoming(other.outgoing(0.0) or b"", 0.0)
+    assert targets[0].waiting_s > 0.0
+    theirs.end("a", 0.1)
+    assert other.outgoing(0.1) is not None, "this one is lost"
+    full = other.outgoing(1.1)
+    assert full is not None
+    loads.incoming(full, 1.1)
+    assert targets[0].waiting_s == 0.0
+
+
 def test_late_and_unreadable_messages_are_counted_not_believed() -> None:
     (mine, targets), (theirs, their_targets) = tracker(), tracker()
     loads, other = PeerLoads(mine, "me"), PeerLoads(theirs, "you")
