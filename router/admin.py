@@ -24,6 +24,7 @@ from router.http_request import Request
 from router.http_server import JSON, ClientConnection, Work
 from router.messages import Decision, Refuse, RouteRequest
 from router.metrics import Family, Metrics, core_families, feed_families, prompt_families, render
+from router.openapi import document
 from router.siblings import RELAYED, Report, Siblings, WorkerSums
 from router.tokenizing import PromptReader, estimate_tokens
 from router.view import Scope
@@ -131,6 +132,7 @@ class Admin:
             ("GET", "/v1/models", self._models, True),
             ("GET", "/metrics", self._render_metrics, True),
             ("GET", "/version", self._show_version, True),
+            ("GET", "/openapi.json", self._openapi, True),
             ("GET", "/workers", self._workers, False),
             ("POST", "/workers", self._add, False),
             ("DELETE", "/workers", self._remove, False),
@@ -202,6 +204,9 @@ class Admin:
 
     def _show_version(self, request: Request, _: str) -> Answer:
         return Answer(msgspec.json.encode({"version": self._version}))
+
+    def _openapi(self, request: Request, _: str) -> Answer:
+        return Answer(msgspec.json.encode(document(self._version)))
 
     def _models(self, request: Request, _: str) -> Answer:
         """Every model that some worker takes requests for, with the longest context offered."""

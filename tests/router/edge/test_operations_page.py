@@ -1,0 +1,69 @@
+"""docs/operations.md against the program: every flag, every metric and every route is there, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+
+from router.cli import cli
+from router.metrics import feed_families, render
+from router.openapi import document
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "operations.md").read_text()
+
+
+def test_every_flag_is_explained_and_exists() -> None:
+    assert isinstance(cli, click.Group)
+    flags = {
+        option
+        for parameter in cli.commands["run"].params
+        if isinstance(parameter, click.Option)
+        for option in parameter.opts
+        if option.startswith("--") and option != "--help"
+    }
+    table = PAGE.partition("## Flags")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(--[a-z-]+)[^`]*`", table)) - {"--help"}
+    assert named == flags
+
+
+def test_every_metric_is_explained_and_exists(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        await edge.worker(edge.reply())
+        chat = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "x"}]}).encode()
+        await edge.exchange(make_post(chat))
+        answer = await edge.exchange(b"GET /metrics HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n")
+        types = dict(re.findall(r"^# TYPE blockcast_router_(\w+) (\w+)$", answer.decode(), re.MULTILINE))
+        table = PAGE.partition("## Metrics")[2].partition("\n## ")[0]
+        rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+        named = {name for row in rows for name in re.findall(r"`(\w+)`", row)} - {"events_NAME_total"}
+        assert named == set(types)
+
+    edge.run(scenario())
+
+
+def test_every_counter_of_event_streams_is_explained() -> None:
+    from router.feed import StreamCounters
+
+    row = next(row for row in PAGE.splitlines() if row.startswith("| `events_NAME_total`"))
+    for name in StreamCounters.__slots__:
+        assert re.search(rf"\b{name}\b", row), name
+    page = render(lambda: feed_families({"w0": dict.fromkeys(StreamCounters.__slots__, 1)})).decode()
+    assert "blockcast_router_events_stored_total" in page
+
+
+def test_every_route_is_listed(edge: Any) -> None:
+    listed = PAGE.partition("## Routes")[2].partition("\n## ")[0].replace("/ID", "/{worker_id}")
+    for path in document("x")["paths"]:
+        assert f"{path}`" in listed, path
+
+    async def scenario() -> None:
+        await edge.start()
+        answer = await edge.exchange(b"GET /openapi.json HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["openapi"] == "3.1.0"
+
+    edge.run(scenario())
