@@ -205,8 +205,9 @@ class LoadTracker:
             flight.interval = interval
             return
         self.learn_pending(target)
+        since = target.head_since_s if target.peer is None else max(target.head_since_s, target.peer.head_since_s)
         flight.interval = target.open_interval = Interval(
-            start_s=max(target.head_since_s, flight.routed_s),
+            start_s=max(since, flight.routed_s),
             end_s=now,
             uncached_tokens=uncached,
             quadratic=quadratic,

@@ -15,12 +15,14 @@ from router.config import CoreConfig, LearnConfig, ServiceModel
 from router.core import RouterCore
 from router.index import make_index
 from router.messages import Forward, Instruction, Refuse, RouteRequest, Usage
+from router.peers import PeerLoads
 from router.view import HolderId, IndexStats, IngestReport, Match, PinId, PrefixIndex, Scope
 from router.workers import ServedModel, WorkerSpec
 from routing_sim.cluster import Cluster
 from routing_sim.workload import BLOCK, SimRequest
 
 MODEL = "sim"
+HEARTBEAT_S = 0.5
 
 
 class BlockScaled:
@@ -88,14 +90,14 @@ class Ours:
     """`RouterCore` under test. With `peers`, several of them share their load after `share_delay_s`."""
 
     def __init__(
-        self, config: CoreConfig, *, seed: int = 0, name: str = "0", index: str = "auto", share_delay_s: float = 0.005
+        self, config: CoreConfig, *, seed: int = 0, name: str = "0", index: str = "auto", share_delay_s: float = 0.02
     ) -> None:
         inner = make_index(index, seed=seed + 1)  # type: ignore[arg-type]
         self.core = RouterCore(BlockScaled(inner), config, seed=seed)
         self.name = name
         self.siblings: list[Ours] = []
         self._share_delay_s = share_delay_s
-        self._pending: set[str] = set()
+        self._pending = False
 
     def attach(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -104,6 +106,9 @@ class Ours:
             self.core.add_worker(spec, 0.0)
         self.holders = [self.core.workers[str(i)].holders[0] for i in range(cluster.config.workers)]
         self.siblings = [r for r in cluster.routers if isinstance(r, Ours) and r is not self]
+        self.loads = PeerLoads(self.core.tracker, self.name)
+        if self.siblings:
+            cluster.at(0.0, self._beat)
 
     def tell(self, target: str, service: ServiceModel) -> None:
         """Give a worker's constants instead of letting them be learned."""
@@ -123,11 +128,11 @@ class Ours:
         return self._perform([self.core.route(routed, now)])
 
     def first_token(self, request: SimRequest, worker: int, now: float) -> list[tuple[int, int]]:
-        return self._perform(self.core.first_token(str(request.index), now), worker)
+        return self._perform(self.core.first_token(str(request.index), now))
 
     def finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[tuple[int, int]]:
         usage = Usage(request.prompt_tokens, cached_tokens, request.output_tokens)
-        return self._perform(self.core.finished(str(request.index), usage, now), worker)
+        return self._perform(self.core.finished(str(request.index), usage, now))
 
     def tick_s(self) -> float | None:
         wake = self.core.next_tick()
@@ -144,30 +149,32 @@ class Ours:
         event = BlockRemoved(list(ids), "GPU")
         self.core.index.ingest(self.holders[worker], encode_batch(EventBatch(now, [event])))
 
-    def _perform(self, instructions: Sequence[Instruction], worker: int | None = None) -> list[tuple[int, int]]:
+    def _perform(self, instructions: Sequence[Instruction]) -> list[tuple[int, int]]:
         forwards = []
-        touched = set() if worker is None else {str(worker)}
         for instruction in instructions:
             assert not isinstance(instruction, Refuse), instruction
             if isinstance(instruction, Forward):
                 forwards.append((int(instruction.request_id), int(instruction.decision.worker)))
-                touched.add(instruction.decision.worker)
         if self.siblings:
-            for name in touched:
-                self._share(name)
+            self._share()
         return forwards
 
-    def _share(self, target: str) -> None:
-        if target in self._pending:
-            return
-        self._pending.add(target)
-        self.cluster.at(self.cluster.now + self._share_delay_s, lambda: self._deliver(target))
+    def _share(self) -> None:
+        if not self._pending:
+            self._pending = True
+            self.cluster.at(self.cluster.now + self._share_delay_s, self._tell)
 
-    def _deliver(self, target: str) -> None:
-        self._pending.discard(target)
-        load = self.core.tracker.share(self.core.tracker.targets[target], self.cluster.now)
-        for sibling in self.siblings:
-            sibling.core.tracker.update_peer(self.name, target, load)
+    def _beat(self) -> None:
+        """The full message that every router sends twice a second."""
+        self._share()
+        self.cluster.at(self.cluster.now + HEARTBEAT_S, self._beat)
+
+    def _tell(self) -> None:
+        self._pending = False
+        message = self.loads.outgoing(self.cluster.now)
+        if message is not None:
+            for sibling in self.siblings:
+                sibling.loads.incoming(message, self.cluster.now)
 
 
 class Told(Ours):
