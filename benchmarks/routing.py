@@ -49,6 +49,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cache", type=_floats, help="percent of the working set (default 10,30,100; --quick 30)")
     parser.add_argument("--load", type=_floats, help="percent of saturation (default 70,95)")
     parser.add_argument("--policy", action="append", choices=[*POLICIES, *EXTRA], help="only these (and the bounds)")
+    parser.add_argument("--saturate", choices=[*POLICIES], default="dynamo_w1", help="whose saturation is 100 %% load")
     parser.add_argument("--event-delay", type=float, default=0.02, help="seconds until a router hears of an event")
     parser.add_argument("--routers", type=int, default=1, help="routers in front; requests are dealt in turn")
     parser.add_argument("--slow-worker", type=float, help="worker 0 takes so many times as long as the others")
@@ -89,11 +90,12 @@ def main(argv: list[str] | None = None) -> None:
     started = time.time()
     service = ServiceModel(**{name: getattr(arguments, name) for name in asdict(ServiceModel())})
     options = Options(
-        service,
-        arguments.event_delay,
-        arguments.routers,
+        service=service,
+        event_delay_s=arguments.event_delay,
+        routers=arguments.routers,
         seed=arguments.seed,
         index=arguments.index,
+        saturate=arguments.saturate,
         skip=arguments.skip,
     )
     if arguments.slow_worker is not None:

@@ -1,6 +1,6 @@
 """Other routers' policies, re-implemented from their documented formulas, and the two bounds.
 
-Each class names its source and its defaults; benchmarks/routing_sim/test fixtures hold decisions computed by hand. All
+Each class names its source and its defaults; tests/router/test_routing_sim.py has decisions computed by hand. All
 of them see the same event-fed view of the caches (`Residency`), also those that approximate it in their own programs,
 unless the approximation is the policy (SGLang's tree).
 """
@@ -136,17 +136,17 @@ class SessionSticky(Residency):
 
 
 class SglangTree(Residency):
-    """SGLang's cache-aware router (sgl-router, `cache_aware`): an approximate radix tree of what it sent where.
+    """SGLang's cache-aware router (docs/router/router.md and its defaults): an approximate tree of what it sent where.
 
-    Imbalanced, when max - min > balance_abs_threshold (64) and max > balance_rel_threshold (1.5) * min requests in
+    Imbalanced, when max - min > balance_abs_threshold (32) and max > balance_rel_threshold (1.0001) * min requests in
     flight: the fewest requests. Else the worker of the longest match, if it covers more than cache_threshold (0.5) of
-    the prompt; else the worker whose tree is smallest. The tree keeps at most max_tree_size; here, each worker's true
-    capacity.
+    the prompt; else the worker whose tree is smallest. Its tree is bounded in characters; here, in its favour, by each
+    worker's true capacity.
     """
 
     CACHE_THRESHOLD = 0.5
-    BALANCE_ABS = 64
-    BALANCE_REL = 1.5
+    BALANCE_ABS = 32
+    BALANCE_REL = 1.0001
 
     def attach(self, cluster: Cluster) -> None:
         super().attach(cluster)

@@ -20,8 +20,8 @@ from routing_sim.workload import BLOCK, Workload
 WARM_SHARE = 0.1
 """Requests at the start of a trace that are not scored."""
 LOAD_FACTOR = 4.0
-"""100 % load: the largest arrival rate at which Dynamo's default keeps its mean TTFT within so many times its own at
-light load."""
+"""100 % load: the largest arrival rate at which `Options.saturate` (Dynamo's default) keeps its mean TTFT within so many
+times its own at light load."""
 COLLAPSE_S = 900.0
 """A run whose oldest waiting request has waited so long is cut while load is calibrated."""
 
@@ -48,6 +48,8 @@ class Options:
     slow_workers: dict[int, float] = field(default_factory=dict)
     seed: int = 0
     index: str = "auto"
+    saturate: str = "dynamo_w1"
+    """The policy whose saturation counts as 100 % load."""
     skip: int | None = None
     """Requests at the start that are not scored; None: a tenth."""
 
@@ -184,13 +186,15 @@ class Calibration:
             digest.update(repr((r.arrival_s, r.prompt_tokens, r.output_tokens, r.after, r.ids[-1:])).encode())
         what = (asdict(options.service), options.event_delay_s, LOAD_FACTOR)
         digest.update(repr(what).encode())
+        if options.saturate != "dynamo_w1":
+            digest.update(options.saturate.encode())
         name = f"{setting.trace}/{len(workload.requests)}/n{setting.workers}/c{setting.cache_share}"
         return f"{name}/{digest.hexdigest()[:12]}"
 
 
 def _saturation(setting: Setting, workload: Workload, options: Options, log: Callable[[str], None]) -> float:
     def mean(speed: float, limit_s: float | None) -> float:
-        result, figures = run("dynamo_w1", setting, workload, speed, options, ttft_limit_s=limit_s)
+        result, figures = run(options.saturate, setting, workload, speed, options, ttft_limit_s=limit_s)
         return math.inf if result.collapsed else figures.ttft_mean
 
     work = sum(r.prompt_tokens + r.prompt_tokens**2 / (2 * options.service.quadratic_tokens) for r in workload.requests)

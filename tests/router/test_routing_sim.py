@@ -177,10 +177,10 @@ def test_sglang_tree_by_hand(sim: Any) -> None:
     assert policy.choose(request(sim, 0, [1, 2, 3, 4]), 0.0) == 0
     assert policy.choose(request(sim, 1, [1, 2, 3, 9]), 0.0) == 0, "3 of 4 matched"
     assert policy.choose(request(sim, 2, [1, 2, 7, 8]), 0.0) == 1, "2 of 4 is not more than half"
-    policy.in_flight = [65, 0]
-    assert policy.choose(request(sim, 3, [1, 2, 3, 4]), 0.0) == 1, "65 - 0 > 64"
-    policy.in_flight = [64, 0]
-    assert policy.choose(request(sim, 4, [1, 2, 3, 4]), 0.0) in (0, 1)
+    policy.in_flight = [33, 0]
+    assert policy.choose(request(sim, 3, [1, 2, 3, 4]), 0.0) == 1, "33 - 0 > 32"
+    policy.in_flight = [32, 0]
+    assert policy.choose(request(sim, 4, [1, 2, 3, 9]), 0.0) == 0, "balanced, and this one was sent there"
 
 
 def test_bounded_hash_walks_on_where_the_bound_is_reached(sim: Any) -> None:
