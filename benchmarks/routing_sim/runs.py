@@ -20,8 +20,8 @@ from routing_sim.workload import BLOCK, Workload
 WARM_SHARE = 0.1
 """Requests at the start of a trace that are not scored."""
 LOAD_FACTOR = 4.0
-"""100 % load: the largest arrival rate at which `Options.saturate` (Dynamo's default) keeps its mean TTFT within so many
-times its own at light load."""
+"""100 % load: the largest arrival rate at which `Options.saturate` (Dynamo's default) keeps its mean TTFT within so
+many times its own at light load."""
 COLLAPSE_S = 900.0
 """A run whose oldest waiting request has waited so long is cut while load is calibrated."""
 
