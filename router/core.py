@@ -103,6 +103,8 @@ class RouterCore:
         if worker is None:
             return []
         self._pins.release_holders(worker.holders)
+        for target in self.registry.targets_of(worker_id):
+            self._totals.pop(target.name, None)
         self.registry.remove(worker_id)
         self.watchdog.forget(worker_id)
         return self._try_held(now)
