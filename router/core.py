@@ -437,6 +437,8 @@ class RouterCore:
         """Compare the engine's figures with what was predicted."""
         decision = live.decision
         assert decision is not None
+        if decision.worker not in self.registry.workers:
+            return  # it was removed meanwhile
         totals = self._totals.get(decision.terms.worker)
         if totals is not None and usage.cached_tokens is not None:
             totals.predicted_cached_tokens += decision.predicted_cached_tokens

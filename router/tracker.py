@@ -81,7 +81,7 @@ class LoadTracker:
             wait_s = target.slow * (target.queue_s(now) + flight.prefill_s)
             heapq.heappush(self._estimates, (now + wait_s, request_id))
         self.requests[request_id] = flight
-        self.touched.add(target.name)
+        self._touch(target)
         target.prefills[request_id] = flight
         target.prefill_s += flight.prefill_s
         target.requests += 1
@@ -118,7 +118,7 @@ class LoadTracker:
         if flight is None:
             return None
         target = flight.target
-        self.touched.add(target.name)
+        self._touch(target)
         target.requests -= 1
         if flight.phase is Phase.PREFILL:
             if self._leave_prefill(flight):
@@ -132,6 +132,10 @@ class LoadTracker:
             self._correct(flight, flight.interval, reported_cached)
         return flight
 
+    def _touch(self, target: Target) -> None:
+        if self.targets.get(target.name) is target:
+            self.touched.add(target.name)
+
     def advance(self, now: float) -> None:
         """Let requests that do not stream pass their estimated first token. Call before reading any load."""
         estimates = self._estimates
@@ -143,7 +147,7 @@ class LoadTracker:
 
     def _start_decode(self, flight: InFlight, now: float) -> None:
         target = flight.target
-        self.touched.add(target.name)
+        self._touch(target)
         self._leave_prefill(flight)
         target.head_since_s = max(target.head_since_s, now)
         flight.phase = Phase.DECODE
