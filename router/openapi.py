@@ -124,7 +124,7 @@ def _operation(
 ) -> Schema:
     content: Schema = {media: {"schema": answer}}
     if stream:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": {"type": "object", "properties": {"data": {"type": "string"}}}}
     errors = {"description": "An error in OpenAI's form", "content": {"application/json": {"schema": ERROR}}}
     operation: Schema = {
         "summary": summary,
