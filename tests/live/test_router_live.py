@@ -292,7 +292,7 @@ def test_graceful_shutdown_finishes_what_runs(cluster: Cluster, tmp_path: Path) 
         body = {
             "model": model,
             "messages": [{"role": "user", "content": "long"}],
-            "max_tokens": 150,
+            "max_tokens": 1500,  # long enough to be seen in flight, however fast the engine
             "ignore_eos": True,
         }
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -301,7 +301,7 @@ def test_graceful_shutdown_finishes_what_runs(cluster: Cluster, tmp_path: Path) 
             router.process.send_signal(signal.SIGTERM)
             status, _, answer = running.result(timeout=60)
         assert status == 200
-        assert answer["usage"]["completion_tokens"] == 150
+        assert answer["usage"]["completion_tokens"] == 1500
         assert router.process.wait(30) == 0
     finally:
         router.close()
