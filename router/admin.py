@@ -367,7 +367,10 @@ class Admin:
             name = next((model for worker in self._core.workers.values() for model in worker.models), "")
         served = self._core.resolve_model(name)
         base = served.base if served is not None else name
-        token_ids, tokenize_s = await self._prompts.run(parsed, self._prompts.get(base))
+        if self._prompts.asks(base):
+            token_ids, tokenize_s = await self._prompts.ask(parsed, base)
+        else:
+            token_ids, tokenize_s = await self._prompts.run(parsed, self._prompts.get(base))
         route = RouteRequest(
             request_id="explained",
             model=name,

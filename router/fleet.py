@@ -155,6 +155,7 @@ class Workers:
         """Forget a worker; what it is answering goes on. Raises KeyError."""
         member = self._members.pop(worker_id)
         self._stop(member)
+        self._prompts.forget(member.flag.url)
         self._feed.forget(worker_id)
         self._perform(self._core.remove_worker(worker_id, self._now()))
 
@@ -292,7 +293,8 @@ class Workers:
         """Load what the worker's models are tokenised with before it gets its first request."""
         for base in sorted({model.base for model in facts.models}):
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._prompts.learn(base, facts.roots.get(base)), 60.0)
+                learning = self._prompts.learn(base, facts.roots.get(base), member.flag.url)
+                await asyncio.wait_for(learning, 60.0)
 
     async def _look_again(self, member: _Member, *, was_down: bool) -> None:
         """Another start, other models, other sources? Take over what changed."""

@@ -38,6 +38,7 @@ from router.metrics import Metrics
 from router.peer_snapshot import PeerClient, PeerRoutes, ask_seed
 from router.peers import PeerLoads, PeerSockets
 from router.proxy import Exchange, Proxy
+from router.remote_tokenizer import RemoteTokenizer
 from router.server import COMPLETIONS, TICK_S, EdgeConfig, Listener, RouterApp
 from router.siblings import Share, Siblings
 from router.tokenizing import PromptReader
@@ -164,7 +165,9 @@ class RouterProcess:
     def _assemble(self, session: aiohttp.ClientSession, siblings: Siblings | None) -> None:
         config, proxy = self._config, self._proxy
         key = config.worker_api_key
-        prober = Prober(session, headers={"Authorization": f"Bearer {key}"} if key is not None else None)
+        headers = {"Authorization": f"Bearer {key}"} if key is not None else None
+        prober = Prober(session, headers=headers)
+        self._prompts.remote = RemoteTokenizer(session, headers)
         others = PeerClient(session, self._snapshot_urls)
         self._fleet = Workers(
             self._core, prober, self._feed, self._prompts, proxy.perform, config.fleet, now=self._now, peers=others

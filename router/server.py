@@ -76,6 +76,8 @@ class RouterApp:
         self._serves_admin = serves_admin
         self._trace_prefix = os.urandom(6).hex()
         self._traces = 0
+        self._reading: set[asyncio.Future[tuple[Sequence[int] | None, float]]] = set()
+        """Prompts being read; the loop alone would not keep them."""
 
     # Application --------------------------------------------------------------------------------------------------
 
@@ -109,15 +111,28 @@ class RouterApp:
         model, base, lora = self._model(parsed.model)
         exchange = self._open(connection, request)
         tokenizer = self._prompts.get(base)
-        if tokenizer is None or self._prompts.is_quick(len(request.body)):
+        reading: asyncio.Future[tuple[Sequence[int] | None, float]]
+        if self._prompts.asks(base):
+            reading = asyncio.ensure_future(self._prompts.ask(parsed, base))
+        elif tokenizer is None or self._prompts.is_quick(len(request.body)):
             self._place(exchange, parsed, wishes, model, base, lora, *self._prompts.read(parsed, tokenizer))
             return
+        else:
+            reading = self._prompts.run(parsed, tokenizer)
+        self._reading.add(reading)
 
         def encoded(future: asyncio.Future[tuple[Sequence[int] | None, float]]) -> None:
-            if not future.cancelled():
-                self._place(exchange, parsed, wishes, model, base, lora, *future.result())
+            self._reading.discard(future)
+            if future.cancelled():
+                return
+            error = future.exception()
+            if error is not None:
+                log.error("a prompt could not be read, load decides", exc_info=error)
+            self._place(
+                exchange, parsed, wishes, model, base, lora, *(future.result() if error is None else (None, 0.0))
+            )
 
-        self._prompts.run(parsed, tokenizer).add_done_callback(encoded)
+        reading.add_done_callback(encoded)
 
     def _place(
         self,

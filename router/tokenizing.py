@@ -1,8 +1,8 @@
 """Which tokenizer a model has here, and a request's prompt as token ids.
 
-Owns loading (in threads: a vocabulary takes a second to read) and the choice between encoding at once and encoding in a
-thread. Where a prompt cannot be read here, where the worker will have to refuse it, and where it will reuse nothing of
-it, the answer is None: such a request is routed by load alone and the worker's own words reach the client.
+Owns loading (in threads: a vocabulary takes a second to read) and the choice between encoding at once, in a thread, or
+by asking a worker. Where a prompt cannot be read, where the worker will have to refuse it, and where it will reuse
+nothing of it, the answer is None: such a request is routed by load alone and the worker's own words reach the client.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from prompts.errors import RequestError
 from prompts.routing import RoutingRequest
 from prompts.segments import SegmentStats
 from prompts.tokenizer import Tokenizer, TokenizerError
+from router.remote_tokenizer import RemoteTokenizer
 
 log = logging.getLogger("router")
 
@@ -40,6 +41,8 @@ class PromptReader:
 
     def __init__(self, executor: Executor, *, override: str | None = None, chat_template: str | None = None) -> None:
         self._executor = executor
+        self.remote: RemoteTokenizer | None = None
+        """Whom to ask for ids of models that have no tokenizer here; None asks nobody."""
         self._override = override
         """A folder given on the command line, used for every model."""
         self._chat_template = chat_template
@@ -59,19 +62,42 @@ class PromptReader:
         found = {model: tokenizer.cache_stats() for model, tokenizer in self._tokenizers.items()}
         return {model: stats for model, stats in found.items() if stats is not None}
 
-    async def learn(self, model: str, path: str | None) -> None:
-        """Load the tokenizer of a base model, from the command line's folder or from where the worker has it."""
+    async def learn(self, model: str, path: str | None, url: str) -> None:
+        """Load the tokenizer of a base model: from the command line's folder, from where the worker at `url` has it,
+        or else find out whether that worker can be asked."""
         folder = self._override or path
+        if folder is not None and model not in self._tokenizers:
+            task = self._loading.get((model, folder))
+            if task is None:
+                task = self._loading[model, folder] = asyncio.create_task(self._load(model, folder))
+                task.add_done_callback(lambda _: self._loading.pop((model, folder), None))
+            await asyncio.shield(task)
         if model in self._tokenizers:
             return
         if folder is None:
             self.problems[model] = "the worker names no local folder; give --tokenizer PATH"
-            return
-        task = self._loading.get((model, folder))
-        if task is None:
-            task = self._loading[model, folder] = asyncio.create_task(self._load(model, folder))
-            task.add_done_callback(lambda _: self._loading.pop((model, folder), None))
-        await asyncio.shield(task)
+        if self.remote is not None and await self.remote.learn(model, url):
+            reason = self.problems[model].partition("; give")[0]
+            self.problems[model] = f"{reason}; workers are asked (/tokenize), give --tokenizer PATH to save the way"
+
+    def forget(self, url: str) -> None:
+        """A worker is gone."""
+        if self.remote is not None:
+            self.remote.forget(url)
+
+    def asks(self, model: str) -> bool:
+        """Prompts of this base model are read by a worker (`ask`) and not here."""
+        return self.remote is not None and model not in self._tokenizers and self.remote.knows(model)
+
+    async def ask(self, parsed: RoutingRequest, model: str) -> tuple[Sequence[int] | None, float]:
+        """`read` by a worker. Ids that the request brings itself are taken as they are."""
+        ids, took_s = self.read(parsed, None)
+        if ids is not None or self.remote is None:
+            return ids, took_s
+        ids, took_s = await self.remote.read(parsed, model)
+        if ids and parsed.truncate_prompt_tokens is not None and parsed.truncate_prompt_tokens > 0:
+            ids = ids[-parsed.truncate_prompt_tokens :]
+        return ids or None, took_s
 
     async def _load(self, model: str, name: str) -> None:
         folder = checkpoint_folder(name)

@@ -1,0 +1,109 @@
+"""Ids asked of workers: what is asked, what is routed on, and that a worker that cannot tokenise delays nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+from prompts.routing import parse_routing
+from router.remote_tokenizer import RemoteTokenizer, request_body
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "one two three"}], "add_generation_prompt": False}
+
+
+def tokenising(request: Any) -> bytes:
+    """A worker's answer: one id a word."""
+    body = json.loads(request.body)
+    text = body["prompt"] if "prompt" in body else " ".join(m["content"] for m in body["messages"])
+    ids = [len(word) for word in text.split()]
+    return json.dumps({"count": len(ids), "max_model_len": 99, "tokens": ids}).encode()
+
+
+@pytest.mark.parametrize("how", ["answers", "404", "garbage", "hangs"])
+def test_prompts_are_read_by_a_worker_that_can(edge: Any, make_post: Any, how: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr("router.remote_tokenizer.ANSWER_S_MAX", 0.2)
+    able = True
+
+    async def script(request: Any, reader: Any, writer: Any) -> None:
+        if not request.line.startswith(b"POST /tokenize"):
+            await edge.reply()(request, reader, writer)
+        elif how == "answers" or able:
+            await edge.reply(tokenising(request))(request, reader, writer)
+        elif how == "404":
+            await edge.reply(b"{}", status=b"404 Not Found")(request, reader, writer)
+        elif how == "garbage":
+            await edge.reply(b'{"tokens": "many"}')(request, reader, writer)
+        else:
+            await asyncio.sleep(0.5)
+
+    async def scenario() -> None:
+        nonlocal able
+        await edge.start(policy="kv")
+        worker = await edge.worker(script)
+        async with aiohttp.ClientSession() as session:
+            edge.prompts.remote = RemoteTokenizer(session)
+            await edge.prompts.learn("tiny", None, f"http://127.0.0.1:{worker.port}")
+            assert edge.prompts.asks("tiny")
+            assert "workers are asked" in edge.prompts.problems["tiny"]
+            routed = []
+            edge.proxy.on_end.append(lambda exchange: routed.append(exchange.route.token_ids))
+            able = False
+            answer = await edge.exchange(make_post(json.dumps(CHAT).encode()))
+            assert answer.startswith(b"HTTP/1.1 200 OK")
+            assert routed == [[3, 3, 5] if how == "answers" else None]
+            asked = json.loads(worker.received[1].body)
+            assert asked == CHAT
+            # ids that the client brings need no worker
+            count = len(worker.received)
+            await edge.exchange(make_post(b'{"model":"tiny","prompt":[5,6,7]}', b"/v1/completions"))
+            assert len(worker.received) == count + 1
+            assert list(routed[-1]) == [5, 6, 7]
+            edge.prompts.forget(f"http://127.0.0.1:{worker.port}")
+            assert not edge.prompts.asks("tiny")
+
+    edge.run(scenario())
+
+
+def test_client_that_leaves_while_a_worker_tokenises(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        gate = asyncio.Event()
+
+        async def script(request: Any, reader: Any, writer: Any) -> None:
+            if len(edge.upstreams[0].received) > 1:
+                await gate.wait()
+            await edge.reply(tokenising(request))(request, reader, writer)
+
+        await edge.start(policy="kv")
+        worker = await edge.worker(script)
+        async with aiohttp.ClientSession() as session:
+            edge.prompts.remote = RemoteTokenizer(session)
+            await edge.prompts.learn("tiny", None, f"http://127.0.0.1:{worker.port}")
+            _, writer = await edge.connect()
+            writer.write(make_post(json.dumps(CHAT).encode()))
+            while len(worker.received) < 2:
+                await asyncio.sleep(0.01)
+            writer.close()
+            await asyncio.sleep(0.05)
+            gate.set()
+            await asyncio.sleep(0.05)
+            assert edge.core.counters["routed"] == 0
+            assert len(worker.received) == 2
+
+    edge.run(scenario())
+
+
+def test_what_cannot_be_asked_is_not() -> None:
+    image = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:"}}]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": image}]}),
+        ("/v1/chat/completions", {}),
+        ("/v1/completions", {"prompt": [[1, 2]]}),
+        ("/v1/completions", {}),
+    ):
+        assert request_body(parse_routing(path, json.dumps(body).encode()), "m") is None
+    first = request_body(parse_routing("/v1/completions", b'{"prompt":["a","b"]}'), "m")
+    assert first == {"model": "m", "prompt": "a", "add_special_tokens": True}
