@@ -15,11 +15,11 @@ import click
 
 from router.config import POLICIES, ConfigError, CoreConfig
 from router.discovery import WorkerFlag, parse_worker_flag
+from router.exchange import Timeouts
 from router.fleet import FleetConfig
 from router.http_request import HttpLimits
 from router.http_server import ClientTimeouts
 from router.process import ProcessConfig, run_process
-from router.proxy import Timeouts
 from router.server import EdgeConfig
 from router.supervise import supervise
 

@@ -18,8 +18,9 @@ import msgspec
 
 from prompts.tokenizer import Tokenizer
 from router.core import RouterCore
+from router.exchange import Exchange
 from router.http_server import ClientConnection
-from router.proxy import Exchange, Proxy
+from router.proxy import Proxy
 from router.tokenizing import PromptReader
 from router.view import Scope
 

@@ -23,11 +23,13 @@ from pathlib import Path
 
 import aiohttp
 
+from router.accounting import count_end, request_fields
 from router.admin import Admin
 from router.config import CoreConfig
 from router.core import RouterCore
 from router.dashboard import Dashboard
 from router.discovery import Prober, WorkerFlag
+from router.exchange import Exchange
 from router.feed import IndexFeed
 from router.fleet import FleetConfig, Workers
 from router.http_request import Request
@@ -37,9 +39,9 @@ from router.messages import Decision, FailureKind
 from router.metrics import Metrics
 from router.peer_snapshot import PeerClient, PeerRoutes, ask_seed
 from router.peers import PeerLoads, PeerSockets
-from router.proxy import Exchange, Proxy
+from router.proxy import Proxy
 from router.remote_tokenizer import RemoteTokenizer
-from router.server import COMPLETIONS, TICK_S, EdgeConfig, Listener, RouterApp
+from router.server import TICK_S, EdgeConfig, Listener, RouterApp
 from router.siblings import Share, Siblings
 from router.tokenizing import PromptReader
 from router.upstream import UpstreamPool
@@ -320,55 +322,6 @@ class RouterProcess:
         for listener in self._listeners:
             listener.abort()
         await asyncio.sleep(0)
-
-
-def count_end(core: RouterCore, metrics: Metrics, exchange: Exchange, now: float) -> None:
-    """Add an ended exchange to the counters."""
-    path = exchange.request.path if exchange.request.path in COMPLETIONS else "other"
-    route, decision, usage = exchange.route, exchange.decision, exchange.usage
-    # Names that clients make up must not become labels.
-    model = route.model if route is not None and core.resolve_model(route.model) is not None else "unknown"
-    metrics.requests[path, model, exchange.outcome] += 1
-    metrics.request_s.observe(now - exchange.started_s)
-    if exchange.first_byte_s is not None:
-        metrics.ttft_s.observe(exchange.first_byte_s - exchange.started_s)
-    if exchange.outcome == "client_gone":
-        metrics.client_disconnects += 1
-    if route is None or decision is None:
-        return
-    metrics.decisions[decision.worker] += 1
-    metrics.routing_s.observe(decision.decided_s - exchange.started_s)
-    if route.token_ids is not None:
-        metrics.prompt_tokens += route.prompt_tokens
-        metrics.predicted_cached_tokens += decision.predicted_cached_tokens
-    if usage is not None:
-        metrics.reported_prompt_tokens += usage.prompt_tokens or 0
-        metrics.reported_cached_tokens += usage.cached_tokens or 0
-
-
-def request_fields(exchange: Exchange, now: float) -> dict[str, object]:
-    """What the log says of a request."""
-    route, decision, usage = exchange.route, exchange.decision, exchange.usage
-    fields: dict[str, object] = {
-        "request_id": exchange.trace_id.decode("latin-1"),
-        "path": exchange.request.path,
-        "outcome": exchange.outcome,
-        "seconds": round(now - exchange.started_s, 4),
-    }
-    if exchange.first_byte_s is not None:
-        fields["first_byte_seconds"] = round(exchange.first_byte_s - exchange.started_s, 4)
-    if route is not None:
-        fields |= {"model": route.model, "prompt_tokens": route.prompt_tokens, "stream": route.stream}
-    if decision is not None:
-        fields |= {
-            "worker": decision.worker,
-            "attempt": decision.attempt,
-            "predicted_cached_tokens": decision.predicted_cached_tokens,
-            "predicted_ttft_seconds": round(decision.predicted_ttft_s, 4),
-        }
-    if usage is not None and usage.cached_tokens is not None:
-        fields["cached_tokens"] = usage.cached_tokens
-    return fields
 
 
 def settle_heap() -> None:

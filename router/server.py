@@ -21,11 +21,12 @@ from prompts.errors import RequestError, bad_value
 from prompts.routing import RoutingRequest, parse_routing
 from router.admin import Admin
 from router.core import RouterCore
+from router.exchange import Exchange, Timeouts
 from router.http_request import HttpLimits, Request
 from router.http_server import ClientConnection, ClientTimeouts, error_type
 from router.messages import RouteRequest
 from router.metrics import Metrics
-from router.proxy import Exchange, Proxy, Timeouts
+from router.proxy import Proxy
 from router.tokenizing import PromptReader, estimate_tokens
 from router.view import Scope
 

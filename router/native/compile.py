@@ -17,8 +17,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODULES = (
+    "accounting",
     "choose",
     "core",
+    "exchange",
     "held",
     "history",
     "http_headers",
@@ -33,6 +35,7 @@ MODULES = (
     "sessions",
     "tracker",
     "upstream",
+    "usage",
     "watchdog",
 )
 """What runs for every request or chunk. Modules of msgspec structs are not among them: msgspec builds those in C."""

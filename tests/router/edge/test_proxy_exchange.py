@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from router.proxy import Timeouts
+from router.exchange import Timeouts
 
 CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}).encode()
 STREAM = json.dumps({"model": "tiny", "stream": True, "messages": [{"role": "user", "content": "hello"}]}).encode()
