@@ -78,7 +78,7 @@ class QueueConfig:
     tries: int = 24
     """Held requests tried at each first token and each tick."""
     requests_max: int = 4096
-    wait_s_max: float = 60.0
+    wait_s_max: float = 120.0
     """Deadline of a held request that brings none: it is then forwarded to the cheapest worker."""
     tick_s: float = 0.05
 
