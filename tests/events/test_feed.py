@@ -135,7 +135,7 @@ def test_late_joiner_gets_a_snapshot_then_live_events(publish: Publish, follow: 
     assert follower.messages[0].origin is Origin.SNAPSHOT
     for key in range(5000, 5020):  # the first may come by the last replay of joining, if that is still under way
         publisher.publish([stored(key)])
-        expected |= names({key})
+        expected.update(names({key}))
         follower.until(lambda: follower.held == expected)
         assert follower.messages[-1].seq == key - 1999
         if follower.messages[-1].origin is Origin.LIVE:
