@@ -24,8 +24,8 @@ from typing import Any
 from tokenizers import Tokenizer as HfTokenizer
 
 CACHE_BYTES_DEFAULT = 64 * 2**20
-_ENTRY_BYTES = 200
-"""What an entry costs besides its text and ids: dict slot, object headers."""
+_ENTRY_BYTES = 250
+"""What an entry costs besides its text and ids: dict slot, object headers, what the allocator rounds up."""
 _RANDOM_STATE_KEYS = ("dropout",)
 
 

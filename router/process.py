@@ -23,6 +23,7 @@ from pathlib import Path
 
 import aiohttp
 
+from prompts.segments import CACHE_BYTES_DEFAULT
 from router.accounting import count_end, request_fields
 from router.admin import Admin
 from router.config import CoreConfig
@@ -66,6 +67,8 @@ class ProcessConfig:
     workers_file: Path | None = None
     tokenizer: str | None = None
     chat_template: str | None = None
+    segment_cache_bytes: int = CACHE_BYTES_DEFAULT
+    """Of each model, for encoded text."""
     bind_events: tuple[str, ...] = ()
     """Addresses for publishers that connect instead of bind."""
     peers: tuple[str, ...] = ()
@@ -116,7 +119,12 @@ class RouterProcess:
             worker_authorization=None if key is None else f"Bearer {key}".encode(),
         )
         self._proxy.log_share = config.log_decisions
-        self._prompts = PromptReader(self._executor, override=config.tokenizer, chat_template=config.chat_template)
+        self._prompts = PromptReader(
+            self._executor,
+            override=config.tokenizer,
+            chat_template=config.chat_template,
+            cache_bytes=config.segment_cache_bytes,
+        )
         self._feed = IndexFeed(self._index, on_connection=self._stream_changed)
         self._listeners: list[Listener] = []
         self._peers: PeerSockets | None = None

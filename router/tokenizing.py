@@ -20,7 +20,7 @@ import msgspec
 
 from prompts.errors import RequestError
 from prompts.routing import RoutingRequest
-from prompts.segments import SegmentStats
+from prompts.segments import CACHE_BYTES_DEFAULT, SegmentStats
 from prompts.tokenizer import Tokenizer, TokenizerError
 from router.remote_tokenizer import RemoteTokenizer
 
@@ -39,8 +39,16 @@ _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]]
 class PromptReader:
     """model -> tokenizer, and prompts -> token ids. One per process; reading is thread-safe."""
 
-    def __init__(self, executor: Executor, *, override: str | None = None, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        override: str | None = None,
+        chat_template: str | None = None,
+        cache_bytes: int = CACHE_BYTES_DEFAULT,
+    ) -> None:
         self._executor = executor
+        self._cache_bytes = cache_bytes
         self.remote: RemoteTokenizer | None = None
         """Whom to ask for ids of models that have no tokenizer here; None asks nobody."""
         self._override = override
@@ -106,7 +114,10 @@ class PromptReader:
             return
         loop = asyncio.get_running_loop()
         try:
-            loaded = await loop.run_in_executor(self._executor, lambda: Tokenizer.load(folder, self._chat_template))
+            loaded = await loop.run_in_executor(
+                self._executor,
+                lambda: Tokenizer.load(folder, self._chat_template, cache_bytes=self._cache_bytes),
+            )
         except TokenizerError as error:
             self.problems[model] = str(error)
             log.warning("no tokenizer for %s: %s", model, error)
