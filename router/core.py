@@ -308,7 +308,7 @@ class RouterCore:
                 history.insert(chain_keys(request.token_ids, request.scope))
             else:
                 self._pins.pin(request.request_id, target.holder, choice.prompt, request.scope)
-        if request.session is not None:
+        if request.session is not None and self.config.session_affinity:
             self._chooser.sessions.put(request.session, target.name, now)
         worker = self.registry.workers[target.worker_id]
         if worker.state is WorkerState.PROBING:

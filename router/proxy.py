@@ -104,6 +104,8 @@ class Proxy:
         """Enforce the timeouts of all exchanges; call every `sweep_s`."""
         for exchange in list(self.exchanges.values()):
             exchange.expire(now, self._timeouts)
+        for worker_id in self._targets.keys() - self.core.workers.keys():
+            del self._targets[worker_id]
 
     def ended(self, exchange: Exchange) -> None:
         del self.exchanges[exchange.request_id]

@@ -104,9 +104,9 @@ class Registry:
         pool = self._pools.get(key)
         if pool is None:
             pool = self._build_pool(key)
-        context_max = self._context_max[key]
         if not pool:
             return self._refuse(request)
+        context_max = self._context_max[key]
         whole = request.prompt_tokens + 1
         if context_max is not None and whole > context_max:
             pool = [t for t in pool if self._fits(t.worker_id, request.model, whole)]
@@ -162,10 +162,9 @@ class Registry:
             pool += self._targets[worker.worker_id]
             if served.max_model_len is not None:
                 limits.append(served.max_model_len)
-        if len(self._pools) > 1000:  # names come from clients
-            self.changed()
-        self._pools[key] = pool
-        self._context_max[key] = min(limits, default=None)
+        if pool:  # names come from clients: what nobody serves is not remembered
+            self._pools[key] = pool
+            self._context_max[key] = min(limits, default=None)
         return pool
 
     def _fits(self, worker_id: str, model: str, tokens: int) -> bool:
