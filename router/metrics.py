@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -113,6 +113,13 @@ class Metrics:
                 value.total += other[1]
             else:
                 setattr(self, name, value + other)
+
+    def keep_workers(self, known: Container[str]) -> None:
+        """Drop the counts of workers that are known no more: addresses come and go for as long as the router runs."""
+        for worker_id in [worker_id for worker_id in self.decisions if worker_id not in known]:
+            del self.decisions[worker_id]
+        for key in [key for key in self.failures if key[0] and key[0] not in known]:
+            del self.failures[key]
 
     def attempt_failed(self, decision: Decision | None, kind: FailureKind) -> None:
         self.failures[decision.worker if decision else "", kind.value] += 1

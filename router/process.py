@@ -276,6 +276,7 @@ class RouterProcess:
                 for listener in self._listeners:
                     listener.sweep(now)
                 self._dashboard.beat(now)
+                self._metrics.keep_workers(core.workers)
                 for worker_id in core.workers:
                     core.watchdog.events(worker_id, self._feed.stored_blocks(worker_id))
 

@@ -117,6 +117,7 @@ def test_what_is_kept_does_not_grow_with_requests(edge: Any, make_post: Any, tmp
 def test_workers_that_come_and_go_leave_nothing(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
         await edge.start(policy="kv")
+        edge.proxy.on_end.append(lambda exchange: count_end(edge.core, edge.metrics, exchange, edge.proxy.now()))
         upstream = await edge.worker(edge.reply())
         body = json.dumps({"model": "tiny", "prompt": [1, 2, 3]}).encode()
 
@@ -127,16 +128,20 @@ def test_workers_that_come_and_go_leave_nothing(edge: Any, make_post: Any) -> No
             assert (await edge.exchange(make_post(body, b"/v1/completions"))).startswith(b"HTTP/1.1 200")
             await edge.settle()
 
+        async def look() -> Counter[str]:
+            edge.pool.close_idle(edge.proxy.now() + 60.0)
+            edge.metrics.keep_workers(edge.core.workers)
+            await asyncio.sleep(0.1)
+            upstream.received.clear()
+            return sizes(edge)
+
         for number in range(5):
             await replace(number)
-        await asyncio.sleep(0.1)
-        upstream.received.clear()
-        before = sizes(edge)
+        before = await look()
         for number in range(5, 45):
             await replace(number)
-        await asyncio.sleep(0.1)
-        upstream.received.clear()
-        grown = {path: (before[path], count) for path, count in sizes(edge).items() if count > before[path] + 10}
+        after = await look()
+        grown = {path: (before[path], count) for path, count in after.items() if count > before[path] + 10}
         assert not grown, f"grew with the number of workers that were removed: {grown}"
 
     edge.run(scenario())
