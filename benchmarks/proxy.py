@@ -102,6 +102,11 @@ def request_of(body: bytes) -> bytes:
     ) + body
 
 
+def question(number: int) -> str:
+    """A turn that no other number has."""
+    return f"Question {number}: what does function {number * 7919 % 100_003} do, and why?"
+
+
 class Bodies:
     """Requests that end in a turn never seen before."""
 
@@ -123,8 +128,8 @@ class Bodies:
         made = []
         for _ in range(count):
             self._count += 1
-            turn = f"Question {self._count}: what does function {self._count * 7919 % 100_003} do, and why?"
-            made.append(request_of(body_of(talks[self._count % len(talks)], turn, stream=stream)))
+            talk = talks[self._count % len(talks)]
+            made.append(request_of(body_of(talk, question(self._count), stream=stream)))
         return made
 
 

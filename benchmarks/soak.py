@@ -32,7 +32,7 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from proxy import Bodies, machine, program  # noqa: E402
+from proxy import Bodies, machine, program, question  # noqa: E402
 from proxy_parts.peers import install_ourselves  # noqa: E402
 
 from engine.tiny_tokenizer import write_tokenizer  # noqa: E402
@@ -68,20 +68,22 @@ class Soak:
         """(minutes, resident MiB, MiB of encoded text, blocks in the index)."""
 
     async def fill(self) -> None:
-        """Send new turns, hundreds a request, until the cache of encoded text grows no more."""
-        text_mib, before_mib, turn = 0.0, -1.0, 0
+        """Send new turns, hundreds a request and such as the load has, until the cache of encoded text was filled and
+        all of it replaced once."""
+        text_mib, before_mib, turn, full_at = 0.0, -1.0, 0, None
         async with aiohttp.ClientSession() as session:
-            while text_mib > before_mib + 0.1:
+            while full_at is None or turn < 2 * full_at:
                 for _ in range(50):
                     numbers = range(turn, turn := turn + 200)
-                    talk = [{"role": "user", "content": f"Filling {i}: {'why, ' * (i % 17)}"} for i in numbers]
+                    talk = [{"role": "user", "content": question(10**6 + i)} for i in numbers]
                     body = {"model": "mock", "messages": talk}
                     async with session.post(f"{self._url}/v1/chat/completions", json=body) as answer:
                         await answer.read()
                 before_mib, text_mib = text_mib, (await asyncio.to_thread(gauges, self._url))[0]
-        print(
-            f"filled with {turn} turns: {text_mib:.1f} MiB of encoded text, {resident_mb(self._pid):.1f} MiB resident"
-        )
+                if full_at is None and text_mib < before_mib + 0.1:
+                    full_at = turn
+        resident = resident_mb(self._pid)
+        print(f"filled with {turn} turns: {text_mib:.1f} MiB of encoded text, {resident:.1f} MiB resident")
 
     async def run(self, minutes: float, interval_s: float) -> None:
         started = time.monotonic()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -24,8 +25,8 @@ from typing import Any
 from tokenizers import Tokenizer as HfTokenizer
 
 CACHE_BYTES_DEFAULT = 64 * 2**20
-_ENTRY_BYTES = 250
-"""What an entry costs besides its text and ids: dict slot, object headers, what the allocator rounds up."""
+_ENTRY_BYTES = 120
+"""What an entry costs besides its two objects: its slot in the dictionary and its place in the order."""
 _RANDOM_STATE_KEYS = ("dropout",)
 
 
@@ -76,11 +77,12 @@ class SegmentCache:
         self._hf = hf
         self._plan = plan
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[str, list[int]] = OrderedDict()
+        self._entries: OrderedDict[str, tuple[int, ...]] = OrderedDict()
         self._used_bytes = 0
         self._lock = threading.Lock()
         self._hits = self._misses = self._hit_tokens = self._miss_tokens = 0
-        # One int object an id, shared by all entries: an id costs 8 bytes instead of 40.
+        # One int object an id, shared by all entries: an id costs 8 bytes instead of 40. Entries are tuples, because the
+        # garbage collector looks at tuples of numbers once, and at every list each time.
         self._ints = list(range(vocab_size))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int] | None:
@@ -99,7 +101,7 @@ class SegmentCache:
             out.extend(plan.suffix or ())
         return out
 
-    def _look_up(self, segments: Sequence[str]) -> list[list[int] | None]:
+    def _look_up(self, segments: Sequence[str]) -> list[tuple[int, ...] | None]:
         entries = self._entries
         with self._lock:
             found = [entries.get(segment) for segment in segments]
@@ -112,18 +114,18 @@ class SegmentCache:
                     entries.move_to_end(segment)
         return found
 
-    def _encode_missing(self, missing: Iterable[str]) -> dict[str, list[int]]:
+    def _encode_missing(self, missing: Iterable[str]) -> dict[str, tuple[int, ...]]:
         unique = list(dict.fromkeys(missing))
         ints = self._ints
         encodings = self._hf.encode_batch_fast(unique, add_special_tokens=False)
-        made = {segment: [ints[i] for i in encoding.ids] for segment, encoding in zip(unique, encodings)}
+        made = {segment: tuple([ints[i] for i in encoding.ids]) for segment, encoding in zip(unique, encodings)}
         with self._lock:
             for segment, ids in made.items():
                 self._miss_tokens += len(ids)
                 self._insert(segment, ids)
         return made
 
-    def _insert(self, segment: str, ids: list[int]) -> None:
+    def _insert(self, segment: str, ids: tuple[int, ...]) -> None:
         cost = _cost(segment, ids)
         if segment in self._entries or cost > self._max_bytes // 4:
             return  # one prompt must not empty the cache
@@ -152,9 +154,8 @@ class SegmentCache:
             assert self._used_bytes <= self._max_bytes
 
 
-def _cost(segment: str, ids: list[int]) -> int:
-    width = 1 if segment.isascii() else 4
-    return _ENTRY_BYTES + width * len(segment) + 8 * len(ids)
+def _cost(segment: str, ids: tuple[int, ...]) -> int:
+    return _ENTRY_BYTES + sys.getsizeof(segment) + sys.getsizeof(ids)
 
 
 def plan_segments(hf: HfTokenizer) -> SegmentPlan | str:
