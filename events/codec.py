@@ -7,21 +7,13 @@ cannot be read costs only itself. Writing is exact: byte for byte what vLLM writ
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from events.errors import DecodeError
-from events.types import EVENT_TYPES, BlockRemoved, BlockStored, DecodedBatch, Event, EventBatch
+from events.fields import read_event
+from events.types import BlockRemoved, BlockStored, DecodedBatch, Event, EventBatch
 
 _ENCODER = msgspec.msgpack.Encoder()
-
-_ABSENT_AS_NONE: dict[str, dict[str, None]] = {
-    "BlockStored": {"parent_block_hash": None, "lora_id": None, "medium": None, "lora_name": None},
-    "BlockRemoved": {"medium": None},
-    "AllBlocksCleared": {},
-}
-"""Fields that every current engine sends and some older one does not: absent means None."""
 
 _LEGACY_FIELDS: dict[str, tuple[str, ...]] = {
     "BlockStored": BlockStored.__struct_fields__[: BlockStored.__struct_fields__.index("locality")],
@@ -72,49 +64,12 @@ def decode_batch(payload: bytes) -> DecodedBatch:
     decoded = DecodedBatch(batch)
     for index, raw in enumerate(envelope.events):
         try:
-            event = _decode_event(raw, decoded.unknown)
+            kind, event = read_event(raw)
         except _UNREADABLE as error:
             decoded.malformed.append(f"event {index}: {error}")
             continue
-        if event is not None:
+        if event is None:
+            decoded.unknown[kind] = decoded.unknown.get(kind, 0) + 1
+        else:
             batch.events.append(event)
     return decoded
-
-
-def _decode_event(raw: msgspec.Raw, unknown: dict[str, int]) -> Event | None:
-    """One event in either form; None, and counted in `unknown`, where its type is not known."""
-    value = msgspec.msgpack.decode(raw)
-    if isinstance(value, list):
-        kind, fields = _named_fields(value)
-    elif isinstance(value, dict):
-        kind, fields = value.get("type"), value
-    else:
-        raise msgspec.ValidationError(f"expected a map or an array, got {type(value).__name__}")
-    if not isinstance(kind, str):
-        raise msgspec.ValidationError(f"expected the event type as a string, got {kind!r:.60}")
-    cls = EVENT_TYPES.get(kind)
-    if cls is None:
-        unknown[kind] = unknown.get(kind, 0) + 1
-        return None
-    complete = {**_ABSENT_AS_NONE[kind], **fields}
-    if cls is BlockStored:
-        complete["token_ids"] = _flat_token_ids(complete.get("token_ids"))
-    return msgspec.convert(complete, cls)
-
-
-def _named_fields(values: list[Any]) -> tuple[object, dict[Any, Any]]:
-    """Names for a positional event. More values than known fields are of a newer version: ignored."""
-    if not values:
-        raise msgspec.ValidationError("empty array")
-    kind = values[0]
-    cls = EVENT_TYPES.get(kind) if isinstance(kind, str) else None
-    if cls is None:
-        return kind, {}
-    return kind, {"type": kind, **dict(zip(cls.__struct_fields__, values[1:]))}
-
-
-def _flat_token_ids(token_ids: object) -> object:
-    """SGLang under EAGLE announces (token, next token) pairs: the first of each is the block's own token."""
-    if isinstance(token_ids, list) and token_ids and isinstance(token_ids[0], list):
-        return [pair[0] if isinstance(pair, list) and pair else pair for pair in token_ids]
-    return token_ids

@@ -7,15 +7,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from events.types import BlockStored, Event
+from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from router.digest import Digester
 
 BLOCK_SIZE_MAX = (1 << 24) - 1
 TOKEN_ID_END = 1 << 32
+INT64_END = 1 << 63
+
+_SIGNED: dict[type, tuple[str, ...]] = {
+    BlockStored: ("lora_id", "group_idx", "kv_cache_spec_sliding_window"),
+    BlockRemoved: ("group_idx",),
+}
 
 
 def check_event(event: Event) -> str | None:
     """Why the event cannot be applied, naming field, value and expectation; None where it can."""
+    if isinstance(event, AllBlocksCleared):
+        return None
+    for field in _SIGNED[type(event)]:
+        value = getattr(event, field)
+        if value is not None and value >= INT64_END:
+            return f"{type(event).__name__}.{field} is {value}: expected less than 2^63"
     if not isinstance(event, BlockStored):
         return None
     if not 0 < event.block_size <= BLOCK_SIZE_MAX:
@@ -75,7 +87,7 @@ def media_of(event: BlockStored, index: int, start: int, digester: Digester) -> 
             keys.reverse()
     media = []
     for key in keys:
-        if isinstance(key, (list, tuple)) and len(key) == 2 and isinstance(key[0], str) and isinstance(key[1], int):
+        if isinstance(key, (list, tuple)) and len(key) == 2 and isinstance(key[0], str) and type(key[1]) is int:
             if key[1] >= 0:
                 media.append((start + key[1], digester.text(key[0])))
         else:

@@ -196,32 +196,44 @@ class Holder:
         self.parking.expire(self._batch)
 
     def _apply_stretch(self, events: list[BlockStored | BlockRemoved], report: IngestReport) -> None:
-        self._teach([event for event in events if isinstance(event, BlockStored)])
-        for event in events:
+        spelt = self._teach(events)
+        for index, event in enumerate(events):
             if isinstance(event, BlockStored):
-                self._store(event, report)
+                self._store(event, spelt.get(index), report)
             else:
                 self._remove(event, report)
         self._taught.clear()
 
-    def _teach(self, stores: list[BlockStored]) -> None:
-        """Fill `_taught` with the place of every block that a dense store spells out, in whatever order they come."""
-        open_runs = [store for store in stores if is_dense(store)]
-        while open_runs:
-            left = [store for store in open_runs if not self._teach_run(store)]
-            if len(left) == len(open_runs):
-                return
-            open_runs = left
+    def _teach(self, events: list[BlockStored | BlockRemoved]) -> dict[int, list[Place]]:
+        """Fill `_taught` with the place of every block that a dense store spells out, in whatever order they come.
 
-    def _teach_run(self, run: BlockStored) -> bool:
+        Returns the places of each such store by its index. A store goes where it says itself: `_taught` is for the
+        others, and where two stores of a batch give one name two places, the later word counts.
+        """
+        spelt: dict[int, list[Place]] = {}
+        open_runs = {i: event for i, event in enumerate(events) if isinstance(event, BlockStored) and is_dense(event)}
+        while open_runs:
+            for index, run in open_runs.items():
+                places = self._teach_run(run)
+                if places is not None:
+                    spelt[index] = places
+            left = {index: run for index, run in open_runs.items() if index not in spelt}
+            if len(left) == len(open_runs):
+                break
+            open_runs = left
+        return spelt
+
+    def _teach_run(self, run: BlockStored) -> list[Place] | None:
         start = self._start_of(run)
         if start is None:
-            return False
+            return None
         first, place = start
+        places = [place] * first
         for index in range(first, len(run.block_hashes)):
             place = self._advance(place, run, index)
             self._taught[self._digester.name(run.block_hashes[index])] = place
-        return True
+            places.append(place)
+        return places
 
     def _start_of(self, run: BlockStored) -> tuple[int, Place] | None:
         """(index of the first block to compute, where it starts), or None where the run hangs in the air."""
@@ -250,12 +262,26 @@ class Holder:
 
     # -- stores ------------------------------------------------------------------------------------------------
 
-    def _store(self, event: BlockStored, report: IngestReport) -> None:
+    def _store(self, event: BlockStored, places: list[Place] | None, report: IngestReport) -> None:
         group = self._hear(event)
         slot = (group.key, tier_index(event.medium))
         dense = is_dense(event)
         group.sparse |= not dense
         names = [self._digester.name(engine_hash) for engine_hash in event.block_hashes]
+        if places is None:
+            placed = self._store_unresolved(event, names, slot, group, report)
+        else:
+            for name, place in zip(names, places):
+                self._add(name, place, slot, event.block_size, group)
+            placed = names
+        report.stored += len(placed)
+        self._wake(placed)
+
+    def _store_unresolved(
+        self, event: BlockStored, names: list[int], slot: Slot, group: Group, report: IngestReport
+    ) -> list[int]:
+        """A sparse store, or a dense one that hangs in the air. Returns the names whose place is known."""
+        dense = is_dense(event)
         unplaced = [name for name in names if self._place(name) is None]
         if unplaced and not dense and group.role == "state" and len(names) == 1 and not self._knows_full_attention():
             self._taught.update(self._place_of_last(event, names[0]))
@@ -274,8 +300,7 @@ class Holder:
             elif not dense:
                 self.parking.park(ParkedRun(slot, [name], [True], event.block_size, name, None, self._batch))
                 report.parked += 1
-        report.stored += len(placed)
-        self._wake(placed)
+        return placed
 
     def _hear(self, event: BlockStored) -> Group:
         group = self.groups.get(event.group_idx)
@@ -284,7 +309,8 @@ class Holder:
         group.heard = True
         group.kind = event.kv_cache_spec_kind or group.kind
         group.block_size = event.block_size
-        group.window = event.kv_cache_spec_sliding_window or group.window
+        if event.kv_cache_spec_sliding_window is not None and event.kv_cache_spec_sliding_window > 0:
+            group.window = event.kv_cache_spec_sliding_window
         if group.teaches:
             self._full_stores += 1
         return group

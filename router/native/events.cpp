@@ -14,6 +14,10 @@ enum class Field : u8 {
     BlockHashes, Parent, TokenIds, BlockSize, LoraId, Medium, LoraName, ExtraKeys, GroupIdx, Kind, Window,
     CacheSalt, Ignored,
 };
+constexpr const char* kFieldNames[] = {
+    "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
+    "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "cache_salt",
+};
 
 // Fields in the order of positional events.
 constexpr Field kStoredOrder[] = {
@@ -60,7 +64,11 @@ public:
         if (reader_.peek() != Type::Array) throw Truncated("events is no array");
         const std::size_t count = reader_.array();
         for (std::size_t i = 0; i < count; ++i) one(i);
-        for (std::size_t i = 2; i < parts; ++i) reader_.skip();
+        if (parts > 2 && !reader_.take_nil()) {
+            if (reader_.peek() != Type::Int) throw Truncated("the rank is neither int nor nil");
+            reader_.integer();
+        }
+        for (std::size_t i = 3; i < parts; ++i) reader_.skip();
         if (!reader_.done()) throw Truncated("bytes behind the batch");
     }
 
@@ -72,7 +80,12 @@ private:
         try {
             event();
         } catch (const Mismatch& error) {
-            batch_.malformed.push_back("event " + std::to_string(index) + ": " + error.what());
+            std::string where = "event " + std::to_string(index) + ": ";
+            if (at_ != Field::Ignored) {
+                where += kind_ == Kind::Removed ? "BlockRemoved." : "BlockStored.";
+                where += std::string(kFieldNames[static_cast<std::size_t>(at_)]) + ": ";
+            }
+            batch_.malformed.push_back(where + error.what());
             batch_.names.resize(names);
             batch_.tokens.resize(tokens);
             batch_.extras.resize(extras);
@@ -82,26 +95,21 @@ private:
     }
 
     void event() {
+        at_ = Field::Ignored;
         if (reader_.peek() == Type::Array) {
             const std::size_t count = reader_.array();
             if (count == 0) throw Mismatch("empty array");
-            if (reader_.peek() != Type::Str) throw Mismatch("expected the event type as a string");
-            begin(reader_.str());
+            begin(reader_.text());
             for (std::size_t i = 1; i < count; ++i) field(positional(i - 1));
         } else if (reader_.peek() == Type::Map) {
             const std::size_t count = reader_.map();
             begin(type_of(count));
             for (std::size_t i = 0; i < count; ++i) {
-                if (reader_.peek() != Type::Str) {
-                    reader_.skip();
-                    reader_.skip();
-                    continue;
-                }
                 const std::string_view name = reader_.str();
                 if (kind_ == Kind::Digests) {
                     digests_field(name);
                 } else {
-                    field(kind_ == Kind::Unknown || kind_ == Kind::Cleared ? Field::Ignored : field_named(name));
+                    field(named(name));
                 }
             }
         } else {
@@ -114,11 +122,8 @@ private:
     std::string_view type_of(std::size_t count) {
         const u8* body = reader_.position();
         for (std::size_t i = 0; i < count; ++i) {
-            if (reader_.peek() != Type::Str) {
-                reader_.skip();
-            } else if (reader_.str() == "type") {
-                if (reader_.peek() != Type::Str) throw Mismatch("expected the event type as a string");
-                const std::string_view type = reader_.str();
+            if (reader_.str() == "type") {
+                const std::string_view type = reader_.text();
                 reader_.seek(body);
                 return type;
             }
@@ -149,14 +154,24 @@ private:
         return Field::Ignored;
     }
 
+    // A field that the event's type does not have says nothing, whatever stands there.
+    Field named(std::string_view name) const {
+        if (kind_ == Kind::Unknown || kind_ == Kind::Cleared) return Field::Ignored;
+        const Field which = field_named(name);
+        if (kind_ == Kind::Stored) return which;
+        return std::find(std::begin(kRemovedOrder), std::end(kRemovedOrder), which) == std::end(kRemovedOrder)
+                   ? Field::Ignored : which;
+    }
+
     void field(Field which) {
+        at_ = which;
         switch (which) {
             case Field::BlockHashes: names(); break;
             case Field::Parent:
                 stored_.has_parent = !reader_.take_nil();
                 if (stored_.has_parent) stored_.parent = name();
                 break;
-            case Field::TokenIds: kind_ == Kind::Stored ? tokens() : reader_.skip(); break;
+            case Field::TokenIds: tokens(); break;
             case Field::BlockSize: block_size(); break;
             case Field::LoraId: lora_id_ = optional_int(); break;
             case Field::Medium: medium_ = optional_str(); break;
@@ -173,6 +188,7 @@ private:
             case Field::CacheSalt: stored_.salt = optional_str(); break;
             case Field::Ignored: reader_.skip(); break;
         }
+        at_ = Field::Ignored;
     }
 
     u64 name() {
@@ -203,19 +219,23 @@ private:
         if (reader_.peek() == Type::Array) {
             const std::size_t count = reader_.array();
             if (count == 0) throw Mismatch("an empty pair in token_ids");
-            const u32 own = token();
+            const u32 own = token_id();
             for (std::size_t i = 1; i < count; ++i) reader_.skip();
             return own;
         }
+        return token_id();
+    }
+
+    u32 token_id() {
         const Reader::Int value = reader_.integer();
-        if (value.negative || value.bits >> 32 != 0) throw Mismatch("BlockStored.token_ids: expected 0 <= id < 2^32");
+        if (value.negative || value.bits >> 32 != 0) throw Mismatch("expected 0 <= id < 2^32");
         return static_cast<u32>(value.bits);
     }
 
     void block_size() {
         const Reader::Int value = reader_.integer();
         if (value.negative || value.bits == 0 || value.bits > kBlockSizeMax) {
-            throw Mismatch("BlockStored.block_size is " + std::to_string(static_cast<std::int64_t>(value.bits)) +
+            throw Mismatch("is " + std::to_string(static_cast<std::int64_t>(value.bits)) +
                            ": expected 1.." + std::to_string(kBlockSizeMax));
         }
         stored_.block_size = static_cast<u32>(value.bits);
@@ -224,12 +244,14 @@ private:
 
     std::optional<std::int64_t> optional_int() {
         if (reader_.take_nil()) return std::nullopt;
-        return static_cast<std::int64_t>(reader_.integer().bits);
+        const Reader::Int value = reader_.integer();
+        if (!value.negative && value.bits >> 63 != 0) throw Mismatch("expected an int less than 2^63");
+        return static_cast<std::int64_t>(value.bits);
     }
 
     Text optional_str() {
         if (reader_.take_nil()) return std::nullopt;
-        return reader_.str();
+        return reader_.text();
     }
 
     void extra_keys() {
@@ -293,7 +315,7 @@ private:
             const Type type = reader_.peek();
             if (type == Type::Str) {
                 key.is_text = true;
-                key.text = reader_.str();
+                key.text = reader_.text();
                 if (stored_.lora && key.text == *stored_.lora && lora_dropped_from != raw.block) {
                     lora_dropped_from = raw.block;
                     continue;
@@ -306,6 +328,7 @@ private:
                 if (type == Type::Array && reader_.array() == 2 && reader_.peek() == Type::Str) {
                     const std::string_view identifier = reader_.str();
                     if (reader_.peek() == Type::Int) {
+                        if (!is_utf8(identifier)) throw Mismatch("a text is no UTF-8");
                         key.positioned = true;
                         key.offset = static_cast<std::int64_t>(reader_.integer().bits);
                         key.media = digester_.text({identifier});
@@ -367,6 +390,7 @@ private:
     const Digester& digester_;
     Batch& batch_;
     Kind kind_ = Kind::Unknown;
+    Field at_ = Field::Ignored;  // which is being read
     Stored stored_;
     Digests digests_;
     std::optional<std::int64_t> lora_id_;

@@ -18,6 +18,27 @@ struct Mismatch : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+// Well-formed UTF-8 (RFC 3629): no surrogates, nothing longer than it must be, nothing above U+10FFFF.
+inline bool is_utf8(std::string_view text) {
+    const auto byte = [&](std::size_t i) { return static_cast<u8>(text[i]); };
+    for (std::size_t at = 0; at < text.size();) {
+        const u8 head = byte(at);
+        if (head < 0x80) {
+            ++at;
+            continue;
+        }
+        const std::size_t more = head >= 0xc2 && head <= 0xdf ? 1 : (head & 0xf0) == 0xe0 ? 2 : head >= 0xf0 && head <= 0xf4 ? 3 : 0;
+        if (more == 0 || text.size() - at <= more) return false;
+        const u8 least = head == 0xe0 ? 0xa0 : head == 0xf0 ? 0x90 : 0x80, most = head == 0xed ? 0x9f : head == 0xf4 ? 0x8f : 0xbf;
+        if (byte(at + 1) < least || byte(at + 1) > most) return false;
+        for (std::size_t i = 2; i <= more; ++i) {
+            if ((byte(at + i) & 0xc0) != 0x80) return false;
+        }
+        at += more + 1;
+    }
+    return true;
+}
+
 enum class Type : u8 { Nil, Bool, Int, Float, Str, Bin, Array, Map, Ext };
 
 class Reader {
@@ -103,6 +124,13 @@ public:
         const u8 tag = *at_;
         if (tag <= 0xbf) return ++at_, raw(tag & 0x1f);
         return raw(big_endian(tag == 0xd9 ? 1 : tag == 0xda ? 2 : 4));
+    }
+
+    // A str that is UTF-8 as MessagePack says.
+    std::string_view text() {
+        const std::string_view view = str();
+        if (!is_utf8(view)) throw Mismatch("a text is no UTF-8");
+        return view;
     }
 
     std::string_view bin() {
