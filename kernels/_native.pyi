@@ -18,7 +18,7 @@ class Layout:
         dim: int,
     ) -> None: ...
 
-class DecodePlan:
+class AttentionPlan:
     def __init__(
         self,
         query_starts: IntArray,
@@ -27,10 +27,7 @@ class DecodePlan:
         layout: Layout,
         bf16: bool,
         window: int | None,
-        chunk_work_max: int,
     ) -> None: ...
-    @property
-    def left(self) -> list[int]: ...
     def attend(
         self,
         buffer: int,

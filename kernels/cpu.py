@@ -2,18 +2,16 @@
 
 A decoding step of a small model spends its time on entering torch operations, and one over long contexts on copying
 KV rows to where torch can attend to them. The native operations (kernels/native, C++) attend straight over the pool,
-a query at a time, and store, normalise, rotate and gate in one pass each, all in fp32. Whatever they are not made for
-(another dtype, an odd head dim, long chunks of prompts) goes to `TorchCpuKernels`, which also serves alone where the
-native module was not built: `native` says which it is.
+prompts in blocks of queries and decoding sequences a query at a time, and store, normalise, rotate and gate in one
+pass each. Whatever they are not made for (another dtype, an odd head dim) goes to `TorchCpuKernels`, which also serves
+alone where the native module was not built: `native` says which it is.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from kernels.cpu_torch import TorchCpuKernels, TorchCpuPlan, plan_chunk
+from kernels.cpu_torch import TorchCpuKernels, TorchCpuPlan
 from kernels.interface import IntArray, PagedKV, Ragged
 
 try:
@@ -23,18 +21,9 @@ except ImportError:  # no compiler where it was installed
 else:
     HAS_NATIVE = True
 
-CHUNK_WORK_MAX = 1_000_000
-"""Chunks attend query by query up to so much work: queries, times positions seen, times the elements of a token's K."""
 SHARED_ELEMS_MIN = 1 << 16
 """From so many elements on torch's own operations are faster where they have several threads."""
 _BF16 = {torch.bfloat16: True, torch.float32: False}
-
-
-@dataclass(slots=True)
-class NativePlan:
-    decode: _native.DecodePlan
-    chunks: TorchCpuPlan | None
-    """The sequences that are left to torch; None: there is none."""
 
 
 class CpuKernels(TorchCpuKernels):
@@ -46,7 +35,7 @@ class CpuKernels(TorchCpuKernels):
 
     def plan_attention(  # type: ignore[override]
         self, batch: Ragged, block_table: IntArray, kv: PagedKV, window: int | None
-    ) -> NativePlan | TorchCpuPlan:
+    ) -> _native.AttentionPlan | TorchCpuPlan:
         bf16 = _BF16.get(kv.buffer.dtype)
         if not self.native or bf16 is None or kv.head_dim % 16:
             return super().plan_attention(batch, block_table, kv, window)
@@ -60,13 +49,7 @@ class CpuKernels(TorchCpuKernels):
             kv.num_kv_heads,
             kv.head_dim,
         )
-        starts, lens = batch.query_starts, batch.context_lens
-        decode = _native.DecodePlan(starts, lens, block_table, layout, bf16, window, CHUNK_WORK_MAX)
-        chunks = [
-            plan_chunk(int(starts[i]), int(starts[i + 1]), int(lens[i]), block_table[i], kv, window)
-            for i in decode.left
-        ]
-        return NativePlan(decode, TorchCpuPlan(None, [], chunks, {}) if chunks else None)
+        return _native.AttentionPlan(batch.query_starts, batch.context_lens, block_table, layout, bf16, window)
 
     def attention(  # type: ignore[override]
         self,
@@ -75,7 +58,7 @@ class CpuKernels(TorchCpuKernels):
         v: torch.Tensor,
         kv: PagedKV,
         layer: int,
-        plan: NativePlan | TorchCpuPlan,
+        plan: _native.AttentionPlan | TorchCpuPlan,
         scale: float,
     ) -> torch.Tensor:
         if isinstance(plan, TorchCpuPlan):
@@ -85,7 +68,7 @@ class CpuKernels(TorchCpuKernels):
         assert k.shape == v.shape == (tokens, kv.num_kv_heads, dim)
         q, k, v = _heads_in_rows(q), _heads_in_rows(k), _heads_in_rows(v)
         out = torch.empty(q.shape, dtype=q.dtype)
-        plan.decode.attend(
+        plan.attend(
             kv.buffer.data_ptr(),
             layer,
             q.data_ptr(),
@@ -99,8 +82,6 @@ class CpuKernels(TorchCpuKernels):
             scale,
             torch.get_num_threads(),
         )
-        if plan.chunks is not None:
-            self._attend_chunks(q, k, v, kv, layer, plan.chunks, scale, out)
         return out
 
     def _has(self, *tensors: torch.Tensor) -> bool:

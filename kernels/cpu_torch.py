@@ -50,8 +50,8 @@ class PrefillChunk:
 
 @dataclass(slots=True)
 class TorchCpuPlan:
-    slots: torch.Tensor | None
-    """[tokens] row of each K in layer 0; None: they are stored already."""
+    slots: torch.Tensor
+    """[tokens] row of each K in layer 0."""
     buckets: list[DecodeBucket]
     chunks: list[PrefillChunk]
     masks: dict[tuple[int, torch.dtype], torch.Tensor | None]
@@ -92,7 +92,6 @@ class TorchCpuKernels(ReferenceKernels):
         plan: TorchCpuPlan,
         scale: float,
     ) -> torch.Tensor:
-        assert plan.slots is not None
         k_rows, v_rows = _layer_rows(kv, layer)
         k_rows.index_copy_(0, plan.slots, k.reshape(-1, kv.row_elems))
         v_rows.index_copy_(0, plan.slots, v.reshape(-1, kv.row_elems))

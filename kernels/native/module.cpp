@@ -1,4 +1,4 @@
-// The Python face of the native operations of kernels/cpu.py: what a step's batch means in token rows (`DecodePlan`, made once
+// The Python face of the native operations of kernels/cpu.py: what a step's batch means in token rows (`AttentionPlan`, made once
 // a step), the choice of the instruction set, and threads where they pay. Addresses of tensors come as integers: that they
 // are contiguous, of the right type and alive is what kernels/cpu.py checks.
 #include <nanobind/nanobind.h>
@@ -13,6 +13,7 @@
 #include <stdexcept>
 #include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "ops.hpp"
@@ -33,6 +34,12 @@ std::vector<const Variant*> variants() {
     std::vector<const Variant*> found;
 #ifdef BLOCKCAST_X86_VARIANTS
     __builtin_cpu_init();
+#ifdef BLOCKCAST_AVX512BF16_VARIANT
+    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+        found.push_back(&avx512bf16_variant);
+    }
+#endif
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq")) {
         found.push_back(&avx512_variant);
@@ -63,19 +70,21 @@ struct Layout {
     }
 };
 
-class DecodePlan {
+class AttentionPlan {
 public:
-    DecodePlan(const Numbers& query_starts, const Numbers& context_lens, const Table& block_table, const Layout& layout,
-               bool bf16, std::optional<i64> window, i64 chunk_work_max)
+    // Sequences with several queries attend as spans.
+    AttentionPlan(const Numbers& query_starts, const Numbers& context_lens, const Table& block_table,
+                  const Layout& layout, bool bf16, std::optional<i64> window)
         : layout_(layout), bf16_(bf16) {
         const i64 sequences = static_cast<i64>(context_lens.shape(0)), width = static_cast<i64>(block_table.shape(1));
         if (static_cast<i64>(query_starts.shape(0)) != sequences + 1 ||
             static_cast<i64>(block_table.shape(0)) < sequences) {
             throw std::invalid_argument("query_starts, context_lens and block_table: expected n + 1, n and n rows");
         }
+        if (window && *window < 1) throw std::invalid_argument("window: expected at least 1");
         const i64 *starts = query_starts.data(), *lens = context_lens.data();
         slots_.reserve(static_cast<std::size_t>(starts[sequences]));
-        std::vector<std::size_t> from;
+        std::vector<std::size_t> queries_from, spans_from;
         for (i64 i = 0; i < sequences; ++i) {
             const i64 count = starts[i + 1] - starts[i], blocks = (lens[i] + layout.block_size - 1) / layout.block_size;
             if (count < 0 || lens[i] < count || blocks > width) {
@@ -84,23 +93,23 @@ public:
             }
             const i64* table = block_table.data() + i * width;
             add_slots(table, lens[i] - count, lens[i]);
+            if (count == 0) continue;
             const i64 seen = window ? std::min(lens[i], *window) : lens[i];
-            if (count > 1 && count * seen * layout.kv_heads * layout.dim > chunk_work_max) {
-                left_.push_back(i);
-                continue;
+            attended_ += count * seen;
+            if (count > 1) {
+                spans_from.push_back(rows_.size());
+                spans_.push_back(Span{starts[i], nullptr, lens[i] - count, count, window.value_or(0)});
+            } else {
+                queries_from.push_back(rows_.size());
+                queries_.push_back(Query{starts[i], nullptr, lens[i] - seen, lens[i]});
             }
-            for (i64 query = 0; query < count; ++query) {
-                const i64 end = lens[i] - count + query + 1;
-                from.push_back(rows_.size());
-                queries_.push_back(Query{starts[i] + query, nullptr, window ? std::max<i64>(0, end - *window) : 0, end});
-                attended_ += end - queries_.back().first;
-            }
-            for (i64 block = 0; block < (count == 0 ? 0 : blocks); ++block) rows_.push_back(checked(table[block]));
+            for (i64 block = 0; block < blocks; ++block) rows_.push_back(checked(table[block]));
         }
-        for (std::size_t i = 0; i < queries_.size(); ++i) queries_[i].block_rows = rows_.data() + from[i];
+        for (std::size_t i = 0; i < queries_.size(); ++i) queries_[i].block_rows = rows_.data() + queries_from[i];
+        for (std::size_t i = 0; i < spans_.size(); ++i) spans_[i].block_rows = rows_.data() + spans_from[i];
     }
 
-    // Stores k and v of the whole batch, then attends for all sequences but those in `left`.
+    // Stores k and v of the whole batch, then attends.
     void attend(Address buffer, i64 layer, Address q, i64 q_stride, i64 heads, Address k, i64 k_stride, Address v,
                 i64 v_stride, Address out, float scale, int threads) const {
         if (layer < 0 || layer >= layout_.layers || heads % layout_.kv_heads != 0) {
@@ -114,24 +123,11 @@ public:
         store(values, at<const char>(v), v_stride * item, row);
         const Attention attention{at<const void>(q), keys, values, at<void>(out), q_stride, heads, layout_.kv_heads,
                                   layout_.dim, layout_.block_size, scale};
-        const i64 work = attended_ * heads * layout_.dim * 2;
-        const i64 useful = std::min<i64>(threads, work / kThreadMultiplications);
-        if (useful <= 1) {
-            std::vector<float> scratch(scratch_size(heads));
-            for (const Query& query : queries_) {
-                ops(bf16_).attend(attention, query, 0, layout_.kv_heads, scratch.data());
-            }
-        } else {
-            attend_in_threads(attention, static_cast<int>(useful));
-        }
+        const i64 useful = std::min<i64>(threads, attended_ * heads * layout_.dim * 2 / kThreadMultiplications);
+        run(attention, static_cast<int>(std::max<i64>(useful, 1)));
     }
 
-    // The sequences with too many queries to attend one by one.
-    const std::vector<i64>& left() const { return left_; }
-
 private:
-    std::size_t scratch_size(i64 heads) const { return static_cast<std::size_t>(scratch_floats(heads, layout_.dim)); }
-
     i64 checked(i64 block) const {
         const i64 row = layout_.row_of(block);
         if (block < 0 || row + layout_.block_rows() > layout_.total_rows) {
@@ -152,16 +148,32 @@ private:
         }
     }
 
-    // One item of work is a KV head of a query.
-    void attend_in_threads(const Attention& attention, int threads) const {
-        const i64 items = static_cast<i64>(queries_.size()) * layout_.kv_heads;
+    // An item of work is a KV head of some queries of a span, the longest ones first, or of a single query; taken by
+    // whichever thread is free.
+    void run(const Attention& attention, int threads) const {
+        const i64 group = attention.heads / layout_.kv_heads, some = span_queries(group);
+        std::vector<std::pair<const Span*, i64>> parts;
+        for (const Span& span : spans_) {
+            for (i64 begin = (span.count - 1) / some * some; begin >= 0; begin -= some) parts.emplace_back(&span, begin);
+        }
+        const i64 of_spans = static_cast<i64>(parts.size()) * layout_.kv_heads;
+        // One thread does all the heads of a query in one go.
+        const i64 heads_each = threads == 1 ? layout_.kv_heads : 1, heads_parts = layout_.kv_heads / heads_each;
+        const i64 items = of_spans + static_cast<i64>(queries_.size()) * heads_parts;
         std::atomic<i64> next{0};
         const auto work = [&] {
-            std::vector<float> scratch(scratch_size(attention.heads));
+            std::vector<float> scratch(static_cast<std::size_t>(std::max(
+                parts.empty() ? 0 : span_scratch_floats(group, layout_.dim), scratch_floats(attention.heads, layout_.dim))));
             for (i64 i = next++; i < items; i = next++) {
-                const i64 head = i % layout_.kv_heads;
-                const Query& query = queries_[static_cast<std::size_t>(i / layout_.kv_heads)];
-                ops(bf16_).attend(attention, query, head, head + 1, scratch.data());
+                if (i < of_spans) {
+                    const auto [span, begin] = parts[static_cast<std::size_t>(i / layout_.kv_heads)];
+                    const i64 end = std::min(begin + some, span->count);
+                    ops(bf16_).attend_span(attention, *span, i % layout_.kv_heads, begin, end, scratch.data());
+                } else {
+                    const Query& query = queries_[static_cast<std::size_t>((i - of_spans) / heads_parts)];
+                    const i64 head = (i - of_spans) % heads_parts;
+                    ops(bf16_).attend(attention, query, head, head + heads_each, scratch.data());
+                }
             }
         };
         std::vector<std::thread> others;
@@ -179,7 +191,7 @@ private:
     std::vector<i64> slots_;  // row of each token's K, layer 0
     std::vector<i64> rows_;   // row of each block, sequence after sequence
     std::vector<Query> queries_;
-    std::vector<i64> left_;
+    std::vector<Span> spans_;
     i64 attended_ = 0;
 };
 
@@ -213,12 +225,11 @@ NB_MODULE(_native, module) {
     nb::class_<Layout>(module, "Layout")
         .def(nb::init<i64, i64, i64, i64, i64, i64, i64>(), nb::arg("total_rows"), nb::arg("unit_rows"),
              nb::arg("blocks_per_unit"), nb::arg("block_size"), nb::arg("layers"), nb::arg("kv_heads"), nb::arg("dim"));
-    nb::class_<DecodePlan>(module, "DecodePlan")
-        .def(nb::init<const Numbers&, const Numbers&, const Table&, const Layout&, bool, std::optional<i64>, i64>(),
+    nb::class_<AttentionPlan>(module, "AttentionPlan")
+        .def(nb::init<const Numbers&, const Numbers&, const Table&, const Layout&, bool, std::optional<i64>>(),
              nb::arg("query_starts"), nb::arg("context_lens"), nb::arg("block_table"), nb::arg("layout"),
-             nb::arg("bf16"), nb::arg("window").none(), nb::arg("chunk_work_max"))
-        .def_prop_ro("left", &DecodePlan::left)
-        .def("attend", &DecodePlan::attend);
+             nb::arg("bf16"), nb::arg("window").none())
+        .def("attend", &AttentionPlan::attend);
 
     module.def("norm", [](bool bf16, Address x, Address weight, Address residual, Address out, i64 tokens, i64 heads,
                           i64 dim, i64 x_stride, i64 weight_stride, float eps, bool zero_centred) {

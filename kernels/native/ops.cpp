@@ -4,6 +4,7 @@
 // Attention: softmax online over tiles of the context (Milakov and Gimelshein, 2018), scores and sums in fp32. All query
 // heads of a KV head are computed together, so that a key or value is loaded and widened once. Nothing outside the
 // query's positions is read, whatever lies there.
+#include "chunk.hpp"
 #include "ops.hpp"
 #include "simd.hpp"
 
@@ -11,8 +12,6 @@ namespace blockcast {
 
 namespace {
 
-constexpr float kLog2E = 1.44269504f;
-constexpr float kMinusInfinity = -__builtin_inff();
 constexpr int kMixVectors = kLanes == 16 ? 4 : 2;  // of the values' dims, accumulated in registers at a time
 
 constexpr int kAhead = 32;  // tokens between the row that is fetched into the caches and the one in use
@@ -38,12 +37,6 @@ Tile tile_of(const Query& query, i64 start, i64 block_size, i64 row) {
         if (++offset == block_size) offset = 0, ++block;
     }
     return tile;
-}
-
-// Rows of one head lie apart, so that the hardware does not see them coming.
-template <class T>
-ALWAYS_INLINE void fetch(const T* row, i64 dim) {
-    for (i64 d = 0; d < dim; d += 64 / static_cast<i64>(sizeof(T))) __builtin_prefetch(row + d);
 }
 
 // Scores of N query heads, [N][kTile], against the keys of the tile. q: [N][dim].
@@ -239,7 +232,7 @@ void silu_and_mul(const void* x, void* out, i64 tokens, i64 size) {
 
 template <class T>
 constexpr Ops ops_of() {
-    return Ops{attend<T>, norm<T>, rotate<T>, silu_and_mul<T>};
+    return Ops{attend<T>, attend_span<T>, norm<T>, rotate<T>, silu_and_mul<T>};
 }
 
 }  // namespace

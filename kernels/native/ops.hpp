@@ -15,6 +15,14 @@ struct Query {
     i64 first, end;
 };
 
+// Many queries of one sequence: a chunk of a prompt.
+struct Span {
+    i64 token;              // of the first query, in the batch
+    const i64* block_rows;  // as above
+    i64 position, count;    // of the first query in its sequence; of the queries
+    i64 window;             // a query sees the last so many positions, itself included; 0: all
+};
+
 // Elements, not bytes, throughout.
 struct Attention {
     const void *q, *k, *v;  // k and v: the cache's layer
@@ -42,6 +50,8 @@ struct Rotation {
 struct Ops {
     // The KV heads [head, head_end) of a query. `scratch`: see `scratch_floats`.
     void (*attend)(const Attention&, const Query&, i64 head, i64 head_end, float* scratch);
+    // The queries [begin, end) of a span for one KV head. `scratch`: see `span_scratch_floats`.
+    void (*attend_span)(const Attention&, const Span&, i64 head, i64 begin, i64 end, float* scratch);
     void (*norm)(const Norm&);
     void (*rotate)(const Rotation&);
     void (*silu_and_mul)(const void* x, void* out, i64 tokens, i64 size);  // x: [tokens, 2 * size]
@@ -51,6 +61,16 @@ constexpr i64 kTile = 64;  // tokens of a context that are scored before their v
 
 inline i64 scratch_floats(i64 query_heads, i64 dim) { return query_heads * (2 * dim + 2 + kTile); }
 
+constexpr i64 kSpanRows = 192;  // rows of queries, all heads of a KV head, that share what is laid out of a tile
+
+// The queries of a span that are attended at a time.
+inline i64 span_queries(i64 group) { return group < kSpanRows ? kSpanRows / group : 1; }
+
+inline i64 span_scratch_floats(i64 group, i64 dim) {
+    const i64 rows = span_queries(group) * group + 8;
+    return 2 * kTile * dim + dim + rows * (2 * dim + 1 + 16);
+}
+
 struct Variant {
     const char* name;
     Ops bf16, fp32;
@@ -59,6 +79,9 @@ struct Variant {
 extern const Variant baseline_variant;
 #ifdef BLOCKCAST_X86_VARIANTS
 extern const Variant avx2_variant, avx512_variant;
+#endif
+#ifdef BLOCKCAST_AVX512BF16_VARIANT
+extern const Variant avx512bf16_variant;
 #endif
 
 }  // namespace blockcast

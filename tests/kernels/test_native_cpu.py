@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels import PagedKV, Ragged
-from kernels.cpu import HAS_NATIVE, CpuKernels, NativePlan
+from kernels.cpu import HAS_NATIVE, CpuKernels
 from kernels.reference import ReferenceKernels
 
 if not HAS_NATIVE:
@@ -79,7 +79,7 @@ def compare(ops, kv, table, starts, ends, heads, layer, window, scale):
     qkv = torch.randn(batch.token_count, heads + 2 * kv.num_kv_heads, kv.head_dim).to(kv.buffer.dtype)
     q, k, v = qkv.split([heads, kv.num_kv_heads, kv.num_kv_heads], 1)
     plan = ops.plan_attention(batch, table, kv, window)
-    assert isinstance(plan, NativePlan)
+    assert isinstance(plan, _native.AttentionPlan)
     found = ops.attention(q, k, v, kv, layer, plan, scale)
     expected = exact.attention(
         q.double(), k.double(), v.double(), exact_kv, layer, exact.plan_attention(batch, table, exact_kv, window), scale
@@ -103,18 +103,31 @@ def test_decode(ops, dtype, rng, dim, window):
     assert error < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("window", [None, 5, 40])
-def test_chunks_short_and_long_beside_decoding(ops, dtype, rng, window, monkeypatch):
-    monkeypatch.setattr("kernels.cpu.CHUNK_WORK_MAX", 64 * 600)  # some are left to torch
-    queries = [1, 1, 2, 8, 9, 30, 40, 1 + rng.randrange(40)]
-    lens = [n + rng.choice((0, 1, 15, 90)) for n in queries]
+@pytest.mark.parametrize("dim", [16, 32, 48, 80, 128, 256])
+@pytest.mark.parametrize("window", [None, 1, 5, 90])
+def test_chunks_short_and_long_beside_decoding(ops, dtype, rng, dim, window):
+    kv_heads, group = rng.choice((1, 2, 3)), rng.choice((1, 2, 3, 4, 5, 8))
+    block_size, per_unit = rng.choice(((16, 1), (16, 3), (1, 2), (32, 1), (24, 2)))
+    queries = [1, 1, 2, 3, 4, 9, 63, 64, 65, 1 + rng.randrange(250)]
+    lens = [n + rng.choice((0, 1, 15, 64, 130)) for n in queries]
     order = sorted(range(len(lens)), key=lambda i: queries[i] > 1)
     queries, lens = [queries[i] for i in order], [lens[i] for i in order]
-    kv, table = filled_pool(rng, dtype, lens, 16, 1, 1, 2, 32)
+    kv, table = filled_pool(rng, dtype, lens, block_size, per_unit, 2, kv_heads, dim)
     starts = [n - count for n, count in zip(lens, queries)]
-    assert compare(ops, kv, table, starts, lens, 4, 0, window, 0.2) < TOLERANCE[dtype]
-    left = ops.plan_attention(Ragged.of(starts, lens), table, kv, window).decode.left
-    assert left == [i for i, n in enumerate(lens) if queries[i] > 1 and queries[i] * min(n, window or n) > 600]
+    error = compare(ops, kv, table, starts, lens, group * kv_heads, rng.randrange(2), window, dim**-0.5)
+    assert error < TOLERANCE[dtype]
+
+
+def test_many_query_heads_share_a_kv_head(ops, dtype, rng):
+    """More than there are rows in a block of queries."""
+    kv, table = filled_pool(rng, dtype, [30], 16, 1, 1, 1, 16)
+    assert compare(ops, kv, table, [20], [30], 200, 0, None, 0.25) < TOLERANCE[dtype]
+
+
+def test_chunks_with_sharp_scores(ops, rng):
+    lens = [200, 333]
+    kv, table = filled_pool(rng, torch.float32, lens, 16, 1, 1, 1, 64, magnitude=30.0)
+    assert compare(ops, kv, table, [0, 100], lens, 3, 0, None, 1.0) < 1e-4
 
 
 def test_sharp_scores(ops, rng):
@@ -131,6 +144,9 @@ def test_threads_share_the_work(ops, rng):
         lens = [2500, 1, 3000, 700]
         kv, table = filled_pool(rng, torch.bfloat16, lens, 16, 1, 1, 4, 128)
         assert compare(ops, kv, table, [n - 1 for n in lens], lens, 8, 0, None, 0.1) < 1e-2
+        lens = [400, 300, 700]
+        kv, table = filled_pool(rng, torch.bfloat16, lens, 16, 1, 1, 4, 128)
+        assert compare(ops, kv, table, [399, 299, 100], lens, 8, 0, None, 0.1) < 1e-2
     finally:
         torch.set_num_threads(threads)
 

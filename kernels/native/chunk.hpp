@@ -1,0 +1,272 @@
+// Attention of many queries of one sequence over the paged cache: a chunk of a prompt. Part of ops.cpp, compiled with it for
+// each instruction set; T is the type of the tensors.
+//
+// FlashAttention's order (Dao et al., 2022): a block of query rows (all the query heads of a KV head, folded) passes over
+// the context in tiles of kTile tokens, softmax online (Milakov and Gimelshein, 2018). A tile's keys and values are laid out
+// once for all rows of the block so that six rows at a time are multiplied with whole vectors of them, sums in
+// registers. Scores, weights' sums and the result are fp32. Where the CPU multiplies pairs of bf16 (AVX512-BF16), keys
+// and values stay bf16 and the weights are rounded to it; elsewhere all is widened to fp32.
+#pragma once
+
+#include "ops.hpp"
+#include "simd.hpp"
+
+namespace blockcast {
+
+namespace {
+
+constexpr float kLog2E = 1.44269504f;
+constexpr float kMinusInfinity = -__builtin_inff();
+constexpr int kRows = 6;  // rows of queries that are multiplied at a time
+constexpr int kColumns = kLanes == 16 ? 4 : 2;  // by so many vectors: their products fill the registers
+
+// Rows of one head lie apart, so that the hardware does not see them coming.
+template <class T>
+ALWAYS_INLINE void fetch(const T* row, i64 dim) {
+    for (i64 d = 0; d < dim; d += 64 / static_cast<i64>(sizeof(T))) __builtin_prefetch(row + d);
+}
+
+// What a 32-bit lane of packed operands holds: one number, or two neighbours in bf16.
+template <class T>
+constexpr bool kPairs = false;
+#ifdef __AVX512BF16__
+template <>
+constexpr bool kPairs<Bf16> = true;
+#endif
+template <class T>
+constexpr int kDepth = kPairs<T> ? 2 : 1;
+
+// sums + a * b, in each lane. Pairs travel as the bits of a float.
+template <class T>
+ALWAYS_INLINE Floats multiply_add(Floats sums, Floats a, Floats b) {
+#ifdef __AVX512BF16__
+    if constexpr (kPairs<T>) return add_products_of_pairs(sums, a, b);
+#endif
+    return sums + a * b;
+}
+
+// Rows and columns of kLanes x kLanes change places: an index of 2n bits is rotated by n, one bit a round.
+ALWAYS_INLINE void transpose(Floats* rows) {
+    for (int bits = kLanes; bits > 1; bits /= 2) {
+        Floats next[kLanes];
+        for (int i = 0; i < kLanes / 2; ++i) {
+            next[i] = even(rows[2 * i], rows[2 * i + 1]);
+            next[kLanes / 2 + i] = odd(rows[2 * i], rows[2 * i + 1]);
+        }
+        for (int i = 0; i < kLanes; ++i) rows[i] = next[i];
+    }
+}
+
+// As many lanes as fit, packed: numbers widened, or pairs as they lie.
+template <class T>
+ALWAYS_INLINE Floats load_packed(const T* at) {
+    if constexpr (kPairs<T>) return load(reinterpret_cast<const float*>(at));
+    else return load(at);
+}
+
+// The tile's keys as [dim / kDepth][kTile].
+template <class T>
+void pack_keys(const T* const* rows, i64 dim, float* packed) {
+    for (int t = 0; t < kTile; t += kLanes) {
+        for (i64 d = 0; d < dim / kDepth<T>; d += kLanes) {
+            Floats block[kLanes];
+            for (int i = 0; i < kLanes; ++i) block[i] = load_packed(rows[t + i] + d * kDepth<T>);
+            transpose(block);
+            for (int i = 0; i < kLanes; ++i) store(packed + (d + i) * kTile + t, block[i]);
+        }
+    }
+}
+
+// The tile's values as [kTile / kDepth][dim].
+template <class T>
+void pack_values(const T* const* rows, i64 dim, float* packed) {
+    for (int t = 0; t < kTile; t += kDepth<T>) {
+        for (i64 d = 0; d < dim; d += kLanes) {
+            Floats lanes;
+#ifdef __AVX512BF16__
+            if constexpr (kPairs<T>) lanes = pairs_of(rows[t] + d, rows[t + 1] + d);
+            else
+#endif
+                lanes = load(rows[t] + d);
+            store(packed + t / kDepth<T> * dim + d, lanes);
+        }
+    }
+}
+
+// Scores of kRows rows against the tile: [kRows][kTile]. q: [kRows][steps], keys: [steps][kTile], packed.
+template <class T>
+ALWAYS_INLINE void score_rows(const float* q, const float* keys, i64 steps, float* scores) {
+    for (int t = 0; t < kTile; t += kColumns * kLanes) {
+        Floats sums[kRows][kColumns] = {};
+        for (i64 step = 0; step < steps; ++step) {
+            Floats some[kColumns];
+#pragma GCC unroll 8
+            for (int c = 0; c < kColumns; ++c) some[c] = load(keys + step * kTile + t + c * kLanes);
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; ++r) {
+                const Floats asked = every(q[r * steps + step]);
+#pragma GCC unroll 8
+                for (int c = 0; c < kColumns; ++c) sums[r][c] = multiply_add<T>(sums[r][c], some[c], asked);
+            }
+        }
+        for (int r = 0; r < kRows; ++r) {
+            for (int c = 0; c < kColumns; ++c) store(scores + r * kTile + t + c * kLanes, sums[r][c]);
+        }
+    }
+}
+
+// sums = sums * shrink + weights @ values for kRows rows and C vectors of dims. weights: [kRows][kTile / kDepth].
+template <class T, int C>
+ALWAYS_INLINE void mix_columns(const float* weights, const float* values, i64 dim, const float* shrink, float* sums) {
+    constexpr int kSteps = kTile / kDepth<T>;
+    Floats mixed[kRows][C];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) mixed[r][c] = load(sums + r * dim + c * kLanes) * shrink[r];
+    }
+    for (int step = 0; step < kSteps; ++step) {
+        Floats some[C];
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) some[c] = load(values + step * dim + c * kLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+            const Floats weight = every(weights[r * kSteps + step]);
+#pragma GCC unroll 8
+            for (int c = 0; c < C; ++c) mixed[r][c] = multiply_add<T>(mixed[r][c], some[c], weight);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) store(sums + r * dim + c * kLanes, mixed[r][c]);
+    }
+}
+
+template <class T>
+void mix_rows(const float* weights, const float* values, i64 dim, const float* shrink, float* sums) {
+    i64 d = 0;
+    for (; d + kColumns * kLanes <= dim; d += kColumns * kLanes) {
+        mix_columns<T, kColumns>(weights, values + d, dim, shrink, sums + d);
+    }
+    for (; d + 2 * kLanes <= dim; d += 2 * kLanes) mix_columns<T, 2>(weights, values + d, dim, shrink, sums + d);
+    for (; d < dim; d += kLanes) mix_columns<T, 1>(weights, values + d, dim, shrink, sums + d);
+}
+
+// One row's scores become packed weights; its running maximum and (by lane) sum go on. Returns by how much older sums shrink.
+template <class T>
+ALWAYS_INLINE float weigh_row(const float* scores, float scale, float* most, float* total, float* weights) {
+    constexpr int kVectors = kTile / kLanes;
+    Floats some[kVectors];
+#pragma GCC unroll 16
+    for (int i = 0; i < kVectors; ++i) some[i] = load(scores + i * kLanes) * scale;
+    Floats top = some[0];
+#pragma GCC unroll 16
+    for (int i = 1; i < kVectors; ++i) top = larger(top, some[i]);
+    const float before = *most, highest = largest(top);
+    const float now = highest > before ? highest : before;
+    const float base = now == kMinusInfinity ? 0.0f : now;  // nothing seen yet: weights of zero, not NaN
+    const float shrink = now == before ? 1.0f : exp2(every(before - base))[0];
+    Floats sum = load(total) * shrink;
+#pragma GCC unroll 16
+    for (int i = 0; i < kVectors; ++i) {
+        some[i] = exp2<kPairs<T> ? 4 : 6>(some[i] - base);
+        sum += some[i];
+    }
+    *most = now;
+    store(total, sum);
+#ifdef __AVX512BF16__
+    if constexpr (kPairs<T>) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kVectors; i += 2) store(weights + i / 2 * kLanes, round_to_pairs(some[i], some[i + 1]));
+        return shrink;
+    }
+#endif
+#pragma GCC unroll 16
+    for (int i = 0; i < kVectors; ++i) store(weights + i * kLanes, some[i]);
+    return shrink;
+}
+
+// Where the rows of a block stand: row r is query `begin + r / group` of the span.
+struct Rows {
+    i64 count, group, position;  // position: of the first row's query in its sequence
+    i64 window;
+    float *q, *sums, *most, *total;
+};
+
+// Advances kRows rows from `row` on by the tile of tokens [start, start + kTile).
+template <class T>
+void advance_rows(const Rows& rows, i64 row, i64 start, const float* keys, const float* values, i64 dim, float scale) {
+    const i64 first_query = rows.position + row / rows.group;
+    const i64 last_row = (row + kRows < rows.count ? row + kRows : rows.count) - 1;
+    const i64 last_query = rows.position + last_row / rows.group;
+    if (start > last_query || (rows.window && start + kTile <= first_query - rows.window + 1)) return;
+    alignas(64) float scores[kRows * kTile], weights[kRows * kTile / kDepth<T>];
+    float shrink[kRows];
+    const i64 steps = dim / kDepth<T>;
+    score_rows<T>(rows.q + row * steps, keys, steps, scores);
+    const bool all = start + kTile <= first_query + 1 && row + kRows <= rows.count &&
+                     (rows.window == 0 || start > last_query - rows.window);
+    for (int r = 0; r < kRows; ++r) {
+        if (!all) {
+            const i64 query = rows.position + (row + r) / rows.group;
+            const i64 end = row + r < rows.count ? query + 1 - start : 0;
+            const i64 begin = rows.window ? query + 1 - rows.window - start : 0;
+            for (i64 t = 0; t < kTile; ++t) {
+                if (t < begin || t >= end) scores[r * kTile + t] = kMinusInfinity;
+            }
+        }
+        shrink[r] = weigh_row<T>(scores + r * kTile, scale, rows.most + row + r, rows.total + (row + r) * kLanes,
+                                 weights + r * kTile / kDepth<T>);
+    }
+    mix_rows<T>(weights, values, dim, shrink, rows.sums + row * dim);
+}
+
+// The queries [begin, end) of a span, for one KV head. scratch: see `span_scratch_floats`.
+template <class T>
+void attend_span(const Attention& a, const Span& span, i64 head, i64 begin, i64 end, float* scratch) {
+    const i64 group = a.heads / a.kv_heads, dim = a.dim, width = a.kv_heads * dim, count = (end - begin) * group;
+    const i64 padded = (count + kRows - 1) / kRows * kRows, steps = dim / kDepth<T>;
+    float* const keys = scratch;
+    float* const values = keys + kTile * dim;
+    float* const nothing = values + kTile * dim;
+    const Rows rows{count, group, span.position + begin, span.window, nothing + dim, nothing + dim + padded * dim,
+                    nothing + dim + 2 * padded * dim, nothing + dim + 2 * padded * dim + padded};
+    for (i64 i = 0; i < dim; ++i) nothing[i] = 0;
+    for (i64 i = 0; i < padded * dim; ++i) rows.sums[i] = 0;
+    for (i64 i = 0; i < padded * kLanes; ++i) rows.total[i] = 0;
+    for (i64 i = 0; i < padded; ++i) rows.most[i] = kMinusInfinity;
+    for (i64 row = 0; row < padded; ++row) {
+        const T* asked = static_cast<const T*>(a.q) + (span.token + begin + row / group) * a.q_stride +
+                         (head * group + row % group) * dim;
+        for (i64 d = 0; d < steps; d += kLanes) {
+            store(rows.q + row * steps + d, row < count ? load_packed(asked + d * kDepth<T>) : Floats{});
+        }
+    }
+    const T *k = static_cast<const T*>(a.k) + head * dim, *v = static_cast<const T*>(a.v) + head * dim;
+    const i64 seen = span.position + end;
+    const i64 first = span.window ? span.position + begin + 1 - span.window : 0;
+    for (i64 start = first > 0 ? first / kTile * kTile : 0; start < seen; start += kTile) {
+        const T *key_rows[kTile], *value_rows[kTile];
+        for (i64 t = 0; t < kTile; ++t) {
+            const i64 at = start + t;
+            const bool there = at < seen && at >= first;  // nothing else is read, whatever lies there
+            const i64 place = there ? (span.block_rows[at / a.block_size] + at % a.block_size) * width : 0;
+            key_rows[t] = there ? k + place : reinterpret_cast<const T*>(nothing);
+            value_rows[t] = there ? v + place : reinterpret_cast<const T*>(nothing);
+            fetch(value_rows[t], dim);
+        }
+        pack_keys(key_rows, dim, keys);
+        pack_values(value_rows, dim, values);
+        for (i64 row = 0; row < count; row += kRows) advance_rows<T>(rows, row, start, keys, values, dim, a.scale * kLog2E);
+    }
+    for (i64 row = 0; row < count; ++row) {
+        T* out = static_cast<T*>(a.out) + ((span.token + begin + row / group) * a.heads + head * group + row % group) * dim;
+        const float total = sum(load(rows.total + row * kLanes));
+        for (i64 d = 0; d < dim; d += kLanes) store(out + d, load(rows.sums + row * dim + d) / total);
+    }
+}
+
+}  // namespace
+
+}  // namespace blockcast
