@@ -17,7 +17,9 @@ import triton
 from kernels import triton_attention as attention_kernels
 from kernels import triton_experts as expert_kernels
 from kernels import triton_rows as row_kernels
+from kernels import triton_sampling as sampling_kernels
 from kernels.interface import IntArray, PagedKV, Ragged
+from kernels.sampling import Draws
 from kernels.triton_plan import (
     AttentionPlan,
     RecurrentPlan,
@@ -35,6 +37,8 @@ LOG2_E = 1.4426950408889634
 SPLITS_MAX = 64
 SPLIT_KEYS_MIN = 256
 """A part of a context is not made shorter than this."""
+DRAW_BLOCK = 8192
+"""Logits that a program takes at one time."""
 PROGRAMS_PER_PROCESSOR = 4
 """Decode programs that keep one multiprocessor's memory requests in flight."""
 
@@ -328,6 +332,19 @@ class TritonKernels:
         plan: RecurrentPlan,
     ) -> torch.Tensor:
         return state_space(x, dt, rate, b, c, skip, states, plan, self._interpreted)
+
+    # sampling
+
+    def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+        rows, vocab = logits.shape
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        shift = {torch.bfloat16: 16, torch.float16: 13}.get(logits.dtype, 0)
+        sampling_kernels.draw_rows[(rows,)](
+            logits, draws.temperature, draws.min_p, draws.top_k, draws.top_p, draws.at, out, logits.stride(0), vocab,
+            SHIFT=shift, BLOCK=min(power_of_two(vocab, 128), DRAW_BLOCK), num_warps=16,
+        )  # fmt: skip
+        return out
 
 
 def row_view(x: torch.Tensor) -> torch.Tensor:

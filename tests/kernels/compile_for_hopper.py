@@ -26,12 +26,14 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from kernels import PagedKV, Ragged
+from kernels.sampling import Draws
 from kernels.triton_ops import TritonKernels
 
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_BYTES_MAX = 227 << 10
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
+    torch.float64: "*fp64",
 }  # fmt: skip
 
 seen: set[str] = set()
@@ -135,6 +137,12 @@ def recurrent(ops: TritonKernels, dtype: torch.dtype) -> None:
     ops.state_space(x, torch.empty(n, 128), head, b, b, head, torch.empty(2, 128, 64, 128), plan)
 
 
+def sampling(ops: TritonKernels, dtype: torch.dtype) -> None:
+    numbers = torch.empty(4)
+    draws = Draws(numbers, numbers, numbers.int(), numbers, numbers.double())
+    ops.draw(torch.empty(4, 151936, dtype=dtype), draws)
+
+
 def main(dtypes: list[str], quick: bool) -> None:
     JITFunction.run = compile_instead  # type: ignore[method-assign]
     ops = backend()
@@ -144,6 +152,7 @@ def main(dtypes: list[str], quick: bool) -> None:
         attention(ops, dtype, 32, 8, 128, None)
         experts(ops, dtype, 1024)
         recurrent(ops, dtype)
+        sampling(ops, dtype)
         if not quick:
             attention(ops, dtype, 16, 8, 128, 1024)
             attention(ops, dtype, 16, 4, 256, None)

@@ -1,0 +1,241 @@
+"""Triton kernel: a token from each row of logits, by temperature, min_p, top_k and top_p; see `kernels.sampling`.
+
+Nothing is sorted: a row's tokens are kept down to an edge, found by search over the order of the logits' bits. Each
+pass over the row takes three pivots, which leave a quarter of what was between the bounds; the bits of 16-bit logits
+are used up after eight passes at most, usually four or five. Of tokens equal to the edge the first few are kept
+(`quota`), so that exactly top_k are. Passes after the first read from the L2 cache.
+
+One program a row, so a row's sums do not depend on its company. Sums inside a tile are fp32, over tiles fp64.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+LOGIT_MAX = tl.constexpr(3.3895313892515355e38)  # the largest bf16
+ALL = tl.constexpr(2147483647)
+
+
+@triton.jit
+def logit_tile(row_ptr, at, vocab, floor):
+    """fp32 logits at the ids `at`; -inf past the vocabulary, for NaN, and below `floor`."""
+    x = tl.load(row_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+    return tl.where(x >= floor, tl.minimum(x, LOGIT_MAX), float("-inf"))
+
+
+@triton.jit
+def order_key(x, SHIFT: tl.constexpr):
+    """int32 in the order of x, for fp32 x of which the last SHIFT bits are zero."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # one zero, not two
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT
+
+
+@triton.jit
+def key_value(key, SHIFT: tl.constexpr):
+    """The x of an `order_key`."""
+    low = (1 << SHIFT) - 1
+    bits = key << SHIFT
+    bits = tl.where(key < 0, (bits | low) ^ 0x7FFFFFFF, bits)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def pivots(low, high):
+    """Three keys that cut [low, high) in four; low and high are int64."""
+    step = tl.maximum((high - low) // 4, 1)
+    first = tl.minimum(low + step, high - 1)
+    second = tl.minimum(first + step, high - 1)
+    return first, second, tl.minimum(second + step, high - 1)
+
+
+@triton.jit
+def narrowed(low, high, first, second, third, at_first, at_second, at_third, at_low, at_high, needed):
+    """(low, high, what is at or above each) after a pass: `needed` or more is at or above low, less at high."""
+    new_low = tl.where(at_third >= needed, third, tl.where(at_second >= needed, second,
+                       tl.where(at_first >= needed, first, low)))  # fmt: skip
+    new_high = tl.where(at_third >= needed, high, tl.where(at_second >= needed, third,
+                        tl.where(at_first >= needed, second, first)))  # fmt: skip
+    new_at_low = tl.where(at_third >= needed, at_third, tl.where(at_second >= needed, at_second,
+                          tl.where(at_first >= needed, at_first, at_low)))  # fmt: skip
+    new_at_high = tl.where(at_third >= needed, at_high, tl.where(at_second >= needed, at_third,
+                           tl.where(at_first >= needed, at_second, at_first)))  # fmt: skip
+    return new_low, new_high, new_at_low, new_at_high
+
+
+@triton.jit
+def count_from(row_ptr, vocab, floor, key, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """Tokens whose key is at least `key`."""
+    lane = tl.arange(0, BLOCK)
+    count = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, vocab, BLOCK):
+        keys = order_key(logit_tile(row_ptr, first + lane, vocab, floor), SHIFT)
+        count += ((keys >= key) & (first + lane < vocab)).to(tl.int32)
+    return tl.sum(count, 0)
+
+
+@triton.jit
+def edge_of_count(row_ptr, vocab, floor, needed, low, high, at_low, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """(edge, quota): the `needed` first tokens are those above the edge and the first `quota` of those on it.
+
+    low, high (int64): `at_low` tokens, at least `needed`, have the key low or more, and none has high or more.
+    """
+    lane = tl.arange(0, BLOCK)
+    at_high = tl.full((), 0, tl.int32)
+    while (high - low > 1) & (at_low != needed):
+        one, two, three = pivots(low, high)
+        key_1, key_2, key_3 = one.to(tl.int32), two.to(tl.int32), three.to(tl.int32)
+        count_1 = tl.zeros((BLOCK,), tl.int32)
+        count_2 = tl.zeros((BLOCK,), tl.int32)
+        count_3 = tl.zeros((BLOCK,), tl.int32)
+        for first in range(0, vocab, BLOCK):
+            keys = order_key(logit_tile(row_ptr, first + lane, vocab, floor), SHIFT)
+            count_1 += (keys >= key_1).to(tl.int32)
+            count_2 += (keys >= key_2).to(tl.int32)
+            count_3 += (keys >= key_3).to(tl.int32)
+        low, high, at_low, at_high = narrowed(
+            low, high, one, two, three, tl.sum(count_1, 0), tl.sum(count_2, 0), tl.sum(count_3, 0), at_low, at_high,
+            needed,
+        )  # fmt: skip
+    return low, tl.where(at_low == needed, ALL, needed - at_high)
+
+
+@triton.jit
+def edge_of_mass(row_ptr, vocab, floor, peak, scale, needed, low, high, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """(edge, weights above it): the largest edge such that those on and above it weigh at least `needed`."""
+    lane = tl.arange(0, BLOCK)
+    at_low = needed
+    at_high = needed * 0.0
+    while high - low > 1:
+        one, two, three = pivots(low, high)
+        key_1, key_2, key_3 = one.to(tl.int32), two.to(tl.int32), three.to(tl.int32)
+        mass_1 = tl.zeros((BLOCK,), tl.float32)
+        mass_2 = tl.zeros((BLOCK,), tl.float32)
+        mass_3 = tl.zeros((BLOCK,), tl.float32)
+        for first in range(0, vocab, BLOCK):
+            x = logit_tile(row_ptr, first + lane, vocab, floor)
+            keys = order_key(x, SHIFT)
+            weight = tl.exp2((x - peak) * scale)
+            mass_1 += tl.where(keys >= key_1, weight, 0.0)
+            mass_2 += tl.where(keys >= key_2, weight, 0.0)
+            mass_3 += tl.where(keys >= key_3, weight, 0.0)
+        low, high, at_low, at_high = narrowed(
+            low, high, one, two, three, tl.sum(mass_1.to(tl.float64), 0), tl.sum(mass_2.to(tl.float64), 0),
+            tl.sum(mass_3.to(tl.float64), 0), at_low, at_high, needed,
+        )  # fmt: skip
+    return low, at_high
+
+
+@triton.jit
+def mass_above(row_ptr, vocab, floor, peak, scale, edge, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """(weights of the tokens above the edge, number of tokens on it)."""
+    lane = tl.arange(0, BLOCK)
+    mass = tl.zeros((BLOCK,), tl.float32)
+    ties = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, vocab, BLOCK):
+        x = logit_tile(row_ptr, first + lane, vocab, floor)
+        keys = order_key(x, SHIFT)
+        mass += tl.where(keys > edge, tl.exp2((x - peak) * scale), 0.0)
+        ties += (keys == edge).to(tl.int32)
+    return tl.sum(mass.to(tl.float64), 0), tl.sum(ties, 0)
+
+
+@triton.jit
+def token_at(
+    row_ptr, vocab, floor, peak, scale, edge, quota, target, token, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The id where the running sum of the kept weights passes `target`; `token` if it never does."""
+    lane = tl.arange(0, BLOCK)
+    running = target * 0.0
+    ties_seen = tl.full((), 0, tl.int32)
+    first = tl.full((), 0, tl.int32)
+    while first < vocab:
+        x = logit_tile(row_ptr, first + lane, vocab, floor)
+        keys = order_key(x, SHIFT)
+        weight = tl.exp2((x - peak) * scale)
+        tied = (keys == edge).to(tl.int32)
+        ties = tl.sum(tied, 0)
+        kept = keys > edge
+        if ties_seen + ties <= quota:
+            kept = keys >= edge
+        else:
+            kept = kept | ((tied > 0) & (tl.cumsum(tied, 0) <= quota - ties_seen))
+        weight = tl.where(kept, weight, 0.0)
+        mass = tl.sum(weight, 0).to(tl.float64)
+        if running + mass > target:
+            sums = running + tl.cumsum(weight, 0).to(tl.float64)
+            last = tl.max(tl.where(weight > 0.0, first + lane, 0), 0)  # sums of one tile may round apart
+            token = tl.minimum(tl.min(tl.where((sums > target) & (weight > 0.0), first + lane, vocab), 0), last)
+            first = first * 0 + vocab
+        else:
+            running += mass
+            ties_seen = tl.minimum(ties_seen + ties, quota)
+            first += BLOCK
+    return token
+
+
+@triton.jit
+def draw_rows(
+    logits_ptr, temperature_ptr, min_p_ptr, top_k_ptr, top_p_ptr, at_ptr, out_ptr, logits_row, vocab,
+    SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows). SHIFT: bits that fp32 has more than the logits."""
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * logits_row
+    lane = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    best_at = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, vocab, BLOCK):
+        x = logit_tile(row_ptr, first + lane, vocab, float("-inf"))
+        better = x > best
+        best = tl.where(better, x, best)
+        best_at = tl.where(better, first + lane, best_at)
+    highest = tl.max(best, 0)
+    token = tl.min(tl.where(best == highest, best_at, vocab), 0)
+    temperature = tl.load(temperature_ptr + row)
+    if (temperature > 0.0) & (highest > float("-inf")):
+        top_k = tl.load(top_k_ptr + row)
+        top_p = tl.load(top_p_ptr + row).to(tl.float64)
+        scale = LOG2_E / temperature
+        lowest = order_key(tl.full((), float("-inf"), tl.float32), SHIFT)
+        floor = tl.full((), float("-inf"), tl.float32)
+        min_p = tl.load(min_p_ptr + row)
+        if min_p > 0.0:
+            floor = highest + temperature * tl.log2(min_p) * LN_2
+        edge = lowest.to(tl.int64)
+        end = order_key(highest, SHIFT).to(tl.int64) + 1
+        quota = tl.full((), ALL, tl.int32)
+        if top_k < vocab:
+            # Every lane of the first pass has a token as large as its best: BLOCK tokens are as large as their least.
+            low_value = tl.where(top_k <= BLOCK, tl.maximum(tl.min(best, 0), floor), floor)
+            low = order_key(low_value, SHIFT)
+            count = count_from(row_ptr, vocab, floor, low, SHIFT, BLOCK)
+            if count >= top_k:
+                edge, quota = edge_of_count(row_ptr, vocab, floor, top_k, low.to(tl.int64), end, count, SHIFT, BLOCK)
+        above, ties = mass_above(row_ptr, vocab, floor, highest, scale, edge.to(tl.int32), SHIFT, BLOCK)
+        on_edge = tl.exp2((key_value(edge.to(tl.int32), SHIFT) - highest) * scale).to(tl.float64)
+        total = above + tl.minimum(ties, quota).to(tl.float64) * on_edge
+        if top_p < 1.0:
+            needed = top_p * total
+            # All tokens lighter than this together weigh less than what may be left out.
+            least = (1.0 - top_p) * total / (2.0 * vocab)
+            low_value = highest + temperature * tl.log2(least.to(tl.float32)) * LN_2
+            low = tl.maximum(edge, tl.minimum(order_key(low_value, SHIFT).to(tl.int64), end - 1))
+            new_edge, above = edge_of_mass(
+                row_ptr, vocab, floor, highest, scale, needed, low, end, SHIFT, BLOCK
+            )  # fmt: skip
+            on_edge = tl.exp2((key_value(new_edge.to(tl.int32), SHIFT) - highest) * scale).to(tl.float64)
+            wanted = tl.maximum(tl.ceil((needed - above) / on_edge), 1.0)
+            wanted = tl.minimum(wanted, 2147483647.0).to(tl.int32)
+            quota = tl.where(new_edge == edge, tl.minimum(quota, wanted), wanted)
+            edge = new_edge
+            total = above + quota.to(tl.float64) * on_edge
+        target = tl.load(at_ptr + row).to(tl.float64) * total
+        token = token_at(
+            row_ptr, vocab, floor, highest, scale, edge.to(tl.int32), quota, target, token, SHIFT, BLOCK
+        )  # fmt: skip
+    tl.store(out_ptr + row, token.to(tl.int64))

@@ -1,0 +1,199 @@
+"""Drawing tokens: the reference against a naive one in plain Python, the Triton kernel against the reference."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels import sampling, select, triton_ops
+from kernels.sampling import Draws, kept_weights
+
+Draw = Callable[[torch.Tensor, Draws], torch.Tensor]
+
+
+@pytest.fixture(params=["reference", "triton"])
+def draw(request: pytest.FixtureRequest) -> Draw:
+    if request.param == "reference":
+        return sampling.draw
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("there is a GPU: set TRITON_INTERPRET=1 to test the Triton kernels on CPU tensors")
+    return select("cpu", "triton").draw
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    seed = random.randrange(2**32)
+    print("seed", seed)  # shown when the test fails
+    torch.manual_seed(seed)
+    return random.Random(seed)
+
+
+def draws_of(rows: int, vocab: int, **given: float) -> Draws:
+    """The same for all rows, each with a number of its own."""
+    kinds = {"temperature": 1.0, "min_p": 0.0, "top_k": vocab, "top_p": 1.0} | given
+    tensors = {name: torch.full((rows,), float(value)) for name, value in kinds.items()}
+    return Draws(
+        tensors["temperature"], tensors["min_p"], tensors["top_k"].int(), tensors["top_p"],
+        torch.rand(rows, dtype=torch.float64),
+    )  # fmt: skip
+
+
+def naive_weights(logits: list[float], temperature: float, min_p: float, top_k: int, top_p: float) -> list[float]:
+    """What `kept_weights` says of one row, up to a factor."""
+    logits = [-math.inf if x != x else min(x, sampling.LOGIT_MAX) for x in logits]
+    order = sorted(range(len(logits)), key=lambda i: -logits[i])
+    best = logits[order[0]]
+    if temperature == 0.0:
+        return [float(i == order[0]) for i in range(len(logits))]
+    weights = [math.exp((x - best) / temperature) if x > -math.inf else 0.0 for x in logits]
+    weights = [w if w >= min_p else 0.0 for w in weights]
+    kept, mass, total = set[int](), 0.0, sum(weights[i] for i in order[:top_k])
+    for i in order[:top_k]:
+        if kept and top_p < 1.0 and mass >= top_p * total:
+            break
+        kept.add(i)
+        mass += weights[i]
+    return [w if i in kept else 0.0 for i, w in enumerate(weights)]
+
+
+def check(draw: Draw, logits: torch.Tensor, draws: Draws, tolerance: float = 1e-5) -> None:
+    """Every row's token is where the exact running sum passes its number, up to `tolerance` of the sum."""
+    before = logits.clone()
+    tokens = draw(logits, draws)
+    assert tokens.dtype == torch.int64
+    assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0))
+    weights = kept_weights(logits, draws)
+    ends = weights.cumsum(-1)
+    assert ((tokens >= 0) & (tokens < logits.shape[1])).all()
+    places = tokens[:, None]
+    weight, end, total = weights.gather(1, places)[:, 0], ends.gather(1, places)[:, 0], ends[:, -1]
+    inside = (end - weight <= (draws.at + tolerance) * total) & (end >= (draws.at - tolerance) * total) & (weight > 0)
+    dead = total == 0
+    assert (tokens[dead] == 0).all()
+    wrong = (~inside & ~dead).nonzero()[:, 0].tolist()
+    assert not wrong, [(i, tokens[i], [getattr(draws, n)[i] for n in Draws.__slots__]) for i in wrong]
+
+
+def random_draws(rng: random.Random, rows: int, vocab: int) -> Draws:
+    """Of which no two rows need be alike."""
+    return Draws(
+        torch.tensor([rng.choice((0.0, 0.3, 1.0, 1.7, 1e-5)) for _ in range(rows)]),
+        torch.tensor([rng.choice((0.0, 0.0, 0.1, 0.9, 1.0)) for _ in range(rows)]),
+        torch.tensor([rng.choice((1, 2, 7, 50, vocab, vocab + 5)) for _ in range(rows)], dtype=torch.int32),
+        torch.tensor([rng.choice((1e-9, 0.05, 0.5, 0.93, 0.9999, 1.0, 1.0)) for _ in range(rows)]),
+        torch.rand(rows, dtype=torch.float64),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("vocab", [1, 97, 1000])
+def test_the_token_that_the_running_sum_passes(draw, rng, monkeypatch, dtype, vocab):
+    monkeypatch.setattr(triton_ops, "DRAW_BLOCK", rng.choice((128, 256, 8192)))  # several tiles, or one
+    logits = (torch.randn(12, vocab) * rng.choice((0.1, 3.0, 20.0))).to(dtype)
+    if rng.random() < 0.5:
+        logits = logits.round()  # many equal ones, on the edges too
+    check(draw, logits, random_draws(rng, 12, vocab))
+
+
+def test_kept_weights_are_the_naive_ones(rng):
+    for _ in range(20):
+        vocab = rng.choice((1, 5, 60))
+        logits = torch.randn(6, vocab) * 3
+        logits = logits.round() if rng.random() < 0.5 else logits
+        draws = random_draws(rng, 6, vocab)
+        for i, row in enumerate(kept_weights(logits, draws).tolist()):
+            kinds = [getattr(draws, name)[i].item() for name in ("temperature", "min_p", "top_k", "top_p")]
+            naive = naive_weights(logits[i].double().tolist(), *kinds)
+            exact = [w / sum(naive) for w in naive]
+            assert [w / sum(row) for w in row] == pytest.approx(exact, abs=1e-9), kinds
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05},
+        {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_frequencies(draw, rng, given):
+    """Chi-square against the exact probabilities; the same numbers every run, so that it cannot fail by chance."""
+    rows, vocab = (3000, 60) if draw is sampling.draw else (100, 8)  # an interpreted row takes milliseconds
+    torch.manual_seed(7)
+    logits = (torch.randn(1, vocab) * 1.5).bfloat16().expand(rows, -1)
+    draws = draws_of(rows, vocab, **given)
+    found = torch.bincount(draw(logits, draws), minlength=vocab).double()
+    weights = kept_weights(logits[:1], Draws(*(getattr(draws, n)[:1] for n in Draws.__slots__)))[0]
+    expected = weights / weights.sum() * rows
+    assert found[expected == 0].sum() == 0
+    # Tokens expected less than five times make one class.
+    rare = expected < 5
+    found = torch.cat((found[~rare], found[rare].sum()[None]))
+    expected = torch.cat((expected[~rare], expected[rare].sum()[None]))
+    used = expected > 0
+    statistic = ((found - expected)[used] ** 2 / expected[used]).sum().item()
+    freedom = max(int(used.sum()) - 1, 1)
+    assert statistic < freedom + 4 * math.sqrt(2 * freedom) + 4
+
+
+def test_exactly_top_k_of_equal_logits(draw, rng):
+    """All equal: the first k ids, each as likely as the others."""
+    logits = torch.zeros(12, 300, dtype=torch.bfloat16)
+    for given, kept in (({"top_k": 4}, 4), ({"top_p": 0.01}, 3)):
+        draws = replace(draws_of(12, 300, **given), at=(torch.arange(12, dtype=torch.float64) + 0.5) / 12)
+        assert draw(logits, draws).tolist() == [i * kept // 12 for i in range(12)]
+
+
+@pytest.mark.parametrize(
+    "given", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-12}, {"top_p": 0.0}, {"min_p": 1.0}]
+)
+def test_only_the_likeliest(draw, rng, given):
+    logits = torch.randn(20, 300).bfloat16().float()
+    logits[:, 250] = logits[:, 7] = logits.amax(-1) + (0 if "min_p" in given else 1)
+    if "min_p" in given:  # keeps both of two that are equal
+        logits[:, 250] -= 1
+    best = logits.argmax(-1)
+    ids = torch.arange(300).expand_as(logits)
+    best = torch.where(logits == logits.amax(-1, keepdim=True), ids, 300).amin(-1)
+    if "min_p" in given:
+        assert (logits.gather(1, draw(logits, draws_of(20, 300, **given))[:, None])[:, 0] == logits.amax(-1)).all()
+    else:
+        assert torch.equal(draw(logits, draws_of(20, 300, **given)), best)
+
+
+@pytest.mark.parametrize("given", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5, "min_p": 0.1}])
+def test_bad_logits_yield_a_token(draw, given):
+    logits = torch.full((5, 40), math.nan)
+    logits[1] = math.inf
+    logits[2] = -math.inf
+    logits[3, 4] = 1.0
+    logits[4, 6] = math.inf
+    tokens = draw(logits, draws_of(5, 40, **given))
+    assert tokens[0] == tokens[2] == 0
+    assert 0 <= tokens[1] < 40
+    assert tokens[3:].tolist() == [4, 6]
+    check(draw, logits, draws_of(5, 40, **given))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_real_vocabulary(draw, rng, dtype):
+    """152k logits, in rows with a gap between them, flat ones and steep ones."""
+    vocab = 151_936
+    logits = (torch.randn(4, vocab + 64) * torch.tensor([[0.05], [1.0], [3.0], [8.0]])).to(dtype)[:, :vocab]
+    check(draw, logits, random_draws(rng, 4, vocab))
+    check(draw, logits, draws_of(4, vocab, top_p=0.9))
+
+
+def test_rows_do_not_depend_on_their_company(draw, rng):
+    logits = torch.randn(9, 500) * 2
+    draws = random_draws(rng, 9, 500)
+    together = draw(logits, draws)
+    order = torch.randperm(9)[:4]
+    some = Draws(*(getattr(draws, name)[order] for name in Draws.__slots__))
+    assert torch.equal(draw(logits[order], some), together[order])
