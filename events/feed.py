@@ -10,6 +10,7 @@ on a connection is handed over only after checking that the connection is still 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -204,7 +205,7 @@ class EventFeed:
     def _run(self) -> None:
         tick_at = time.monotonic() + TICK_S
         while not self._closing:
-            ready = dict(self._poller.poll(max(0, int((tick_at - time.monotonic()) * 1000))))
+            ready = dict(self._poller.poll(max(0, math.ceil((tick_at - time.monotonic()) * 1000))))
             if ready.pop(self._bell.fd, None):
                 self._bell.silence()
                 while self._commands:
