@@ -21,6 +21,7 @@ from engine.models.layers import LayerState, Step
 from engine.models.rope import RopeTable
 from kernels import Kernels, PagedKV, Ragged
 from kernels.interface import FixedPlans, IntArray
+from kernels.transfer import to_device
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +50,6 @@ class CudaCapture:
         with torch.cuda.graph(graph, pool=self._pool):
             out = run()
         return graph.replay, out
-
-
-def to_device(array: IntArray, device: torch.device) -> torch.Tensor:
-    """A copy on the device; the host does not wait for it."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @dataclass(frozen=True, slots=True)

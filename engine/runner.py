@@ -13,13 +13,15 @@ import numpy as np
 import torch
 
 from engine.cache.spec import CacheSpec
-from engine.decode_graphs import Capture, DecodeGraphs, to_device
+from engine.decode_graphs import Capture, DecodeGraphs
+from engine.logprobs import LogprobTensors, read_logprobs, token_logprobs
 from engine.models import CausalLM
 from engine.models.layers import Step
-from engine.sampler import Sampler, token_logprobs
+from engine.sampler import Sampler
 from engine.types import BlockId, Chunk, StepPlan, StepResult, TokenLogprobs, UnitId
 from kernels import Kernels, PagedKV, Ragged, select
 from kernels.interface import FixedPlans
+from kernels.transfer import to_device
 
 LOGIT_SLAB_BYTES = 64 << 20
 """Logits of prompt positions are made in slabs of at most so many bytes of fp32."""
@@ -63,7 +65,7 @@ class ModelRunner:
         self.device = device
         self.dtype = dtype
         self._ops = select(device) if kernels is None else kernels
-        self._sampler = Sampler(model.config.vocab_size, device, eos_token_ids, seed)
+        self._sampler = Sampler(model.config.vocab_size, device, eos_token_ids, seed, self._ops)
         self._ropes = model.rope_tables(max_model_len, dtype, device)
         self._windows = model.windows
         stride = unit_stride_bytes(spec)
@@ -172,12 +174,13 @@ class ModelRunner:
         count = chunk.seq.request.params.prompt_logprobs or 0
         targets = chunk.seq.token_ids[chunk.start + 1 : min(chunk.end + 1, chunk.seq.prompt_len)]
         slab = max(1, LOGIT_SLAB_BYTES // (4 * self.model.config.vocab_size))
-        entries: list[TokenLogprobs] = []
+        tokens = to_device(np.array(targets, np.int64), self.device)
+        queued: list[LogprobTensors] = []
         for at in range(0, len(targets), slab):
-            part = targets[at : at + slab]
+            part = tokens[at : at + slab]
             logits = self.model.logits(hidden[at : at + len(part)])
-            entries += token_logprobs(logits, part, [count] * len(part))
-        return entries
+            queued.append(token_logprobs(logits, part, [count] * len(part)))
+        return [entry for tensors in queued for entry in read_logprobs(tensors, [count] * len(tensors.tokens))]
 
     def _prepare_states(self, plan: StepPlan) -> None:
         units = self._buffer.view(self.num_units, -1)

@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from kernels.interface import IntArray, PagedKV, Ragged
+from kernels.transfer import upload
 from kernels.triton_ops import TritonKernels
-from kernels.triton_plan import AttentionPlan, RecurrentPlan, table_rows, upload
+from kernels.triton_plan import AttentionPlan, RecurrentPlan, table_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
 """What the Triton kernels need to know of a step's batch, on the device: one upload a step for each group.
 
-Owns the packing of index arrays into one pinned transfer, and plans of fixed shape for captured decode steps, which
-are refilled in place. Nothing here waits for the device. A slot or a unit below zero marks padding, which the kernels
-skip; a padded sequence has a context of 0.
+Owns plans of fixed shape for captured decode steps, which are refilled in place. Nothing here waits for the device.
+A slot or a unit below zero marks padding, which the kernels skip; a padded sequence has a context of 0.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ import numpy as np
 import torch
 
 from kernels.interface import IntArray, PagedKV, Ragged, slot_rows
+from kernels.transfer import upload
 
-ALIGNED_INTS = 4
-"""Pieces of an upload start at multiples of 16 bytes: Triton compiles anew for pointers that do not."""
 STATE_CHUNK = 64
 """Tokens of a tile of the recurrent operations."""
 
@@ -23,20 +21,6 @@ STATE_CHUNK = 64
 def power_of_two(size: int, least: int = 1) -> int:
     """The smallest power of two that is neither under `size` nor under `least`."""
     return max(least, 1 << (size - 1).bit_length())
-
-
-def upload(arrays: list[IntArray], device: torch.device) -> list[torch.Tensor]:
-    """The arrays as int32 on the device, flat, in one transfer that the host does not wait for."""
-    spans, size = [], 0
-    for array in arrays:
-        spans.append((size, size + array.size))
-        size = -(-(size + array.size) // ALIGNED_INTS) * ALIGNED_INTS
-    host = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
-    ints = host.numpy()
-    for (start, end), array in zip(spans, arrays, strict=True):
-        ints[start:end] = array.reshape(-1)
-    there = host.to(device, non_blocking=True)
-    return [there[start:end] for start, end in spans]
 
 
 @dataclass(frozen=True, slots=True)

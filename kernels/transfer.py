@@ -1,0 +1,36 @@
+"""Arrays on their way to a device, through pinned memory, so that the host does not wait for the copy.
+
+Pinned memory comes from torch's caching host allocator, which gives a piece out again only after the copies from it
+have been done: nothing here is reused by hand, so nothing can be overwritten before the device has read it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+ALIGNED_INTS = 4
+"""Pieces of an upload start at multiples of 16 bytes: Triton compiles anew for pointers that do not."""
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A copy on the device, of the array's dtype; the host does not wait for it."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def upload(arrays: list[npt.NDArray[np.int64]], device: torch.device) -> list[torch.Tensor]:
+    """The arrays as int32 on the device, flat, in one transfer that the host does not wait for."""
+    spans, size = [], 0
+    for array in arrays:
+        spans.append((size, size + array.size))
+        size = -(-(size + array.size) // ALIGNED_INTS) * ALIGNED_INTS
+    host = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+    ints = host.numpy()
+    for (start, end), array in zip(spans, arrays, strict=True):
+        ints[start:end] = array.reshape(-1)
+    there = host.to(device, non_blocking=True)
+    return [there[start:end] for start, end in spans]
