@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from router.config import CoreConfig
 from router.history import chain_keys
@@ -28,16 +27,18 @@ from router.tracker import LoadTracker
 from router.view import PrefixIndex
 
 
-@dataclass(slots=True)
 class Choice:
     """A priced set of candidates and the winner."""
 
-    cost: KvCost
-    winner: int
-    prompt: Sequence[int] | bytes | None
-    """The request's tokens as the index likes them best."""
-    resident: list[int]
-    """Tokens of each candidate's h that events (or history) vouch for."""
+    __slots__ = ("cost", "prompt", "resident", "winner")
+
+    def __init__(self, cost: KvCost, winner: int, prompt: Sequence[int] | bytes | None, resident: list[int]) -> None:
+        self.cost = cost
+        self.winner = winner
+        self.prompt = prompt
+        """The request's tokens as the index likes them best."""
+        self.resident = resident
+        """Tokens of each candidate's h that events (or history) vouch for."""
 
 
 class Chooser:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TypedDict
 
 from router.choose import Choice, Chooser
@@ -42,6 +41,8 @@ from router.view import PrefixIndex
 from router.watchdog import Watchdog
 from router.workers import ServedModel, Worker, WorkerSpec, WorkerState
 
+_NONE_TRIED: frozenset[str] = frozenset()
+
 
 class _PlaceInLine(TypedDict):
     """What decides a held request's turn."""
@@ -51,19 +52,21 @@ class _PlaceInLine(TypedDict):
     arrived_s: float
 
 
-@dataclass(slots=True)
 class _Live:
     """A request that is held or in flight."""
 
-    request: RouteRequest
-    arrived_s: float
-    attempt: int = 0
-    tried: frozenset[str] = frozenset()
-    decision: Decision | None = None
-    """Set while in flight."""
-    first_token_seen: bool = False
-    explain: bool = False
-    """Whether its decisions carry every candidate's terms."""
+    __slots__ = ("arrived_s", "attempt", "decision", "explain", "first_token_seen", "request", "tried")
+
+    def __init__(self, request: RouteRequest, arrived_s: float, *, explain: bool) -> None:
+        self.request = request
+        self.arrived_s = arrived_s
+        self.attempt = 0
+        self.tried: frozenset[str] = _NONE_TRIED
+        self.decision: Decision | None = None
+        """Set while in flight."""
+        self.first_token_seen = False
+        self.explain = explain
+        """Whether its decisions carry every candidate's terms."""
 
 
 class RouterCore:

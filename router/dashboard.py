@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -20,6 +20,7 @@ from prompts.tokenizer import Tokenizer
 from router.core import RouterCore
 from router.exchange import Exchange
 from router.http_server import ClientConnection
+from router.messages import Decision
 from router.proxy import Proxy
 from router.tokenizing import PromptReader
 from router.view import Scope
@@ -29,6 +30,8 @@ POINT_S = 2.0
 POINTS_MAX = 150
 DECISIONS_MAX = 60
 """Decisions kept, and sent at most a beat."""
+TTFTS_MAX = 10_000
+"""Times a point of the history is the median of."""
 SAMPLE_EVERY = 8
 SAMPLES_MAX = 96
 PREFIX_TOKENS_MAX = 4096
@@ -44,6 +47,47 @@ class _Sample:
 
     scope: Scope
     token_ids: Sequence[int]
+
+
+class _Row(NamedTuple):
+    """What is kept of a request that ended; written out when a viewer is told."""
+
+    trace_id: bytes
+    at: float
+    model: str
+    stream: bool
+    tokenized: bool
+    outcome: str
+    cached_tokens: int | None
+    ttft_s: float | None
+    decision: Decision
+
+
+def _encode(rows: Iterable[_Row]) -> bytes:
+    """Rows as the page reads them."""
+    return msgspec.json.encode(
+        [
+            {
+                "id": row.trace_id.decode("latin-1"),
+                "at": row.at,
+                "model": row.model,
+                "worker": row.decision.worker,
+                "outcome": row.outcome,
+                "attempt": row.decision.attempt,
+                "stream": row.stream,
+                "prompt_tokens": row.decision.prompt_tokens,
+                "tokenized": row.tokenized,
+                "predicted_cached_tokens": row.decision.predicted_cached_tokens,
+                "cached_tokens": row.cached_tokens,
+                "predicted_ttft_s": row.decision.predicted_ttft_s,
+                "ttft_s": row.ttft_s,
+                "waited_s": row.decision.waited_s,
+                "candidates": row.decision.candidates or [row.decision.terms],
+                "not_eligible": row.decision.not_eligible,
+            }
+            for row in rows
+        ]
+    )
 
 
 class Viewer:
@@ -82,8 +126,8 @@ class Dashboard:
         self._prompts = prompts
         self._workers = workers
         self._viewers: set[Viewer] = set()
-        self._decisions: deque[dict[str, Any]] = deque(maxlen=DECISIONS_MAX)
-        self._fresh: list[dict[str, Any]] = []
+        self._decisions: deque[_Row] = deque(maxlen=DECISIONS_MAX)
+        self._fresh: list[_Row] = []
         self._samples: deque[_Sample] = deque(maxlen=SAMPLES_MAX)
         self._points: deque[dict[str, float]] = deque(maxlen=POINTS_MAX)
         self._requests = self._prompt = self._predicted = self._actual = self._failed = 0
@@ -103,7 +147,7 @@ class Dashboard:
         self._proxy.explains = True
         viewer.send("state", self._state())
         viewer.send("history", msgspec.json.encode(list(self._points)))
-        viewer.send("decisions", msgspec.json.encode(list(self._decisions)))
+        viewer.send("decisions", _encode(self._decisions))
         viewer.send("prefixes", msgspec.json.encode(self.prefixes()))
         return viewer
 
@@ -121,7 +165,7 @@ class Dashboard:
         self._beats += 1
         events = [("state", self._state())]
         if self._fresh:
-            events.append(("decisions", msgspec.json.encode(self._fresh[-DECISIONS_MAX:])))
+            events.append(("decisions", _encode(self._fresh[-DECISIONS_MAX:])))
             self._fresh.clear()
         if self._points:
             events.append(("point", msgspec.json.encode(self._points[-1])))
@@ -162,8 +206,9 @@ class Dashboard:
         route, decision, usage = exchange.route, exchange.decision, exchange.usage
         if route is None or decision is None:
             return
-        if exchange.first_byte_s is not None and len(self._ttft_s) < 10_000:
-            self._ttft_s.append(exchange.first_byte_s - exchange.started_s)
+        first_s = exchange.first_byte_s
+        if first_s is not None and len(self._ttft_s) < TTFTS_MAX:
+            self._ttft_s.append(first_s - exchange.started_s)
         cached = usage.cached_tokens if usage is not None else None
         if cached is not None and route.token_ids is not None:
             self._prompt += route.prompt_tokens
@@ -171,25 +216,17 @@ class Dashboard:
             self._actual += cached
         if route.token_ids is not None and self._core.counters["routed"] % SAMPLE_EVERY == 0:
             self._samples.append(_Sample(route.scope, route.token_ids[:PREFIX_TOKENS_MAX]))
-        first_s = exchange.first_byte_s
-        row = {
-            "id": exchange.trace_id.decode("latin-1"),
-            "at": time.time(),
-            "model": route.model,
-            "worker": decision.worker,
-            "outcome": exchange.outcome,
-            "attempt": decision.attempt,
-            "stream": route.stream,
-            "prompt_tokens": route.prompt_tokens,
-            "tokenized": route.token_ids is not None,
-            "predicted_cached_tokens": decision.predicted_cached_tokens,
-            "cached_tokens": cached,
-            "predicted_ttft_s": decision.predicted_ttft_s,
-            "ttft_s": None if first_s is None else first_s - exchange.started_s,
-            "waited_s": decision.waited_s,
-            "candidates": decision.candidates or [decision.terms],
-            "not_eligible": decision.not_eligible,
-        }
+        row = _Row(
+            exchange.trace_id,
+            time.time(),
+            route.model,
+            route.stream,
+            route.token_ids is not None,
+            exchange.outcome,
+            cached,
+            None if first_s is None else first_s - exchange.started_s,
+            decision,
+        )
         self._decisions.append(row)
         if self._viewers:
             self._fresh.append(row)

@@ -12,7 +12,6 @@ and which worker comes next: that is the core's, asked through router/proxy.py. 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -123,7 +122,7 @@ class Exchange:
         self._connecting: asyncio.Task[None] | None = None
         self._head: ResponseHead | None = None
         self._head_buffer = b""
-        self._tail: deque[bytes] = deque(maxlen=TAIL_READS)
+        self._tail: list[bytes] = []
         self._payload: list[bytes] | None = [] if request.http_1_0 else None
         self._paused = False
         self._done = False
@@ -311,7 +310,10 @@ class Exchange:
         if out:
             self.client.write(out)
         self.chunks += 1
-        self._tail.append(data if len(data) <= TAIL_BYTES else data[-TAIL_BYTES:])
+        tail = self._tail
+        tail.append(data if len(data) <= TAIL_BYTES else data[-TAIL_BYTES:])
+        if len(tail) > TAIL_READS:
+            del tail[0]
         if body.done:
             self._complete(head, reusable=head.keep_alive and not surplus)
         elif self.chunks % PROGRESS_EVERY == 0 and self.in_core:

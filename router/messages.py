@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -95,8 +95,7 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     """The price; the lowest wins."""
 
 
-@dataclass(slots=True)
-class Decision:
+class Decision(msgspec.Struct):
     """Where one attempt of a request goes, and why."""
 
     request_id: str
@@ -112,9 +111,9 @@ class Decision:
     decided_s: float
     waited_s: float = 0.0
     """How long the reordering queue held it."""
-    candidates: list[Terms] = field(default_factory=list)
+    candidates: list[Terms] = []
     """Every candidate's terms, cheapest first; filled only where an explanation was asked for."""
-    not_eligible: dict[str, str] = field(default_factory=dict)
+    not_eligible: dict[str, str] = {}
     """worker -> why it was not a candidate; filled with `candidates`."""
 
 

@@ -77,6 +77,7 @@ class RouterApp:
         self._serves_admin = serves_admin
         self._trace_prefix = os.urandom(6).hex()
         self._traces = 0
+        self._scopes: dict[tuple[str, str | None], Scope] = {}
         self._reading: set[asyncio.Future[tuple[Sequence[int] | None, float]]] = set()
         """Prompts being read; the loop alone would not keep them."""
 
@@ -153,7 +154,7 @@ class RouterApp:
         route = RouteRequest(
             request_id=exchange.request_id,
             model=model,
-            scope=Scope(base, parsed.cache_salt, lora),
+            scope=self._scope(base, parsed.cache_salt, lora),
             token_ids=token_ids,
             prompt_tokens=len(token_ids) if token_ids is not None else estimate_tokens(len(request.body)),
             output_tokens=output * parsed.n,
@@ -173,6 +174,17 @@ class RouterApp:
         served = self._core.resolve_model(name)
         return (name, name, None) if served is None else (name, served.base, served.lora)
 
+    def _scope(self, base: str, salt: str | None, lora: str | None) -> Scope:
+        """Without a salt, the same object for every request of a model that somebody serves."""
+        if salt is not None:
+            return Scope(base, salt, lora)
+        known = self._scopes.get((base, lora))
+        if known is None:
+            known = Scope(base, None, lora)
+            if self._core.resolve_model(lora or base) is not None:
+                self._scopes[base, lora] = known
+        return known
+
     # Everything else under /v1/ -----------------------------------------------------------------------------------
 
     def _pass_through(self, connection: ClientConnection, request: Request) -> None:
@@ -187,7 +199,7 @@ class RouterApp:
         route = RouteRequest(
             request_id=exchange.request_id,
             model=model,
-            scope=Scope(base, None, lora),
+            scope=self._scope(base, None, lora),
             token_ids=None,
             prompt_tokens=estimate_tokens(len(request.body)),
             output_tokens=0,
@@ -230,16 +242,18 @@ class RouterApp:
         return any(matches)
 
 
-@dataclass(frozen=True, slots=True)
 class Wishes:
     """What a client's `x-blockcast-*` headers ask for."""
 
-    priority: int
-    """`x-blockcast-priority`, else the body's `priority`; lower is earlier."""
-    deadline_ms: int | None
-    """`x-blockcast-deadline-ms`: how long the router may hold the request."""
-    worker: str | None
-    role: str | None
+    __slots__ = ("deadline_ms", "priority", "role", "worker")
+
+    def __init__(self, priority: int, deadline_ms: int | None, worker: str | None, role: str | None) -> None:
+        self.priority = priority
+        """`x-blockcast-priority`, else the body's `priority`; lower is earlier."""
+        self.deadline_ms = deadline_ms
+        """`x-blockcast-deadline-ms`: how long the router may hold the request."""
+        self.worker = worker
+        self.role = role
 
 
 def read_wishes(request: Request, parsed: RoutingRequest) -> Wishes:

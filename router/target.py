@@ -22,22 +22,44 @@ class Phase(enum.Enum):
     DECODE = 1
 
 
-@dataclass(slots=True)
 class InFlight:
     """One routed request."""
 
-    request_id: str
-    target: Target
-    prompt_tokens: int
-    cached_tokens: int
-    prefill_s: float
-    routed_s: float
-    stream: bool
-    phase: Phase = Phase.PREFILL
-    context_tokens: int = 0
-    decodes_at_route: int = 0
-    interval: Interval | None = None
-    """Where its first token went, for learning."""
+    __slots__ = (
+        "cached_tokens",
+        "context_tokens",
+        "interval",
+        "phase",
+        "prefill_s",
+        "prompt_tokens",
+        "request_id",
+        "routed_s",
+        "stream",
+        "target",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        target: Target,
+        *,
+        prompt_tokens: int,
+        cached_tokens: int,
+        prefill_s: float,
+        routed_s: float,
+        stream: bool,
+    ) -> None:
+        self.request_id = request_id
+        self.target = target
+        self.prompt_tokens = prompt_tokens
+        self.cached_tokens = cached_tokens
+        self.prefill_s = prefill_s
+        self.routed_s = routed_s
+        self.stream = stream
+        self.phase = Phase.PREFILL
+        self.context_tokens = 0
+        self.interval: Interval | None = None
+        """Where its first token went, for learning."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,14 +68,13 @@ class LoadTracker:
         """Count a request where it was sent."""
         assert request_id not in self.requests, f"request {request_id} is already in flight"
         flight = InFlight(
-            request_id=request_id,
-            target=target,
+            request_id,
+            target,
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
             prefill_s=target.prefill_seconds(prompt_tokens, cached_tokens),
             routed_s=now,
             stream=stream,
-            decodes_at_route=target.decode_requests,
         )
         if not stream:
             wait_s = target.slow * (target.queue_s(now) + flight.prefill_s)
