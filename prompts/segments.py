@@ -81,8 +81,8 @@ class SegmentCache:
         self._used_bytes = 0
         self._lock = threading.Lock()
         self._hits = self._misses = self._hit_tokens = self._miss_tokens = 0
-        # One int object an id, shared by all entries: an id costs 8 bytes instead of 40. Entries are tuples, because the
-        # garbage collector looks at tuples of numbers once, and at every list each time.
+        # One int object an id, shared by all entries: an id costs 8 bytes instead of 40. Entries are tuples, since the
+        # garbage collector looks at a tuple of numbers once, and at a list each time.
         self._ints = list(range(vocab_size))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int] | None:

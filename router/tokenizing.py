@@ -156,6 +156,8 @@ class PromptReader:
         if parsed.kind == "chat":
             if tokenizer is None or parsed.messages is None or tokenizer.chat_template is None:
                 return None
+            if parsed.chat_template is not None:
+                return None  # a program of the client's: it could run for ever, and workers refuse it by default
             return tokenizer.chat_ids(parsed)
         prompt = parsed.prompt
         if prompt is None:
