@@ -17,9 +17,9 @@ ALIGNED_INTS = 4
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A copy on the device, of the array's dtype; the host does not wait for it."""
+    """The array on the device, of its dtype: a copy that the host does not wait for; on a CPU the array itself."""
     tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type != "cpu" else tensor
 
 
 def upload(arrays: list[npt.NDArray[np.int64]], device: torch.device) -> list[torch.Tensor]:
@@ -28,7 +28,7 @@ def upload(arrays: list[npt.NDArray[np.int64]], device: torch.device) -> list[to
     for array in arrays:
         spans.append((size, size + array.size))
         size = -(-(size + array.size) // ALIGNED_INTS) * ALIGNED_INTS
-    host = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+    host = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=device.type != "cpu")
     ints = host.numpy()
     for (start, end), array in zip(spans, arrays, strict=True):
         ints[start:end] = array.reshape(-1)
