@@ -129,6 +129,7 @@ class RouterProcess:
         self._listeners: list[Listener] = []
         self._peers: PeerSockets | None = None
         self._loop = asyncio.get_running_loop()
+        self._swept_s = 0.0
         self._fleet: Workers
         self._admin: Admin
         self._dashboard: Dashboard
@@ -257,28 +258,42 @@ class RouterProcess:
     # While it runs ------------------------------------------------------------------------------------------------
 
     async def _beat(self) -> None:
+        """Call `_turn` every tick, as a plain callback: a task would wake the loop twice. Ends by an exception."""
+        ended: asyncio.Future[None] = self._loop.create_future()
+
+        def turn() -> None:
+            if ended.done():
+                return
+            try:
+                self._turn()
+            except Exception as error:  # noqa: BLE001  whatever it is, the process ends with it
+                ended.set_exception(error)
+            else:
+                self._loop.call_later(TICK_S, turn)
+
+        turn()
+        await ended
+
+    def _turn(self) -> None:
         """The core's clock, every timeout, idle connections."""
         core, proxy = self._core, self._proxy
-        sweep_s = self._config.edge.timeouts.sweep_s
-        swept_s = 0.0
-        while True:
-            await asyncio.sleep(TICK_S)
-            now = self._now()
-            if self._peers is not None:
-                self._peers.beat(now)
-            due = core.next_tick()
-            if due is not None and due <= now:
-                proxy.perform(core.tick(now))
-            if now - swept_s >= sweep_s:
-                swept_s = now
-                proxy.sweep(now)
-                self._pool.close_idle(now)
-                for listener in self._listeners:
-                    listener.sweep(now)
-                self._dashboard.beat(now)
-                self._metrics.keep_workers(core.workers)
-                for worker_id in core.workers:
-                    core.watchdog.events(worker_id, self._feed.stored_blocks(worker_id))
+        now = self._now()
+        if self._peers is not None:
+            self._peers.beat(now)
+        due = core.next_tick()
+        if due is not None and due <= now:
+            proxy.perform(core.tick(now))
+        if now - self._swept_s < self._config.edge.timeouts.sweep_s:
+            return
+        self._swept_s = now
+        proxy.sweep(now)
+        self._pool.close_idle(now)
+        for listener in self._listeners:
+            listener.sweep(now)
+        self._dashboard.beat(now)
+        self._metrics.keep_workers(core.workers)
+        for worker_id in core.workers:
+            core.watchdog.events(worker_id, self._feed.stored_blocks(worker_id))
 
     def _stream_changed(self, worker_id: str, up: bool) -> None:
         """A subscription broke off, maybe because its worker died. On the feed's thread."""
