@@ -18,12 +18,6 @@ import triton.language as tl
 
 
 @triton.jit
-def unit_rows(x):
-    """Rows of unit length. x: [rows, dim] in fp32."""
-    return x / tl.sqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
-
-
-@triton.jit
 def delta_step(
     q_ptr, k_ptr, v_ptr, decay_ptr, rate_ptr, states_ptr, units_ptr, out_ptr,
     q_token, q_head, k_token, k_head, v_token, v_head, states_unit, heads, scale,
@@ -155,17 +149,13 @@ def scan_chunks(
         new_k = tl.load(new_k_ptr + place * KEY + dim_k[None, :], mask=mask_k, other=0.0)
         update = tl.load(new_v_ptr + place * VALUE + dim_v[None, :], mask=mask_v, other=0.0)
         update -= tl.dot(new_k, state, input_precision=PRECISION)
-        q = unit_rows(
-            tl.load(q_ptr + token[:, None] * q_token + key_head * q_head + dim_k[None, :], mask_k, 0.0).to(tl.float32)
-        )
-        q = q * (tl.exp(total.to(tl.float32)) * scale)[:, None]
+        q = tl.load(q_ptr + token[:, None] * q_token + key_head * q_head + dim_k[None, :], mask_k, 0.0).to(tl.float32)
         out = tl.dot(q, state, input_precision=PRECISION)
+        out = out * (scale / tl.sqrt(tl.sum(q * q, 1) + 1e-6) * tl.exp(total.to(tl.float32)))[:, None]
         inner = tl.load(inner_ptr + place * CHUNK + at[None, :], mask=real[:, None], other=0.0)
         out = tl.dot(inner, update, out, input_precision=PRECISION)
         tl.store(out_ptr + place * VALUE + dim_v[None, :], out.to(out_ptr.dtype.element_ty), mask=mask_v)
-        k = unit_rows(
-            tl.load(k_ptr + token[:, None] * k_token + key_head * k_head + dim_k[None, :], mask_k, 0.0).to(tl.float32)
-        )
-        k = k * tl.exp((last - total).to(tl.float32))[:, None]
+        k = tl.load(k_ptr + token[:, None] * k_token + key_head * k_head + dim_k[None, :], mask_k, 0.0).to(tl.float32)
+        update = update * (tl.exp((last - total).to(tl.float32)) / tl.sqrt(tl.sum(k * k, 1) + 1e-6))[:, None]
         state = tl.dot(tl.trans(k), update, state * tl.exp(last.to(tl.float32)), input_precision=PRECISION)
     tl.store(state_at, state.to(states_ptr.dtype.element_ty), mask=in_k[:, None] & in_v[None, :])

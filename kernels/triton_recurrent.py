@@ -127,8 +127,14 @@ def state_space(
         triton_ssm.ssm_step[(plan.decode_count, heads, parts)](*inputs, plan.units, out, *at, **sizes)
     prompts = plan.sequences - plan.decode_count
     if prompts:
+        groups, chunks = b.shape[1], {"CHUNK": STATE_CHUNK, "PRECISION": _precision(x)}
+        scores = torch.empty((tokens, groups, STATE_CHUNK), dtype=torch.float32, device=x.device)
+        triton_ssm.ssm_scores[(plan.tile_seq.shape[0], groups)](
+            b, c, plan.starts, plan.tile_seq, plan.tile_token, scores, *at[2:6], groups,
+            STATE=state, BLOCK=min(64, sizes["BLOCK_S"]), **chunks,
+        )  # fmt: skip
         triton_ssm.ssm_chunks[(prompts, heads, parts)](
-            *inputs, plan.starts, plan.units, out, *at, plan.decode_count,
-            CHUNK=STATE_CHUNK, PRECISION=_precision(x), WIDE=interpreted, num_warps=4, num_stages=1, **sizes,
+            *inputs, scores, plan.starts, plan.units, out, *at, plan.decode_count,
+            num_warps=8, num_stages=1, **chunks, **sizes,
         )  # fmt: skip
     return out
