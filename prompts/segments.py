@@ -16,6 +16,7 @@ import json
 import re
 import sys
 import threading
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ from typing import Any
 from tokenizers import Tokenizer as HfTokenizer
 
 CACHE_BYTES_DEFAULT = 64 * 2**20
+ID_TYPE = "I"
+"""Type code of arrays of ids."""
+_ID_BYTES = array(ID_TYPE).itemsize
 _ENTRY_BYTES = 120
 """What an entry costs besides its two objects: its slot in the dictionary and its place in the order."""
 _RANDOM_STATE_KEYS = ("dropout",)
@@ -71,37 +75,37 @@ def encode_plain(hf: HfTokenizer, text: str, *, add_special_tokens: bool) -> lis
 class SegmentCache:
     """Segment text -> ids, bounded by bytes. Thread-safe; encoding happens outside the lock."""
 
-    def __init__(
-        self, hf: HfTokenizer, plan: SegmentPlan, *, vocab_size: int, max_bytes: int = CACHE_BYTES_DEFAULT
-    ) -> None:
+    def __init__(self, hf: HfTokenizer, plan: SegmentPlan, *, max_bytes: int = CACHE_BYTES_DEFAULT) -> None:
         self._hf = hf
         self._plan = plan
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+        self._entries: OrderedDict[str, bytes] = OrderedDict()
+        """Segment -> its ids as the bytes of an array."""
         self._used_bytes = 0
         self._lock = threading.Lock()
         self._hits = self._misses = self._hit_tokens = self._miss_tokens = 0
-        # One int object an id, shared by all entries: an id costs 8 bytes instead of 40. Entries are tuples, since the
-        # garbage collector looks at a tuple of numbers once, and at a list each time.
-        self._ints = list(range(vocab_size))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int] | None:
         """Ids of `text`, or None where this plan cannot add the special tokens."""
+        ids = self.encode_array(text, add_special_tokens=add_special_tokens)
+        return None if ids is None else ids.tolist()
+
+    def encode_array(self, text: str, *, add_special_tokens: bool) -> array[int] | None:
+        """`encode` as an array of `ID_TYPE`: a long prompt's ids are joined by copying bytes, not objects."""
         plan = self._plan
         if add_special_tokens and (plan.prefix is None or plan.suffix is None):
             return None
-        out: list[int] = list(plan.prefix or ()) if add_special_tokens else []
         segments = plan.split(text)
         found = self._look_up(segments)
         missing = [segment for segment, ids in zip(segments, found) if ids is None]
         made = self._encode_missing(missing) if missing else {}
-        for segment, ids in zip(segments, found):
-            out.extend(made[segment] if ids is None else ids)
+        out = array(ID_TYPE, plan.prefix or ()) if add_special_tokens else array(ID_TYPE)
+        out.frombytes(b"".join([made[segment] if ids is None else ids for segment, ids in zip(segments, found)]))
         if add_special_tokens:
             out.extend(plan.suffix or ())
         return out
 
-    def _look_up(self, segments: Sequence[str]) -> list[tuple[int, ...] | None]:
+    def _look_up(self, segments: Sequence[str]) -> list[bytes | None]:
         entries = self._entries
         with self._lock:
             found = [entries.get(segment) for segment in segments]
@@ -110,22 +114,21 @@ class SegmentCache:
                     self._misses += 1
                 else:
                     self._hits += 1
-                    self._hit_tokens += len(ids)
+                    self._hit_tokens += len(ids) // _ID_BYTES
                     entries.move_to_end(segment)
         return found
 
-    def _encode_missing(self, missing: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    def _encode_missing(self, missing: Iterable[str]) -> dict[str, bytes]:
         unique = list(dict.fromkeys(missing))
-        ints = self._ints
         encodings = self._hf.encode_batch_fast(unique, add_special_tokens=False)
-        made = {segment: tuple([ints[i] for i in encoding.ids]) for segment, encoding in zip(unique, encodings)}
+        made = {segment: array(ID_TYPE, encoding.ids).tobytes() for segment, encoding in zip(unique, encodings)}
         with self._lock:
             for segment, ids in made.items():
-                self._miss_tokens += len(ids)
+                self._miss_tokens += len(ids) // _ID_BYTES
                 self._insert(segment, ids)
         return made
 
-    def _insert(self, segment: str, ids: tuple[int, ...]) -> None:
+    def _insert(self, segment: str, ids: bytes) -> None:
         cost = _cost(segment, ids)
         if segment in self._entries or cost > self._max_bytes // 4:
             return  # one prompt must not empty the cache
@@ -154,7 +157,7 @@ class SegmentCache:
             assert self._used_bytes <= self._max_bytes
 
 
-def _cost(segment: str, ids: tuple[int, ...]) -> int:
+def _cost(segment: str, ids: bytes) -> int:
     return _ENTRY_BYTES + sys.getsizeof(segment) + sys.getsizeof(ids)
 
 

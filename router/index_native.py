@@ -7,12 +7,16 @@ Refuses to know any semantics: those are in router/index_holder.py, and the two 
 from __future__ import annotations
 
 import secrets
+import sys
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from router._native import Index, pack
 from router.index_dump import DumpGroup, encode_dump
 from router.view import HolderId, IndexStats, Match, PinId, Scope
+
+_ARRAYS_ARE_PACKED = sys.byteorder == "little" and array("I").itemsize == 4
 
 
 class NativeIndex(Index):
@@ -26,6 +30,8 @@ class NativeIndex(Index):
         self._declare_groups(holder, [tuple(group.get(field) for field in fields) for group in groups])
 
     def prepare(self, token_ids: Sequence[int]) -> Sequence[int] | bytes:
+        if isinstance(token_ids, array) and token_ids.typecode == "I" and _ARRAYS_ARE_PACKED:
+            return token_ids.tobytes()
         return pack(token_ids)
 
     def match(self, token_ids: Sequence[int] | bytes, scope: Scope) -> list[Match]:

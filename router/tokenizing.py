@@ -158,13 +158,13 @@ class PromptReader:
                 return None
             if parsed.chat_template is not None:
                 return None  # a program of the client's: it could run for ever, and workers refuse it by default
-            return tokenizer.chat_ids(parsed)
+            return tokenizer.chat_array(parsed)
         prompt = parsed.prompt
         if prompt is None:
             return None
         first = prompt if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt[0]
         if isinstance(first, str):
-            return None if tokenizer is None else tokenizer.encode(first, parsed.add_special_tokens is not False)
+            return None if tokenizer is None else tokenizer.encode_array(first, parsed.add_special_tokens is not False)
         try:
             return msgspec.convert(first, _TokenIds)
         except msgspec.ValidationError as error:

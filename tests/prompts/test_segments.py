@@ -26,8 +26,7 @@ def _prepared(spec: str) -> tuple[Tokenizer, SegmentPlan | str, list[str]]:
 
 
 def make_cache(hf, plan=None, **options):
-    vocab_size = max(hf.get_vocab(with_added_tokens=True).values()) + 1
-    return SegmentCache(hf, plan or plan_segments(hf), vocab_size=vocab_size, **options)
+    return SegmentCache(hf, plan or plan_segments(hf), **options)
 
 
 def texts(added: list[str]) -> st.SearchStrategy[str]:
