@@ -147,14 +147,10 @@ void Holder::clear() {
 
 void Holder::leave() {
     forget_blocks();
-    seats_.retire(Estate{SegmentedTable<NameEntry, NameTraits>(pages_), Pool<Link>(), seat});
+    seats_.retire(Estate{Names(pages_), Links(), seat});
 }
 
 // -- names ------------------------------------------------------------------------------------------------------------
-
-NameEntry* Holder::find(u64 name) const {
-    return names_.find(NameTraits::hash_of(name), [&](const NameEntry& entry) { return entry.name == name; });
-}
 
 std::optional<Place> Holder::place_of(u64 name) const {
     if (const Place* place = taught_.get(name)) return *place;
@@ -164,10 +160,12 @@ std::optional<Place> Holder::place_of(u64 name) const {
 }
 
 void Holder::add(u64 name, const Place& place, u32 slot, u32 length) {
-    NameEntry* entry = find(name);
+    Names::Spot spot = names_.spot(NameTraits::hash_of(name));
+    NameEntry* entry = find(spot, name);
     if (entry != nullptr && (nodes_[entry->node].key != place.key || nodes_[entry->node].end != place.end)) {
         forget_name(entry);  // the engine gave the name to another block: the newest word counts
         entry = nullptr;
+        spot = names_.spot(spot.hash);
     }
     const auto first_in_slot = [&] {
         count_fresh(slot, length);
@@ -175,7 +173,7 @@ void Holder::add(u64 name, const Place& place, u32 slot, u32 length) {
     };
     if (entry == nullptr) {
         const u32 node = first_in_slot();
-        names_.insert(NameEntry{name, node, slot << 23 | 1});
+        names_.insert(spot, NameEntry{name, node, slot << 23 | 1});
     } else if ((entry->meta & kMany) == 0) {
         if (slot_of(entry->meta) == slot) return again(entry->node, entry->meta, place, slot, length);
         const u32 other = links_.allocate(), own = links_.allocate();

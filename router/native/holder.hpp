@@ -66,6 +66,9 @@ struct NameTraits {
     static u32 hash(const NameEntry& entry) { return hash_of(entry.name); }
 };
 
+using Links = Pool<Link>;
+using Names = SegmentedTable<NameEntry, NameTraits>;
+
 struct ParkedRun {
     u32 slot = 0;
     std::vector<u64> names;
@@ -114,8 +117,8 @@ struct Model {
 
 // Names and links of a holder's past life, waiting to be taken out of the nodes bit by bit.
 struct Estate {
-    SegmentedTable<NameEntry, NameTraits> names;
-    Pool<Link> links;
+    Names names;
+    Links links;
     Seat seat = 0;
 };
 
@@ -211,9 +214,16 @@ private:
     static u32 slot_of(u32 meta) { return meta >> 23 & kSlotMax; }
 
     template <class Visit>  // visit(node id, meta)
-    static void each_slot(const NameEntry& entry, const Pool<Link>& links, Visit visit) {
+    static void each_slot(const NameEntry& entry, const Links& links, Visit visit) {
         if ((entry.meta & kMany) == 0) return visit(entry.node, entry.meta);
         for (u32 at = entry.meta & ~kMany; at != 0; at = links[at].next) visit(links[at].node, links[at].meta);
+    }
+
+    // Each block touches two random places in memory: they are asked for before they are needed.
+    static constexpr std::size_t kAhead = 24;
+    void prefetch(u64 name, const Place& place, u32 length) const {
+        names_.prefetch(NameTraits::hash_of(name));
+        nodes_.prefetch(Nodes::hash(place.key, length));
     }
 
     void forget_blocks();
@@ -230,7 +240,10 @@ private:
     void wake(const u64* names, std::size_t count);
     std::vector<u64> attach(const ParkedRun& run);
 
-    NameEntry* find(u64 name) const;
+    NameEntry* find(u64 name) const { return find(names_.spot(NameTraits::hash_of(name)), name); }
+    NameEntry* find(const Names::Spot& spot, u64 name) const {
+        return names_.find(spot, [&](const NameEntry& entry) { return entry.name == name; });
+    }
     void add(u64 name, const Place& place, u32 slot, u32 length);
     void again(u32& node, u32& meta, const Place& place, u32 slot, u32 length);
     bool remove(u64 name, u32 slot);
@@ -246,8 +259,8 @@ private:
     Pages& pages_;
     Nodes& nodes_;
     Seats& seats_;
-    SegmentedTable<NameEntry, NameTraits> names_;
-    Pool<Link> links_;
+    Names names_;
+    Links links_;
     Parking parking_;
     Taught taught_;
     std::vector<Place> places_;    // per name of the batch, where its run has been resolved

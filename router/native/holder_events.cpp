@@ -129,6 +129,7 @@ bool Holder::teach_run(const Batch& batch, std::size_t run) {
                                      media.size());
         place.end += event.block_size;
         places[i] = place;
+        if (i < kAhead) prefetch(names[i], place, event.block_size);
         if (teaching_) taught_.put(names[i], place);
     }
     resolved_[run] = true;
@@ -170,15 +171,9 @@ void Holder::store(const Batch& batch, std::size_t run, Report& report) {
     const Place* places = places_.data() + event.names.begin;
     const std::size_t count = event.names.count;
     const u32 length = event.block_size;
-    // Each block touches two random places in memory: ask for a window of them before the first is needed.
-    constexpr std::size_t kAhead = 16;
-    for (std::size_t at = 0; at < count; at += kAhead) {
-        const std::size_t until = std::min(count, at + kAhead);
-        for (std::size_t i = at; i < until; ++i) {
-            names_.prefetch(NameTraits::hash_of(names[i]));
-            nodes_.prefetch(Nodes::hash(places[i].key, length));
-        }
-        for (std::size_t i = at; i < until; ++i) add(names[i], places[i], slot, length);
+    for (std::size_t i = 0; i < count; ++i) {
+        if (i + kAhead < count) prefetch(names[i + kAhead], places[i + kAhead], length);
+        add(names[i], places[i], slot, length);
     }
     settle();
     report.stored += count;

@@ -186,13 +186,7 @@ public:
     void prefetch(u32 hash) const { table_.prefetch(hash); }
 
     // 0 where nobody holds it.
-    u32 find(u64 key, u32 length) const {
-        const u32 h = hash(key, length);
-        const Entry* entry = table_.find(h, [&](const Entry& it) {
-            return it.hash == h && pool_[it.id].key == key && pool_[it.id].length == length;
-        });
-        return entry == nullptr ? 0 : entry->id;
-    }
+    u32 find(u64 key, u32 length) const { return find(table_.spot(hash(key, length)), key, length); }
 
     // The same, tried first where a block that followed `before` at its first announcement would stand: nodes of one run
     // are neighbours, and reading on is much cheaper than another search.
@@ -206,11 +200,12 @@ public:
 
     // One more presence. Returns the node.
     u32 add(u64 key, u32 end, u32 length, Seat seat, u32 slot) {
-        u32 id = find(key, length);
+        const Table::Spot spot = table_.spot(hash(key, length));
+        u32 id = find(spot, key, length);
         if (id == 0) {
             id = pool_.allocate();
             pool_[id] = Node{key, Presence(), end, length};
-            table_.insert(Entry{id, hash(key, length)});
+            table_.insert(spot, Entry{id, spot.hash});
         }
         add(id, seat, slot);
         return id;
@@ -255,8 +250,17 @@ private:
     };
     static std::pair<u64, u32> again_key(u32 id, Seat seat, u32 slot) { return {u64{id} << 32 | seat, slot}; }
 
+    using Table = SegmentedTable<Entry, Traits>;
+
+    u32 find(const Table::Spot& spot, u64 key, u32 length) const {
+        const Entry* entry = table_.find(spot, [&](const Entry& it) {
+            return it.hash == spot.hash && pool_[it.id].key == key && pool_[it.id].length == length;
+        });
+        return entry == nullptr ? 0 : entry->id;
+    }
+
     Pool<Node> pool_;
-    SegmentedTable<Entry, Traits> table_;
+    Table table_;
     std::unordered_map<std::pair<u64, u32>, u32, AgainHash> again_;  // names beyond the first for one presence
     std::size_t heap_ = 0;
 };

@@ -2,10 +2,10 @@
 // al., 1979) over small segments, as in CCEH (Nam et al., FAST 2019); chunks of slots with a tag byte each and a count of
 // what overflowed them, as in F14 (Bronson and Shi, 2019), so that deleting leaves no tombstones.
 //
-// A directory of 2^depth segment numbers is indexed by the top bits of a 32-bit hash. A segment that fills grows by a
-// page until it has kPagesMax of them, then splits in two: the most work one insertion can cause is to move the 500 or
-// 1,000 entries of a segment, plus, once per doubling of the table, to copy the directory (4 bytes for as many entries).
-// So between 2/3 and 9/10 of the slots are in use, 4/5 on average.
+// A directory of 2^depth segment numbers is indexed by the top bits of a 32-bit hash. A segment that fills grows from three
+// pages to kPagesMax (a new table: by one page), then splits in two: the most work one insertion can cause is to move the
+// 500 or 1,000 entries of a segment, plus, once per doubling of the table, to copy the directory (4 bytes for as many
+// entries). An entry moves three times in its life; between 1/2 and 9/10 of the slots are in use, 3/4 on average.
 // All segments of all tables are made of pages of one size, so what one gives back fits the next: no fragmentation.
 //
 // Invariants: a segment of local depth d owns 2^(depth - d) neighbouring directory entries; at most 29 of 32 slots of
@@ -22,6 +22,9 @@
 #include <utility>
 #include <vector>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
@@ -29,6 +32,13 @@
 #include "digest.hpp"
 
 namespace blockcast {
+
+// Asks the system to map what is about to be filled: one call for many pages instead of a fault at each. Only a hint.
+inline void map_ahead([[maybe_unused]] u8* memory, [[maybe_unused]] std::size_t bytes) {
+#if defined(MADV_POPULATE_WRITE)
+    madvise(memory, bytes, MADV_POPULATE_WRITE);
+#endif
+}
 
 // Pages of 2 KiB by number, cut from slabs of 2 MiB. What is given back is kept for the next who asks.
 class Pages {
@@ -54,6 +64,7 @@ public:
             if (slab == nullptr) throw std::bad_alloc();
             slabs_.push_back(slab);
         }
+        if (next_ % kAhead == 0) map_ahead(at(next_), kAhead * kBytes);
         return next_++;
     }
 
@@ -61,7 +72,7 @@ public:
     std::size_t bytes() const { return std::size_t{next_} * kBytes + free_.capacity() * sizeof(u32); }
 
 private:
-    static constexpr u32 kPerSlab = 1024;
+    static constexpr u32 kPerSlab = 1024, kAhead = 32;
     std::vector<u8*> slabs_;
     std::vector<u32> free_;
     u32 next_ = 0;
@@ -126,24 +137,55 @@ public:
         __builtin_prefetch(chunk_of(segment, home(scramble(hash), segment.size)));
     }
 
+    // Where an entry of some hash is at home. Holds until the table changes.
+    struct Spot {
+        u32 hash, number, at;  // segment, chunk in it
+        Chunk* chunk;          // null where the table is empty
+    };
+
+    Spot spot(u32 hash) const {
+        if (directory_.empty()) return Spot{hash, 0, 0, nullptr};
+        const u32 number = directory_[index(hash)];
+        const Segment& segment = segments_[number];
+        const u32 at = home(scramble(hash), segment.size);
+        return Spot{hash, number, at, chunk_of(segment, at)};
+    }
+
     template <class Equal>
-    Entry* find(u32 hash, Equal equal) const {
-        if (directory_.empty()) return nullptr;
-        const Segment& segment = segments_[directory_[index(hash)]];
-        const u32 scrambled = scramble(hash);
-        for (u32 at = home(scrambled, segment.size), tried = 0; tried < segment.size; ++tried) {
-            Chunk& chunk = *chunk_of(segment, at);
-            for (u32 hits = chunk.with_tag(tag_of(scrambled)); hits != 0; hits &= hits - 1) {
-                Entry* entry = &chunk.slots[__builtin_ctz(hits)];
+    Entry* find(const Spot& spot, Equal equal) const {
+        Chunk* chunk = spot.chunk;
+        if (chunk == nullptr) return nullptr;
+        const Segment& segment = segments_[spot.number];
+        const u8 tag = tag_of(scramble(spot.hash));
+        for (u32 at = spot.at, tried = 0; tried < segment.size; ++tried) {
+            for (u32 hits = chunk->with_tag(tag); hits != 0; hits &= hits - 1) {
+                Entry* entry = &chunk->slots[__builtin_ctz(hits)];
                 if (equal(*entry)) return entry;
             }
-            if (chunk.overflow == 0) return nullptr;
+            if (chunk->overflow == 0) return nullptr;
             if (++at == segment.size) at = 0;
+            chunk = chunk_of(segment, at);
         }
         return nullptr;
     }
 
+    template <class Equal>
+    Entry* find(u32 hash, Equal equal) const {
+        return find(spot(hash), equal);
+    }
+
     // Adds an entry that is not there yet. Pointers into the table are invalid afterwards.
+    void insert(const Spot& spot, const Entry& entry) {
+        if (spot.chunk == nullptr || is_full(segments_[spot.number])) return insert(entry);
+        const u32 room = spot.chunk->with_tag(0);
+        if (room == 0) return insert(entry);
+        const u32 slot = static_cast<u32>(__builtin_ctz(room));
+        spot.chunk->tags[slot] = tag_of(scramble(spot.hash));
+        spot.chunk->slots[slot] = entry;
+        ++segments_[spot.number].count;
+        ++size_;
+    }
+
     void insert(const Entry& entry) {
         const u32 hash = Traits::hash(entry);
         if (directory_.empty()) {
@@ -153,7 +195,7 @@ public:
         u32 number = directory_[index(hash)];
         while (is_full(segments_[number])) {
             const u32 pages = segments_[number].size / kPerPage;
-            pages < kPagesMax ? resize(segments_[number], pages + 1) : split(number, hash);
+            pages < kPagesMax ? resize(segments_[number], pages < 3 ? pages + 1 : kPagesMax) : split(number, hash);
             number = directory_[index(hash)];
         }
         place(segments_[number], entry, hash);
@@ -212,6 +254,12 @@ private:
     static u32 scramble(u32 hash) { return hash * 0x9E3779B1u; }
     static u32 home(u32 scrambled, u32 size) { return static_cast<u32>((u64{scrambled} * size) >> 32); }
     static u8 tag_of(u32 scrambled) { return static_cast<u8>(scrambled | 128); }
+    // Pages in which `count` entries, and one more, are not too many.
+    static u32 pages_for(u32 count) {
+        u32 pages = (kPagesMax + 1) / 2;
+        while (pages < kPagesMax && (count + 1) * 32 > pages * kPerPage * kSlots * 29) ++pages;
+        return pages;
+    }
     static bool is_full(const Segment& segment) { return (segment.count + 1) * 32 > segment.size * kSlots * 29; }
 
     template <class Visit>
@@ -252,10 +300,34 @@ private:
         ++segment.count;
     }
 
+    // Fills a fresh segment. Slots are taken in order, so a count a chunk says which is next: reading the tags again right
+    // after writing one would wait for the write.
+    struct Filling {
+        Segment segment;
+        u8 taken[kPagesMax * kPerPage] = {};
+    };
+
+    void place(Filling& filling, const Entry& entry, u32 hash) {
+        const u32 scrambled = scramble(hash);
+        Segment& segment = filling.segment;
+        u32 at = home(scrambled, segment.size);
+        while (filling.taken[at] == kSlots) {
+            u8& overflow = chunk_of(segment, at)->overflow;
+            if (overflow != 255) ++overflow;
+            if (++at == segment.size) at = 0;
+        }
+        Chunk* chunk = chunk_of(segment, at);
+        const u32 slot = filling.taken[at]++;
+        chunk->tags[slot] = tag_of(scrambled);
+        chunk->slots[slot] = entry;
+        ++segment.count;
+    }
+
     void resize(Segment& segment, u32 pages) {
-        Segment fresh = allocate(segment.depth, pages);
-        auto move = [&](const Entry& entry) { place(fresh, entry, Traits::hash(entry)); };
+        Filling filling{allocate(segment.depth, pages)};
+        auto move = [&](const Entry& entry) { place(filling, entry, Traits::hash(entry)); };
         visit_segment(segment, move);
+        const Segment& fresh = filling.segment;
         release(segment);
         segment = fresh;
     }
@@ -269,19 +341,19 @@ private:
             ++depth_;
         }
         Segment old = segments_[number];
-        Segment halves[2];
-        for (Segment& half : halves) half = allocate(old.depth + 1u, (kPagesMax + 1) / 2);
+        u32 counts[2] = {0, 0};
+        auto count = [&](const Entry& entry) { ++counts[Traits::hash(entry) >> (31 - old.depth) & 1]; };
+        visit_segment(old, count);
+        Filling halves[2] = {{allocate(old.depth + 1u, pages_for(counts[0]))}, {allocate(old.depth + 1u, pages_for(counts[1]))}};
         auto move = [&](const Entry& entry) {
             const u32 hash = Traits::hash(entry);
-            Segment& half = halves[hash >> (31 - old.depth) & 1];
-            if (is_full(half)) resize(half, half.size / kPerPage + 1);
-            place(half, entry, hash);
+            place(halves[hash >> (31 - old.depth) & 1], entry, hash);
         };
         visit_segment(old, move);
         release(old);
         const u32 second = static_cast<u32>(segments_.size());
-        segments_[number] = halves[0];
-        segments_.push_back(halves[1]);
+        segments_[number] = halves[0].segment;
+        segments_.push_back(halves[1].segment);
         const std::size_t span = std::size_t{1} << (depth_ - old.depth);
         const std::size_t first = index(any_hash) / span * span;
         for (std::size_t i = span / 2; i < span; ++i) directory_[first + i] = second;
@@ -317,7 +389,11 @@ public:
             std::memcpy(&free_, &(*this)[id], sizeof free_);
             return id;
         }
-        if (next_ / kChunk == chunks_.size()) chunks_.emplace_back(new Item[kChunk]);
+        if (next_ / kChunk == chunks_.size()) {
+            chunks_.emplace_back(static_cast<Item*>(std::aligned_alloc(4096, kChunk * sizeof(Item))));
+            if (!chunks_.back()) throw std::bad_alloc();
+            map_ahead(reinterpret_cast<u8*>(chunks_.back().get()), kChunk * sizeof(Item));
+        }
         return next_++;
     }
 
@@ -338,7 +414,10 @@ private:
     }
 
     static constexpr u32 kChunk = 4096;
-    std::vector<std::unique_ptr<Item[]>> chunks_;
+    struct Free {
+        void operator()(Item* items) const { std::free(items); }
+    };
+    std::vector<std::unique_ptr<Item[], Free>> chunks_;
     u32 free_ = 0, next_ = 1;
 };
 
