@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -66,10 +67,10 @@ class ReferenceKernels:
         self, plan: ReferencePlan, kv: PagedKV, sequence: int, first: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Unit, sub-block and offset of the positions [first, context) of a sequence."""
-        positions = torch.arange(first, int(plan.batch.context_lens[sequence]))
-        blocks = torch.from_numpy(plan.block_table[sequence])[positions // kv.block_size]
+        positions = np.arange(first, int(plan.batch.context_lens[sequence]))
+        blocks = plan.block_table[sequence][positions // kv.block_size]
         places = (blocks // kv.blocks_per_unit, blocks % kv.blocks_per_unit, positions % kv.block_size)
-        units, subs, offsets = (place.to(self.device) for place in places)
+        units, subs, offsets = (torch.from_numpy(place).to(self.device) for place in places)
         return units, subs, offsets
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False) -> torch.Tensor:

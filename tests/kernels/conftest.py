@@ -1,8 +1,25 @@
-"""Under Triton's interpreter a program takes milliseconds: part of the attention contract runs with the slow tests."""
+"""Under Triton's interpreter a program takes milliseconds: part of the attention contract runs with the slow tests.
+
+On a machine with a GPU `-m gpu` runs the contract there: tensors are then made on the GPU unless a test says otherwise.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
+import torch
+
+
+@pytest.fixture
+def on_gpu() -> Iterator[None]:
+    """Where tensors are made by default, for this test."""
+    if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("needs a CUDA device, and TRITON_INTERPRET not set")
+    torch.set_default_device("cuda")
+    yield
+    torch.set_default_device(None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

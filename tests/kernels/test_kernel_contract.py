@@ -18,8 +18,14 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=["cpu", "cpu-torch", "reference", "triton"])
+GPU = pytest.param("triton-gpu", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=["cpu", "cpu-torch", "reference", "triton", GPU])
 def ops(request: pytest.FixtureRequest) -> Kernels:
+    if request.param == "triton-gpu":
+        request.getfixturevalue("on_gpu")
+        return select("cuda", "triton")
     if request.param == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("there is a GPU: set TRITON_INTERPRET=1 to test the Triton kernels on CPU tensors")
     if request.param == "cpu-torch":  # what serves where the native module was not built
@@ -95,7 +101,7 @@ def test_attention(ops, dtype, rng, window, block_size, per_unit):
     lens = [rng.choice((1, 15, 16, 17, 33, 64)) for _ in range(4)] + [rng.choice((2, 31, 70, 120)) for _ in range(3)]
     starts = [n - 1 for n in lens[:4]] + [rng.choice((0, n // 3, n - 2)) for n in lens[4:]]
     table = random_tables(rng, lens, kv)
-    exact, exact_kv = ReferenceKernels(CPU), twin(kv)
+    exact, exact_kv = ReferenceKernels(ops.device), twin(kv)
 
     def run(firsts: list[int], ends: list[int], rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         batch = Ragged.of(firsts, ends)
@@ -130,7 +136,7 @@ def test_decode_buckets_of_very_different_lengths(ops, rng):
     rng.shuffle(lens)
     table = random_tables(rng, lens, kv)
     kv.buffer.normal_()
-    exact, exact_kv = ReferenceKernels(CPU), twin(kv)
+    exact, exact_kv = ReferenceKernels(ops.device), twin(kv)
     batch = Ragged.of([n - 1 for n in lens], lens)
     q, k, v = torch.randn(8, 4, 16), torch.randn(8, 2, 16), torch.randn(8, 2, 16)
     found = ops.attention(q, k, v, kv, 0, ops.plan_attention(batch, table, kv, None), 0.25)
@@ -143,7 +149,7 @@ def test_decode_buckets_of_very_different_lengths(ops, rng):
 @pytest.mark.parametrize("tokens", [1, 17])
 def test_norms(ops, dtype, rng, zero_centred, tokens):
     x, residual, weight = torch.randn(3, tokens, 48).to(dtype).unbind()
-    weight, exact = weight[0].contiguous(), ReferenceKernels(CPU)
+    weight, exact = weight[0].contiguous(), ReferenceKernels(ops.device)
     found = ops.rms_norm(x, weight, 1e-6, zero_centred)
     assert relative_error(found, exact.rms_norm(x.double(), weight.double(), 1e-6, zero_centred)) < TOLERANCE[dtype]
     normed, total = ops.add_rms_norm(x, residual.clone(), weight, 1e-6, zero_centred)
@@ -183,7 +189,8 @@ def test_experts(ops, dtype, rng, tokens):
     gate_up, down = (torch.randn(6, 40, 32) / 6).to(dtype), (torch.randn(6, 32, 20) / 4).to(dtype)
     chosen = torch.stack([torch.randperm(6)[:2] for _ in range(tokens)])
     found = ops.experts(x, gate_up, down, chosen, weights)
-    expected = ReferenceKernels(CPU).experts(x.double(), gate_up.double(), down.double(), chosen, weights.double())
+    exact = ReferenceKernels(ops.device)
+    expected = exact.experts(x.double(), gate_up.double(), down.double(), chosen, weights.double())
     assert relative_error(found, expected) < 2 * TOLERANCE[dtype]
 
 

@@ -17,8 +17,11 @@ from kernels.sampling import Draws, kept_weights
 Draw = Callable[[torch.Tensor, Draws], torch.Tensor]
 
 
-@pytest.fixture(params=["reference", "triton"])
+@pytest.fixture(params=["reference", "triton", pytest.param("triton-gpu", marks=pytest.mark.gpu)])
 def draw(request: pytest.FixtureRequest) -> Draw:
+    if request.param == "triton-gpu":
+        request.getfixturevalue("on_gpu")
+        return select("cuda", "triton").draw
     if request.param == "reference":
         return sampling.draw
     if os.environ.get("TRITON_INTERPRET") != "1":

@@ -14,10 +14,13 @@ import torch
 from kernels import PagedKV, Ragged, select
 from kernels.reference import ReferenceKernels
 
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs Triton's interpreter: set TRITON_INTERPRET=1", allow_module_level=True)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("needs a GPU, or Triton's interpreter: set TRITON_INTERPRET=1", allow_module_level=True)
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu, pytest.mark.usefixtures("on_gpu")]
+interpreter_only = pytest.mark.skipif(not INTERPRETED, reason="of the interpreter")
 
 
 @pytest.fixture
@@ -39,7 +42,7 @@ def filled_pool(dtype: torch.dtype, lens: list[int], kv_heads: int, dim: int) ->
     unit = 2 * 2 * 16 * kv_heads * dim
     count = sum(widths) + 3
     kv = PagedKV(torch.full((count * unit,), float("nan"), dtype=dtype), unit, 1, 16, 2, kv_heads, dim)
-    blocks = torch.randperm(count).numpy()
+    blocks = torch.randperm(count).cpu().numpy()
     table = np.full((len(lens), max(widths)), 10**6)
     at = 0
     for i, (n, width) in enumerate(zip(lens, widths, strict=True)):
@@ -66,12 +69,12 @@ def twin(kv: PagedKV) -> PagedKV:
 
 @pytest.mark.parametrize("window", [None, 700])
 def test_decode_over_split_contexts(rng, window):
-    ops = select("cpu", "triton")
+    ops = select(DEVICE, "triton")
     ops._processors = 132  # as on a large device: contexts are split
     lens = [1, 17, rng.randrange(513, 1200)]
     kv, table = filled_pool(torch.float32, lens, 2, 16)
     q, k, v = torch.randn(3, 6, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
-    batch, exact, exact_kv = Ragged.of([n - 1 for n in lens], lens), ReferenceKernels(CPU), twin(kv)
+    batch, exact, exact_kv = Ragged.of([n - 1 for n in lens], lens), ReferenceKernels(DEVICE), twin(kv)
     plan = ops.plan_attention(batch, table, kv, window)
     assert plan.splits > 1
     found = ops.attention(q, k, v, kv, 1, plan, 0.3)
@@ -82,7 +85,7 @@ def test_decode_over_split_contexts(rng, window):
 
 
 def test_a_fixed_plan_is_refilled_and_padded(rng):
-    ops, exact = select("cpu", "triton"), ReferenceKernels(CPU)
+    ops, exact = select(DEVICE, "triton"), ReferenceKernels(DEVICE)
     lens = [5, 16, 33]
     kv, table = filled_pool(torch.float32, lens, 2, 16)
     fixed = ops.fixed_decode_plan(4, 8, kv, None)
@@ -104,7 +107,7 @@ def test_a_fixed_plan_is_refilled_and_padded(rng):
 
 
 def test_padded_states_are_left_alone(rng):
-    ops = select("cpu", "triton")
+    ops = select(DEVICE, "triton")
     plan = ops.fixed_state_plan(3)
     ops.refill_state_plan(plan, np.array([4]))
     tails, states, ssm = torch.randn(6, 3, 20), torch.randn(6, 2, 16, 8), torch.randn(6, 4, 8, 16)
@@ -122,7 +125,7 @@ def test_padded_states_are_left_alone(rng):
 
 def test_a_prompt_that_repeats_one_key(rng):
     """The worst case for the inverse inside the chunked delta rule: its powers grow like binomials, it does not."""
-    ops, exact = select("cpu", "triton"), ReferenceKernels(CPU)
+    ops, exact = select(DEVICE, "triton"), ReferenceKernels(DEVICE)
     tokens = 130
     k = torch.randn(1, 2, 16).expand(tokens, 2, 16).contiguous()
     q, v = torch.randn(tokens, 2, 16), torch.randn(tokens, 2, 16)
@@ -138,7 +141,7 @@ def test_a_prompt_that_repeats_one_key(rng):
 
 
 def test_sequences_without_queries_change_nothing(rng):
-    ops = select("cpu", "triton")
+    ops = select(DEVICE, "triton")
     lens = [7, 20]
     kv, table = filled_pool(torch.float32, lens, 2, 16)
     batch = Ragged.of([6, 20], lens)  # the second computes nothing in this step
@@ -154,7 +157,7 @@ def test_sequences_without_queries_change_nothing(rng):
 
 @pytest.mark.parametrize("routing", ["one expert", "spread"])
 def test_experts_that_get_none_or_all(rng, routing):
-    ops, exact = select("cpu", "triton"), ReferenceKernels(CPU)
+    ops, exact = select(DEVICE, "triton"), ReferenceKernels(DEVICE)
     tokens = 40
     x, weights = torch.randn(tokens, 32), torch.rand(tokens, 2)
     gate_up, down = torch.randn(5, 40, 32) / 6, torch.randn(5, 32, 20) / 4
@@ -169,7 +172,7 @@ def test_flash_attn_gets_gathered_prompts(rng, monkeypatch):
     """Against a stand-in that follows the documented contract of flash_attn_varlen_func."""
     monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=varlen_by_reference))
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    ops, exact = select("cpu", "flash-attn"), ReferenceKernels(CPU)
+    ops, exact = select(DEVICE, "flash-attn"), ReferenceKernels(DEVICE)
     lens, starts = [9, 40, 33], [8, 0, 20]
     kv, table = filled_pool(torch.float32, lens, 2, 16)
     batch, exact_kv = Ragged.of(starts, lens), twin(kv)
@@ -201,7 +204,7 @@ def test_fla_gets_the_prompts_only(rng, monkeypatch):
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", module)
     monkeypatch.setitem(sys.modules, "fla", types.SimpleNamespace(ops=None))
     monkeypatch.setitem(sys.modules, "fla.ops", types.SimpleNamespace(gated_delta_rule=module))
-    ops, exact = select("cpu", "fla"), ReferenceKernels(CPU)
+    ops, exact = select(DEVICE, "fla"), ReferenceKernels(DEVICE)
     batch, units = Ragged.of([5, 5, 0], [6, 24, 30]), np.array([2, 0, 4])
     count = batch.token_count
     q, k, v = torch.randn(count, 2, 16), torch.randn(count, 2, 16), torch.randn(count, 4, 16)
@@ -220,12 +223,13 @@ def delta_by_reference(q, k, v, *, g, beta, initial_state, output_final_state, u
     bounds = cu_seqlens.tolist()
     assert bounds[0] == 0
     assert bounds[-1] == q.shape[1]
-    exact, states = ReferenceKernels(CPU), initial_state.clone()
+    exact, states = ReferenceKernels(DEVICE), initial_state.clone()
     batch = Ragged.of([0] * (len(bounds) - 1), torch.tensor(bounds).diff().tolist())
     plan = exact.plan_state(batch, np.arange(len(bounds) - 1))
     return exact.gated_delta(q[0], k[0], v[0], g[0], beta[0], states, plan)[None], states
 
 
+@interpreter_only
 def test_dispatch(monkeypatch):
     assert [select("cpu", name).name for name in ("auto", "torch", "cpu", "reference", "triton")] == [
         "cpu", "cpu", "cpu", "reference", "triton",
@@ -240,6 +244,7 @@ def test_dispatch(monkeypatch):
         select("cpu", "triton")
 
 
+@interpreter_only
 def test_the_interpreter_is_asked_for(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match="attention backend 'triton' on device cpu: expected a CUDA device"):
