@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from engine.decode_graphs import Capture
 from engine.loader import load_model
 from engine.runner import ModelRunner
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, StepResult, UnitId
@@ -33,18 +34,22 @@ class Driver:
         seed: int = 0,
         dtype: str = "float32",
         kernels: Kernels | None = None,
+        device: torch.device | str = "cpu",
+        capture: Capture | None = None,
     ) -> None:
         self.rng = random.Random(seed)
-        self.model, chosen = load_model(folder, dtype=dtype)
+        device = torch.device(device)
+        self.model, chosen = load_model(folder, dtype=dtype, device=device)
         self.spec = self.model.cache_spec(block_size, chosen)
         self.runner = ModelRunner(
             self.model,
             self.spec,
             num_units,
-            device=torch.device("cpu"),
+            device=device,
             dtype=chosen,
             max_model_len=1024,
             kernels=kernels,
+            capture=capture,
         )
         self.runner._buffer.fill_(0xFF)  # NaN in every float dtype
         self.free_units = self.rng.sample(range(num_units), num_units)

@@ -25,7 +25,7 @@ def on_gpu() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {})
-        if params.get("ops") != "triton" or "window" not in params:
+        if params.get("ops") not in ("triton", "triton-gpu") or "window" not in params:
             continue
         usual = (params["window"], params["block_size"], str(params["dtype"])) in {
             (None, 16, "torch.bfloat16"), (9, 16, "torch.float32"), (40, 32, "torch.bfloat16"), (1, 1, "torch.float16"),
