@@ -30,7 +30,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from device_timing import copy_rate, machine, matrix_rate, time_ms  # noqa: E402
 
-from kernels import Kernels, PagedKV, Ragged, select  # noqa: E402
+from kernels import Kernels, PagedKV, Ragged, sampling, select  # noqa: E402
 from kernels.reference import ReferenceKernels  # noqa: E402
 
 BLOCK_SIZE = 16
@@ -79,11 +79,13 @@ class Shape:
     """Key heads, value heads, dim of both: Qwen3.5-4B."""
     ssm: tuple[int, int, int, int] = (128, 64, 8, 128)
     """Heads, head dim, groups, state: Nemotron-H-8B."""
+    vocab: int = 151_936
 
 
 TINY = Shape(
     hidden=64, intermediate=96, heads=4, kv_heads=2, dim=16, decode=((1, 40), (3, 17)),
     prefill=((1, 40, 0), (2, 9, 20)), rows=(1, 5), experts=(4, 2, 32, 16), delta=(2, 4, 16), ssm=(4, 16, 2, 16),
+    vocab=300,
 )  # fmt: skip
 
 
@@ -114,6 +116,9 @@ class Bench:
             yield f"causal_conv {kind}", lambda ops, c=count, t=tokens: self.conv(ops, c, t)
             yield f"gated_delta {kind}", lambda ops, c=count, t=tokens: self.delta(ops, c, t)
             yield f"state_space {kind}", lambda ops, c=count, t=tokens: self.ssm(ops, c, t)
+        for rows in s.rows[:2]:
+            for kind, given in (("greedy", (0.0, 1.0)), ("plain", (0.6, 1.0)), ("top_p", (0.6, 0.9))):
+                yield f"draw {kind} {rows} x {s.vocab}", lambda ops, n=rows, g=given: self.draw(ops, n, *g)
 
     def attention(self, ops: Kernels, count: int, queries: int, before: int) -> Prepared:
         s, context = self.shape, queries + before
@@ -145,13 +150,32 @@ class Bench:
         peers: dict[str, Call] = {
             "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         }
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and count == 1:  # each takes long to compile
             from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
             mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, queries, context, device=str(self.device))
             flex = torch.compile(flex_attention)
             peers["flex"] = lambda: flex(q, k, v, block_mask=mask, enable_gqa=True)
         return peers
+
+    def draw(self, ops: Kernels, rows: int, temperature: float, top_p: float) -> Prepared:
+        """Against it: a sort of the whole vocabulary, as is usual. Logits as steep as a model's."""
+        logits = self.random(rows, self.shape.vocab) * 3
+
+        def full(value: float) -> torch.Tensor:
+            return torch.full((rows,), value, device=self.device)
+
+        at = torch.rand(rows, device=self.device, dtype=torch.float64)
+        draws = sampling.Draws(full(temperature), full(0.0), full(self.shape.vocab).int(), full(top_p), at)
+        drawn = ops.draw if isinstance(ops, sampling.DrawsTokens) else sampling.draw
+
+        def by_sort() -> torch.Tensor:
+            probs, order = (logits.float() / temperature).softmax(-1).sort(descending=True)
+            kept = probs * (probs.cumsum(-1) - probs < top_p)
+            return order.gather(1, (kept / torch.empty_like(kept).exponential_()).argmax(-1, keepdim=True))
+
+        peers: dict[str, Call] = {"argmax": lambda: logits.argmax(-1)} if temperature == 0.0 else {"sort": by_sort}
+        return Prepared(lambda: drawn(logits, draws), logits.numel() * logits.element_size(), 0.0, peers)
 
     def norm(self, ops: Kernels, rows: int) -> Prepared:
         x, residual = self.random(rows, self.shape.hidden), self.random(rows, self.shape.hidden)
@@ -241,7 +265,12 @@ def measure(name: str, make: Callable[[Kernels], Prepared], ops: Kernels, rates:
     error = ((prepared.call().double() - expected).norm() / expected.norm()).item()
     del expected
     seconds = time_ms(prepared.call, ops.device) / 1e3
-    peers = {peer: time_ms(call, ops.device) * 1e3 for peer, call in prepared.peers.items()}
+    peers = {}
+    for peer, call in prepared.peers.items():
+        try:
+            peers[peer] = time_ms(call, ops.device) * 1e3
+        except RuntimeError as error:  # it is not what is measured here
+            print(f"{name}: {peer}: {type(error).__name__}: {str(error)[:200]}", flush=True)
     return Result(
         name, seconds * 1e6, prepared.moved_bytes, prepared.operations, prepared.moved_bytes / seconds / rates[0],
         prepared.operations / seconds / rates[1], error, peers,
@@ -275,6 +304,10 @@ def main() -> None:
     rates = (copy_rate(device, 8 if options.tiny else 2048), matrix_rate(device, 256 if options.tiny else 8192, dtype))
     results: list[Result] = []
     failures: dict[str, str] = {}
+    report: dict[str, Any] = {
+        "machine": machine(device), "backend": ops.name, "dtype": options.dtype,
+        "copy_bytes_per_s": rates[0], "matrix_flops": rates[1], "results": [], "failures": failures,
+    }  # fmt: skip
     with torch.inference_mode():
         for name, make in bench.cases():
             if options.only not in name:
@@ -285,13 +318,9 @@ def main() -> None:
                 failures[name] = f"{type(error).__name__}: {error}"[:300]
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    report: dict[str, Any] = {
-        "machine": machine(device), "backend": ops.name, "dtype": options.dtype,
-        "copy_bytes_per_s": rates[0], "matrix_flops": rates[1], "results": [asdict(r) for r in results],
-        "failures": failures,
-    }  # fmt: skip
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1))
+            report["results"] = [asdict(r) for r in results]
+            if options.json:  # after each, so that an end by force loses only one
+                options.json.write_text(json.dumps(report, indent=1))
     print(json.dumps(report["machine"]))
     print(f"{ops.name}, {options.dtype}: copy {rates[0] / 1e9:.0f} GB/s, matrix {rates[1] / 1e12:.1f} TFLOP/s")
     print(table(results))

@@ -7,9 +7,10 @@
 
 The workload is nano-vllm's bench.py: seed 0, 256 sequences, prompts and outputs of 100 to 1,024 random tokens, all sent
 at once, temperature 0.6, end of sequence ignored. It runs through scheduler, cache, runner and sampler, in one process
-without HTTP, and a first pass over a few of the sequences warms everything up. Weights are random and made on the
-device. Before it, single steps are timed through the runner, sampling and the way back to the host included: decode
-against weights plus KV bytes over the measured copy rate, prefill against its operations over the measured matrix rate.
+without HTTP; before it all decode steps are recorded, and a pass over a few of the sequences warms up the rest. Weights
+are random and made on the device. Before it, single steps are timed through the runner, sampling and the way back to
+the host included: decode against weights plus KV bytes over the measured copy rate, prefill against its operations over
+the measured matrix rate.
 """
 
 from __future__ import annotations
@@ -248,12 +249,22 @@ def main() -> None:
         "copy_bytes_per_s": rates[0], "matrix_flops": rates[1], "weight_bytes": engine.weight_bytes,
         "setup_s": time.perf_counter() - start, "units": engine.units,
     }  # fmt: skip
-    report["steps"] = list(timed_steps(engine, rates))
+
+    def save() -> None:  # after each part, so that an end by force loses only one
+        if options.json:
+            options.json.write_text(json.dumps(report, indent=1))
+
+    report["steps"] = []
+    for step in timed_steps(engine, rates):
+        report["steps"].append(step)
+        save()
     if options.sequences:
+        start = time.perf_counter()
+        engine.runner.record_decode_steps(options.sequences)
         workload(engine, min(options.sequences, 8))
+        report["warm_up_s"] = time.perf_counter() - start
         report["workload"] = workload(engine, options.sequences)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1))
+        save()
     print(json.dumps(report["machine"]))
     print(f"{options.shape}, {options.dtype}, {report['backend']}: weights {engine.weight_bytes / 1e9:.2f} GB, "
           f"copy {rates[0] / 1e9:.0f} GB/s, matrix {rates[1] / 1e12:.1f} TFLOP/s")  # fmt: skip

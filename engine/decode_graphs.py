@@ -47,7 +47,8 @@ class CudaCapture:
             run()  # compiles the kernels and makes the libraries' workspaces, which must not happen while recording
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Thread-local: what another thread does with CUDA (NCCL's watchdog) must not spoil the recording.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             out = run()
         return graph.replay, out
 
@@ -108,6 +109,12 @@ class DecodeGraphs:
             self._plans.refill_state_plan(recorded.step.state_plan, units)
         recorded.replay()
         return recorded.hidden[:count]
+
+    def record(self, count_max: int) -> None:
+        """Record now what batches of up to so many sequences will need. Largest first: the others share its memory."""
+        for size in reversed([size for i, size in enumerate(SIZES) if i == 0 or SIZES[i - 1] < count_max]):
+            if size not in self._recorded:
+                self._recorded[size] = self._record(size)
 
     def _record(self, size: int) -> _Recorded | None:
         device = self._ops.device

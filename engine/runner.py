@@ -113,6 +113,16 @@ class ModelRunner:
             self._copy_unit(source_unit, target_unit)
         return result
 
+    @torch.inference_mode()
+    def record_decode_steps(self, sequences_max: int) -> None:
+        """Record now, not when they are first needed, the decode steps of up to so many sequences, where any are."""
+        if self._graphs is not None:
+            self._graphs.record(sequences_max)
+
+    def forget_decode_steps(self) -> None:
+        """Give up the recorded steps: NCCL's communicators do not end while a graph holds them."""
+        self._graphs = None
+
     def _forward(self, chunks: list[Chunk]) -> tuple[torch.Tensor, Ragged]:
         """Hidden states of all the chunks' tokens, [tokens, hidden]."""
         batch = Ragged.of([chunk.start for chunk in chunks], [chunk.end for chunk in chunks])

@@ -80,3 +80,13 @@ def test_without_memory_to_record_it_is_computed_as_usual():
         d.run(seq, 3)
         tokens.append(seq.token_ids)
     assert tokens[0] == tokens[1]
+
+
+def test_recording_ahead():
+    capture = RunAgain()
+    driver = with_graphs(Driver(cached_model(Recipe()), kernels=select(CPU, "triton")), capture)
+    driver.runner.record_decode_steps(3)
+    assert capture.recorded == 3  # 4, 2 and 1
+    seq = driver.sequence([1, 2, 3])
+    driver.run(seq, 3)
+    assert (capture.recorded, capture.replayed) == (3, 2)

@@ -1,0 +1,71 @@
+"""benchmarks/gpu: a part that fails, hangs or dies costs itself alone, and what it had written is kept."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"
+
+
+@pytest.fixture(scope="module")
+def gpu() -> ModuleType:
+    loader = SourceFileLoader("benchmarks_gpu", str(SCRIPT))
+    spec = importlib.util.spec_from_loader("benchmarks_gpu", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["benchmarks_gpu"] = module  # its dataclass looks itself up
+    loader.exec_module(module)
+    return module
+
+
+def python(gpu: ModuleType, name: str, code: str, limit_s: float = 30.0) -> dict:
+    return gpu.Part(name, ["-c", f"import json, sys, time, os, pathlib; {code}"], limit_s)
+
+
+REPORT = "pathlib.Path(sys.argv[1]).write_text(json.dumps({'steps': []}))"
+
+
+def test_parts_end_alone(gpu: ModuleType, tmp_path: Path) -> None:
+    late = python(gpu, "late", f"{REPORT}; time.sleep(60)")
+    report = gpu.run(late, 1.5, tmp_path, True)
+    assert report["error"] == "not done after 2 s"
+    assert report["steps"] == []
+    assert report["seconds"] < 20
+    assert gpu.run(python(gpu, "dies", "os.abort()"), 30, tmp_path, True)["error"] == "exit status -6"
+    fails = gpu.run(python(gpu, "fails", f"{REPORT}; sys.exit(1)"), 30, tmp_path, True)
+    assert (fails["error"], fails["steps"]) == ("exit status 1", [])
+    fine = gpu.run(python(gpu, "fine", REPORT), 30, tmp_path, True)
+    assert "error" not in fine
+
+
+def test_the_plan_fits_its_time(gpu: ModuleType) -> None:
+    """Tests first, and what must be shown before the time can be up, whatever the others take."""
+    names = [part.name for part in gpu.parts(smoke=False)]
+    assert names[:2] == ["tests", "qwen3-8b"]
+    assert {"kernels", "qwen3-0.6b", "qwen3.5-4b", "nemotron-h-8b"} <= set(names)
+    limits = [part.limit_s for part in gpu.parts(smoke=False)]
+    assert sum(limits[:4]) <= gpu.SECONDS < 540
+
+
+def test_the_table(gpu: ModuleType) -> None:
+    counts = gpu.test_counts("FAILED tests/x.py::test_a[1] - boom\n===\n1 failed, 97 passed, 2 skipped in 60.1s")
+    step = {"step": "decode 1 x 1024", "time_ms": 5.0, "share": 0.65, "bound": "bandwidth"}
+    lines = gpu.summary(
+        {
+            "tests": counts | {"seconds": 61.0},
+            "qwen3-8b": {"steps": [step], "copy_bytes_per_s": 4e12, "matrix_flops": 7e14},
+            "kernels": {"error": "not done after 110 s", "results": [{"name": "rotate", "error": 1e-3}]},
+        }
+    )
+    text = "\n".join(lines)
+    assert "97 passed, 1 failed, 2 skipped" in text
+    assert "FAILED tests/x.py::test_a[1]" in text
+    assert "(aim 70%: MISSED)" in text
+    assert "1 kernels timed; largest error 1.0e-03 (rotate)" in text
+    assert "ENDED: not done after 110 s" in text
