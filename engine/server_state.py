@@ -122,7 +122,7 @@ class ServerState:
         return format(next(self._numbers), "x")
 
     async def body(self, request: web.Request) -> bytes:
-        """The request's body. Raises RequestError 408 where the client takes too long to send it."""
+        """The request's body. Raises RequestError: 408 where it takes too long, 400 where the client leaves before."""
         if not request.can_read_body or request.content.is_eof():
             return await request.read()
         try:
@@ -134,6 +134,8 @@ class ServerState:
                 code="request_timeout",
                 status=408,
             ) from None
+        except ConnectionError:
+            raise RequestError("the client left before its request was complete", param=None) from None
 
     def close(self) -> None:
         self._encoders.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,184 @@
+"""Hostile bytes at both real programs: no 500, no traceback, and others are served meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+pytestmark = pytest.mark.live
+
+ANSWER_S_MAX = 20.0
+CHAT = b'"messages":[{"role":"user","content":"hello"}],"max_tokens":1'
+
+
+class Served:
+    """A program under attack: its URL and what it logged."""
+
+    def __init__(self, url: str, log: Path) -> None:
+        self.url = url
+        self._log = log
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def connect(self) -> socket.socket:
+        parts = urlsplit(self.url)
+        return socket.create_connection((parts.hostname, parts.port), timeout=ANSWER_S_MAX)
+
+    def send(self, *pieces: bytes, closes: bool = False) -> bytes:
+        """Send the pieces on a connection of their own; all that comes back until the program closes it, or `b""`."""
+        answer = b""
+        with self.connect() as conn, contextlib.suppress(ConnectionError):
+            for piece in pieces:
+                conn.sendall(piece)
+            if closes:
+                conn.shutdown(socket.SHUT_WR)
+            while received := conn.recv(1 << 16):
+                answer += received
+        return answer
+
+    def status(self, *pieces: bytes, closes: bool = False) -> int | None:
+        """The status of the first answer; None where the connection was closed without one."""
+        found = re.match(rb"HTTP/1\.[01] (\d{3}) ", self.send(*pieces, closes=closes))
+        return int(found[1]) if found else None
+
+    def serves(self) -> None:
+        """A well-formed request is answered, and promptly."""
+        started = time.monotonic()
+        assert self.status(post(b"{%b}" % CHAT)) == 200
+        assert time.monotonic() - started < ANSWER_S_MAX
+
+
+def post(body: bytes, path: bytes = b"/v1/chat/completions", headers: bytes = b"") -> bytes:
+    head = b"POST %b HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nConnection: close\r\n%b" % (path, headers)
+    return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+@pytest.fixture(scope="module")
+def router(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    log = tmp_path_factory.mktemp("router") / "router.log"
+    command = [sys.executable, "-m", "router", "run", engine.url, "--port", "0", "--request-timeout", "1"]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            end_s = time.monotonic() + 60
+            while time.monotonic() < end_s and not re.search(r"tokenizer of .* read from", log.read_text()):
+                time.sleep(0.05)
+            found = re.search(r"^router listening on (http://\S+)$", log.read_text(), re.MULTILINE)
+            assert found, log.read_text()
+            served = Served(found[1], log)
+            while time.monotonic() < end_s and served.status(post(b"{%b}" % CHAT)) != 200:
+                time.sleep(0.05)
+            yield served
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+@pytest.fixture(params=["engine", "router"])
+def served(request: pytest.FixtureRequest, engine: Any, router: Served) -> Iterator[Served]:
+    """Each program in turn; afterwards it still serves and has logged no traceback."""
+    found = router if request.param == "router" else Served(engine.url, engine._log)
+    yield found
+    found.serves()
+    assert "Traceback" not in found.log(), found.log()[-4000:]
+
+
+HEADS = {
+    "noise": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)),
+    "zeros": b"\x00" * 1000 + b"\r\n\r\n",
+    "a line without end": b"A" * 300_000,
+    "a version of the future": b"GET / HTTP/9.9\r\nHost: h\r\n\r\n",
+    "a header without a colon": b"GET /health HTTP/1.1\r\nHost: h\r\nnonsense\r\n\r\n",
+    "a control character": b"GET /health HTTP/1.1\r\nHost: h\r\nX: a\x00b\r\n\r\n",
+    "a huge header": b"GET /health HTTP/1.1\r\nHost: h\r\nX: " + b"x" * 200_000 + b"\r\n\r\n",
+    "many headers": b"GET /health HTTP/1.1\r\nHost: h\r\n" + b"X: y\r\n" * 20_000 + b"\r\n",
+    "a huge target": b"GET /" + b"%ff" * 40_000 + b" HTTP/1.1\r\nHost: h\r\n\r\n",
+    "two lengths": b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
+    "a negative length": b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: -1\r\n\r\n",
+    "a length of a name": b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: ten\r\n\r\n",
+    "a bad chunk": b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_what_is_no_http_gets_a_4xx_or_nothing(served: Served, name: str) -> None:
+    status = served.status(HEADS[name], closes=True)
+    assert status is None or 400 <= status < 500 or status == 505
+
+
+BODIES = {
+    "nothing": b"",
+    "half an object": b'{"messages":[{"role":"user"',
+    "not UTF-8": b'{"model":"\xff\xfe"}',
+    "deep arrays": b"[" * 100_000,
+    "deep objects": b'{"messages":' * 50_000 + b"1" + b"}" * 50_000,
+    "deep content": b'{"messages":[{"role":"user","content":' + b"[" * 20_000 + b"]" * 20_000 + b"}]}",
+    "a lone surrogate": b'{"messages":[{"role":"user","content":"\\ud800"}]}',
+    "a NaN": b'{%b,"temperature":NaN}' % CHAT,
+    "a number without end": b'{%b,"seed":%b}' % (CHAT, b"9" * 10_000),
+    "an infinite number": b'{%b,"temperature":1e999}' % CHAT,
+    "numbers as messages": b'{"messages":[1,2,3]}',
+    "a role that is an object": b'{"messages":[{"role":{"a":1},"content":"x"}]}',
+    "a template that never ends": json.dumps(
+        {
+            "messages": [{"role": "user", "content": "x"}],
+            "chat_template": "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
+        }
+    ).encode(),
+    "another model": b'{"model":"%b",%b}' % (b"m" * 5_000, CHAT),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_wrong_bodies_get_a_4xx(served: Served, name: str) -> None:
+    status = served.status(post(BODIES[name]))
+    assert status is not None
+    assert 400 <= status < 500, name
+
+
+@pytest.mark.parametrize(
+    "ids", ["[-1]", "[4294967296]", "[99999999999999999999]", "[1.5]", '["a",1]', "[[1],[-1]]", "[null]", "[]", "[[]]"]
+)
+def test_wrong_token_ids_get_a_4xx(served: Served, ids: str) -> None:
+    status = served.status(post(b'{"prompt":%b,"max_tokens":1}' % ids.encode(), b"/v1/completions"))
+    assert status is not None
+    assert 400 <= status < 500
+
+
+def test_senders_that_never_end_keep_nobody_waiting(served: Served) -> None:
+    """Slow-loris: heads and bodies that stop in the middle, a hundred at once."""
+    started = [b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nX-", post(b"x" * 1000)[:-500]]
+    conns = [served.connect() for _ in range(100)]
+    try:
+        for number, conn in enumerate(conns):
+            conn.sendall(started[number % 2])
+        for _ in range(3):
+            served.serves()
+    finally:
+        for conn in conns:
+            conn.close()
+
+
+def test_the_router_cuts_senders_that_never_end(router: Served) -> None:
+    assert router.status(b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nX-") == 408
+
+
+def test_clients_that_vanish_keep_nobody_waiting(served: Served) -> None:
+    body = b'{%b,"stream":true}' % CHAT.replace(b'"max_tokens":1', b'"max_tokens":400')
+    for _ in range(30):
+        conn = served.connect()
+        conn.sendall(post(body))
+        conn.close()
+    served.serves()
