@@ -83,9 +83,9 @@ class Engine:
     def weight_bytes(self) -> int:
         """What a decode step must read of the weights: all but the rows of the embedding that are only looked up."""
         total = sum(_elements(w.shape) for w in self.model.weights) * self.dtype.itemsize
-        if self.model.head is self.model.embedding:
+        if self.model.vocabulary.head is self.model.vocabulary.embedding:
             return total
-        return total - _elements(self.model.embedding.shape) * self.dtype.itemsize
+        return total - _elements(self.model.vocabulary.embedding.shape) * self.dtype.itemsize
 
     def kv_bytes(self, tokens: int) -> int:
         """K and V of so many tokens of context in all attention layers."""
@@ -93,11 +93,11 @@ class Engine:
 
     def matrix_operations(self, tokens: int, sampled: int) -> float:
         """Of the weight matrices and of causal attention, for one prompt from nothing."""
-        in_body = self.weight_bytes / self.dtype.itemsize - _elements(self.model.head.shape)
+        in_body = self.weight_bytes / self.dtype.itemsize - _elements(self.model.vocabulary.head.shape)
         attention = sum(
             4 * a.config.num_heads * a.config.head_dim * tokens * tokens / 2 for _, a in self.model.attentions
         )
-        return 2.0 * in_body * tokens + attention + 2.0 * _elements(self.model.head.shape) * sampled
+        return 2.0 * in_body * tokens + attention + 2.0 * _elements(self.model.vocabulary.head.shape) * sampled
 
     def sequences(self, count: int, length: int, computed: int) -> list[Sequence]:
         """Sequences of random tokens with blocks for 64 tokens more, whose first `computed` are taken as computed."""

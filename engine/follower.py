@@ -29,7 +29,7 @@ from engine.loader import load_model
 from engine.messages import FrameReader, frame
 from engine.models import CausalLM, Shard
 from engine.plans import PlanReader
-from engine.ranks import GRACE_S, LOOPBACK, Load, Loaded, LoadFailed, Order, Reply, Start, add_up, join
+from engine.ranks import GRACE_S, LOOPBACK, Load, Loaded, LoadFailed, Order, Reply, Start, add_up, gather, join
 from engine.runner import ModelRunner
 
 log = logging.getLogger("engine.follower")
@@ -39,7 +39,7 @@ class Follower:
     """One rank's model and runner."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self._shard = Shard(rank, size, add_up)
+        self._shard = Shard(rank, size, add_up, gather)
         self._config = EngineConfig()
         self.device = torch.device("cpu")
         self._model: CausalLM | None = None

@@ -27,6 +27,9 @@ class PlannedChunk(msgspec.Struct, array_like=True, frozen=True):
     """Those of the chunk, not those before it."""
     tables: list[TableChange]
     state_unit: UnitId | None
+    samples: bool
+    scored_len: int | None
+    """The prompt's length, where logprobs of its tokens are wanted."""
 
 
 class Planned(msgspec.Struct, tag="plan", array_like=True, frozen=True):
@@ -56,7 +59,10 @@ class PlanWriter:
                 table[change.kept :] = change.blocks
             self._sent[id(seq)] = (index, seq, tables)
             tokens = seq.token_ids[chunk.start : chunk.end]
-            chunks.append(PlannedChunk(previous, chunk.start, tokens, changes, seq.state_unit))
+            scored_len = None if seq.request.params.prompt_logprobs is None else seq.prompt_len
+            chunks.append(
+                PlannedChunk(previous, chunk.start, tokens, changes, seq.state_unit, chunk.samples, scored_len)
+            )
         return Planned(chunks, plan.state_restores, plan.state_resets, plan.state_checkpoints, plan.block_moves)
 
 
@@ -76,7 +82,10 @@ class PlanReader:
 
     def _chunk(self, chunk: PlannedChunk) -> Chunk:
         if chunk.previous is None:
-            seq = Sequence(_REQUEST, [0] * chunk.start, 0, 0.0, block_tables=[[] for _ in chunk.tables])
+            request = _REQUEST if chunk.scored_len is None else _SCORED
+            seq = Sequence(
+                request, [0] * chunk.start, chunk.scored_len or 0, 0.0, block_tables=[[] for _ in chunk.tables]
+            )
         else:
             seq = self._last[chunk.previous]
         tokens = seq.token_ids
@@ -85,10 +94,11 @@ class PlanReader:
         for table, change in zip(seq.block_tables, chunk.tables, strict=True):
             table[change.kept :] = change.blocks
         seq.state_unit = chunk.state_unit
-        return Chunk(seq, chunk.start, len(tokens), samples=False)
+        return Chunk(seq, chunk.start, len(tokens), samples=chunk.samples)
 
 
 _REQUEST = Request(request_id="led", token_ids=[], params=SamplingParams())
+_SCORED = Request(request_id="led", token_ids=[], params=SamplingParams(prompt_logprobs=0))
 
 
 def _change(old: list[BlockId], new: list[BlockId]) -> TableChange:

@@ -1,7 +1,8 @@
 """Several processes compute one model: the leader (rank 0) has its followers repeat each step on their part of it.
 
 The leader is the process that has scheduler, cache and publisher. It starts the followers, sends them each step's plan
-as a small message over a socket, and computes the same plan itself; within a step the ranks meet in all-reduce alone.
+as a small message over a socket, and computes the same plan itself; within a step the ranks meet in all-reduce, and
+where logits are put together.
 Block tables and units mean the same on all ranks, since every rank's cache has the same shape. Only the leader samples.
 
 A rank that fails cannot be made to catch up, so it ends the engine: `RunnerLost`. A follower ends when its socket
@@ -100,6 +101,17 @@ def add_up(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def gather(x: torch.Tensor) -> torch.Tensor | None:
+    """On rank 0: the [rows, n] of all ranks side by side, [rows, ranks * n]; elsewhere None."""
+    x = x.contiguous()
+    if dist.get_rank():
+        dist.gather(x, dst=0)
+        return None
+    parts = x.new_empty(dist.get_world_size(), *x.shape)
+    dist.gather(x, list(parts), dst=0)
+    return parts.transpose(0, 1).reshape(x.shape[0], -1)
+
+
 class _Follower:
     """The leader's side of one follower."""
 
@@ -174,7 +186,7 @@ class Leader:
     @property
     def shard(self) -> Shard:
         """Rank 0's part of a model."""
-        return Shard(0, self._size, add_up)
+        return Shard(0, self._size, add_up, gather)
 
     @property
     def process_ids(self) -> list[int]:

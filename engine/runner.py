@@ -168,11 +168,14 @@ class ModelRunner:
             last = batch.query_starts[1:][rows] - 1
             everyone = len(rows) == hidden.shape[0]
             picked = hidden if everyone else hidden[to_device(last, self.device)]
-            tokens, logprobs = self._sampler.sample(self.model.logits(picked), [chunks[i].seq for i in rows])
-            for j, i in enumerate(rows):
-                result.sampled[order[i]] = tokens[j]
-            for j, entry in logprobs.items():
-                result.logprobs[order[rows[j]]] = entry
+            if not self.model.samples:
+                self.model.lend_logits(picked)
+            else:
+                tokens, logprobs = self._sampler.sample(self.model.logits(picked), [chunks[i].seq for i in rows])
+                for j, i in enumerate(rows):
+                    result.sampled[order[i]] = tokens[j]
+                for j, entry in logprobs.items():
+                    result.logprobs[order[rows[j]]] = entry
         for i, chunk in enumerate(chunks):
             if chunk.seq.request.params.prompt_logprobs is not None and chunk.start < chunk.seq.prompt_len - 1:
                 first = int(batch.query_starts[i])
@@ -181,16 +184,20 @@ class ModelRunner:
 
     def _prompt_logprobs(self, hidden: torch.Tensor, chunk: Chunk) -> list[TokenLogprobs]:
         """Logprobs of the prompt tokens start + 1 .. end; row i of `hidden` is position start + i."""
-        count = chunk.seq.request.params.prompt_logprobs or 0
-        targets = chunk.seq.token_ids[chunk.start + 1 : min(chunk.end + 1, chunk.seq.prompt_len)]
-        slab = max(1, LOGIT_SLAB_BYTES // (4 * self.model.config.vocab_size))
-        tokens = to_device(np.array(targets, np.int64), self.device)
+        wanted = chunk.seq.request.params.prompt_logprobs or 0
+        end = min(chunk.end + 1, chunk.seq.prompt_len)
+        count, slab = end - chunk.start - 1, max(1, LOGIT_SLAB_BYTES // (4 * self.model.config.vocab_size))
+        slabs = [hidden[at : min(at + slab, count)] for at in range(0, count, slab)]
+        if not self.model.samples:
+            for rows in slabs:
+                self.model.lend_logits(rows)
+            return []
+        tokens = to_device(np.array(chunk.seq.token_ids[chunk.start + 1 : end], np.int64), self.device)
         queued: list[LogprobTensors] = []
-        for at in range(0, len(targets), slab):
-            part = tokens[at : at + slab]
-            logits = self.model.logits(hidden[at : at + len(part)])
-            queued.append(token_logprobs(logits, part, [count] * len(part)))
-        return [entry for tensors in queued for entry in read_logprobs(tensors, [count] * len(tensors.tokens))]
+        for at, rows in zip(range(0, count, slab), slabs, strict=True):
+            targets = tokens[at : at + slab]
+            queued.append(token_logprobs(self.model.logits(rows), targets, [wanted] * len(rows)))
+        return [entry for tensors in queued for entry in read_logprobs(tensors, [wanted] * len(tensors.tokens))]
 
     def _prepare_states(self, plan: StepPlan) -> None:
         units = self._buffer.view(self.num_units, -1)

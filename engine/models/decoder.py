@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 
 from engine.cache.spec import FULL_ATTENTION, SLIDING_WINDOW, CacheSpec, GroupSpec, StateSpec
 from engine.models.hf_config import HfConfig, ModelError
 from engine.models.layers import Attention, AttentionConfig, Block, GatedMLP, Mixer, Recurrent, RMSNorm, Step
 from engine.models.rope import RopeConfig, RopeTable
 from engine.models.state import StateLayout
+from engine.models.vocabulary import Vocabulary
 from engine.models.weights import Scope, Weight
 
 
@@ -67,17 +67,15 @@ class CausalLM:
         """`block` makes one block from its scope and index, under PREFIX.layers.INDEX."""
         body = root.sub(prefix)
         c = self.config = config
-        self.embedding = body.weight(f"{c.embedding_name}.weight", (c.vocab_size, c.hidden_size))
+        head_name = None if c.tie_embeddings else c.head_name
+        self.vocabulary = Vocabulary(body, root, f"{c.embedding_name}.weight", head_name, c.vocab_size, c.hidden_size)
         layers = body.sub("layers")
         self.blocks = [block(layers.sub(i), i) for i in range(c.num_layers)]
         self.norm = RMSNorm(body, c.norm_name, c.hidden_size, c.norm_eps, c.zero_centred_norm)
         self.samples = root.shard.rank == 0
-        """Whether this rank makes logits. Embedding and head are not split: the first is on every rank, whole."""
-        headless = c.tie_embeddings or not self.samples
-        self.head = self.embedding if headless else root.weight(c.head_name, (c.vocab_size, c.hidden_size))
-        self.head.multiplies, self.head.looked_up = self.samples, headless
+        """Whether this rank has whole logits to sample from."""
         self.weights: list[Weight] = root.weights
-        self.ignored = ((c.head_name,) if headless else ()) + ignored
+        self.ignored = ((c.head_name,) if c.tie_embeddings else ()) + ignored
         """Prefixes of checkpoint tensors that this model does not use."""
         self.renamed = renamed or {}
         """Prefix in a checkpoint -> the prefix of this model, for families that were saved under several."""
@@ -131,7 +129,7 @@ class CausalLM:
 
     def forward(self, token_ids: torch.Tensor, step: Step) -> torch.Tensor:
         """Hidden states after the last norm, [tokens, hidden]; the cache of the batch's positions is filled."""
-        x = F.embedding(token_ids, self.embedding.tensor)
+        x = self.vocabulary.look_up(token_ids)
         if self.config.embedding_scale != 1.0:
             x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)  # on the host: nothing waits for a copy
         residual: torch.Tensor | None = None
@@ -141,10 +139,15 @@ class CausalLM:
         return self.norm.add(x, residual, step)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> [rows, vocab], in the model's dtype."""
-        assert self.samples, "logits of a rank that has no head"
-        logits = self.head.times(hidden)
+        """[rows, hidden] -> [rows, vocab], in the model's dtype. Other ranks `lend_logits` meanwhile."""
+        assert self.samples, "whole logits are on rank 0 alone"
+        logits = self.vocabulary.logits(hidden)
+        assert logits is not None
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
+
+    def lend_logits(self, hidden: torch.Tensor) -> None:
+        """This rank's part of what `logits` puts together on rank 0, of the same rows."""
+        assert self.vocabulary.logits(hidden) is None, "rank 0 makes logits"
 
 
 def _group_layers(configs: Sequence[AttentionConfig]) -> list[list[int]]:

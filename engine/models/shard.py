@@ -1,7 +1,8 @@
 """Which part of each layer one process holds: column and row splits of tensor parallelism (Megatron-LM, 2019).
 
 Projections into heads or channels are split by rows, so that each rank computes its own heads; the projection back is
-split by columns, and its partial results are added over the ranks. A `Cut` says which rows or columns of a tensor of
+split by columns, and its partial results are added over the ranks. Embedding and head are split by tokens of the
+vocabulary. A `Cut` says which rows or columns of a tensor of
 the checkpoint a rank holds; with one rank every cut is whole, and nothing is sliced or added. Knows no processes: how
 ranks add is given to it.
 """
@@ -70,6 +71,8 @@ class Shard:
     size: int = 1
     add_up: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Replaces a tensor by its sum over the ranks, in place, and returns it; the same bits on each. None: one rank."""
+    gather: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+    """On rank 0: the [rows, n] of all ranks side by side, [rows, size * n]; elsewhere None. None: one rank."""
 
     def split(self, count: int, what: str, width: int = 1) -> Cut:
         """This rank's equal share of `count` things, each `width` wide. Raises ModelError if they cannot be shared."""
@@ -77,6 +80,15 @@ class Shard:
             raise ModelError(f"--tensor-parallel-size {self.size}: expected a divisor of the model's {what} ({count})")
         share = count // self.size
         return Cut(count * width, ((self.rank * share * width, (self.rank + 1) * share * width),))
+
+    def split_padded(self, count: int) -> Cut:
+        """This rank's share of `count` rows; where they cannot be shared equally the last ranks have fewer."""
+        start, end = (min(rank * self.share_of(count), count) for rank in (self.rank, self.rank + 1))
+        return Cut(count, ((start, end),))
+
+    def share_of(self, count: int) -> int:
+        """The rows that a rank has of so many, if it is not one of the last."""
+        return -(-count // self.size)
 
     def split_shared(self, count: int, what: str, width: int = 1) -> Cut:
         """As `split`; of fewer things than ranks, each is held by several neighbouring ranks.

@@ -37,6 +37,7 @@ MODELS = {
     "qwen2": Recipe(family="qwen2"),
     "llama": Recipe(family="llama", tie_embeddings=False),
     "one-kv-head": Recipe(family="llama", kv_heads=1),  # both ranks hold it
+    "odd-vocabulary": Recipe(family="llama", vocab_size=2051, tie_embeddings=False),  # one rank has a token less
     "mistral": Recipe(family="mistral"),
     "granite": Recipe(family="granite"),
     "gemma3": Recipe(family="gemma3_text", layers=3),
@@ -164,6 +165,38 @@ def check_same_tokens(leader: Leader, folder: Path, seed: int, gap: float) -> No
             assert likeliest - next_best < gap, f"{request_id}: {other}"
 
 
+def test_logprobs_of_a_prompt(leader: Leader) -> None:
+    """Every position's logits are put together from both ranks, in slabs, beside sampling."""
+    folder = cached_model(MODELS["odd-vocabulary"])
+    config = engine_config(folder)
+    params = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=2, ignore_eos=True)
+    rng = random.Random(1)
+    prompts = [[rng.randrange(2048) for _ in range(length)] for length in (40, 7)]
+    found = []
+    for core in (one_rank(folder, config), two_ranks(leader, folder, config)):
+        for i, prompt in enumerate(prompts):
+            core.add(Request(request_id=str(i), token_ids=prompt, params=params), now=0.0)
+        entries: dict[str, list[TokenLogprobs | None]] = {}
+        while core.has_work:
+            for out in core.step(0.0):
+                assert out.error is None, out.error
+                entries.setdefault(out.request_id, []).extend(out.prompt_logprobs or [])
+        found.append(entries)
+    assert [len(found[0][str(i)]) for i in range(2)] == [39, 6] or [len(found[0][str(i)]) for i in range(2)] == [40, 7]
+    for request_id, expected in found[0].items():
+        for one, two in zip(expected, found[1][request_id], strict=True):
+            assert (one is None) == (two is None)
+            if one is not None and two is not None:
+                assert one.token_id == two.token_id
+                assert one.logprob == pytest.approx(two.logprob, abs=1e-4)
+                assert [p for _, p in one.top] == pytest.approx([p for _, p in two.top], abs=1e-4)
+
+
+def test_a_rank_holds_half_the_vocabulary() -> None:
+    model, _ = load_model(cached_model(MODELS["odd-vocabulary"]), shard=Shard(1, 2))
+    assert model.vocabulary.embedding.shape == model.vocabulary.head.shape == (1025, 64)
+
+
 def test_bf16(leader: Leader) -> None:
     """Partial results are added in bf16, where two ranks need not agree with one; that they compute is what counts."""
     folder = cached_model(MODELS["bamba"])
@@ -227,7 +260,7 @@ def test_plans_survive_their_messages() -> None:
         )
         again = reader.read(msgspec.msgpack.decode(msgspec.msgpack.encode(writer.write(plan)), type=Planned))
         for found, chunk in zip(again.chunks, chunks, strict=True):
-            assert (found.start, found.end, found.samples) == (chunk.start, chunk.end, False)
+            assert (found.start, found.end, found.samples) == (chunk.start, chunk.end, chunk.samples)
             assert found.seq.token_ids[found.start : found.end] == chunk.seq.token_ids[chunk.start : chunk.end]
             assert found.seq.block_tables == chunk.seq.block_tables
             assert found.seq.state_unit == chunk.seq.state_unit

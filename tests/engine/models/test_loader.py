@@ -35,7 +35,7 @@ def edit_tensors(folder: Path, change) -> None:
 
 def test_dtypes(folder: Path) -> None:
     assert load_model(folder)[1] == torch.float32
-    assert load_model(folder, dtype="bfloat16")[0].embedding.tensor.dtype == torch.bfloat16
+    assert load_model(folder, dtype="bfloat16")[0].vocabulary.embedding.tensor.dtype == torch.bfloat16
     edit_config(folder, dtype=None, torch_dtype="float16")
     assert load_model(folder)[1] == torch.float16
     with pytest.raises(ModelError, match="--dtype: 'int8' is not supported; expected one of bfloat16"):

@@ -1,0 +1,47 @@
+"""Embedding and head: the two matrices with a row for each token. Several ranks share their rows (Megatron-LM, 2019).
+
+A rank looks up the tokens that it has and gives zeros for the others, and these are added over the ranks: exact, since
+one summand alone is not zero. Logits of a rank's tokens are put together on rank 0, which alone samples.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from engine.models.shard import Shard
+from engine.models.weights import Scope, Weight
+
+
+class Vocabulary:
+    """The rows of this rank: of the embedding, and of the head, which may be the same."""
+
+    def __init__(
+        self, body: Scope, root: Scope, embedding: str, head: str | None, vocab_size: int, hidden_size: int
+    ) -> None:
+        """`head`: the name of its weight under `root`; None where it is the embedding."""
+        self._shard: Shard = root.shard
+        self.vocab_size = vocab_size
+        rows = self._shard.split_padded(vocab_size)
+        ((self._first, self._end),) = rows.ranges
+        self.embedding: Weight = body.weight(embedding, (rows, hidden_size))
+        self.head = self.embedding if head is None else root.weight(head, (rows, hidden_size))
+        self.head.multiplies, self.head.looked_up = True, head is None
+
+    def look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[tokens] -> [tokens, hidden], on every rank."""
+        add_up = self._shard.add_up
+        if add_up is None:
+            return F.embedding(token_ids, self.embedding.tensor)
+        foreign = (token_ids < self._first) | (token_ids >= self._end)
+        rows = (token_ids - self._first).masked_fill(foreign, 0)
+        return add_up(F.embedding(rows, self.embedding.tensor).masked_fill(foreign[:, None], 0.0))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """[rows, hidden] -> [rows, vocab] on rank 0, None on the others; all of them must be called alike."""
+        logits = self.head.times(hidden)
+        if self._shard.gather is None:
+            return logits
+        padding = self._shard.share_of(self.vocab_size) - logits.shape[1]
+        gathered = self._shard.gather(F.pad(logits, (0, padding)) if padding else logits)
+        return None if gathered is None else gathered[:, : self.vocab_size]
