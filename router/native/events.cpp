@@ -28,18 +28,24 @@ constexpr Field kStoredOrder[] = {
 };
 constexpr Field kRemovedOrder[] = {Field::BlockHashes, Field::Medium, Field::GroupIdx};
 
+// `text == literal`, with the length known to the compiler: no call.
+template <std::size_t N>
+bool is(std::string_view text, const char (&literal)[N]) {
+    return text.size() == N - 1 && std::memcmp(text.data(), literal, N - 1) == 0;
+}
+
 Field field_named(std::string_view name) {
     switch (name.size()) {
-        case 6: return name == "medium" ? Field::Medium : Field::Ignored;
-        case 7: return name == "lora_id" ? Field::LoraId : Field::Ignored;
-        case 9: return name == "token_ids" ? Field::TokenIds : name == "lora_name" ? Field::LoraName
-                     : name == "group_idx" ? Field::GroupIdx : Field::Ignored;
-        case 10: return name == "block_size" ? Field::BlockSize : name == "extra_keys" ? Field::ExtraKeys
-                      : name == "cache_salt" ? Field::CacheSalt : Field::Ignored;
-        case 12: return name == "block_hashes" ? Field::BlockHashes : Field::Ignored;
-        case 17: return name == "parent_block_hash" ? Field::Parent : Field::Ignored;
-        case 18: return name == "kv_cache_spec_kind" ? Field::Kind : Field::Ignored;
-        case 28: return name == "kv_cache_spec_sliding_window" ? Field::Window : Field::Ignored;
+        case 6: return is(name, "medium") ? Field::Medium : Field::Ignored;
+        case 7: return is(name, "lora_id") ? Field::LoraId : Field::Ignored;
+        case 9: return is(name, "token_ids") ? Field::TokenIds : is(name, "lora_name") ? Field::LoraName
+                     : is(name, "group_idx") ? Field::GroupIdx : Field::Ignored;
+        case 10: return is(name, "block_size") ? Field::BlockSize : is(name, "extra_keys") ? Field::ExtraKeys
+                      : is(name, "cache_salt") ? Field::CacheSalt : Field::Ignored;
+        case 12: return is(name, "block_hashes") ? Field::BlockHashes : Field::Ignored;
+        case 17: return is(name, "parent_block_hash") ? Field::Parent : Field::Ignored;
+        case 18: return is(name, "kv_cache_spec_kind") ? Field::Kind : Field::Ignored;
+        case 28: return is(name, "kv_cache_spec_sliding_window") ? Field::Window : Field::Ignored;
         default: return Field::Ignored;
     }
 }
@@ -52,8 +58,8 @@ struct RawExtra {
 
 class Decoder {
 public:
-    Decoder(const u8* payload, std::size_t size, const Digester& digester, Batch& batch)
-        : reader_(payload, size), digester_(digester), batch_(batch) {}
+    Decoder(const u8* payload, std::size_t size, const Digester& digester, Batch& batch, NamesRead names_read)
+        : reader_(payload, size), digester_(digester), batch_(batch), names_read_(names_read) {}
 
     void run() {
         if (reader_.peek() != Type::Array) throw Truncated("expected [ts, events, rank]");
@@ -122,7 +128,7 @@ private:
     std::string_view type_of(std::size_t count) {
         const u8* body = reader_.position();
         for (std::size_t i = 0; i < count; ++i) {
-            if (reader_.str() == "type") {
+            if (is(reader_.str(), "type")) {
                 const std::string_view type = reader_.text();
                 reader_.seek(body);
                 return type;
@@ -135,8 +141,8 @@ private:
     enum class Kind : u8 { Stored, Removed, Cleared, Digests, Unknown };
 
     void begin(std::string_view type) {
-        kind_ = type == "BlockStored" ? Kind::Stored : type == "BlockRemoved" ? Kind::Removed
-              : type == "AllBlocksCleared" ? Kind::Cleared : type == "BlockDigests" ? Kind::Digests : Kind::Unknown;
+        kind_ = is(type, "BlockStored") ? Kind::Stored : is(type, "BlockRemoved") ? Kind::Removed
+              : is(type, "AllBlocksCleared") ? Kind::Cleared : is(type, "BlockDigests") ? Kind::Digests : Kind::Unknown;
         stored_ = Stored();
         digests_ = Digests();
         lora_id_.reset();
@@ -202,6 +208,7 @@ private:
         batch_.names.resize(stored_.names.begin);
         for (std::size_t i = 0; i < count; ++i) batch_.names.push_back(name());
         stored_.names.count = count;
+        if (names_read_.told != nullptr) names_read_.told(names_read_.whom, batch_.names.data() + stored_.names.begin, count);
         seen_names_ = true;
     }
 
@@ -389,6 +396,7 @@ private:
     Reader reader_;
     const Digester& digester_;
     Batch& batch_;
+    const NamesRead names_read_;
     Kind kind_ = Kind::Unknown;
     Field at_ = Field::Ignored;  // which is being read
     Stored stored_;
@@ -414,11 +422,11 @@ void Batch::clear() {
     unknown = 0;
 }
 
-void decode(const u8* payload, std::size_t size, const Digester& digester, Batch& batch) {
+void decode(const u8* payload, std::size_t size, const Digester& digester, Batch& batch, NamesRead names_read) {
     batch.clear();
     batch.texts.reserve(kTextsMax);
     try {
-        Decoder(payload, size, digester, batch).run();
+        Decoder(payload, size, digester, batch, names_read).run();
     } catch (const std::runtime_error& error) {
         batch.clear();
         batch.malformed.push_back("unreadable event batch of " + std::to_string(size) + " bytes: " + error.what());
@@ -427,7 +435,7 @@ void decode(const u8* payload, std::size_t size, const Digester& digester, Batch
 
 u32 tier_of(Text medium) {
     if (!medium) return 0;
-    if (*medium == "GPU") return 0;
+    if (is(*medium, "GPU")) return 0;
     std::string upper(*medium);
     std::transform(upper.begin(), upper.end(), upper.begin(), [](unsigned char c) { return std::toupper(c); });
     if (upper == "GPU") return 0;

@@ -85,9 +85,15 @@ struct Batch {
     void clear();
 };
 
+// Told the names of an event as soon as they are read: somebody may want to ask for memory that they will need.
+struct NamesRead {
+    void (*told)(const void* whom, const u64* names, std::size_t count) = nullptr;
+    const void* whom = nullptr;
+};
+
 // Fills `batch` (cleared first). What cannot be read is in `batch.malformed`, one message an event; if the payload as a
 // whole cannot be read there is one message and no event.
-void decode(const u8* payload, std::size_t size, const Digester& digester, Batch& batch);
+void decode(const u8* payload, std::size_t size, const Digester& digester, Batch& batch, NamesRead names_read = {});
 
 u32 tier_of(Text medium);
 

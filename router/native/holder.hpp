@@ -182,6 +182,10 @@ public:
     std::vector<Group> groups;  // by ordinal; slot = ordinal * kTiers + tier
 
     void apply(const Batch& batch, Report& report);
+    // These names are coming: asks for the first of them.
+    void expect(const u64* names, std::size_t count) const {
+        for (std::size_t i = 0; i < std::min(count, kAhead); ++i) names_.prefetch(NameTraits::hash_of(names[i]));
+    }
     void declare(const std::vector<Group>& declared);
     // A new life of the stream: also what the events taught about groups is forgotten.
     void clear();
@@ -219,12 +223,9 @@ private:
         for (u32 at = entry.meta & ~kMany; at != 0; at = links[at].next) visit(links[at].node, links[at].meta);
     }
 
-    // Each block touches two random places in memory: they are asked for before they are needed.
-    static constexpr std::size_t kAhead = 24;
-    void prefetch(u64 name, const Place& place, u32 length) const {
-        names_.prefetch(NameTraits::hash_of(name));
-        nodes_.prefetch(Nodes::hash(place.key, length));
-    }
+    // Each block touches two random places in memory: its name's, asked for while the payload is read (`expect`), and its
+    // node's, asked for while the tokens are hashed; beyond the first kAhead, that many blocks before they are needed.
+    static constexpr std::size_t kAhead = 32;
 
     void forget_blocks();
     void apply_stretch(const Batch& batch, std::size_t begin, std::size_t end, Report& report);

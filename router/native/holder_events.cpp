@@ -129,7 +129,7 @@ bool Holder::teach_run(const Batch& batch, std::size_t run) {
                                      media.size());
         place.end += event.block_size;
         places[i] = place;
-        if (i < kAhead) prefetch(names[i], place, event.block_size);
+        if (i < kAhead) nodes_.prefetch(Nodes::hash(place.key, event.block_size));
         if (teaching_) taught_.put(names[i], place);
     }
     resolved_[run] = true;
@@ -172,7 +172,10 @@ void Holder::store(const Batch& batch, std::size_t run, Report& report) {
     const std::size_t count = event.names.count;
     const u32 length = event.block_size;
     for (std::size_t i = 0; i < count; ++i) {
-        if (i + kAhead < count) prefetch(names[i + kAhead], places[i + kAhead], length);
+        if (i + kAhead < count) {
+            names_.prefetch(NameTraits::hash_of(names[i + kAhead]));
+            nodes_.prefetch(Nodes::hash(places[i + kAhead].key, length));
+        }
         add(names[i], places[i], slot, length);
     }
     settle();

@@ -15,6 +15,7 @@ Holder* Index::get(u64 holder) const {
 u64 Index::start(const ScopeView& scope) const { return digester_.text({Text(scope.model), scope.salt, scope.lora}); }
 
 u64 Index::add_holder(std::string name, const std::string& model) {
+    const std::lock_guard writer(ingest_mutex_);
     const std::unique_lock lock(mutex_);
     auto& entry = models_[model];
     if (!entry) {
@@ -29,6 +30,7 @@ u64 Index::add_holder(std::string name, const std::string& model) {
 }
 
 void Index::remove_holder(u64 id) {
+    const std::lock_guard writer(ingest_mutex_);
     const std::unique_lock lock(mutex_);
     Holder* holder = get(id);
     for (auto pin = pins_.begin(); pin != pins_.end();) {
@@ -49,6 +51,7 @@ void Index::remove_holder(u64 id) {
 }
 
 void Index::clear(u64 holder) {
+    const std::lock_guard writer(ingest_mutex_);
     const std::unique_lock lock(mutex_);
     get(holder)->clear();
     move_pins(*get(holder));
@@ -65,13 +68,18 @@ void Index::set_reannounces(u64 holder, bool reannounces) {
 }
 
 Report Index::ingest(u64 id, const u8* payload, std::size_t size) {
+    // It was written by another thread, some time ago: asked for at once instead of line by line.
+    for (std::size_t at = 0; at < std::min<std::size_t>(size, 8192); at += 64) __builtin_prefetch(payload + at);
     const std::lock_guard writer(ingest_mutex_);
-    decode(payload, size, digester_, batch_);
+    Holder* holder = get(id);
+    const auto expect = [](const void* whom, const u64* names, std::size_t count) {
+        static_cast<const Holder*>(whom)->expect(names, count);
+    };
+    decode(payload, size, digester_, batch_, NamesRead{expect, holder});
     Report report;
     report.unknown_events = batch_.unknown;
     report.malformed.swap(batch_.malformed);
     const std::unique_lock lock(mutex_);
-    Holder* holder = get(id);
     const Seat seat = holder->seat;
     holder->apply(batch_, report);
     if (holder->seat != seat) move_pins(*holder);
@@ -146,7 +154,7 @@ void Index::release(const Pin& pin) {
 Stats Index::stats() const {
     const std::shared_lock lock(mutex_);
     Stats stats{holders_.size(), 0, 0, pins_.size(), 0, nodes_.size()};
-    stats.bytes = pages_.bytes() + nodes_.bytes() + seats_.bytes() + boundaries_.bytes() + checkpoints_.bytes();
+    stats.bytes = pages_.bytes() + pin_pages_.bytes() + nodes_.bytes() + seats_.bytes() + boundaries_.bytes() + checkpoints_.bytes();
     for (const auto& [id, holder] : holders_) {
         stats.entries += holder->entries();
         stats.parked += holder->parked();

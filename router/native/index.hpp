@@ -33,7 +33,7 @@ struct Stats {
 class Index {
 public:
     explicit Index(u64 seed)
-        : digester_(seed), nodes_(pages_), seats_(nodes_), boundaries_(pages_), checkpoints_(pages_) {}
+        : digester_(seed), nodes_(pages_), seats_(nodes_), boundaries_(pin_pages_), checkpoints_(pin_pages_) {}
 
     const Digester& digester() const { return digester_; }
 
@@ -72,11 +72,13 @@ private:
     void move_pins(const Holder& holder);
 
     mutable std::shared_mutex mutex_;
-    std::mutex ingest_mutex_;  // guards batch_, so that decoding needs no exclusive lock
+    // Taken before mutex_ by whoever changes holders_, a holder's names or pages_, and held while a payload is read into
+    // batch_: reading looks at them and needs no exclusive lock.
+    std::mutex ingest_mutex_;
     Batch batch_;
 
     const Digester digester_;
-    Pages pages_;  // before everything that lives in it
+    Pages pages_, pin_pages_;  // before everything that lives in them
     Nodes nodes_;
     Seats seats_;
     Promises boundaries_, checkpoints_;

@@ -84,7 +84,7 @@ class SegmentedTable {
     static_assert(sizeof(Entry) == 8 || sizeof(Entry) == 16);
     static constexpr u32 kSlots = sizeof(Entry) == 8 ? 14 : 15;
 
-    // Two or four cache lines. A tag is 0 for a free slot, else 128 + 7 bits of the hash.
+    // Two or four cache lines. A tag is 0 for a free slot, else 8 bits of the hash (1 where they are 0).
     struct alignas(64) Chunk {
         u8 tags[15];  // the last one is not used where there are 14 slots
         u8 overflow;
@@ -253,7 +253,10 @@ private:
     std::size_t index(u32 hash) const { return depth_ == 0 ? 0 : hash >> (32 - depth_); }
     static u32 scramble(u32 hash) { return hash * 0x9E3779B1u; }
     static u32 home(u32 scrambled, u32 size) { return static_cast<u32>((u64{scrambled} * size) >> 32); }
-    static u8 tag_of(u32 scrambled) { return static_cast<u8>(scrambled | 128); }
+    static u8 tag_of(u32 scrambled) {
+        const u8 low = static_cast<u8>(scrambled);
+        return low == 0 ? 1 : low;
+    }
     // Pages in which `count` entries, and one more, are not too many.
     static u32 pages_for(u32 count) {
         u32 pages = (kPagesMax + 1) / 2;
