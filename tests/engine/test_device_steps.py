@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import runner as runner_module
 from engine import sampler as sampler_module
-from engine.models import HfConfig, build_model
+from engine.models import HfConfig, Shard, build_model
 from engine.runner import ModelRunner
 from engine.tiny_model import Recipe, cached_model
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, TokenLogprobs, UnitId
@@ -177,9 +177,9 @@ def device_kernels() -> TritonKernels:
     return ops
 
 
-def device_runner(family: str, capture: Any = None) -> ModelRunner:
+def device_runner(family: str, capture: Any, shard: Shard) -> ModelRunner:
     """On weights without data."""
-    model = build_model(HfConfig.read(cached_model(RECIPES[family])))
+    model = build_model(HfConfig.read(cached_model(RECIPES[family])), shard)
     for weight in model.weights:
         weight.allocate(torch.bfloat16, DEVICE)
     spec = model.cache_spec(16, torch.bfloat16)
@@ -231,8 +231,9 @@ class Hand:
         result = execute(self.runner, StepPlan(chunks, state_resets=resets, **copies))
         for chunk, token in zip(chunks, result.sampled, strict=True):
             chunk.seq.computed = chunk.end
-            if token is not None:
-                chunk.seq.token_ids.append(token)
+            assert (token is not None) == (chunk.samples and self.runner.model.samples)
+            if chunk.samples:
+                chunk.seq.token_ids.append(1)
 
 
 class Recorder:
@@ -254,10 +255,22 @@ class Recorder:
         return replay, out
 
 
+def add_up(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+SHARDS = {
+    "one rank": Shard(),
+    "rank 0 of 2": Shard(0, 2, add_up, lambda x: torch.cat((x, x), 1)),
+    "rank 1 of 2": Shard(1, 2, add_up, lambda x: None),
+}
+
+
+@pytest.mark.parametrize("rank", list(SHARDS))
 @pytest.mark.parametrize("family", list(RECIPES))
-def test_nothing_in_a_step_waits_for_the_device(guard: Guard, family: str) -> None:
+def test_nothing_in_a_step_waits_for_the_device(guard: Guard, family: str, rank: str) -> None:
     capture = Recorder(guard)
-    runner = device_runner(family, capture)
+    runner = device_runner(family, capture, SHARDS[rank])
     with guard, torch.no_grad():
         hand = Hand(runner)
         seqs = [hand.sequence(length, params) for length, params in zip((40, 1, 70, 16), PARAMS, strict=True)]
@@ -272,7 +285,8 @@ def test_nothing_in_a_step_waits_for_the_device(guard: Guard, family: str) -> No
         hand.step((seqs[0], len(seqs[0].token_ids)), **copies)
     assert (capture.recorded, capture.replayed) == (2, 4)
     assert guard.uploads > 0
-    assert {"store_kv", "decode_attention", "prefill_attention", "norm_rows", "draw_rows"} <= LAUNCHED
+    assert {"store_kv", "decode_attention", "prefill_attention", "norm_rows"} <= LAUNCHED
+    assert ("draw_rows" in LAUNCHED) == runner.model.samples
 
 
 X = torch.empty(4, 5, device=DEVICE)
