@@ -170,9 +170,11 @@ private:
                     const i64 end = std::min(begin + some, span->count);
                     ops(bf16_).attend_span(attention, *span, i % layout_.kv_heads, begin, end, scratch.data());
                 } else {
-                    const Query& query = queries_[static_cast<std::size_t>((i - of_spans) / heads_parts)];
+                    const auto index = static_cast<std::size_t>((i - of_spans) / heads_parts);
                     const i64 head = (i - of_spans) % heads_parts;
-                    ops(bf16_).attend(attention, query, head, head + heads_each, scratch.data());
+                    const bool last = threads > 1 || index + 1 == queries_.size();
+                    ops(bf16_).attend(attention, queries_[index], last ? nullptr : &queries_[index + 1], head,
+                                      head + heads_each, scratch.data());
                 }
             }
         };
@@ -203,6 +205,12 @@ void use(const std::string& name) {
         }
     }
     throw std::invalid_argument("instruction set '" + name + "': expected one that this CPU has");
+}
+
+void require_products() {
+    if (chosen->bf16.product == nullptr) {
+        throw std::runtime_error(std::string("products: expected the instruction set avx512bf16, not ") + chosen->name);
+    }
 }
 
 std::vector<std::string> names() {
@@ -242,6 +250,21 @@ NB_MODULE(_native, module) {
         const nb::gil_scoped_release released;
         ops(bf16).rotate(Rotation{at<const void>(x), at<const void>(cos), at<const void>(signed_sin), at<void>(out),
                                   tokens, heads, dim, width, x_stride});
+    });
+    module.def("has_products", [] { return chosen->bf16.product != nullptr; });
+    module.def("pack_matrix", [](Address weight, i64 outputs, i64 inputs, Address packed) {
+        require_products();
+        const nb::gil_scoped_release released;
+        chosen->bf16.pack_matrix(at<const void>(weight), outputs, inputs, at<void>(packed));
+    });
+    module.def("product", [](Address x, i64 rows, i64 x_stride, Address packed, i64 outputs, i64 inputs, Address bias,
+                             Address out) {
+        require_products();
+        const nb::gil_scoped_release released;
+        std::vector<float> partial(static_cast<std::size_t>(rows * kPanel));
+        chosen->bf16.product(Product{at<const void>(x), at<const void>(packed), at<const void>(bias), at<void>(out), rows,
+                                     inputs, outputs, x_stride},
+                             0, (outputs + kPanel - 1) / kPanel, partial.data());
     });
     module.def("silu_and_mul", [](bool bf16, Address x, Address out, i64 tokens, i64 size) {
         const nb::gil_scoped_release released;

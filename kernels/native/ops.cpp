@@ -6,6 +6,7 @@
 // query's positions is read, whatever lies there.
 #include "chunk.hpp"
 #include "ops.hpp"
+#include "product.hpp"
 #include "simd.hpp"
 
 namespace blockcast {
@@ -14,12 +15,9 @@ namespace {
 
 constexpr int kMixVectors = kLanes == 16 ? 4 : 2;  // of the values' dims, accumulated in registers at a time
 
-constexpr int kAhead = 32;  // tokens between the row that is fetched into the caches and the one in use
-
-// Where the tokens of a tile lie, in elements from the layer's start, and the next ones; the last one again where there
-// are no more.
+// Where the tokens of a tile lie, in elements from the layer's start; rounded up to whole vectors with the last one.
 struct Tile {
-    i64 at[kTile + kAhead];
+    i64 at[kTile];
     int count;
 };
 
@@ -28,7 +26,7 @@ Tile tile_of(const Query& query, i64 start, i64 block_size, i64 row) {
     const i64 left = query.end - start;
     tile.count = static_cast<int>(left < kTile ? left : kTile);
     i64 block = start / block_size, offset = start % block_size;
-    for (int t = 0; t < kTile + kAhead; ++t) {
+    for (int t = 0; t < (tile.count + kLanes - 1) / kLanes * kLanes; ++t) {
         if (t >= left) {
             tile.at[t] = tile.at[t - 1];
             continue;
@@ -39,14 +37,33 @@ Tile tile_of(const Query& query, i64 start, i64 block_size, i64 row) {
     return tile;
 }
 
+// Brings a tile's rows into the caches while another is computed, piece by piece, in the order in which they lie: the
+// computation goes through them head by head, which the memory does not like.
+template <class T>
+struct Fetcher {
+    const T* rows;
+    const Tile& tile;
+    i64 width;  // elements of a row
+    i64 token = 0, column = 0;
+
+    bool more() const { return token < tile.count; }
+
+    ALWAYS_INLINE void next(i64 elements) {
+        if (!more()) return;
+        fetch(rows + tile.at[token] + column, elements);
+        column += elements;
+        if (column >= width) column = 0, ++token;
+    }
+};
+
 // Scores of N query heads, [N][kTile], against the keys of the tile. q: [N][dim].
 template <class T, int N>
-void score(const float* q, const T* keys, const Tile& tile, i64 dim, float* scores) {
+void score(const float* q, const T* keys, const Tile& tile, i64 dim, float* scores, Fetcher<T>& ahead) {
     for (int start = 0; start < tile.count; start += kLanes) {
         Floats parts[N][kLanes];
         for (int t = 0; t < kLanes; ++t) {
             const T* key = keys + tile.at[start + t];
-            fetch(keys + tile.at[start + t + kAhead], dim);
+            ahead.next(dim);
             Floats part[N] = {};
             for (i64 d = 0; d < dim; d += kLanes) {
                 const Floats some = load(key + d);
@@ -79,15 +96,15 @@ float weigh(float* scores, int count, float* most, float* shrink) {
 
 // sums = sums * shrink + weights @ values, for N heads and W vectors of dims. sums: [N][dim].
 template <class T, int N, int W>
-ALWAYS_INLINE void mix_dims(
-    const float* weights, const T* values, const Tile& tile, i64 dim, const float* shrink, float* sums) {
+ALWAYS_INLINE void mix_dims(const float* weights, const T* values, const Tile& tile, i64 dim, const float* shrink,
+                            float* sums, Fetcher<T>& ahead) {
     Floats mixed[N][W];
     for (int n = 0; n < N; ++n) {
         for (int w = 0; w < W; ++w) mixed[n][w] = load(sums + n * dim + w * kLanes) * shrink[n];
     }
     for (int t = 0; t < tile.count; ++t) {
         const T* value = values + tile.at[t];
-        fetch(values + tile.at[t + kAhead], W * kLanes);
+        ahead.next(W * kLanes);
         for (int w = 0; w < W; ++w) {
             const Floats some = load(value + w * kLanes);
             for (int n = 0; n < N; ++n) mixed[n][w] += some * weights[n * kTile + t];
@@ -99,12 +116,13 @@ ALWAYS_INLINE void mix_dims(
 }
 
 template <class T, int N>
-void mix(const float* weights, const T* values, const Tile& tile, i64 dim, const float* shrink, float* sums) {
+void mix(const float* weights, const T* values, const Tile& tile, i64 dim, const float* shrink, float* sums,
+         Fetcher<T>& ahead) {
     i64 d = 0;
     for (; d + kMixVectors * kLanes <= dim; d += kMixVectors * kLanes) {
-        mix_dims<T, N, kMixVectors>(weights, values + d, tile, dim, shrink, sums + d);
+        mix_dims<T, N, kMixVectors>(weights, values + d, tile, dim, shrink, sums + d, ahead);
     }
-    for (; d < dim; d += kLanes) mix_dims<T, N, 1>(weights, values + d, tile, dim, shrink, sums + d);
+    for (; d < dim; d += kLanes) mix_dims<T, N, 1>(weights, values + d, tile, dim, shrink, sums + d, ahead);
 }
 
 // The state of N query heads of one KV head, advanced by a tile.
@@ -114,19 +132,20 @@ struct Heads {
 };
 
 template <class T, int N>
-void advance(const Heads& at, i64 head, const T* k, const T* v, const Tile& tile, i64 dim) {
+void advance(const Heads& at, i64 head, const T* k, const T* v, const Tile& tile, i64 dim, Fetcher<T>& ahead_k,
+             Fetcher<T>& ahead_v) {
     float* scores = at.scores + head * kTile;
     float shrink[N];
-    score<T, N>(at.q + head * dim, k, tile, dim, scores);
+    score<T, N>(at.q + head * dim, k, tile, dim, scores, ahead_k);
     for (int n = 0; n < N; ++n) {
         const float more = weigh(scores + n * kTile, tile.count, at.most + head + n, shrink + n);
         at.total[head + n] = at.total[head + n] * shrink[n] + more;
     }
-    mix<T, N>(scores, v, tile, dim, shrink, at.sums + head * dim);
+    mix<T, N>(scores, v, tile, dim, shrink, at.sums + head * dim, ahead_v);
 }
 
 template <class T>
-void attend(const Attention& a, const Query& query, i64 head, i64 head_end, float* scratch) {
+void attend(const Attention& a, const Query& query, const Query* next, i64 head, i64 head_end, float* scratch) {
     const i64 group = a.heads / a.kv_heads, row = a.kv_heads * a.dim, count = (head_end - head) * group;
     const T* asked = static_cast<const T*>(a.q) + query.token * a.q_stride + head * group * a.dim;
     float* const q = scratch;
@@ -138,16 +157,23 @@ void attend(const Attention& a, const Query& query, i64 head, i64 head_end, floa
         store(sums + i, Floats{});
     }
     for (i64 i = 0; i < count; ++i) state.most[i] = kMinusInfinity, state.total[i] = 0;
+    const T *k = static_cast<const T*>(a.k) + head * a.dim, *v = static_cast<const T*>(a.v) + head * a.dim;
+    Tile tile = tile_of(query, query.first, a.block_size, row);
     for (i64 start = query.first; start < query.end; start += kTile) {
-        const Tile tile = tile_of(query, start, a.block_size, row);
+        Tile then{};
+        if (start + kTile < query.end) then = tile_of(query, start + kTile, a.block_size, row);
+        else if (next != nullptr) then = tile_of(*next, next->first, a.block_size, row);
+        Fetcher<T> ahead_k{k, then, (head_end - head) * a.dim}, ahead_v{v, then, (head_end - head) * a.dim};
         for (i64 i = 0; i < count;) {
-            const i64 kv = (head + i / group) * a.dim, rest = group - i % group;
-            const T *k = static_cast<const T*>(a.k) + kv, *v = static_cast<const T*>(a.v) + kv;
-            if (rest >= 4) advance<T, 4>(state, i, k, v, tile, a.dim), i += 4;
-            else if (rest == 3) advance<T, 3>(state, i, k, v, tile, a.dim), i += 3;
-            else if (rest == 2) advance<T, 2>(state, i, k, v, tile, a.dim), i += 2;
-            else advance<T, 1>(state, i, k, v, tile, a.dim), i += 1;
+            const i64 at = i / group * a.dim, rest = group - i % group;
+            if (rest >= 4) advance<T, 4>(state, i, k + at, v + at, tile, a.dim, ahead_k, ahead_v), i += 4;
+            else if (rest == 3) advance<T, 3>(state, i, k + at, v + at, tile, a.dim, ahead_k, ahead_v), i += 3;
+            else if (rest == 2) advance<T, 2>(state, i, k + at, v + at, tile, a.dim, ahead_k, ahead_v), i += 2;
+            else advance<T, 1>(state, i, k + at, v + at, tile, a.dim, ahead_k, ahead_v), i += 1;
         }
+        while (ahead_k.more()) ahead_k.next(a.dim);
+        while (ahead_v.more()) ahead_v.next(a.dim);
+        tile = then;
     }
     T* out = static_cast<T*>(a.out) + (query.token * a.heads + head * group) * a.dim;
     for (i64 i = 0; i < count * a.dim; i += kLanes) store(out + i, load(sums + i) / state.total[i / a.dim]);
@@ -232,7 +258,11 @@ void silu_and_mul(const void* x, void* out, i64 tokens, i64 size) {
 
 template <class T>
 constexpr Ops ops_of() {
-    return Ops{attend<T>, attend_span<T>, norm<T>, rotate<T>, silu_and_mul<T>};
+    Ops ops{attend<T>, attend_span<T>, norm<T>, rotate<T>, silu_and_mul<T>, nullptr, nullptr};
+#ifdef __AVX512BF16__
+    if (kPairs<T>) ops.pack_matrix = pack_matrix, ops.product = product;
+#endif
+    return ops;
 }
 
 }  // namespace

@@ -46,15 +46,28 @@ struct Rotation {
     i64 tokens, heads, dim, width, x_stride;
 };
 
+// x @ W^T + bias, in bf16.
+struct Product {
+    const void *x, *packed, *bias;  // packed: see product.hpp; bias: [outputs], null: none
+    void* out;                      // [rows, outputs]
+    i64 rows, inputs, outputs, x_stride;
+};
+
+constexpr i64 kPanel = 64;  // outputs that are packed together
+
 // For one element type and instruction set.
 struct Ops {
-    // The KV heads [head, head_end) of a query. `scratch`: see `scratch_floats`.
-    void (*attend)(const Attention&, const Query&, i64 head, i64 head_end, float* scratch);
+    // The KV heads [head, head_end) of a query. `next`: the query after it, whose context can be fetched; null: none.
+    // `scratch`: see `scratch_floats`.
+    void (*attend)(const Attention&, const Query&, const Query* next, i64 head, i64 head_end, float* scratch);
     // The queries [begin, end) of a span for one KV head. `scratch`: see `span_scratch_floats`.
     void (*attend_span)(const Attention&, const Span&, i64 head, i64 begin, i64 end, float* scratch);
     void (*norm)(const Norm&);
     void (*rotate)(const Rotation&);
     void (*silu_and_mul)(const void* x, void* out, i64 tokens, i64 size);  // x: [tokens, 2 * size]
+    // Null where there is none.
+    void (*pack_matrix)(const void* weight, i64 outputs, i64 inputs, void* packed);
+    void (*product)(const Product&, i64 begin, i64 end, float* partial);
 };
 
 constexpr i64 kTile = 64;  // tokens of a context that are scored before their values are mixed

@@ -158,6 +158,12 @@ ALWAYS_INLINE Floats round_to_pairs(Floats a, Floats b) {
     return reinterpret_cast<Floats>(_mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(a)));
 }
 
+// Rounded to the nearest in one instruction, which takes subnormal numbers for zero.
+ALWAYS_INLINE void store_rounded(Bf16* at, Floats value) {
+    const __m256bh rounded = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(value));
+    __builtin_memcpy(at, &rounded, sizeof rounded);
+}
+
 // sums + the products of both halves of each lane.
 ALWAYS_INLINE Floats add_products_of_pairs(Floats sums, Floats a, Floats b) {
     return reinterpret_cast<Floats>(_mm512_dpbf16_ps(

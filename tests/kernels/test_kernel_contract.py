@@ -11,7 +11,7 @@ import torch
 
 from kernels import Kernels, PagedKV, Ragged, select
 from kernels.cpu import HAS_NATIVE, CpuKernels
-from kernels.packed import pack_matrix, packed_linear
+from kernels.packed import BlockedMatrix, NativeMatrix, has_native_products, pack_matrix, packed_linear
 from kernels.reference import ReferenceKernels
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -312,14 +312,29 @@ def test_gated_norms(ops, dtype, rng):
     assert relative_error(ops.relu_squared(x), x.double().clamp(min=0) ** 2) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("shape", [(24, 40), (1000, 48), (600, 300)])
-@pytest.mark.parametrize("tokens", [1, 3, 16, 150])
-def test_packed_matrices(rng, shape, tokens):
+@pytest.fixture(params=["native", "oneDNN"])
+def packing(request: pytest.FixtureRequest):
+    """The layout of packed matrices: with several threads it is oneDNN's."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if request.param == "native" else 2)
+    if request.param == "native" and not has_native_products():
+        pytest.skip("this CPU has no AVX512-BF16, or has AMX, or the native module was not built")
+    yield NativeMatrix if request.param == "native" else BlockedMatrix
+    torch.set_num_threads(threads)
+
+
+# 5000 inputs: more than a stretch of the native products.
+@pytest.mark.parametrize("shape", [(24, 40), (1000, 48), (600, 300), (64, 2), (70, 5000)])
+@pytest.mark.parametrize("tokens", [1, 3, 6, 7, 12, 13, 16, 97, 150])
+def test_packed_matrices(rng, packing, shape, tokens):
     weight, x = torch.randn(shape).bfloat16() / 5, torch.randn(tokens, shape[1]).bfloat16()
     bias = torch.randn(shape[0]).bfloat16() if rng.random() < 0.5 else None
+    if rng.random() < 0.5:
+        x = torch.randn(tokens, shape[1] + 3).bfloat16()[:, 1:-2]
     packed = pack_matrix(weight)
     if packed is None:
         pytest.skip("this CPU does not multiply bf16 in hardware")
+    assert isinstance(packed, packing)
     with torch.inference_mode():
         found = packed_linear(x, packed, bias)
     exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
