@@ -69,6 +69,8 @@ class Assembled:
     core: EngineCore
     info: CoreInfo
     publisher: EventPublisher | None
+    runner: ModelRunner
+    """Of this process's part of the model."""
     leader: Leader | None = None
     """Of the other ranks, with tensor parallelism."""
 
@@ -78,6 +80,7 @@ class Assembled:
             self.publisher.close()
             self.publisher = None
         if self.leader is not None:
+            self.runner.forget_decode_steps()
             self.leader.close()
             self.leader = None
 
@@ -165,7 +168,8 @@ def _assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None, leade
                 dtype=dtype, device=device, max_model_len=max_model_len, eos_token_ids=(),
             )  # fmt: skip
 
-        step_bytes = peak_step_bytes(profiled, spec, min(config.max_num_batched_tokens, max_model_len), device)
+        tokens = min(config.max_num_batched_tokens, max_model_len)
+        step_bytes = peak_step_bytes(profiled, spec, tokens, config.max_num_seqs, device)
         log.info("the largest step needs %d MiB besides weights and cache", step_bytes >> 20)
     unit_count = count_units(config, spec, device, step_bytes)
     if leader is not None:
@@ -185,12 +189,11 @@ def _assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None, leade
         eos_token_ids=frozenset(eos_token_ids),
     )
     scheduler = Scheduler(scheduler_config, cache)
-    runner: Runner = make_runner(
+    runner = make_runner(
         config, model, spec, unit_count,
         dtype=dtype, device=device, max_model_len=max_model_len, eos_token_ids=tuple(eos_token_ids),
     )  # fmt: skip
-    if leader is not None:
-        runner = leader.lead(runner, unit_count, max_model_len)
+    leading: Runner = runner if leader is None else leader.lead(runner, unit_count, max_model_len)
     groups = group_infos(spec)
     publisher = None
     if config.kv_events.enabled:
@@ -201,7 +204,7 @@ def _assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None, leade
             groups=tuple(groups),
             legacy=config.legacy_events,
         )
-    core = EngineCore(scheduler, runner, _discard if publisher is None else publisher.publish)
+    core = EngineCore(scheduler, leading, _discard if publisher is None else publisher.publish)
     info = CoreInfo(
         model_name=name,
         model_path=str(folder),
@@ -217,7 +220,7 @@ def _assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None, leade
         prefix_caching=config.enable_prefix_caching,
         default_sampling=_default_sampling(folder) if config.generation_config == "auto" else {},
     )
-    return Assembled(core, info, publisher, leader)
+    return Assembled(core, info, publisher, runner, leader)
 
 
 def make_runner(

@@ -139,6 +139,8 @@ class DecodeGraphs:
         try:
             replay, hidden = self._capture(run)
         except torch.OutOfMemoryError:
+            if self._model.shard.size > 1:
+                raise  # the other ranks record it, and would wait for this one
             log.warning("no memory to record the decode step of %d sequences: it is computed launch by launch", size)
             return None
         return _Recorded(token_ids, positions, step, replay, hidden)

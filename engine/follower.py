@@ -71,6 +71,11 @@ class Follower:
             assert self._runner is not None
             self._runner.execute(self._plans.read(order))
 
+    def forget_decode_steps(self) -> None:
+        """Before the ranks part; see `ModelRunner`."""
+        if self._runner is not None:
+            self._runner.forget_decode_steps()
+
 
 def main(fd: int, rank: int, size: int, port: int) -> int:
     """The process's whole life."""
@@ -101,6 +106,7 @@ def main(fd: int, rank: int, size: int, port: int) -> int:
         traceback.print_exc()
         return 1
     if joined:
+        follower.forget_decode_steps()
         dist.destroy_process_group()
     return 0
 

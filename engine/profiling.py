@@ -1,6 +1,7 @@
 """What a step needs besides weights and cache, found by computing the largest one before the cache is sized.
 
-The step is one prompt of as many tokens as a step may have, over a cache just large enough, with a sampled token.
+The step is one prompt beside as many prompts of one token as there may be sequences, as many tokens together as a step
+may have, over a cache just large enough; all draw a token, with penalties, which need a copy of the logits.
 """
 
 from __future__ import annotations
@@ -14,31 +15,47 @@ from engine.runner import ModelRunner
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
 
 
-def largest_step(spec: CacheSpec, token_count: int) -> tuple[StepPlan, int]:
-    """(a step that computes one prompt of so many tokens, the units it needs)."""
-    params = SamplingParams(temperature=1.0, top_p=0.9)
-    tokens = [0] * token_count
-    seq = Sequence(Request(request_id="profile", token_ids=tokens, params=params), tokens, token_count, 0.0)
+def largest_step(spec: CacheSpec, token_count: int, sequences: int = 1) -> tuple[StepPlan, int]:
+    """(a step of so many sequences that computes so many tokens together, the units it needs).
+
+    The short ones share one block of each group and one state: what they compute is of no use to anybody.
+    """
+    short = min(sequences, token_count) - 1
     units = 0
-    for group in range(len(spec.groups)):
-        per_unit, table = spec.blocks_per_unit(group), list[BlockId]()
-        while len(table) * spec.block_size < token_count:
-            table += [BlockId(units * per_unit + sub) for sub in range(per_unit)]
+
+    def sequence(length: int, name: str) -> Sequence:
+        nonlocal units
+        params = SamplingParams(temperature=1.0, top_p=0.9, frequency_penalty=0.1)
+        tokens = [0] * length
+        seq = Sequence(Request(request_id=name, token_ids=tokens, params=params), tokens, length, 0.0)
+        for group in range(len(spec.groups)):
+            per_unit, table = spec.blocks_per_unit(group), list[BlockId]()
+            while len(table) * spec.block_size < length:
+                table += [BlockId(units * per_unit + sub) for sub in range(per_unit)]
+                units += 1
+            seq.block_tables.append(table)
+        if spec.state is not None:
+            seq.state_unit = UnitId(units)
             units += 1
-        seq.block_tables.append(table)
-    resets = []
-    if spec.state is not None:
-        seq.state_unit = UnitId(units)
-        resets.append(seq.state_unit)
-        units += 1
-    return StepPlan([Chunk(seq, 0, token_count, samples=True)], state_resets=resets), units
+        return seq
+
+    seqs = [sequence(token_count - short, "profile")]
+    if short:
+        seqs += [sequence(1, "profile 0")] * short
+    chunks = [Chunk(seq, 0, seq.prompt_len, samples=True) for seq in seqs]
+    resets = sorted({seq.state_unit for seq in seqs if seq.state_unit is not None})
+    return StepPlan(chunks, state_resets=resets), units
 
 
 def peak_step_bytes(
-    make_runner: Callable[[int], ModelRunner], spec: CacheSpec, token_count: int, device: torch.device
+    make_runner: Callable[[int], ModelRunner],
+    spec: CacheSpec,
+    token_count: int,
+    sequences: int,
+    device: torch.device,
 ) -> int:
     """Most bytes that the largest step holds at one time on a CUDA device. `make_runner`: from a number of units."""
-    plan, units = largest_step(spec, token_count)
+    plan, units = largest_step(spec, token_count, sequences)
     runner = make_runner(units)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -84,9 +84,11 @@ Reply = Loaded | LoadFailed
 
 def join(rank: int, size: int, store: TCPStore, device: torch.device) -> None:
     """Meet the other ranks; blocks until all are there."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
+        device_id=device if device.type == "cuda" else None,  # connects now, not in the first step
         store=store,
         rank=rank,
         world_size=size,
@@ -258,6 +260,11 @@ class Leader:
         self._closing = True
         for follower in self._followers:
             follower.close()
+        parting = None
+        if self._joined and self._lost is None:
+            # Communicators of NCCL may end only together; should a rank be gone after all, nobody waits for long.
+            parting = threading.Thread(target=dist.destroy_process_group, daemon=True)
+            parting.start()
         for follower in self._followers:
             try:
                 follower.process.wait(GRACE_S)
@@ -265,7 +272,9 @@ class Leader:
                 log.warning("tensor-parallel rank %d does not end and is killed", follower.rank)
                 follower.process.kill()
                 follower.process.wait()
-        if self._joined and (self._lost is None or dist.get_backend() == "gloo"):  # NCCL would wait for the lost
+        if parting is not None:
+            parting.join(GRACE_S)
+        elif self._joined and dist.get_backend() == "gloo":  # NCCL would wait for the lost
             dist.destroy_process_group()
         self._joined = False
 

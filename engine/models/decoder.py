@@ -72,6 +72,7 @@ class CausalLM:
         layers = body.sub("layers")
         self.blocks = [block(layers.sub(i), i) for i in range(c.num_layers)]
         self.norm = RMSNorm(body, c.norm_name, c.hidden_size, c.norm_eps, c.zero_centred_norm)
+        self.shard = root.shard
         self.samples = root.shard.rank == 0
         """Whether this rank has whole logits to sample from."""
         self.weights: list[Weight] = root.weights
