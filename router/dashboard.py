@@ -1,8 +1,9 @@
 """`/dashboard`: one self-contained page, and the stream of server-sent events that keeps it alive.
 
 Owns what the page shows beyond `/workers`: the last few decisions with the terms of every candidate, five minutes of
-totals, the hottest prefixes. Refuses to slow anything down: candidates' terms are only kept while somebody watches, one
-request in eight is looked at for prefixes, a viewer that reads too slowly misses updates instead of piling them up.
+totals (what was predicted of all prompts, and what workers said of those whose answers told), the hottest prefixes.
+Refuses to slow anything down: candidates' terms are only kept while somebody watches, one request in eight is looked at
+for prefixes, a viewer that reads too slowly misses updates instead of piling them up.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class Dashboard:
         self._fresh: list[_Row] = []
         self._samples: deque[_Sample] = deque(maxlen=SAMPLES_MAX)
         self._points: deque[dict[str, float]] = deque(maxlen=POINTS_MAX)
-        self._requests = self._prompt = self._predicted = self._actual = self._failed = 0
+        self._requests = self._failed = self._prompt = self._predicted = self._told_of = self._actual = 0
         self._ttft_s: list[float] = []
         self._next_point_s = 0.0
         self._next_beat_s = 0.0
@@ -191,11 +192,12 @@ class Dashboard:
                 "failed": self._failed,
                 "prompt_tokens": self._prompt,
                 "predicted_tokens": self._predicted,
+                "told_of_tokens": self._told_of,
                 "actual_tokens": self._actual,
                 "ttft_p50_ms": 1e3 * ordered[len(ordered) // 2] if ordered else 0.0,
             }
         )
-        self._requests = self._prompt = self._predicted = self._actual = self._failed = 0
+        self._requests = self._failed = self._prompt = self._predicted = self._told_of = self._actual = 0
         self._ttft_s = []
 
     def _ended(self, exchange: Exchange) -> None:
@@ -210,10 +212,12 @@ class Dashboard:
         if first_s is not None and len(self._ttft_s) < TTFTS_MAX:
             self._ttft_s.append(first_s - exchange.started_s)
         cached = usage.cached_tokens if usage is not None else None
-        if cached is not None and route.token_ids is not None:
+        if route.token_ids is not None:
             self._prompt += route.prompt_tokens
             self._predicted += decision.predicted_cached_tokens
-            self._actual += cached
+            if cached is not None:
+                self._told_of += route.prompt_tokens
+                self._actual += cached
         if route.token_ids is not None and self._core.counters["routed"] % SAMPLE_EVERY == 0:
             self._samples.append(_Sample(route.scope, route.token_ids[:PREFIX_TOKENS_MAX]))
         row = _Row(
