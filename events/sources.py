@@ -40,6 +40,8 @@ class EventSource(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     block_size: int | None = None
     groups: tuple[GroupInfo, ...] = ()
+    reannounces: bool = False
+    """Stores may repeat what is held already (vLLM's `kv_cache_report_mode=full`): copies are not to be counted."""
 
 
 def encode_sources(sources: list[EventSource]) -> bytes:

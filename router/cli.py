@@ -58,7 +58,8 @@ def _options(function: Any) -> Any:
         click.argument("urls", nargs=-1, metavar="[URL]..."),
         click.option("--worker", "workers", multiple=True, metavar="SPEC",
                      help="url=...,events=tcp://...,replay=tcp://...,topic=...,id=...,roles=a;b. May be repeated. "
-                     "events=none: follow that worker's cache by what is sent to it."),
+                     "events=none: follow that worker's cache by what is sent to it. reannounce=1: its clients ask for "
+                     "kv_cache_report_mode=full, so stores that repeat are no second copies."),
         click.option("--workers-file", type=click.Path(path_type=Path, dir_okay=False, exists=True),
                      help="One URL or SPEC a line; watched for changes."),
         click.option("--worker-dns", "names", multiple=True, metavar="URL",

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 
 from events.errors import DecodeError
 from events.sources import EventSource, default_sources, parse_sources
@@ -39,6 +40,8 @@ class WorkerFlag:
     """`events=none`: follow the cache by history."""
     roles: frozenset[str] = frozenset()
     cache_tokens: int | None = None
+    reannounces: bool = False
+    """`reannounce=1`: stores may repeat what is held already (EventSource.reannounces)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +65,12 @@ class WorkerFacts:
         return tuple(source.epoch for source in self.sources)
 
 
-_KEYS = ("url", "events", "replay", "topic", "id", "roles", "cache_tokens")
+_KEYS = ("url", "events", "replay", "topic", "id", "roles", "cache_tokens", "reannounce")
 
 
 def parse_worker_flag(text: str) -> WorkerFlag:
-    """`http://host:8000`, or `url=...,events=tcp://...;tcp://...,replay=...,topic=...,id=...,roles=a;b,cache_tokens=N`.
+    """`http://host:8000`, or
+    `url=...,events=tcp://...;tcp://...,replay=...,topic=...,id=...,roles=a;b,cache_tokens=N,reannounce=1`.
 
     Several ranks are separated by `;`. Raises ConfigError naming the part that is wrong.
     """
@@ -95,6 +99,8 @@ def parse_worker_flag(text: str) -> WorkerFlag:
     capacity = values.get("cache_tokens")
     if capacity is not None and (not capacity.isdigit() or int(capacity) == 0):
         raise ConfigError(f"--worker: cache_tokens={capacity!r}, expected a positive number")
+    if values.get("reannounce", "0") not in ("0", "1"):
+        raise ConfigError(f"--worker: reannounce={values['reannounce']!r}, expected 0 or 1")
     return WorkerFlag(
         url=url,
         worker_id=values.get("id") or worker_id_of(url),
@@ -104,6 +110,7 @@ def parse_worker_flag(text: str) -> WorkerFlag:
         no_events=events == "none",
         roles=frozenset(filter(None, values.get("roles", "").split(";"))),
         cache_tokens=int(capacity) if capacity is not None else None,
+        reannounces=values.get("reannounce") == "1",
     )
 
 
@@ -272,6 +279,12 @@ class Prober:
 
     async def sources(self, flag: WorkerFlag) -> tuple[EventSource, ...]:
         """Where the worker publishes; empty where it does not. Poll it for changes of epoch."""
+        sources = await self._advertised(flag)
+        if not flag.reannounces:
+            return sources
+        return tuple(msgspec.structs.replace(source, reannounces=True) for source in sources)
+
+    async def _advertised(self, flag: WorkerFlag) -> tuple[EventSource, ...]:
         if flag.no_events:
             return ()
         if flag.events:

@@ -217,6 +217,7 @@ class IndexFeed:
             "replay_endpoint": stream.source.replay_endpoint,
             "topic": stream.topic,
             "epoch": stream.source.epoch,
+            "reannounces": stream.source.reannounces,
             "up": stream.up,
             "phase": state.phase.value if state is not None else "down",
             "last_seq": stream.last_seq,
@@ -257,6 +258,7 @@ class IndexFeed:
         return stream.position
 
     def _declare(self, stream: _Stream) -> None:
+        self._index.set_reannounces(stream.holder, stream.source.reannounces)
         if stream.source.groups:
             self._index.declare_groups(stream.holder, [msgspec.structs.asdict(g) for g in stream.source.groups])
 

@@ -74,6 +74,7 @@ WORKER: Schema = {
         "topic": {"type": "string"},
         "roles": {"type": "string"},
         "cache_tokens": {"type": "integer", "minimum": 1},
+        "reannounce": {"type": "integer", "enum": [0, 1]},
     },
     "additionalProperties": False,
 }

@@ -37,6 +37,8 @@ def test_everything_can_be_given() -> None:
     assert flag.replay == ("tcp://a:4", "tcp://a:5")
     assert (flag.topic, flag.worker_id, flag.roles, flag.cache_tokens) == ("kv", "w", frozenset("xy"), 9)
     assert parse_worker_flag("url=http://a:1,events=none").no_events
+    assert parse_worker_flag("url=http://a:1,reannounce=1").reannounces
+    assert not parse_worker_flag("url=http://a:1,reannounce=0").reannounces
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,7 @@ def test_everything_can_be_given() -> None:
         ("url=http://a,events=tcp://a:5,replay=tcp://a:6;tcp://a:7", "2 replay"),
         ("url=http://a,cache_tokens=-3", "-3"),
         ("url=http://a,url=http://b", "twice"),
+        ("url=http://a,reannounce=yes", "reannounce='yes'"),
     ],
 )
 def test_a_bad_flag_says_which_part(text: str, names: str) -> None:
@@ -163,3 +166,21 @@ def test_nobody_there() -> None:
     facts = asyncio.run(run())
     assert not facts.alive
     assert facts.reason
+
+
+@pytest.mark.parametrize(
+    ("flag", "advertised", "expected"),
+    [("", False, False), ("", True, True), (",reannounce=1", False, True), (",reannounce=0", True, True)],
+)
+def test_who_repeats_its_stores(flag: str, advertised: bool, expected: bool) -> None:
+    """The worker may tell, and the operator; either is enough."""
+    source = {"endpoint": "tcp://*:7000", "reannounces": advertised}
+    routes = {"/v1/models": (200, '{"data": [{"id": "m"}]}'), "/kv_event_sources": (200, json.dumps({"0": source}))}
+    facts, _ = probe(routes, "url={url}" + flag)
+    assert [source.reannounces for source in facts.sources] == [expected]
+
+
+def test_given_endpoints_can_repeat_their_stores_too() -> None:
+    routes = {"/v1/models": (200, '{"data": [{"id": "m"}]}')}
+    facts, _ = probe(routes, "url={url},events=tcp://a:1,reannounce=1")
+    assert [source.reannounces for source in facts.sources] == [True]

@@ -232,3 +232,22 @@ def test_a_peers_snapshot_that_the_worker_does_not_confirm_is_forgotten(fault: s
     for one in (pub, other, empty):
         one.close()
     late.check_invariants()
+
+
+@pytest.mark.parametrize("reannounces", [False, True])
+def test_a_store_that_repeats_a_hit_is_no_second_copy(
+    index: ReferenceIndex, feed: IndexFeed, reannounces: bool
+) -> None:
+    """vLLM with kv_cache_report_mode=full announces every hit again; the block is there once all the same."""
+    pub = publisher()
+    holder = index.add_holder("a", "m")
+    feed.follow("a", [msgspec.structs.replace(source_of(pub), reannounces=reannounces)], [holder])
+    until(lambda: feed.synced("a"), "synced")
+    for _ in range(3):
+        pub.publish(stored(0, 2))
+    pub.publish([BlockRemoved([2], "GPU")])
+    until(lambda: feed.totals()["a"]["removed"] == 1, "the removal is applied")
+    assert cached(index, holder) == (4 if reannounces else 8)
+    (row,) = feed.details("a")["streams"]
+    assert row["reannounces"] is reannounces
+    pub.close()
