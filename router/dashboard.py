@@ -38,6 +38,8 @@ SAMPLES_MAX = 96
 PREFIX_TOKENS_MAX = 4096
 PREFIX_STEP = 64
 """Prefixes are compared at multiples of so many tokens."""
+CONTEXT_TOKENS = 6
+"""Shown before the first token that tells a prefix from its siblings."""
 NODES_MAX = 14
 PAGE = Path(__file__).with_name("dashboard.html")
 
@@ -270,6 +272,7 @@ class Dashboard:
             piece = tuple(ids[start : start + PREFIX_STEP])
             if len(piece) == PREFIX_STEP:
                 groups.setdefault(piece, []).append(ids)
+        shared = max(0, _alike([list(piece) for piece, members in groups.items() if len(members) > 1]) - CONTEXT_TOKENS)
         for number, members in enumerate(sorted(groups.values(), key=len, reverse=True)):
             if len(members) < 2 or len(above) > 7:
                 continue
@@ -286,8 +289,8 @@ class Dashboard:
                     "start": start,
                     "end": end,
                     "share": len(members) / max(1, len(self._samples)),
-                    "text": self._text(scope, head[start:end]),
-                    "holders": self._holders(scope, head[:end]),
+                    "text": ("… " if shared else "") + self._text(scope, head[start + shared : end]),
+                    "holders": self._holders(scope, head[:end], start),
                     "heat": len(members) * (end - start),
                 }
             )
@@ -300,16 +303,23 @@ class Dashboard:
         text = tokenizer.decode(list(ids[:48]), skip_special_tokens=True)
         return " ".join(text.split())[:120]
 
-    def _holders(self, scope: Scope, ids: Sequence[int]) -> dict[str, int]:
-        """worker -> how much of the prefix it could reuse, in tokens."""
+    def _holders(self, scope: Scope, ids: Sequence[int], start: int) -> dict[str, int]:
+        """worker -> how much of the prefix it could reuse, in tokens, where that is something beyond `start`."""
         # One more token: a match never covers the whole prompt, because the last token has to be computed.
         found = {match.holder: match.tokens for match in self._core.index.match([*ids, 0], scope)}
         held: dict[str, int] = {}
         for worker_id, worker in self._core.workers.items():
             best = max((found.get(holder, 0) for holder in worker.holders), default=0)
-            if best:
+            if best >= start + PREFIX_STEP // 2:
                 held[worker_id] = best
         return held
+
+
+def _alike(pieces: list[list[int]]) -> int:
+    """How many first tokens all of several pieces share, so that what tells them apart can be shown."""
+    if len(pieces) < 2:
+        return 0
+    return next((i for i, ids in enumerate(zip(*pieces)) if len(set(ids)) > 1), 0)
 
 
 def _agree(prompts: list[Sequence[int]], start: int, end: int) -> bool:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
+from engine.tiny_tokenizer import write_tokenizer
+from prompts.tokenizer import Tokenizer
 from router.dashboard import PREFIX_STEP, Dashboard
 
 SHARED = list(range(1000, 1000 + 3 * PREFIX_STEP))
@@ -98,6 +101,42 @@ def test_prefix_tree_branches_where_prompts_part(edge: Any, make_post: Any) -> N
         ]
         assert nodes[0]["share"] == 1.0
         assert nodes[1]["share"] == nodes[2]["share"] == 0.5
+
+    edge.run(scenario())
+
+
+def test_siblings_are_shown_by_what_tells_them_apart(edge: Any, make_post: Any, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 1024, 4096)
+
+    async def scenario() -> None:
+        await edge.start()
+        edge.prompts._tokenizers["tiny"] = Tokenizer.load(tmp_path)
+        dashboard = make(edge)
+        await edge.worker(edge.reply())
+        for number in range(48):
+            text = "The same words. " * 40 + f"Now {'apples' if number % 16 < 8 else 'pears'} " + "and so on. " * 40
+            body = {"model": "tiny", "messages": [{"role": "user", "content": text}]}
+            await edge.exchange(make_post(json.dumps(body).encode()))
+        root, *children = dashboard.prefixes()
+        assert "The same words" in root["text"]
+        assert [("apples" in node["text"], "pears" in node["text"]) for node in children] in (
+            [(True, False), (False, True)],
+            [(False, True), (True, False)],
+        )
+        assert all(node["holders"] == {} for node in children)
+
+    edge.run(scenario())
+
+
+def test_predictions_show_where_no_answer_tells_its_usage(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start(policy="kv")
+        dashboard = make(edge)
+        await edge.worker(edge.reply(b"{}"))
+        await edge.exchange(make_post(prompt(SHARED), b"/v1/completions"))
+        dashboard.beat(1e9)
+        (point,) = dashboard._points
+        assert (point["prompt_tokens"], point["told_of_tokens"], point["actual_tokens"]) == (len(SHARED), 0, 0)
 
     edge.run(scenario())
 

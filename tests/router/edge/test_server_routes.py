@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.tiny_tokenizer import write_tokenizer
+from prompts.tokenizer import Tokenizer
 from router.http_request import HttpLimits
 from router.http_server import ClientTimeouts
 
@@ -218,6 +221,25 @@ def test_hostile_bodies_never_fail_the_router(edge: Any, make_post: Any, path: b
         await edge.worker(edge.reply(b"{}", status=b"422 No"))
         status, _, _ = parts(await edge.exchange(make_post(body, path)))
         assert 200 <= status < 500
+
+    edge.run(scenario())
+
+
+def test_a_clients_own_template_is_never_run(edge: Any, make_post: Any, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 1024, 4096)
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "x"}],
+        "chat_template": "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
+    }
+
+    async def scenario() -> None:
+        await edge.start(policy="kv")
+        edge.prompts._tokenizers["tiny"] = Tokenizer.load(tmp_path)
+        worker = await edge.worker(edge.reply(b"{}", status=b"400 No"))
+        status, headers, _ = parts(await edge.exchange(make_post(json.dumps(body).encode())))
+        assert (status, headers["x-blockcast-predicted-cached-tokens"]) == (400, "0")
+        assert json.loads(worker.received[0].body) == body
 
     edge.run(scenario())
 
