@@ -73,8 +73,8 @@ def _options(function: Any) -> Any:
         click.option("--peer-bind", metavar="ENDPOINT",
                      help="Tell other routers this one's load there, e.g. tcp://*:5600."),
         click.option("--snapshot-from", "snapshot_urls", multiple=True, metavar="URL",
-                     help="A running router's admin address: start from what it knows of workers that offer no "
-                     "snapshot (vLLM with replay). May be repeated."),
+                     help="A running router's admin address: take what it knows of workers that offer no snapshot "
+                     "(vLLM with replay), at the start and after a gap. May be repeated."),
         click.option("--host", default="127.0.0.1", show_default=True, help="Interface of the API."),
         click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True,
                      help="0 lets the system choose."),

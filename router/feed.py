@@ -30,7 +30,7 @@ MALFORMED_KEPT = 3
 """Messages about malformed events kept for `/workers`; all are counted, the first is logged."""
 
 
-SNAPSHOT_VERSION = 1
+SNAPSHOT_VERSION = 2
 
 
 class PeerSnapshot(msgspec.Struct, array_like=True):
@@ -40,6 +40,8 @@ class PeerSnapshot(msgspec.Struct, array_like=True):
     seq: int
     digest: int
     """Of the payload of batch `seq`, as events.stream makes it."""
+    since: int
+    """Every batch from this one to `seq` is in it; 0: nothing that is resident is missing."""
     chunks: list[bytes]
     """Payloads for an index with the same seed."""
 
@@ -75,6 +77,8 @@ class _Stream:
     last_seq: int | None = None
     position: tuple[int, int] | None = None
     """(seq, digest) of the last batch applied, while the index holds exactly what follows from it."""
+    since: int | None = None
+    """What the index holds follows from this batch and all later ones; 0: it is all that is resident. None: nothing."""
     last_event_s: float | None = None
     """Wall clock of the last live batch's arrival."""
     topic: str = ""
@@ -162,6 +166,38 @@ class IndexFeed:
             self._clear(stream)
         self._workers[worker_id] = [self._add(worker_id, s.rank, s.source, s.holder) for s in streams]
 
+    def incomplete(self, worker_id: str) -> dict[int, int]:
+        """rank -> the first batch known, for the streams that are in step again and lost what was before: a gap that
+        the worker's replay did not cover, a reconnect, a late start. Without those that offer a snapshot of their own,
+        and without those that could confirm none."""
+        if not self.synced(worker_id):
+            return {}
+        return {
+            stream.rank: (stream.last_seq or 0) + 1 if stream.since is None else stream.since
+            for stream in self._workers[worker_id]
+            if stream.last_seq is not None
+            and stream.since != 0
+            and stream.source.replay_endpoint is not None
+            and not stream.source.snapshot
+        }
+
+    def resume(self, worker_id: str, rank: int, snapshot: PeerSnapshot) -> bool:
+        """Start the stream again from what another router knows, if that goes back further. False: it does not.
+
+        Exact for the same reason as at the first join: the stream is followed from batch `seq` on, and if the worker's
+        own replay does not begin with that very batch, everything is forgotten and the ring is replayed.
+        """
+        if snapshot.since >= self.incomplete(worker_id).get(rank, 0):
+            return False
+        streams = self._workers[worker_id]
+        old = streams[rank]
+        self._feed.remove(old.stream_id)
+        with self._lock:
+            self._streams.pop(old.stream_id, None)
+        self._clear(old)
+        streams[rank] = self._add(worker_id, rank, old.source, old.holder, snapshot)
+        return True
+
     # Seeing --------------------------------------------------------------------------------------------------------
     def stored_blocks(self, worker_id: str) -> int:
         """Blocks the worker announced so far: what the drift watchdog wants to know."""
@@ -175,13 +211,13 @@ class IndexFeed:
             return None
         stream = streams[rank]
         with self._lock:
-            if stream.position is None or stream.stream_id not in self._streams:
+            if stream.position is None or stream.since is None or stream.stream_id not in self._streams:
                 return None
             try:
                 chunks = self._index.dump(stream.holder)
             except KeyError:
                 return None
-            return PeerSnapshot(SNAPSHOT_VERSION, *stream.position, chunks)
+            return PeerSnapshot(SNAPSHOT_VERSION, *stream.position, stream.since, chunks)
 
     def details(self, worker_id: str) -> dict[str, Any]:
         """What is known of a worker's streams, for `/workers`."""
@@ -254,7 +290,7 @@ class IndexFeed:
                 self._clear(stream)
                 return None
         stream.position = (snapshot.seq, snapshot.digest)
-        stream.last_seq = snapshot.seq
+        stream.last_seq, stream.since = snapshot.seq, snapshot.since
         return stream.position
 
     def _declare(self, stream: _Stream) -> None:
@@ -269,7 +305,7 @@ class IndexFeed:
                 self._streams.pop(stream.stream_id, None)
 
     def _clear(self, stream: _Stream) -> None:
-        stream.position = None
+        stream.position = stream.since = None
         try:
             self._index.clear(stream.holder)
         except KeyError:
@@ -336,6 +372,10 @@ class IndexFeed:
             counters.replayed += 1
         else:
             counters.snapshots += 1
+        if apply.seq is None or report.cleared:
+            stream.since = 0
+        elif stream.since is None:
+            stream.since = apply.seq
         if apply.seq is not None:
             stream.last_seq = apply.seq
             stream.position = (apply.seq, digest(apply.payload))

@@ -58,6 +58,8 @@ class EventFeed(Protocol):
     def lost(self, worker_id: str) -> None:
         """The worker died: clear its entries, and resynchronise when its stream comes back."""
 
+    def incomplete(self, worker_id: str) -> dict[int, int]: ...
+    def resume(self, worker_id: str, rank: int, snapshot: PeerSnapshot) -> bool: ...
     def details(self, worker_id: str) -> dict[str, Any]: ...
 
 
@@ -75,6 +77,9 @@ class FleetConfig:
     """Failed checks in a row that take a worker out; traffic's own failures do so at once."""
     names_s: float = 10.0
     """Between two resolutions of names that stand for many workers."""
+    peers_s: float = 10.0
+    """Before other routers are asked again for the past of a stream that none had; doubles up to `peers_s_max`."""
+    peers_s_max: float = 600.0
 
 
 @dataclass(slots=True)
@@ -87,6 +92,9 @@ class _Member:
     facts: WorkerFacts | None = None
     problem: str = ""
     failures: int = 0
+    peers_from_s: float = 0.0
+    """When other routers may be asked for what this one lacks."""
+    peers_pause_s: float = 0.0
 
 
 class Workers:
@@ -261,6 +269,22 @@ class Workers:
             if was_down or suspected or self._now() - looked_s >= self._config.sources_s:
                 looked_s = self._now()
                 await self._look_again(member, was_down=was_down)
+            await self._fill_up(member)
+
+    async def _fill_up(self, member: _Member) -> None:
+        """Take from other routers what a gap or a reconnect made this one forget."""
+        if self._peers is None or not self._peers.any or member.facts is None or self._now() < member.peers_from_s:
+            return
+        worker_id = member.flag.worker_id
+        lacking = self._feed.incomplete(worker_id)
+        if not lacking:
+            member.peers_pause_s = 0.0
+            return
+        found = await self._peers.snapshots(worker_id, member.facts.sources, below=lacking)
+        for rank, snapshot in found.items():
+            self._feed.resume(worker_id, rank, snapshot)
+        member.peers_pause_s = min(max(2 * member.peers_pause_s, self._config.peers_s), self._config.peers_s_max)
+        member.peers_from_s = self._now() + member.peers_pause_s
 
     async def _join(self, member: _Member) -> bool:
         """Learn what the worker is and register it; False where it does not answer yet."""

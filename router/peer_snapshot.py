@@ -1,4 +1,5 @@
-"""A router that starts late takes what another one knows, for workers that offer no snapshot of their own.
+"""A router that lacks the past of a stream takes what another one knows: at its start, and after a gap or a reconnect
+that the worker's replay does not cover. For workers that offer no snapshot of their own.
 
 Owns the two routes (`GET /peer`, `GET /peer/WORKER%23RANK`), their bodies, and the asking. A snapshot is the index's
 dump of one stream with the place in the stream it is true for: (seq, digest of that batch). It is applied before the
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from urllib.parse import quote
 
 import aiohttp
@@ -97,11 +98,20 @@ class PeerClient:
         self._session = session
         self._urls = list(urls)
 
-    async def snapshots(self, worker_id: str, sources: Iterable[EventSource]) -> dict[int, PeerSnapshot]:
-        """Rank -> what a peer knows, for the streams that can confirm it and that offer no snapshot themselves."""
+    @property
+    def any(self) -> bool:
+        return bool(self._urls)
+
+    async def snapshots(
+        self, worker_id: str, sources: Iterable[EventSource], below: Mapping[int, int] | None = None
+    ) -> dict[int, PeerSnapshot]:
+        """Rank -> what a peer knows, for the streams that can confirm it and that offer no snapshot themselves.
+
+        `below`: only these ranks, and only what goes back further than the batch given for each.
+        """
         found: dict[int, PeerSnapshot] = {}
         for rank, source in enumerate(sources):
-            if source.snapshot or source.replay_endpoint is None:
+            if source.snapshot or source.replay_endpoint is None or (below is not None and rank not in below):
                 continue
             for url in self._urls:
                 body = await self._get(f"{url}/peer/{quote(f'{worker_id}#{rank}', safe='')}", SNAPSHOT_S_MAX)
@@ -110,7 +120,9 @@ class PeerClient:
                 except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                     log.warning("peer router %s: %s", url, error)
                     continue
-                if told is not None and told.version == SNAPSHOT_VERSION:
+                if told is None or told.version != SNAPSHOT_VERSION:
+                    continue
+                if below is None or told.since < below[rank]:
                     found[rank] = told
                     log.info("worker %s rank %d: starting from %s, batch %d", worker_id, rank, url, told.seq)
                     break

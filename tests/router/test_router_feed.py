@@ -11,8 +11,9 @@ import pytest
 from events.config import KVEventsConfig
 from events.publisher import EventPublisher
 from events.sources import EventSource, resolve_endpoint
-from events.types import BlockRemoved, BlockStored, Event
-from router.feed import IndexFeed
+from events.stream import Join, StreamConfig
+from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from router.feed import IndexFeed, _stream_source
 from router.index import ReferenceIndex
 from router.view import HolderId, Scope
 
@@ -40,7 +41,7 @@ def source_of(pub: EventPublisher) -> EventSource:
 
 def stored(first: int, count: int, size: int = 4) -> list[Event]:
     """Blocks `first`.. of the prompt 0, 1, 2 ..., named by their number + 1."""
-    names = [first + i + 1 for i in range(count)]
+    names: list[int | bytes] = [first + i + 1 for i in range(count)]
     tokens = list(range(first * size, (first + count) * size))
     return [BlockStored(names, first or None, tokens, size, None, "GPU", None)]
 
@@ -251,3 +252,120 @@ def test_a_store_that_repeats_a_hit_is_no_second_copy(
     (row,) = feed.details("a")["streams"]
     assert row["reannounces"] is reannounces
     pub.close()
+
+
+class Pair:
+    """Two routers of one seed that follow one worker: as vLLM, with a ring of two batches and no snapshots."""
+
+    def __init__(self) -> None:
+        config = KVEventsConfig(
+            enable_kv_cache_events=True, endpoint="tcp://*:*", replay_endpoint="tcp://*:*", buffer_steps=2
+        )
+        self.pub = EventPublisher(config)
+        self.source = msgspec.structs.replace(source_of(self.pub), snapshot=False)
+        self.indexes = [ReferenceIndex(7), ReferenceIndex(7)]
+        self.holders = [index.add_holder("a", "m") for index in self.indexes]
+        self.feeds = [IndexFeed(index) for index in self.indexes]
+        for feed, holder in zip(self.feeds, self.holders):
+            feed.start()
+            feed.follow("a", [self.source], [holder])
+        until(lambda: all(feed.synced("a") for feed in self.feeds), "both follow")
+
+    def tokens(self) -> list[int]:
+        return [cached(index, holder) for index, holder in zip(self.indexes, self.holders)]
+
+    def close(self) -> None:
+        for feed in self.feeds:
+            feed.close()
+        self.pub.close()
+        for index in self.indexes:
+            index.check_invariants()
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    # Our publisher answers a request for a snapshot whatever it advertises; vLLM's cannot: none is asked for.
+    monkeypatch.setattr("router.feed.StreamConfig", lambda: StreamConfig(join=Join.RING))
+    pair = Pair()
+    yield pair
+    pair.close()
+
+
+def test_a_router_that_was_cut_off_takes_the_past_from_a_peer(pair: Pair) -> None:
+    """The reconnect clears what was known, and the ring no longer has the beginning: nothing fits without it."""
+    first, second = pair.feeds
+    for i in range(6):
+        pair.pub.publish(stored(i, 1))
+    until(lambda: pair.tokens() == [24, 24], "both know all")
+    assert (first.incomplete("a"), second.incomplete("a")) == ({}, {})
+    second.lost("a")
+    until(lambda: second.incomplete("a") == {0: 4}, "it knows the ring's two batches")
+    assert pair.tokens() == [24, 0]
+    snapshot = first.snapshot("a", 0)
+    assert snapshot is not None
+    assert (snapshot.since, snapshot.seq) == (0, 5)
+    pair.pub.publish(stored(6, 1))  # after the snapshot, before it is used
+    assert second.resume("a", 0, snapshot)
+    until(lambda: second.synced("a") and pair.tokens() == [28, 28], "both know all again")
+    pair.pub.publish([BlockRemoved([6], "GPU")])
+    until(lambda: pair.tokens() == [20, 20], "and go on")
+    assert second.incomplete("a") == {}
+    assert not second.resume("a", 0, snapshot), "what is whole is not replaced"
+
+
+def test_a_gap_that_replay_does_not_cover_is_filled_by_a_peer(pair: Pair) -> None:
+    _, second = pair.feeds
+    for i in range(6):
+        pair.pub.publish(stored(i, 1))
+    until(lambda: pair.tokens() == [24, 24], "both know all")
+    (stream,) = second._streams.values()
+    lost = pair.pub  # the second router's connection loses three batches; the ring keeps two
+    second._feed.remove(stream.stream_id)
+    for i in range(6, 9):
+        lost.publish(stored(i, 1))
+    until(lambda: pair.tokens()[0] == 36, "the first router has them")
+    assert stream.position is not None
+    second._feed.add(_stream_source(stream, stream.position))  # it comes back where it was
+    until(lambda: second.incomplete("a") == {0: 7}, "the gap cost all that was known")
+    snapshot = pair.feeds[0].snapshot("a", 0)
+    assert snapshot is not None
+    assert second.resume("a", 0, snapshot)
+    until(lambda: second.synced("a") and pair.tokens() == [36, 36], "both know all again")
+
+
+def test_a_peer_that_knows_no_more_is_not_used(pair: Pair) -> None:
+    for i in range(6):
+        pair.pub.publish(stored(i, 1))
+    until(lambda: pair.tokens() == [24, 24], "both know all")
+    for feed in pair.feeds:
+        feed.lost("a")
+    until(lambda: all(feed.incomplete("a") == {0: 4} for feed in pair.feeds), "both know the ring")
+    snapshot = pair.feeds[0].snapshot("a", 0)
+    assert snapshot is not None
+    assert snapshot.since == 4
+    assert not pair.feeds[1].resume("a", 0, snapshot)
+    pair.pub.publish([AllBlocksCleared()])
+    until(lambda: all(feed.incomplete("a") == {} for feed in pair.feeds), "nothing is resident: that is whole")
+
+
+def test_a_restarted_worker_does_not_confirm_a_peers_snapshot(pair: Pair) -> None:
+    """The peer's snapshot is of the worker's life before: used, not confirmed, forgotten."""
+    first, second = pair.feeds
+    for i in range(6):
+        pair.pub.publish(stored(i, 1))
+    until(lambda: pair.tokens() == [24, 24], "both know all")
+    snapshot = first.snapshot("a", 0)
+    assert snapshot is not None
+    other = publisher()
+    for i in range(7):
+        other.publish([BlockRemoved([99], "GPU")] if i < 6 else stored(0, 1))
+    again = msgspec.structs.replace(source_of(other), snapshot=False)
+    second.follow("a", [again], pair.holders[1:])
+    until(lambda: second.synced("a") and pair.tokens()[1] == 4, "the other life is followed")
+    (stream,) = second._streams.values()
+    stream.since = 5  # as if the ring had lost the beginning
+    assert second.resume("a", 0, snapshot)
+    until(lambda: second.synced("a") and pair.tokens()[1] == 4, "the ring is all that counts")
+    (row,) = second.details("a")["streams"]
+    assert row["restarts"] == 1
+    other.close()
