@@ -72,7 +72,7 @@ def count_from(row_ptr, vocab, floor, key, SHIFT: tl.constexpr, BLOCK: tl.conste
     """Tokens whose key is at least `key`."""
     lane = tl.arange(0, BLOCK)
     count = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, vocab, BLOCK):
+    for first in tl.range(0, vocab, BLOCK, num_stages=3):
         keys = order_key(logit_tile(row_ptr, first + lane, vocab, floor), SHIFT)
         count += ((keys >= key) & (first + lane < vocab)).to(tl.int32)
     return tl.sum(count, 0)
@@ -92,7 +92,7 @@ def edge_of_count(row_ptr, vocab, floor, needed, low, high, at_low, SHIFT: tl.co
         count_1 = tl.zeros((BLOCK,), tl.int32)
         count_2 = tl.zeros((BLOCK,), tl.int32)
         count_3 = tl.zeros((BLOCK,), tl.int32)
-        for first in range(0, vocab, BLOCK):
+        for first in tl.range(0, vocab, BLOCK, num_stages=3):
             keys = order_key(logit_tile(row_ptr, first + lane, vocab, floor), SHIFT)
             count_1 += (keys >= key_1).to(tl.int32)
             count_2 += (keys >= key_2).to(tl.int32)
@@ -116,7 +116,7 @@ def edge_of_mass(row_ptr, vocab, floor, peak, scale, needed, low, high, SHIFT: t
         mass_1 = tl.zeros((BLOCK,), tl.float32)
         mass_2 = tl.zeros((BLOCK,), tl.float32)
         mass_3 = tl.zeros((BLOCK,), tl.float32)
-        for first in range(0, vocab, BLOCK):
+        for first in tl.range(0, vocab, BLOCK, num_stages=3):
             x = logit_tile(row_ptr, first + lane, vocab, floor)
             keys = order_key(x, SHIFT)
             weight = tl.exp2((x - peak) * scale)
@@ -136,7 +136,7 @@ def mass_above(row_ptr, vocab, floor, peak, scale, edge, SHIFT: tl.constexpr, BL
     lane = tl.arange(0, BLOCK)
     mass = tl.zeros((BLOCK,), tl.float32)
     ties = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, vocab, BLOCK):
+    for first in tl.range(0, vocab, BLOCK, num_stages=3):
         x = logit_tile(row_ptr, first + lane, vocab, floor)
         keys = order_key(x, SHIFT)
         mass += tl.where(keys > edge, tl.exp2((x - peak) * scale), 0.0)
@@ -189,7 +189,7 @@ def draw_rows(
     lane = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     best_at = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, vocab, BLOCK):
+    for first in tl.range(0, vocab, BLOCK, num_stages=3):
         x = logit_tile(row_ptr, first + lane, vocab, float("-inf"))
         better = x > best
         best = tl.where(better, x, best)
