@@ -37,7 +37,7 @@ LOG2_E = 1.4426950408889634
 SPLITS_MAX = 64
 SPLIT_KEYS_MIN = 256
 """A part of a context is not made shorter than this."""
-DRAW_BLOCK = 8192
+DRAW_BLOCK = 4096
 """Logits that a program takes at one time."""
 PROGRAMS_PER_PROCESSOR = 4
 """Decode programs that keep one multiprocessor's memory requests in flight."""
