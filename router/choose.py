@@ -25,6 +25,7 @@ from router.sessions import Sessions
 from router.target import Target
 from router.tracker import LoadTracker
 from router.view import PrefixIndex
+from router.working_set import WorkingSets
 
 
 class Choice:
@@ -45,11 +46,18 @@ class Chooser:
     """Prices candidates and picks one."""
 
     def __init__(
-        self, index: PrefixIndex, registry: Registry, tracker: LoadTracker, config: CoreConfig, rng: random.Random
+        self,
+        index: PrefixIndex,
+        registry: Registry,
+        tracker: LoadTracker,
+        working_sets: WorkingSets,
+        config: CoreConfig,
+        rng: random.Random,
     ) -> None:
         self._index = index
         self._registry = registry
         self._tracker = tracker
+        self._working_sets = working_sets
         self._config = config
         self._rng = rng
         self._rotation = 0
@@ -66,6 +74,7 @@ class Chooser:
         now: float,
         *,
         ahead: Mapping[str, float] | None = None,
+        held_s: float = 0.0,
         peek: bool = False,
     ) -> Choice:
         """Price the candidates and pick one by the configured policy. `ahead`: seconds held for each target that go
@@ -80,9 +89,12 @@ class Chooser:
             utilisation_factor=self._tracker.utilisation_factor(now),
             now=now,
             config=self._config.cost,
+            held_s=held_s,
         )
         if ahead:
             cost.ahead = [ahead.get(target.name, 0.0) for target in candidates]
+        if prompt is not None and self._working_sets.crowded(len(request.token_ids or ()), now):
+            cost.crowding = self._crowding(request, prompt, candidates, cached)
         winner = self._affine(request, candidates, now)
         if winner is None:
             winner = self._by_policy(request, candidates, cost, random.Random(0) if peek else self._rng)
@@ -101,6 +113,18 @@ class Chooser:
         if key is not None:
             return choose_sticky(candidates, key)
         return choose_least_requests(candidates, rotation)
+
+    def _crowding(
+        self, request: RouteRequest, prompt: Sequence[int] | bytes, candidates: list[Target], cached: list[int]
+    ) -> list[float] | None:
+        """Seconds that each candidate will compute again for want of room, over this prompt's further uses."""
+        length = request.prompt_tokens
+        shares = [tokens / length for tokens in cached]
+        overflows = self._working_sets.overflows([t.name for t in candidates], shares, prompt, request.scope)
+        if not any(overflows):
+            return None
+        reuse = self._working_sets.reuse
+        return [reuse * over * target.prefill_seconds(length, 0) for over, target in zip(overflows, candidates)]
 
     def choose_again(self, choice: Choice, ahead: Mapping[str, float]) -> None:
         """Pick anew among the same candidates, now that their place in the held queue is known."""

@@ -34,9 +34,9 @@ class ServiceModel:
 class CostConfig:
     """The weights of the cost."""
 
-    beta_scale: float = 0.5
-    """[beta = beta_scale * U * (1 + Q / P) / max(1 - U, 0.1), with the pool's means] weight of new prefill against
-    waiting, as the pool fills: how many later requests it will delay."""
+    beta_scale: float = 1.0
+    """[beta = beta_scale * U * (1 + Q / P) / max(1 - U, 0.1); the pool's means of U and P, its shortest Q] weight of
+    new prefill against waiting, as the pool fills: how many later requests it will delay."""
     beta_max: float = 50.0
     beta_min: float = 0.1
     """Floor of beta: on an idle pool, prefilling a prefix twice must save this part of it to be worth it."""
@@ -73,7 +73,7 @@ class QueueConfig:
     enabled: bool = False
     hold_above_s: float = 0.2
     """Hold a request when the winner's slow * Q is longer than this: enough to keep an engine busy for a step."""
-    gamma: float = 0.02
+    gamma: float = 0.1
     """Held requests are tried in ascending P * slow - gamma * waited."""
     tries: int = 24
     """Held requests tried at each first token and each tick."""
@@ -81,6 +81,20 @@ class QueueConfig:
     wait_s_max: float = 120.0
     """Deadline of a held request that brings none: it is then forwarded to the cheapest worker."""
     tick_s: float = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class WorkingSetConfig:
+    """What crowding a worker's cache costs (router/working_set.py)."""
+
+    enabled: bool = True
+    live_s: float = 90.0
+    """A prompt that was sent within so many seconds is expected to come back."""
+    reuse_max: float = 5.0
+    """The times that a computed token is used again are learned, but never taken to be more."""
+    reuse_memory: float = 500.0
+    """Requests over which they are averaged."""
+    chunk_tokens: int = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +127,7 @@ class CoreConfig:
     cost: CostConfig = field(default_factory=CostConfig)
     learn: LearnConfig = field(default_factory=LearnConfig)
     queue: QueueConfig = field(default_factory=QueueConfig)
+    working_set: WorkingSetConfig = field(default_factory=WorkingSetConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     session_affinity: bool = False
@@ -137,6 +152,9 @@ class CoreConfig:
         _positive("service.prefill_s_per_token", self.service.prefill_s_per_token)
         _positive("service.quadratic_tokens", self.service.quadratic_tokens)
         _positive("service.step_tokens", self.service.step_tokens)
+        _positive("working_set.live_s", self.working_set.live_s)
+        _positive("working_set.reuse_memory", self.working_set.reuse_memory)
+        _positive("working_set.chunk_tokens", self.working_set.chunk_tokens)
         _positive("cost.utilisation_window_s", self.cost.utilisation_window_s)
         _positive("retry.attempts_max", self.retry.attempts_max)
         _positive("health.failures_to_open", self.health.failures_to_open)
@@ -149,6 +167,7 @@ class CoreConfig:
             "cost": CostConfig,
             "learn": LearnConfig,
             "queue": QueueConfig,
+            "working_set": WorkingSetConfig,
             "retry": RetryConfig,
             "health": HealthConfig,
         }

@@ -40,6 +40,7 @@ from router.tracker import LoadTracker
 from router.view import PrefixIndex
 from router.watchdog import Watchdog
 from router.workers import ServedModel, Worker, WorkerSpec, WorkerState
+from router.working_set import WorkingSets
 
 _NONE_TRIED: frozenset[str] = frozenset()
 
@@ -76,10 +77,11 @@ class RouterCore:
         self.config = config
         self.index = index
         self.tracker = LoadTracker(config.service, config.cost, config.learn)
-        self.registry = Registry(index, self.tracker, config)
+        self.working_sets = WorkingSets(config.working_set)
+        self.registry = Registry(index, self.tracker, self.working_sets, config)
         self.watchdog = Watchdog()
         self.counters: Counter[str] = Counter()
-        self._chooser = Chooser(index, self.registry, self.tracker, config, random.Random(seed))
+        self._chooser = Chooser(index, self.registry, self.tracker, self.working_sets, config, random.Random(seed))
         self._live: dict[str, _Live] = {}
         self._held = HeldQueue(config.queue)
         self._reorders = config.queue.enabled and config.policy == "kv"
@@ -277,7 +279,7 @@ class RouterCore:
         candidates = self.registry.candidates(live.request, live.tried)
         if isinstance(candidates, Refuse):
             return candidates
-        choice = self._chooser.choose(live.request, candidates, now, ahead=ahead)
+        choice = self._chooser.choose(live.request, candidates, now, ahead=ahead, held_s=self._held.prefill_s)
         if may_hold and self._reorders:
             if ahead is None and len(self._held):
                 ahead = self._held.ahead_of(**self._place_in_line(live, choice))
@@ -311,6 +313,8 @@ class RouterCore:
                 history.insert(chain_keys(request.token_ids, request.scope))
             else:
                 self._pins.pin(request.request_id, target.holder, choice.prompt, request.scope)
+            cached_share = decision.predicted_cached_tokens / max(request.prompt_tokens, 1)
+            self.working_sets.sent(target.name, choice.prompt, request.scope, now, cached_share=cached_share)
         if request.session is not None and self.config.session_affinity:
             self._chooser.sessions.put(request.session, target.name, now)
         worker = self.registry.workers[target.worker_id]
@@ -431,6 +435,7 @@ class RouterCore:
 
     def _lost(self, worker: Worker) -> WorkerLost:
         for target in self.registry.targets_of(worker.worker_id):
+            self.working_sets.clear(target.name)
             history = self.registry.histories.get(target.name)
             if history is not None:
                 history.clear()

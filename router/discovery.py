@@ -269,7 +269,7 @@ class Prober:
                 return WorkerFacts(False, f"/v1/models answers {status}")
             models, roots = read_models(body), read_roots(body)
             sources = await self.sources(flag)
-            capacity = None if sources else await self._capacity(flag.url)
+            capacity = await self._capacity(flag.url)
             block_size = await self._block_size(flag.url, sources)
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, DecodeError) as error:
             return WorkerFacts(False, f"{type(error).__name__}: {error}")

@@ -35,6 +35,8 @@ class HeldQueue:
         self._order: list[tuple[tuple[int, float, int], str]] = []
         self._deadlines: list[tuple[float, str]] = []
         self._count = 0
+        self.prefill_s = 0.0
+        """Sum of P over all that is held."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -65,12 +67,14 @@ class HeldQueue:
         self._count += 1
         key = (priority, work_s + self._config.gamma * arrived_s, order)
         if known is not None:
+            self.prefill_s += prefill_s - known.prefill_s
             known.target, known.prefill_s = target, prefill_s
             if known.key == key:
                 return
             self._unlist(request_id, known)
             known.key = key
         else:
+            self.prefill_s += prefill_s
             self._held[request_id] = _Held(key, deadline_s, refuse, target, prefill_s)
             heapq.heappush(self._deadlines, (deadline_s, request_id))
         bisect.insort(self._order, (key, request_id))
@@ -81,6 +85,8 @@ class HeldQueue:
         if known is None:
             return False
         self._unlist(request_id, known)
+        # Recomputed when empty, so that rounding never accumulates.
+        self.prefill_s = self.prefill_s - known.prefill_s if self._held else 0.0
         if len(self._deadlines) > 2 * len(self._held) + 64:
             self._deadlines = [(held.deadline_s, rid) for rid, held in self._held.items()]
             heapq.heapify(self._deadlines)

@@ -85,6 +85,8 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     """Factor by which running decodes stretch a prefill."""
     load_s: float
     """Time to fetch the part of h that lies on slower tiers."""
+    crowding_s: float
+    """What will be computed again because the worker lacks room for all that lives there."""
     utilisation: float
     """U: prefill seconds routed there per second, averaged over a minute."""
     beta: float

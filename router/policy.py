@@ -7,6 +7,7 @@ are arguments.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -25,9 +26,10 @@ def beta_of(utilisation: float, backlogs: float, config: CostConfig) -> float:
     """How much more a second of new prefill weighs than a second of waiting, because it also delays whoever comes next.
 
     In a queue with one server, work that is added delays every arrival until the backlog is worked off: as many as
-    arrive per second, times the backlog, over 1 - utilisation. With `backlogs` = mean queue over mean prefill of a
-    request, arrivals times backlog are utilisation * backlogs; the added work itself counts for 1. Half of it, as those
-    who come later can go elsewhere.
+    arrive per second, times the backlog, over 1 - utilisation. With `backlogs` = the queue over the mean prefill of a
+    request, arrivals times backlog are utilisation * backlogs; the added work itself counts for 1. The queue is the
+    shortest of the candidates', as who comes later can go there: where one worker has a backlog and another is idle,
+    prefill on the idle one is cheap.
     """
     ratio = min(utilisation, 2.0) * (1.0 + backlogs) / max(1.0 - utilisation, 0.1)
     return min(max(config.beta_scale * ratio, config.beta_min), config.beta_max)
@@ -44,10 +46,23 @@ class KvCost:
     """The cost of sending one prompt to each of several targets at one moment.
 
     `cached[i]` is h of `targets[i]` in tokens; `loads[i]` its load seconds, or `loads` is None where all are zero;
-    `ahead[i]` seconds of prefill that the router holds for it and will send before this prompt, or None.
+    `ahead[i]` seconds of prefill that the router holds for it and will send before this prompt, or None; `crowding[i]`
+    seconds that will be computed again for want of room there, or None where there is room everywhere; `held_s` seconds
+    of prefill that the router holds in all: they wait like what the targets were sent.
     """
 
-    __slots__ = ("ahead", "beta", "cached", "config", "factor", "loads", "prompt_tokens", "targets", "waits")
+    __slots__ = (
+        "ahead",
+        "beta",
+        "cached",
+        "config",
+        "crowding",
+        "factor",
+        "loads",
+        "prompt_tokens",
+        "targets",
+        "waits",
+    )
 
     def __init__(
         self,
@@ -59,15 +74,17 @@ class KvCost:
         utilisation_factor: float,
         now: float,
         config: CostConfig,
+        held_s: float = 0.0,
     ) -> None:
         self.targets = targets
         self.cached = cached
         self.loads = loads
         self.ahead: Sequence[float] | None = None
+        self.crowding: Sequence[float] | None = None
         self.prompt_tokens = prompt_tokens
         self.factor = utilisation_factor
         self.config = config
-        utilisation, work, arrivals, queue = 0.0, 0.0, 0.0, 0.0
+        utilisation, work, arrivals, shortest = 0.0, 0.0, 0.0, math.inf
         waits: list[float] = []
         self.waits = waits
         for target in targets:
@@ -78,15 +95,16 @@ class KvCost:
                     progress = target.progress_max_s
                 if progress > 0.0:
                     wait -= progress
-                queue += wait * target.slow
             waits.append(wait)
+            if wait * target.slow < shortest:
+                shortest = wait * target.slow
             work += target.utilisation_scaled
             arrivals += target.arrivals_scaled
             if target.peer is not None:
                 utilisation += target.peer.utilisation
         count = len(targets)
         mean_prefill = work / arrivals if arrivals > 0.0 else 0.0
-        backlogs = queue / (count * mean_prefill) if mean_prefill > 0.0 else 0.0
+        backlogs = (shortest + held_s / count) / mean_prefill if mean_prefill > 0.0 else 0.0
         self.beta = beta_of((utilisation + work * utilisation_factor) / count, backlogs, config)
 
     def choose(self, rotation: int) -> int:
@@ -94,7 +112,7 @@ class KvCost:
         config, length = self.config, self.prompt_tokens
         weight, decode_weight, tie_s = 1.0 + self.beta, config.decode_weight, config.tie_s
         utilisation_weight = config.utilisation_weight * self.factor
-        loads, ahead = self.loads, self.ahead
+        loads, ahead, crowding = self.loads, self.ahead, self.crowding
         square = length * length
         best, ties = float("inf"), []
         # The formula of `terms`, written out: see above.
@@ -110,6 +128,8 @@ class KvCost:
                 cost += decode_weight * prefill * target.decode_requests
             if loads is not None:
                 cost += loads[i]
+            if crowding is not None:
+                cost += crowding[i]
             if cost < best - tie_s:
                 best, ties = cost, [i]
             elif cost <= best + tie_s:
@@ -129,8 +149,9 @@ class KvCost:
             utilisation += target.peer.utilisation
             decoding += target.peer.decode_requests
         load_s = self.loads[i] if self.loads is not None else 0.0
+        crowding_s = self.crowding[i] if self.crowding is not None else 0.0
         cost = target.slow * (waiting + held + (1.0 + self.beta) * prefill)
-        cost += config.utilisation_weight * utilisation + load_s
+        cost += config.utilisation_weight * utilisation + load_s + crowding_s
         cost += config.decode_weight * prefill * target.decode_requests
         return Terms(
             worker=target.name,
@@ -141,6 +162,7 @@ class KvCost:
             held_s=held,
             slow=target.slow,
             load_s=load_s,
+            crowding_s=crowding_s,
             utilisation=utilisation,
             beta=self.beta,
             decode_requests=decoding,

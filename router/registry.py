@@ -23,14 +23,16 @@ from router.workers import (
     models_of,
     why_not_usable,
 )
+from router.working_set import WorkingSets
 
 
 class Registry:
     """Invariant: every worker with a known model has one target a rank; a target's holder exists in the index."""
 
-    def __init__(self, index: PrefixIndex, tracker: LoadTracker, config: CoreConfig) -> None:
+    def __init__(self, index: PrefixIndex, tracker: LoadTracker, working_sets: WorkingSets, config: CoreConfig) -> None:
         self._index = index
         self._tracker = tracker
+        self._working_sets = working_sets
         self._config = config
         self.breaker = Breaker(config.health)
         self.workers: dict[str, Worker] = {}
@@ -57,6 +59,9 @@ class Registry:
             if remake:
                 self._drop_targets(worker)
                 self._make_targets(worker)
+        for target in self._targets[spec.worker_id]:
+            tokens = spec.cache_tokens
+            self._working_sets.set_capacity(target.name, None if tokens is None else tokens // spec.ranks)
         self.changed()
         return worker
 
@@ -209,6 +214,7 @@ class Registry:
     def _drop_targets(self, worker: Worker) -> None:
         for target in self._targets[worker.worker_id]:
             self._tracker.remove_target(target.name)
+            self._working_sets.set_capacity(target.name, None)
             self.histories.pop(target.name, None)
             self._index.remove_holder(target.holder)
         worker.holders.clear()

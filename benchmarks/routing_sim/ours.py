@@ -23,6 +23,8 @@ from routing_sim.workload import BLOCK, SimRequest
 
 MODEL = "sim"
 HEARTBEAT_S = 0.5
+CHUNK_IDS = 2
+"""The working set's chunk of 1,024 tokens, in ids."""
 
 
 class BlockScaled:
@@ -93,6 +95,7 @@ class Ours:
         self, config: CoreConfig, *, seed: int = 0, name: str = "0", index: str = "auto", share_delay_s: float = 0.02
     ) -> None:
         inner = make_index(index, seed=seed + 1)  # type: ignore[arg-type]
+        config = replace(config, working_set=replace(config.working_set, chunk_tokens=CHUNK_IDS))
         self.core = RouterCore(BlockScaled(inner), config, seed=seed)
         self.name = name
         self.siblings: list[Ours] = []
@@ -102,7 +105,12 @@ class Ours:
     def attach(self, cluster: Cluster) -> None:
         self.cluster = cluster
         for i in range(cluster.config.workers):
-            spec = WorkerSpec(worker_id=str(i), url=f"http://{i}", models=(ServedModel(MODEL, MODEL),))
+            spec = WorkerSpec(
+                worker_id=str(i),
+                url=f"http://{i}",
+                models=(ServedModel(MODEL, MODEL),),
+                cache_tokens=cluster.config.cache_blocks,  # ids stand for blocks
+            )
             self.core.add_worker(spec, 0.0)
         self.holders = [self.core.workers[str(i)].holders[0] for i in range(cluster.config.workers)]
         self.siblings = [r for r in cluster.routers if isinstance(r, Ours) and r is not self]

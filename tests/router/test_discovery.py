@@ -128,12 +128,15 @@ MODELS = (200, json.dumps({"data": [{"id": "m", "max_model_len": 100}]}))
 
 def test_a_worker_with_sources_is_followed_by_events() -> None:
     sources = [{"data_parallel_rank": r, "endpoint": f"tcp://*:{7000 + r}", "epoch": "e", "extra": 1} for r in (0, 1)]
-    facts, url = probe({"/v1/models": MODELS, "/kv_event_sources": (200, json.dumps(sources))})
+    metrics = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0'
+    facts, url = probe(
+        {"/v1/models": MODELS, "/kv_event_sources": (200, json.dumps(sources)), "/metrics": (200, metrics)}
+    )
     assert facts.alive
     assert [s.endpoint for s in facts.sources] == ["tcp://127.0.0.1:7000", "tcp://127.0.0.1:7001"]
     assert facts.epochs == ("e", "e")
     spec = worker_spec(parse_worker_flag(url), facts)
-    assert (spec.ranks, spec.cache_view) == (2, CacheView.EVENTS)
+    assert (spec.ranks, spec.cache_view, spec.cache_tokens) == (2, CacheView.EVENTS, 1600)
 
 
 def test_a_worker_without_events_is_followed_by_history_at_its_capacity() -> None:

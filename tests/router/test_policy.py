@@ -22,10 +22,12 @@ def tracker_of(count: int, service: ServiceModel | None = None) -> tuple[LoadTra
     return tracker, [tracker.add_target(f"w{i}", None, HolderId(i)) for i in range(count)]
 
 
-def price(tracker: LoadTracker, targets: list[Target], cached: list[int], tokens: int, now: float) -> KvCost:
+def price(
+    tracker: LoadTracker, targets: list[Target], cached: list[int], tokens: int, now: float, *, held_s: float = 0.0
+) -> KvCost:
     return KvCost(
         targets, cached, None, prompt_tokens=tokens, utilisation_factor=tracker.utilisation_factor(now), now=now,
-        config=CONFIG,
+        config=CONFIG, held_s=held_s,
     )  # fmt: skip
 
 
@@ -46,8 +48,8 @@ def test_every_term_by_hand() -> None:
     from math import exp
 
     u0 = p_a / 60 * exp(-0.5 / 60)
-    ubar, pbar = u0 / 2, p_a / 2  # two requests were routed, the second with no uncached token
-    beta = max(0.5 * ubar * (1 + slow0 * q0 / 2 / pbar) / (1 - ubar), CONFIG.beta_min)
+    ubar = u0 / 2
+    beta = max(ubar / (1 - ubar), CONFIG.beta_min)  # nothing waits on worker 1
     first, second = cost.terms(0, 0), cost.terms(1, 2000)
     assert (first.slow, second.slow) == pytest.approx((slow0, slow1))
     assert (first.prefill_s, second.prefill_s) == pytest.approx((p0, p1))
@@ -74,10 +76,31 @@ def test_progress_is_capped_and_starts_at_the_last_first_token() -> None:
 
 def test_beta_is_what_later_requests_will_wait() -> None:
     assert beta_of(0.0, 0.0, CONFIG) == CONFIG.beta_min
-    assert beta_of(0.5, 0.0, CONFIG) == pytest.approx(0.5)
-    assert beta_of(0.5, 3.0, CONFIG) == pytest.approx(2.0)
-    assert beta_of(0.95, 1.0, CONFIG) == pytest.approx(0.5 * 0.95 * 2 / 0.1)
+    assert beta_of(0.5, 0.0, CONFIG) == pytest.approx(1.0)
+    assert beta_of(0.5, 3.0, CONFIG) == pytest.approx(4.0)
+    assert beta_of(0.95, 1.0, CONFIG) == pytest.approx(0.95 * 2 / 0.1)
     assert beta_of(3.0, 100.0, CONFIG) == CONFIG.beta_max
+
+
+def test_beta_goes_by_the_shortest_queue_and_by_what_is_held() -> None:
+    """A backlog on one of two workers is none of the pool's: prefill on the idle one stays cheap."""
+    tracker, targets = tracker_of(2)
+    p = targets[0].prefill_seconds(2000, 0)
+    idle = price(tracker, targets, [0, 0], 1000, 0.0)
+    for k in range(5):
+        tracker.route(f"a{k}", targets[0], prompt_tokens=2000, cached_tokens=0, stream=True, now=0.0)
+    one_sided = price(tracker, targets, [0, 0], 1000, 0.0)
+    utilisation = 5 * p / 60.0 / 2
+    assert one_sided.beta == pytest.approx(max(CONFIG.beta_min, utilisation / (1 - utilisation)), rel=1e-6)
+    tracker.route("b", targets[1], prompt_tokens=2000, cached_tokens=0, stream=True, now=0.0)
+    both = price(tracker, targets, [0, 0], 1000, 0.0)
+    utilisation = 6 * p / 60.0 / 2
+    backlogs = p * targets[1].slow / p
+    assert both.beta == pytest.approx(max(CONFIG.beta_min, utilisation * (1 + backlogs) / (1 - utilisation)), rel=1e-6)
+    held = price(tracker, targets, [0, 0], 1000, 0.0, held_s=80.0)
+    backlogs += 80.0 / 2 / p
+    assert held.beta == pytest.approx(min(CONFIG.beta_max, utilisation * (1 + backlogs) / (1 - utilisation)), rel=1e-6)
+    assert idle.beta == CONFIG.beta_min
 
 
 def test_slower_tiers_cost_their_load() -> None:

@@ -1,0 +1,173 @@
+"""The working sets against a naive model, and what their overflow does to a choice."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.config import CoreConfig, LearnConfig, WorkingSetConfig
+from router.core import RouterCore
+from router.index import make_index
+from router.messages import Forward, RouteRequest
+from router.view import Scope
+from router.workers import ServedModel, WorkerSpec
+from router.working_set import WorkingSets
+
+SCOPE = Scope("m")
+CHUNK = 4
+
+
+def prompt(path: list[int], tail: int) -> list[int]:
+    """Chunk j of the prompt is path[j], four times; `tail` more tokens."""
+    return [token for token in path for _ in range(CHUNK)] + [9] * tail
+
+
+class Naive:
+    """Prefix paths as tuples, each with its last target and time, and whether it was used before."""
+
+    def __init__(self, capacity: dict[str, int], live_s: float) -> None:
+        self.capacity, self.live_s = capacity, live_s
+        self.last: dict[tuple[int, ...], tuple[str, float, bool]] = {}
+
+    @staticmethod
+    def paths(ids: list[int]) -> list[tuple[int, ...]]:
+        return [tuple(ids[: CHUNK * (j + 1)]) for j in range((len(ids) - 1) // CHUNK)]
+
+    def expire(self, now: float) -> None:
+        self.last = {path: known for path, known in self.last.items() if known[1] >= now - self.live_s}
+
+    def send(self, target: str, ids: list[int], now: float) -> None:
+        self.last.update({path: (target, now, path in self.last) for path in self.paths(ids)})
+
+    def need(self, target: str, without: list[int] | None = None) -> int:
+        own = set(self.paths(without or []))
+        return CHUNK * sum(1 for p, (home, _, used) in self.last.items() if home == target and used and p not in own)
+
+    def over(self, target: str, ids: list[int], cached_share: float) -> float:
+        over = self.need(target, without=ids) + len(ids) - self.capacity[target]
+        return min(max(over, 0) / len(ids), 1.0 - cached_share)
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["send", "send", "send", "ask", "clear"]),
+        st.sampled_from(["a", "b"]),
+        st.lists(st.integers(0, 2), min_size=0, max_size=6),
+        st.integers(1, 5),
+        st.floats(0.0, 4.0),
+    ),
+    max_size=40,
+)
+
+
+@given(steps=steps, as_bytes=st.booleans())
+def test_overflows_are_those_of_a_naive_model(steps: list[Any], as_bytes: bool) -> None:
+    sets = WorkingSets(WorkingSetConfig(live_s=10.0, chunk_tokens=CHUNK))
+    capacity = {"a": 24, "b": 12}
+    for name, tokens in capacity.items():
+        sets.set_capacity(name, tokens)
+    naive = Naive(capacity, 10.0)
+    now = 0.0
+    for what, target, path, tail, passed in steps:
+        now += passed
+        ids = prompt(path, tail)
+        given_ids: list[int] | bytes = array("I", ids).tobytes() if as_bytes else ids
+        naive.expire(now)
+        assert sets.need_tokens(target, now) == naive.need(target)
+        if what == "send":
+            sets.sent(target, given_ids, SCOPE, now, cached_share=0.5)
+            naive.send(target, ids, now)
+        elif what == "clear":
+            sets.clear(target)
+            naive.last = {p: known for p, known in naive.last.items() if known[0] != target}
+        else:
+            share = tail / 5
+            expected = [naive.over("a", ids, share), naive.over("b", ids, 0.0)]
+            assert sets.overflows(["a", "b"], [share, 0.0], given_ids, SCOPE) == pytest.approx(expected)
+            if not sets.crowded(len(ids), now):
+                assert expected == [0.0, 0.0]
+        sets.check_invariants()
+    sets.set_capacity("a", None)
+    sets.check_invariants()
+    assert sets.need_tokens("a", now) is None
+    assert sets.overflows(["a"], [0.0], [1] * 100, SCOPE) == [0.0]
+
+
+def test_reuse_is_learned_and_bounded() -> None:
+    sets = WorkingSets(WorkingSetConfig(reuse_max=3.0))
+    assert sets.reuse == 0.0, "nothing is known to come back yet"
+    sets.set_capacity("a", 1000)
+    for _ in range(4):
+        sets.sent("a", [1] * 100, SCOPE, 0.0, cached_share=0.5)
+    assert sets.reuse == pytest.approx(1.0)
+    for _ in range(400):
+        sets.sent("a", [1] * 100, SCOPE, 0.0, cached_share=0.99)
+    assert sets.reuse == 3.0
+
+
+def pool(*, capacity: int | None) -> RouterCore:
+    config = CoreConfig(learn=LearnConfig(enabled=False), working_set=WorkingSetConfig(chunk_tokens=64))
+    core = RouterCore(make_index("reference", seed=1), config)
+    for name in ("a", "b"):
+        model = ServedModel("m", "m")
+        core.add_worker(WorkerSpec(name, f"http://{name}", models=(model,), cache_tokens=capacity), 0.0)
+    return core
+
+
+def send(core: RouterCore, name: str, ids: list[int], now: float, worker: str | None = None) -> Forward:
+    placed = core.route(RouteRequest(name, "m", SCOPE, ids, len(ids), worker=worker), now, explain=True)
+    assert isinstance(placed, Forward)
+    core.first_token(name, now + 0.5)
+    core.finished(name, None, now + 1.0)
+    return placed
+
+
+def sessions(core: RouterCore) -> None:
+    """One session of long prompts on a, ten turns, so that reuse is learned; a short one of two turns on b."""
+    for turn in range(10):
+        send(core, f"long{turn}", list(range(6000 + 100 * turn)), 2.0 * turn, worker="a")
+    for turn in range(2):
+        send(core, f"short{turn}", list(range(50_000, 58_000)), 21.0 + turn, worker="b")
+
+
+def test_a_new_prompt_goes_where_there_is_room_for_it() -> None:
+    """b is the dearer by a request that waits there; but on a live nearly 11k tokens that were used twice, which 6k
+    more would push out of a cache of 16k. What was used once does not count."""
+    for capacity, expected in ((None, "a"), (100_000, "a"), (16_000, "b")):
+        core = pool(capacity=capacity)
+        sessions(core)
+        for turn in range(2):
+            send(core, f"more{turn}", list(range(200_000, 204_000)), 24.0 + turn, worker="a")
+        send(core, "once", list(range(300_000, 304_000)), 26.0, worker="a")
+        core.route(RouteRequest("waits", "m", SCOPE, None, 1000, worker="b"), 60.0)
+        reuse = core.working_sets.reuse
+        decision = send(core, "new", list(range(100_000, 106_000)), 60.0).decision
+        assert decision.worker == expected
+        crowding_s = {t.worker: t.crowding_s for t in decision.candidates or []}
+        assert crowding_s["b"] == 0.0
+        over = max(0.0, 6784 + 3968 + 6000 - (capacity or 1e9)) / 6000
+        prefill_s = core.tracker.targets["a"].prefill_seconds(6000, 0)
+        assert crowding_s["a"] == pytest.approx(reuse * over * prefill_s)
+
+
+def test_a_dead_session_takes_no_room() -> None:
+    core = pool(capacity=8_000)
+    sessions(core)
+    fresh = list(range(100_000, 106_000))
+    soon, late = (send(core, f"r{now}", fresh[: 6000 - int(now)], now).decision for now in (30.0, 1000.0))
+    assert any(t.crowding_s > 0.0 for t in soon.candidates or [])
+    assert all(t.crowding_s == 0.0 for t in late.candidates or [])
+
+
+def test_a_removed_worker_leaves_nothing_behind() -> None:
+    core = pool(capacity=8_000)
+    sessions(core)
+    core.remove_worker("a", 30.0)
+    core.working_sets.check_invariants()
+    assert core.working_sets.need_tokens("a", 30.0) is None
+    core.worker_down("b", 31.0, "gone")
+    assert core.working_sets.need_tokens("b", 31.0) == 0
