@@ -123,6 +123,7 @@ class Exchange:
         self._head: ResponseHead | None = None
         self._head_buffer = b""
         self._tail: list[bytes] = []
+        """The last reads, as a ring: read n is at n % TAIL_READS, counted from 0."""
         self._payload: list[bytes] | None = [] if request.http_1_0 else None
         self._paused = False
         self._done = False
@@ -310,10 +311,11 @@ class Exchange:
         if out:
             self.client.write(out)
         self.chunks += 1
-        tail = self._tail
-        tail.append(data if len(data) <= TAIL_BYTES else data[-TAIL_BYTES:])
-        if len(tail) > TAIL_READS:
-            del tail[0]
+        last = data if len(data) <= TAIL_BYTES else data[-TAIL_BYTES:]
+        if self.chunks <= TAIL_READS:
+            self._tail.append(last)
+        else:
+            self._tail[(self.chunks - 1) % TAIL_READS] = last
         if body.done:
             self._complete(head, reusable=head.keep_alive and not surplus)
         elif self.chunks % PROGRESS_EVERY == 0 and self.in_core:
@@ -328,7 +330,8 @@ class Exchange:
                 self._proxy.pool.release(connection, self._proxy.now())
             else:
                 connection.close()
-        self.usage = find_usage(b"".join(self._tail))
+        oldest = self.chunks % TAIL_READS if self.chunks > TAIL_READS else 0
+        self.usage = find_usage(b"".join(self._tail[oldest:] + self._tail[:oldest]))
         if not self._end(f"status_{head.status}"):
             return
         if self.in_core:

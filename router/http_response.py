@@ -98,6 +98,8 @@ class ChunkedBody:
 
     def feed(self, data: bytes, payload: list[bytes] | None = None) -> int:
         position, size = 0, len(data)
+        if payload is None and self._left is None and not self._line and not self._trailers:
+            position = _skip_whole_chunks(data, size)
         while position < size and not self.done:
             left = self._left
             if left:
@@ -141,6 +143,34 @@ class ChunkedBody:
     def finish(self) -> None:
         if not self.done:
             raise UpstreamProtocolError("connection closed inside a chunked body")
+
+
+_SIZES: dict[bytes, int] = {}
+"""Size lines seen before, without their line end: streams repeat a few hundred."""
+_SIZES_MAX = 4096
+
+
+def _skip_whole_chunks(data: bytes, size: int) -> int:
+    """Where the chunks end that stand complete at the start of `data`, up to anything unusual: the last chunk, an
+    extension, a chunk that goes on in the next read."""
+    position = 0
+    while position < size:
+        end = data.find(b"\r\n", position, position + 16)
+        if end < 0:
+            break
+        digits = data[position:end]
+        length = _SIZES.get(digits)
+        if length is None:
+            if not _HEX.match(digits):
+                break
+            length = int(digits, 16)
+            if len(_SIZES) < _SIZES_MAX:
+                _SIZES[digits] = length
+        after = end + 2 + length
+        if length == 0 or not data.startswith(b"\r\n", after):
+            break
+        position = after + 2
+    return position
 
 
 class ResponseHead:

@@ -56,6 +56,29 @@ def test_json_passes_unchanged_both_ways(edge: Any, make_post: Any) -> None:
     edge.run(scenario())
 
 
+@pytest.mark.parametrize("reads", range(1, 12))
+def test_usage_is_found_at_the_end_of_a_stream_of_any_length(edge: Any, make_post: Any, reads: int) -> None:
+    parts = [b"data: {}\n\n"] * reads
+    parts += [b'data: {"usage":{"prompt_tokens":7,', b'"completion_tokens":2}}\n\n', b"data: [DONE]\n\n"]
+
+    async def stream(request: Any, reader: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        for part in parts:
+            writer.write(b"%x\r\n%b\r\n" % (len(part), part))
+            await asyncio.sleep(0.002)
+        writer.write(b"0\r\n\r\n")
+
+    async def scenario() -> None:
+        await edge.start()
+        await edge.worker(stream)
+        found = []
+        edge.proxy.on_end.append(lambda exchange: found.append(exchange.usage))
+        await edge.exchange(make_post(b'{"model":"tiny","prompt":"x","stream":true}', b"/v1/completions"))
+        assert [(usage.prompt_tokens, usage.completion_tokens) for usage in found] == [(7, 2)]
+
+    edge.run(scenario())
+
+
 def test_chunked_stream_is_relayed_as_it_comes(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
         gate = asyncio.Event()

@@ -1,0 +1,71 @@
+"""Where an answer's body ends: however it is cut into reads, and whichever way through the reader it takes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.http_response import ChunkedBody, UpstreamProtocolError
+
+contents = st.lists(st.binary(min_size=1, max_size=40), max_size=8)
+sizes_as_sent = st.sampled_from(["%x", "%X", "0%x", "%x;name=value", "%x "])
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> tuple[bytes, bytes]:
+    """(a chunked body as sent, its content)."""
+    chunks = draw(contents)
+    sent = b"".join(
+        (draw(sizes_as_sent) % len(chunk)).encode() + b"\r\n" + chunk + b"\r\n"
+        for chunk in chunks
+    )  # fmt: skip
+    trailers = draw(st.sampled_from([b"", b"x-sum: 1\r\n", b"a: b\r\nc: d\r\n"]))
+    return sent + b"0\r\n" + trailers + b"\r\n", b"".join(chunks)
+
+
+def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
+    edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+    return [data[a:b] for a, b in pairwise(edges)]
+
+
+@given(bodies(), st.lists(st.integers(0, 1 << 16), max_size=6), st.binary(max_size=20), st.booleans())
+def test_a_chunked_body_ends_where_it_ends(
+    body: tuple[bytes, bytes], cuts: list[int], surplus: bytes, unframed: bool
+) -> None:
+    sent, content = body
+    reader = ChunkedBody()
+    payload: list[bytes] | None = [] if unframed else None
+    taken = 0
+    for piece in pieces(sent + surplus, cuts):
+        assert reader.done == (taken == len(sent))
+        taken += reader.feed(piece, payload)
+    assert reader.done
+    assert taken == len(sent)
+    reader.finish()
+    if payload is not None:
+        assert b"".join(payload) == content
+
+
+@given(bodies(), st.integers(0, 1 << 16), st.lists(st.integers(0, 1 << 16), max_size=4))
+def test_a_body_that_breaks_off_is_noticed(body: tuple[bytes, bytes], cut: int, cuts: list[int]) -> None:
+    sent, _ = body
+    reader = ChunkedBody()
+    for piece in pieces(sent[: cut % len(sent)], cuts):
+        assert reader.feed(piece) == len(piece)
+    with pytest.raises(UpstreamProtocolError):
+        reader.finish()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"5\r\nhello!\r\n", b"-5\r\nhello\r\n", b"0x5\r\nhello\r\n", b"5_0\r\nhello\r\n", b"\r\n", b"5\nhello\n",
+     b"5\rhello", b" 5\r\nhello\r\n", b"5\r\nhello\n\n"],
+)  # fmt: skip
+@pytest.mark.parametrize("first", [b"", b"3\r\nabc\r\n"])
+def test_what_is_no_chunk_is_refused(sent: bytes, first: bytes) -> None:
+    reader = ChunkedBody()
+    with pytest.raises(UpstreamProtocolError):
+        reader.feed(first + sent + b"0\r\n\r\n" * 400)
