@@ -191,6 +191,18 @@ class Kernels(Protocol):
         """
         ...
 
+    def norm_and_rotate(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        zero_centred: bool,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+    ) -> torch.Tensor:
+        """`rotate` of `rms_norm`: what queries and keys with head norms go through. x: [tokens, heads, dim]."""
+        ...
+
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """SwiGLU: silu(first half of the last axis) * second half."""
         ...

@@ -92,6 +92,17 @@ class ReferenceKernels:
         swapped = torch.cat((second, first), -1)
         return torch.cat((turned * cos[:, None] + swapped * signed_sin[:, None], rest), -1)
 
+    def norm_and_rotate(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        zero_centred: bool,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+    ) -> torch.Tensor:
+        return self.rotate(self.rms_norm(x, weight, eps, zero_centred), cos, signed_sin)
+
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, -1)
         return F.silu(gate) * up

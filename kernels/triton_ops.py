@@ -228,6 +228,29 @@ class TritonKernels:
         )  # fmt: skip
         return out
 
+    def norm_and_rotate(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        zero_centred: bool,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+    ) -> torch.Tensor:
+        rows = row_view(x)
+        tokens, heads, dim = rows.shape
+        half = cos.shape[-1] // 2
+        block, rest = power_of_two(half, 8), dim - 2 * half
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        per_program = self._rows_per_program(tokens * heads, 2 * block)
+        row_kernels.norm_and_rotate_rows[(triton.cdiv(tokens * heads, per_program),)](
+            rows, weight, cos, signed_sin, out, tokens * heads, heads, rows.stride(0), rows.stride(1),
+            weight.stride(0) if weight.dim() == 2 else 0, cos.stride(0), signed_sin.stride(0), eps,
+            DIM=dim, HALF=half, ZERO_CENTRED=zero_centred, ROWS=per_program, BLOCK=block,
+            BLOCK_REST=power_of_two(rest, 8) if rest else 0,
+        )  # fmt: skip
+        return out
+
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         return self._activate(x, False)
 

@@ -72,6 +72,44 @@ def rotate_rows(
 
 
 @triton.jit
+def norm_and_rotate_rows(
+    x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, rows, heads, x_token, x_head, weight_head, cos_token, sin_token, eps,
+    DIM: tl.constexpr, HALF: tl.constexpr, ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """`norm_rows` without another operand, then `rotate_rows`, of ROWS (token, head) rows."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = (row // heads).to(tl.int64)
+    head = row % heads
+    dim = tl.arange(0, BLOCK)
+    mask = (row < rows)[:, None] & (dim < HALF)[None, :]
+    source = x_ptr + token[:, None] * x_token + head[:, None] * x_head
+    gains = weight_ptr + head[:, None] * weight_head
+    target = out_ptr + row.to(tl.int64)[:, None] * DIM
+    first = tl.load(source + dim[None, :], mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + dim[None, :], mask=mask, other=0.0).to(tl.float32)
+    squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+    if BLOCK_REST > 0:
+        last = 2 * HALF + tl.arange(0, BLOCK_REST)
+        mask_rest = (row < rows)[:, None] & (last < DIM)[None, :]
+        rest = tl.load(source + last[None, :], mask=mask_rest, other=0.0).to(tl.float32)
+        squares += tl.sum(rest * rest, 1)
+    scale = (1.0 / tl.sqrt(squares / DIM + eps))[:, None]
+    offset = 1.0 if ZERO_CENTRED else 0.0
+    first = first * scale * (tl.load(gains + dim[None, :], mask=mask, other=0.0).to(tl.float32) + offset)
+    second = second * scale * (tl.load(gains + HALF + dim[None, :], mask=mask, other=0.0).to(tl.float32) + offset)
+    cos_at = cos_ptr + token[:, None] * cos_token + dim[None, :]
+    sin_at = sin_ptr + token[:, None] * sin_token + dim[None, :]
+    low = first * tl.load(cos_at, mask=mask, other=0.0) + second * tl.load(sin_at, mask=mask, other=0.0)
+    high = second * tl.load(cos_at + HALF, mask=mask, other=0.0) + first * tl.load(sin_at + HALF, mask=mask, other=0.0)
+    tl.store(target + dim[None, :], low.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(target + HALF + dim[None, :], high.to(out_ptr.dtype.element_ty), mask=mask)
+    if BLOCK_REST > 0:
+        gain = tl.load(gains + last[None, :], mask=mask_rest, other=0.0).to(tl.float32) + offset
+        tl.store(target + last[None, :], (rest * scale * gain).to(out_ptr.dtype.element_ty), mask=mask_rest)
+
+
+@triton.jit
 def activate_and_mul(x_ptr, out_ptr, x_row, HALF: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (rows, parts): act(first half) * second half; silu, or gelu in its tanh approximation."""
     row = tl.program_id(0).to(tl.int64)

@@ -177,11 +177,15 @@ class Attention:
         c, tokens = self.config, qkv.shape[0]
         qk = qkv[:, : self.qk_width].view(tokens, self.qk_heads, c.head_dim)
         v = qkv[:, self.qk_width :].view(tokens, c.num_kv_heads, c.head_dim)
+        rotary = None if c.rope is None else step.rotary[self.rope_index]
         if self.qk_norm is not None:
             assert c.qk_norm_eps is not None
-            qk = step.ops.rms_norm(qk, self.qk_norm.tensor, c.qk_norm_eps, c.zero_centred_norm)
-        if c.rope is not None:
-            qk = step.ops.rotate(qk, *step.rotary[self.rope_index])
+            if rotary is None:
+                qk = step.ops.rms_norm(qk, self.qk_norm.tensor, c.qk_norm_eps, c.zero_centred_norm)
+            else:
+                qk = step.ops.norm_and_rotate(qk, self.qk_norm.tensor, c.qk_norm_eps, c.zero_centred_norm, *rotary)
+        elif rotary is not None:
+            qk = step.ops.rotate(qk, *rotary)
         q, k = qk[:, : c.num_heads], qk[:, c.num_heads :]
         out = step.ops.attention(q, k, v, step.kv[self.group], self.layer, step.plans[self.group], self.scale)
         return out.reshape(tokens, -1)

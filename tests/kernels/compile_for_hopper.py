@@ -111,7 +111,9 @@ def rows(ops: TritonKernels, dtype: torch.dtype) -> None:
     ops.norm_then_gate(x.view(8, 32, 128), x.view(8, 32, 128), weight[:128], 1e-6)
     ops.gate_then_norm(x, x, weight, 1e-6, 8)
     for width in (128, 64):
-        ops.rotate(x.view(8, 32, 128), torch.empty(8, width, dtype=dtype), torch.empty(8, width, dtype=dtype))
+        turn = torch.empty(8, width, dtype=dtype)
+        ops.rotate(x.view(8, 32, 128), turn, turn)
+        ops.norm_and_rotate(x.view(8, 32, 128), torch.empty(32, 128, dtype=dtype), 1e-6, False, turn, turn)
     ops.silu_and_mul(x)
     ops.gelu_tanh_and_mul(x)
     ops.relu_squared(x)

@@ -175,6 +175,22 @@ def test_rotate(ops, dtype, rng, width):
     assert relative_error(ops.rotate(x[:, 1:5], cos, sin), expected) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("width", [16, 4])
+@pytest.mark.parametrize("zero_centred", [False, True])
+def test_norm_and_rotate(ops, dtype, rng, width, zero_centred):
+    x, angle = torch.randn(9, 6, 16).to(dtype)[:, 1:5], torch.randn(9, width // 2)
+    cos = torch.cat((angle.cos(), angle.cos()), -1).to(dtype)
+    sin = torch.cat((-angle.sin(), angle.sin()), -1).to(dtype)
+    for gains in (torch.randn(4, 16).to(dtype), torch.randn(16).to(dtype)):
+        found = ops.norm_and_rotate(x, gains, 1e-6, zero_centred, cos, sin)
+        gain = gains.double() + (1 if zero_centred else 0)
+        normed = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * gain
+        first, second, rest = normed.split([width // 2, width // 2, 16 - width], -1)
+        c, s = cos.double()[:, None, : width // 2], sin.double()[:, None, width // 2 :]
+        expected = torch.cat((first * c - second * s, second * c + first * s, rest), -1)
+        assert relative_error(found, expected) < TOLERANCE[dtype]
+
+
 def test_gated_activations(ops, dtype, rng):
     x = torch.randn(7, 64).to(dtype)
     gate, up = x.double().chunk(2, -1)

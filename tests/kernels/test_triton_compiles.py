@@ -13,7 +13,8 @@ import pytest
 HERE = Path(__file__).resolve().parent
 KERNELS = {
     "activate_and_mul", "conv_step", "conv_tails", "conv_tile", "decode_attention", "delta_step", "draw_rows",
-    "expert_down", "expert_gate_up", "join_splits", "norm_rows", "prefill_attention", "prepare_chunks", "rotate_rows",
+    "expert_down", "expert_gate_up", "join_splits", "norm_and_rotate_rows",
+    "norm_rows", "prefill_attention", "prepare_chunks", "rotate_rows",
     "scan_chunks", "square_relu", "ssm_chunks", "ssm_scores", "ssm_step", "store_kv",
 }  # fmt: skip
 SPILLS_MAX = 16
