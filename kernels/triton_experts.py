@@ -9,10 +9,30 @@ do nothing.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 from kernels.triton_attention import dot
+
+
+def sort_by_expert(
+    chosen: torch.Tensor, count: int, block_m: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(order, starts, tile_expert, tile_row), all on the device, as the kernels want them.
+
+    order: [tokens * top_k] choices sorted by expert; starts: [count + 1]; the tiles: as many as there can be at most,
+    those that are not needed beginning past the last row.
+    """
+    experts, order = chosen.reshape(-1).sort(stable=True)
+    rows = experts.shape[0]
+    starts = torch.searchsorted(experts, torch.arange(count + 1, device=chosen.device, dtype=experts.dtype))
+    tiles = (starts.diff() + block_m - 1) // block_m
+    ends = tiles.cumsum(0)
+    tile = torch.arange(rows // block_m + min(rows, count), device=chosen.device)
+    tile_expert = torch.searchsorted(ends, tile, right=True).clamp_(max=count - 1)
+    tile_row = starts[tile_expert] + (tile - (ends - tiles)[tile_expert]) * block_m
+    return order, starts, tile_expert, torch.where(tile < ends[-1], tile_row, rows)
 
 
 @triton.jit

@@ -287,7 +287,7 @@ class TritonKernels:
         top_k, (count, _, size) = chosen.shape[1], down.shape
         rows = tokens * top_k
         block_m = power_of_two(min(max(2 * rows // count, 16), 16 if x.element_size() > 2 else 64))
-        order, starts, tile_expert, tile_row = sort_by_expert(chosen, count, block_m)
+        order, starts, tile_expert, tile_row = expert_kernels.sort_by_expert(chosen, count, block_m)
         inner = torch.empty((rows, size), dtype=x.dtype, device=x.device)
         outputs = torch.empty((tokens, top_k, hidden), dtype=torch.float32, device=x.device)
         tile = {
@@ -386,22 +386,3 @@ def prefill_tile(block_d: int, element_size: int) -> tuple[int, int, int, int]:
     if block_d > 128:
         return (64, 32, 4, 3)
     return (128, 64, 8 if block_d == 128 else 4, 4)  # one stage is for the block table's entries
-
-
-def sort_by_expert(
-    chosen: torch.Tensor, count: int, block_m: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(order, starts, tile_expert, tile_row), all on the device, as `kernels.triton_experts` wants them.
-
-    order: [tokens * top_k] choices sorted by expert; starts: [count + 1]; the tiles: as many as there can be at most,
-    those that are not needed beginning past the last row.
-    """
-    experts, order = chosen.reshape(-1).sort(stable=True)
-    rows = experts.shape[0]
-    starts = torch.searchsorted(experts, torch.arange(count + 1, device=chosen.device, dtype=experts.dtype))
-    tiles = (starts.diff() + block_m - 1) // block_m
-    ends = tiles.cumsum(0)
-    tile = torch.arange(rows // block_m + min(rows, count), device=chosen.device)
-    tile_expert = torch.searchsorted(ends, tile, right=True).clamp_(max=count - 1)
-    tile_row = starts[tile_expert] + (tile - (ends - tiles)[tile_expert]) * block_m
-    return order, starts, tile_expert, torch.where(tile < ends[-1], tile_row, rows)
