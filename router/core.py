@@ -484,3 +484,4 @@ class RouterCore:
         assert set(self.tracker.requests) <= set(self._live)
         assert self._pins.requests <= set(self.tracker.requests)
         self._pins.check_invariants()
+        self.working_sets.check_invariants()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
+import math
 from dataclasses import dataclass
 
 from router.config import QueueConfig
@@ -131,6 +132,7 @@ class HeldQueue:
         assert sorted(self._order) == self._order
         assert {request_id for _, request_id in self._order} == set(self._held)
         assert len(self._order) == len(self._held)
+        assert math.isclose(self.prefill_s, sum(held.prefill_s for held in self._held.values()), abs_tol=1e-6)
 
     def _unlist(self, request_id: str, held: _Held) -> None:
         i = bisect.bisect_left(self._order, (held.key, request_id))

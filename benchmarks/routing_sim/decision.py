@@ -25,7 +25,7 @@ def measure_decision(index_kind: str = "auto", *, repeats: int = 200) -> dict[st
     core = RouterCore(index, CoreConfig())
     prompt = [rng.randrange(150_000) for _ in range(TOKENS)]
     for i in range(WORKERS):
-        spec = WorkerSpec(worker_id=f"w{i}", url=f"http://w{i}", models=(ServedModel("m", "m"),))
+        spec = WorkerSpec(f"w{i}", f"http://w{i}", models=(ServedModel("m", "m"),), cache_tokens=1_000_000)
         holder = core.add_worker(spec, 0.0).holders[0]
         blocks = TOKENS // BLOCK * i // WORKERS
         if blocks:

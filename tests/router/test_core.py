@@ -11,7 +11,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from router.config import CoreConfig, HealthConfig, LearnConfig, QueueConfig, RetryConfig, ServiceModel
+from router.config import (
+    CoreConfig,
+    HealthConfig,
+    LearnConfig,
+    QueueConfig,
+    RetryConfig,
+    ServiceModel,
+    WorkingSetConfig,
+)
 from router.core import RouterCore
 from router.messages import FailureKind, Forward, Hold, Refuse, RouteRequest, Usage, WorkerLost
 from router.view import HolderId, IndexStats, IngestReport, Match, PinId, Scope
@@ -412,9 +420,11 @@ class Books(RuleBasedStateMachine):
     @initialize(queue=st.booleans(), policy=st.sampled_from(["kv", "kv", "round_robin", "least_requests", "sticky"]))
     def start(self, queue: bool, policy: str) -> None:
         config = CoreConfig(
-            policy=policy, queue=QueueConfig(enabled=queue, hold_above_s=0.05, requests_max=5, wait_s_max=3.0)
+            policy=policy,
+            queue=QueueConfig(enabled=queue, hold_above_s=0.05, requests_max=5, wait_s_max=3.0),
+            working_set=WorkingSetConfig(chunk_tokens=4, live_s=5.0),
         )
-        self.core, self.index = make(self.NAMES, config)
+        self.core, self.index = make(self.NAMES, config, cache_tokens=20)
         self.now = 0.0
         self.count = 0
         self.open: dict[str, str] = {}
