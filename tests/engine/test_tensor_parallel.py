@@ -264,12 +264,16 @@ def test_plans_survive_their_messages() -> None:
             assert found.seq.token_ids[found.start : found.end] == chunk.seq.token_ids[chunk.start : chunk.end]
             assert found.seq.block_tables == chunk.seq.block_tables
             assert found.seq.state_unit == chunk.seq.state_unit
+            scored = found.seq.request.params.prompt_logprobs is not None
+            assert scored == (chunk.seq.request.params.prompt_logprobs is not None)
+            assert not scored or found.seq.prompt_len == chunk.seq.prompt_len
         for name in ("state_restores", "state_resets", "state_checkpoints", "block_moves"):
             assert getattr(again, name) == getattr(plan, name)
 
 
 def random_sequence(rng: random.Random) -> Sequence:
-    request = Request(request_id="r", token_ids=[], params=SamplingParams(prompt_logprobs=3))
+    params = SamplingParams(prompt_logprobs=rng.choice((None, 0, 3)))
+    request = Request(request_id="r", token_ids=[], params=params)
     tokens = [rng.randrange(1000) for _ in range(rng.randrange(1, 40))]
     return Sequence(request, tokens, len(tokens), 0.0, computed=rng.randrange(len(tokens)), block_tables=[[], []])
 

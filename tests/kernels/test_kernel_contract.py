@@ -48,9 +48,11 @@ def rng() -> random.Random:
     return random.Random(seed)
 
 
-def state_tolerance(ops: Kernels, dtype: torch.dtype) -> float:
-    """States are fp32; on a GPU the products of 16-bit inputs are taken in TF32."""
-    return 1e-5 if dtype == torch.float32 or ops.device.type == "cpu" else 2e-3
+def scan_tolerances(ops: Kernels, dtype: torch.dtype) -> tuple[float, float]:
+    """(of outputs, of states) of the recurrences. On a GPU their products are TF32's, unless inputs are fp32."""
+    if dtype == torch.float32 or ops.device.type == "cpu":
+        return TOLERANCE[dtype], 1e-5
+    return TOLERANCE[torch.bfloat16], 5e-3
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -265,6 +267,7 @@ def test_gated_delta(ops, dtype, rng, fast_decay):
     rate = torch.rand(tokens, value_heads).to(dtype)
     states = strided_states((value_heads, 16, 8), torch.float32)
     before = states.clone()
+    outputs, of_states = scan_tolerances(ops, dtype)
     found = ops.gated_delta(q, k, v, log_decay, rate, states, ops.plan_state(batch, units))
     assert found.dtype == dtype
     unit = torch.nn.functional.normalize
@@ -279,8 +282,8 @@ def test_gated_delta(ops, dtype, rng, fast_decay):
             state = state + torch.einsum("hk,hv->hkv", keys, rate[t].double()[:, None] * (v[t].double() - told))
             expected.append(torch.einsum("hkv,hk->hv", state, queries))
         part = slice(*batch.query_starts[i : i + 2])
-        assert relative_error(found[part], torch.stack(expected)) < TOLERANCE[dtype]
-        assert relative_error(states[at], state) < state_tolerance(ops, dtype)
+        assert relative_error(found[part], torch.stack(expected)) < outputs
+        assert relative_error(states[at], state) < of_states
     assert untouched(before, states, units)
 
 
@@ -294,6 +297,7 @@ def test_state_space(ops, dtype, rng, fast_decay):
     skip = torch.randn(heads)
     states = strided_states((heads, 8, 16), torch.float32)
     before = states.clone()
+    outputs, of_states = scan_tolerances(ops, dtype)
     found = ops.state_space(x, dt, rate, b, c, skip, states, ops.plan_state(batch, units))
     assert found.dtype == dtype
     for i, at in enumerate(units):
@@ -305,8 +309,8 @@ def test_state_space(ops, dtype, rng, fast_decay):
             state = state + torch.einsum("hp,hn->hpn", dt[t].double()[:, None] * x[t].double(), into)
             expected.append(torch.einsum("hpn,hn->hp", state, outof) + skip.double()[:, None] * x[t].double())
         part = slice(*batch.query_starts[i : i + 2])
-        assert relative_error(found[part], torch.stack(expected)) < TOLERANCE[dtype]
-        assert relative_error(states[at], state) < state_tolerance(ops, dtype)
+        assert relative_error(found[part], torch.stack(expected)) < outputs
+        assert relative_error(states[at], state) < of_states
     assert untouched(before, states, units)
 
 
