@@ -195,15 +195,17 @@ class Sampler:
 
     def _draws(self, params: Rows[SamplingParams]) -> Draws:
         """Of all rows, with 0 as the number of each."""
-        vocab = self._vocab_size
-        kinds = np.array(
-            [(max(p.temperature, 1e-5) if p.temperature > 0.0 else 0.0, p.min_p, p.top_p) for p in params], np.float32
-        )
-        temperature, min_p, top_p = to_device(np.ascontiguousarray(kinds.T), self._device).unbind()
+        vocab, count = self._vocab_size, len(params)
+        # Columns of a multiple of 16 bytes: kernels are compiled anew for pointers that are aligned otherwise.
+        kinds = np.zeros((3, -(-count // 4) * 4), np.float32)
+        kinds[0, :count] = [max(p.temperature, 1e-5) if p.temperature > 0.0 else 0.0 for p in params]
+        kinds[1, :count] = [p.min_p for p in params]
+        kinds[2, :count] = [p.top_p for p in params]
+        temperature, min_p, top_p = to_device(kinds, self._device)[:, :count].unbind()
         top_k = np.array([self._top_k(p) or vocab for p in params], np.int32)
         return Draws(
             temperature, min_p, to_device(top_k, self._device), top_p,
-            torch.zeros(len(params), dtype=torch.float64, device=self._device),
+            torch.zeros(count, dtype=torch.float64, device=self._device),
         )  # fmt: skip
 
     def _cuts(self, params: Rows[SamplingParams]) -> Cuts:
