@@ -87,6 +87,8 @@ class KVCache:
         self._moved: list[Block[Node]] = []
         self._chains: dict[Sequence, Chain] = {}
         self._names: dict[Sequence, list[HashBlock]] = {}
+        self._matched: dict[Sequence, list[Node]] = {}
+        """What `match` found last for each sequence that waits."""
 
     # ------------------------------------------------------------------ questions
 
@@ -117,13 +119,16 @@ class KVCache:
     def match(self, seq: Sequence) -> list[Node]:
         """The nodes of the longest known prefix of `seq`, early sharing included; changes nothing.
 
-        At least one token is left to compute, and all of them where the logprobs of the prompt are wanted.
+        At least one token is left to compute, and all of them where the logprobs of the prompt are wanted. The list is
+        the cache's own, good until the next call for `seq`: a request that waits is asked for in every step.
         """
         if not self.enable_prefix_caching or seq.request.params.prompt_logprobs is not None:
             return []
         count = (len(seq.token_ids) - 1) // self.block_size
         names = self._name_blocks(seq, count)
-        return self.tree.match(names if len(names) == count else names[:count])
+        nodes = self._matched.setdefault(seq, [])
+        self.tree.match(names if len(names) == count else names[:count], nodes)
+        return nodes
 
     def should_wait(self, seq: Sequence) -> bool:
         """Whether a running sequence is about to compute, or to checkpoint, what `seq` would compute again."""
@@ -175,6 +180,7 @@ class KVCache:
                 names = self._name_blocks(seq, last := (len(seq.token_ids) - 1) // self.block_size)
                 for stop in {len(known), last} - {0}:
                     self._checkpoints.plan(seq, stop, names[stop - 1].hash)
+        self._matched.pop(seq, None)
         return True
 
     def plan_common(self, seq: Sequence, other: Sequence) -> None:
@@ -311,6 +317,7 @@ class KVCache:
     def forget_names(self, seq: Sequence) -> None:
         """Drop the memorised hashes of a request that is gone for good."""
         self._names.pop(seq, None)
+        self._matched.pop(seq, None)
 
     # ------------------------------------------------------------------ the whole cache
 

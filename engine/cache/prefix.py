@@ -87,17 +87,21 @@ class PrefixTree:
             return None
         return node if node.name.equals(name) else None
 
-    def match(self, names: Sequence[HashBlock]) -> list[Node]:
-        """The longest chain of nodes for `names`, with those that the step being planned will compute."""
-        nodes: list[Node] = []
-        parent: Node | None = None
-        for name in names:
-            node = self.find(name, parent)
+    def match(self, names: Sequence[HashBlock], nodes: list[Node]) -> None:
+        """Make `nodes` the longest chain for `names`, with those that the step being planned will compute.
+
+        `nodes` is what an earlier call found for the same names, or empty: only what changed since is looked at. A node
+        that is still here has all those before it.
+        """
+        while nodes and self._nodes.get(nodes[-1].hash) is not nodes[-1]:
+            nodes.pop()
+        parent = nodes[-1] if nodes else None
+        for index in range(len(nodes), len(names)):
+            node = self.find(names[index], parent)
             if node is None:
                 break
             nodes.append(node)
             parent = node
-        return nodes
 
     def ensure(self, name: HashBlock, parent: Node | None) -> Node | None:
         """The node of that name below `parent`, made if need be. None when its hash belongs to another prefix."""
@@ -213,15 +217,18 @@ class EventLog:
         if spec.state is not None:
             kinds.append((MAMBA, None))
         self._kinds = kinds
+        self._joined = [kind != MAMBA for kind, _ in kinds]
+        """Whether blocks of a chain go into one event."""
         self._entries: list[tuple[bool, int, list[Node]] | None] = []  # (stored?, kind, nodes); None: all cleared
 
     def stored(self, kind: int, node: Node) -> None:
-        last = self._entries[-1] if self._entries else None
-        is_state = self._kinds[kind][0] == MAMBA
-        if last and last[0] and last[1] == kind and last[2][-1] is node.parent and not is_state:
-            last[2].append(node)
-        else:
-            self._entries.append((True, kind, [node]))
+        entries = self._entries
+        if entries and self._joined[kind] and (last := entries[-1]) and last[0] and last[1] == kind:
+            nodes = last[2]
+            if nodes[-1] is node.parent:
+                nodes.append(node)
+                return
+        entries.append((True, kind, [node]))
 
     def removed(self, kind: int, node: Node) -> None:
         last = self._entries[-1] if self._entries else None
@@ -241,22 +248,24 @@ class EventLog:
         if entry is None:
             return AllBlocksCleared()
         stored, kind, nodes = entry
-        hashes: list[int | bytes] = [node.hash for node in nodes]
+        hashes: list[int | bytes] = [node.hash for node in nodes]  # this runs on the step's thread: few operations
         if not stored:
             return BlockRemoved(block_hashes=hashes, medium=GPU, group_idx=kind)
         first, (kind_name, window) = nodes[0], self._kinds[kind]
-        token_ids = [token for node in nodes for token in node.name.token_ids]
+        token_ids: list[int] = []
+        for node in nodes:
+            token_ids += node.name.token_ids
         assert len(token_ids) == len(hashes) * self._block_size
         return BlockStored(
-            block_hashes=hashes,
-            parent_block_hash=None if first.parent is None else first.parent.hash,
-            token_ids=token_ids,
-            block_size=self._block_size,
-            lora_id=None,
-            medium=GPU,
-            lora_name=first.name.lora_name,
-            extra_keys=[node.name.extra_keys for node in nodes],
-            group_idx=kind,
-            kv_cache_spec_kind=kind_name,
-            kv_cache_spec_sliding_window=window,
+            hashes,
+            None if first.parent is None else first.parent.hash,
+            token_ids,
+            self._block_size,
+            None,  # lora_id
+            GPU,
+            first.name.lora_name,
+            [node.name.extra_keys for node in nodes],
+            kind,
+            kind_name,
+            window,
         )
