@@ -105,6 +105,38 @@ class Cluster:
     def url(self) -> str:
         return self.router.url
 
+    def engine_figures(self) -> list[dict[str, float]]:
+        """Of each engine, as its core told them together: what it runs, looked up and published."""
+        names = ("num_requests_running", "num_requests_waiting", "prefix_cache_queries_total", "kv_event_batches_total")
+        found = []
+        for engine in self.engines:
+            with urllib.request.urlopen(f"{engine.url}/metrics", timeout=30) as answer:
+                text = answer.read().decode()
+            lines = [re.search(rf"^\w+:{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE) for name in names]
+            found.append({name: float(line.group(1)) for name, line in zip(names, lines, strict=True) if line})
+            assert len(found[-1]) == len(names), text
+        return found
+
+    def looked_up(self) -> float:
+        """Prompt tokens that the engines have looked up in their caches."""
+        return sum(figures["prefix_cache_queries_total"] for figures in self.engine_figures())
+
+    def has_settled(self, looked_up: float) -> bool:
+        """Whether the engines are done with prompts of so many tokens and the router has applied all their events.
+
+        An answer can overtake the last events of its request: they go by another socket.
+        """
+        figures = self.engine_figures()
+        if sum(f["prefix_cache_queries_total"] for f in figures) < looked_up:
+            return False
+        if any(f["num_requests_running"] or f["num_requests_waiting"] for f in figures):
+            return False
+        published = sorted(f["kv_event_batches_total"] for f in figures)
+        workers = call(f"{self.url}/workers")[2]["workers"]
+        seqs = [stream["last_seq"] for worker in workers for stream in worker["events"]["streams"]]
+        applied = sorted(0 if seq is None else seq + 1 for seq in seqs)
+        return published == applied
+
     def close(self) -> None:
         for program in (self.router, *self.engines):
             program.close()
@@ -182,9 +214,12 @@ def test_predictions_equal_what_the_engines_report(cluster: Cluster) -> None:
         return headers["x-blockcast-worker"], predicted, cached, usage["prompt_tokens"]
 
     rows = []
+    looked_up = cluster.looked_up()
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         for number in range(4):
             rows.append(list(pool.map(lambda i, n=number: turn(i, n), range(3))))
+            looked_up += sum(tokens for *_, tokens in rows[-1])
+            until(lambda total=looked_up: cluster.has_settled(total), "the router has applied what was published")
     for number, row in enumerate(rows):
         for worker, predicted, cached, tokens in row:
             assert predicted == cached, f"turn {number} on {worker}: predicted {predicted}, engine says {cached}"
