@@ -164,9 +164,12 @@ class Scheduler:
         self._compare_arrivals()
         planned, preempted = self._continue_running()
         budget = self.config.max_num_batched_tokens
+        size = self.cache.block_size
         for _, chunk in planned:
-            budget -= chunk.end - chunk.start
-            self.cache.reserve(chunk.seq, chunk.end)
+            count = chunk.end - chunk.start
+            budget -= count
+            if count > 1 or chunk.end % size == 0:  # else it finishes no block
+                self.cache.reserve(chunk.seq, chunk.end)
         if not preempted:
             self._admit(planned, budget)
         plan = StepPlan(chunks=[chunk for _, chunk in planned])
@@ -245,7 +248,7 @@ class Scheduler:
             start = seq.computed
             if len(seq.token_ids) - start > 1:
                 prefills.append(entry)
-            elif self._grow(entry, start + 1, chunks):
+            elif (seq.block_tables and start < len(seq.block_tables[0]) * size) or self._grow(entry, start + 1, chunks):
                 chunks[entry] = Chunk(seq, start, start + 1, True)
         budget -= len(chunks)
         for entry in prefills:
@@ -256,9 +259,6 @@ class Scheduler:
             if self._grow(entry, end, chunks):
                 chunks[entry] = Chunk(seq, seq.computed, end, end == len(seq.token_ids))
                 budget = self.config.max_num_batched_tokens - sum(c.end - c.start for c in chunks.values())
-        for chunk in chunks.values():
-            for table in chunk.seq.block_tables:
-                assert len(table) * size >= chunk.end
         return list(chunks.items()), self.totals.preemptions > preemptions
 
     def _grow(self, entry: _Entry, end: int, chunks: dict[_Entry, Chunk]) -> bool:
