@@ -43,8 +43,6 @@ CACHE_BYTES_MAX = 4 << 30
 """Cache on a CPU without a flag that sizes it; or a quarter of the free memory, if that is less."""
 CACHE_TOKENS_MAX = 1 << 20
 """Without a flag a small model does not fill that memory: enough is enough."""
-CPU_ENOUGH_PROMPT_TOKENS = 512
-"""A core multiplies at its full rate from some hundred rows on."""
 GPU_MEMORY_SHARE = 0.9
 GPU_STEP_BYTES = 1 << 30
 """Left for a step's activations on a GPU, where they are not measured."""
@@ -189,7 +187,6 @@ def _assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None, leade
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         eos_token_ids=frozenset(eos_token_ids),
-        enough_prompt_tokens=CPU_ENOUGH_PROMPT_TOKENS if device.type == "cpu" else None,
     )
     scheduler = Scheduler(scheduler_config, cache)
     runner = make_runner(

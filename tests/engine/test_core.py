@@ -331,22 +331,6 @@ def test_decodes_go_on_while_a_long_prompt_is_prefilled() -> None:
     bench.assert_correct()
 
 
-def test_a_step_with_enough_prompt_tokens_takes_in_no_further_request() -> None:
-    bench = make_bench(enough_prompt_tokens=30)
-    for i in range(5):
-        bench.add(str(i), [10 * i + j for j in range(20)])
-    bench.add("long", list(range(200, 270)))  # alone it may use the whole budget
-    bench.drain()
-    prefills = [[(name, start) for name, start, end in plan if end - start > 1] for plan in bench.device.plans]
-    assert [plan for plan in prefills if plan] == [
-        [("0", 0), ("1", 0)],
-        [("2", 0), ("3", 0)],
-        [("4", 0), ("long", 0)],
-        [("long", 40)],  # four decoding, 20 of the one before: 40 were left
-    ]
-    bench.assert_correct()
-
-
 def test_prompt_logprobs_skip_no_position_and_survive_chunks_and_preemption() -> None:
     bench = make_bench(max_num_batched_tokens=8, units=12)
     prompt = list(range(100, 122))
