@@ -133,22 +133,26 @@ def _peers(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> li
 @click.option("--hf/--no-hf", default=True, show_default=True)
 @click.option("--events/--no-events", default=True, show_default=True, help="Measure what publishing costs.")
 @click.option("--only-events", is_flag=True, help="Measure nothing else.")
-@click.option("--seed", default=0, show_default=True)
+@click.option(
+    "--seed", type=int, help="Of the prompts; by default another one each run: a peer may remember the last run's."
+)
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False))
 def main(
     model: str, peers: list[tuple[str, str]], users: list[int], prompt_lens: list[int], outputs: int, rounds: int,
-    turns: int, threads: int, hf: bool, events: bool, only_events: bool, seed: int, json_file: Path | None,
+    turns: int, threads: int, hf: bool, events: bool, only_events: bool, seed: int | None,
+    json_file: Path | None,
 ) -> None:  # fmt: skip
     folder = builtin_model(model) if model in PRESETS else Path(model)
     config = json.loads((folder / "config.json").read_text())
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     spoken = len(tokenizer["model"]["vocab"])
+    seed = random.SystemRandom().randrange(2**32) if seed is None else seed
     prompts = Prompts(min(config["vocab_size"], spoken), seed)
     textless = spoken < config["vocab_size"] // 2  # a shape with random weights: most of its tokens have no text
     where = machine()
     print(", ".join(f"{name} {value}" for name, value in where.items()))
     dtype = config.get("dtype") or config.get("torch_dtype")
-    print(f"model {model}: {config['model_type']}, {dtype}, {threads} thread(s)")
+    print(f"model {model}: {config['model_type']}, {dtype}, {threads} thread(s), seed {seed}")
     report: dict[str, Any] = {"machine": where, "model": model, "outputs": outputs, "settings": []}
     if not only_events:
         with ExitStack() as stack:
