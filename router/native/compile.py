@@ -41,6 +41,7 @@ MODULES = (
     "upstream",
     "usage",
     "watchdog",
+    "working_set",
 )
 """What runs for every request or chunk. Modules of msgspec structs are not among them: msgspec builds those in C."""
 
@@ -82,7 +83,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out
-    out.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(out, ignore_errors=True)  # of an earlier build: what fails to compile must not be found there
+    out.mkdir(parents=True)
     print(f"router: {compile_modules(out)} extension modules in {out}")
 
 
