@@ -134,8 +134,9 @@ class CoreConfig:
     """Keep a session on its worker while it is eligible, whatever the policy."""
     session_ttl_s: float = 3600.0
     sessions_max: int = 100_000
-    pin_grace_s: float = 1.0
-    """How long a finished request's prefix still counts as cached: the answer races the events."""
+    pin_grace_s: float = 0.25
+    """How long a finished request's prefix still counts as cached: the answer races its last events by milliseconds.
+    While it counts, what was evicted meanwhile is promised all the same: no longer, then, than a slow link needs."""
     requests_max: int = 100_000
     """Requests in flight or held; more are refused with 429."""
     history_tokens: int = 500_000

@@ -152,7 +152,7 @@ def test_ties_rotate() -> None:
 
 
 def test_pins_outlive_a_finish_by_the_grace_and_an_early_abort_by_nothing() -> None:
-    core, index = make("a")
+    core, index = make("a", CoreConfig(pin_grace_s=1.0))
     core.route(request("r1", [1, 2, 3]), 0.0)
     core.first_token("r1", 0.1)
     core.finished("r1", None, 0.2)
