@@ -99,7 +99,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
             state, RequestError(str(error), param=None, code="unavailable", status=503, type="server_error")
         )
     except ConnectionError:
-        raise  # the client has left: nobody to answer
+        return web.Response(status=499)  # the client has left: nobody reads it, and aiohttp logs no traceback
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
         error_body = RequestError("internal error", param=None, code="internal_error", status=500, type="server_error")
