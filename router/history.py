@@ -17,16 +17,16 @@ from router.view import Scope
 CHUNK_TOKENS = 64
 
 
-def chain_keys(token_ids: Sequence[int], scope: Scope, chunk_tokens: int = CHUNK_TOKENS) -> list[int]:
-    """One key for each full chunk of the prompt, up to len - 1 tokens: the last token is always computed."""
-    usable = max(0, len(token_ids) - 1) // chunk_tokens
-    raw = array("Q", token_ids[: usable * chunk_tokens]).tobytes()
-    digest = xxhash.xxh3_64_digest(repr((scope.model, scope.salt, scope.lora, scope.media)).encode())
+def chain_keys(token_ids: Sequence[int] | bytes, scope: Scope, chunk_tokens: int = CHUNK_TOKENS) -> list[int]:
+    """One key for each full chunk of the prompt, up to len - 1 tokens: the last token is always computed. Bytes are
+    little-endian uint32."""
+    raw = memoryview(token_ids if isinstance(token_ids, bytes) else array("I", token_ids).tobytes())
+    width = 4 * chunk_tokens
+    key = xxhash.xxh3_64_intdigest(repr((scope.model, scope.salt, scope.lora, scope.media)).encode())
     keys = []
-    width = chunk_tokens * 8
-    for i in range(usable):
-        digest = xxhash.xxh3_64_digest(digest + raw[i * width : (i + 1) * width])
-        keys.append(int.from_bytes(digest, "little"))
+    for start in range(0, len(raw) - width - 3, width):
+        key = xxhash.xxh3_64_intdigest(raw[start : start + width], key)
+        keys.append(key)
     return keys
 
 

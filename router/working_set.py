@@ -17,13 +17,11 @@ and were used before; `_spare_min` is at most the least of capacity - need.
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
-import xxhash
-
 from router.config import WorkingSetConfig
+from router.history import chain_keys
 from router.view import Scope
 
 
@@ -92,7 +90,7 @@ class WorkingSets:
         self._reused = self._reused * keep + tokens * cached_share
         self._computed = self._computed * keep + tokens * (1.0 - cached_share)
         chunks = self._chunks
-        for key in self._keys(token_ids, scope):
+        for key in chain_keys(token_ids, scope, self._config.chunk_tokens):
             known = chunks.get(key)
             if known is None:
                 chunks[key] = (need, now, False)
@@ -123,7 +121,7 @@ class WorkingSets:
         is cached there now (`cached_shares`, 0 to 1) has found room."""
         tokens = _count(token_ids)
         own: Counter[int] = Counter()
-        for key in self._keys(token_ids, scope):
+        for key in chain_keys(token_ids, scope, self._config.chunk_tokens):
             known = self._chunks.get(key)
             if known is not None and known[2]:
                 own[id(known[0])] += 1
@@ -153,17 +151,6 @@ class WorkingSets:
         times = [used_s for _, used_s, _ in self._chunks.values()]
         assert times == sorted(times)
         assert all(any(home is need for need in self._needs.values()) for home, _, _ in self._chunks.values())
-
-    def _keys(self, token_ids: Sequence[int] | bytes, scope: Scope) -> list[int]:
-        """One key for each full chunk of all but the last token. Bytes are little-endian uint32."""
-        raw = memoryview(token_ids if isinstance(token_ids, bytes) else array("I", token_ids).tobytes())
-        width = 4 * self._config.chunk_tokens
-        key = xxhash.xxh3_64_intdigest(repr((scope.model, scope.salt, scope.lora, scope.media)).encode())
-        found = []
-        for start in range(0, len(raw) - width - 3, width):
-            key = xxhash.xxh3_64_intdigest(raw[start : start + width], key)
-            found.append(key)
-        return found
 
     def _expire(self, now: float) -> None:
         self._expired_s = now
