@@ -21,7 +21,8 @@ from events.instructions import (
 )
 from events.publisher import EventPublisher
 from events.sources import EventSource, GroupInfo, default_sources, encode_sources, parse_sources
-from events.stream import Join, Phase, StreamConfig, StreamState, StreamStats
+from events.stream import StreamState
+from events.stream_types import Join, Phase, StreamConfig, StreamStats
 from events.subscriber import Connection, Message, Notice, Subscriber
 from events.types import (
     CPU,

@@ -24,7 +24,8 @@ from zmq.utils.monitor import recv_monitor_message
 from events.errors import DecodeError
 from events.frames import SNAPSHOT_SEQ, LiveFrame, parse_live, parse_reply, request_frames
 from events.instructions import Instruction, Malformed, RequestReplay, RequestSnapshot
-from events.stream import StreamConfig, StreamState
+from events.stream import StreamState
+from events.stream_types import StreamConfig
 from events.wake import Bell
 
 logger = logging.getLogger(__name__)

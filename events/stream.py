@@ -20,12 +20,6 @@ a new one replaces it. Everything buffered is bounded, and what overflows become
 
 from __future__ import annotations
 
-import enum
-from collections import OrderedDict
-from dataclasses import dataclass
-
-from xxhash import xxh3_64_intdigest
-
 from events.frames import SNAPSHOT_SEQ
 from events.instructions import (
     Apply,
@@ -39,62 +33,10 @@ from events.instructions import (
     Restarted,
     Stale,
 )
-
-
-class Join(enum.Enum):
-    """What a stream does when it starts without history."""
-
-    SNAPSHOT = "snapshot"
-    """Ask for the resident set; where there is none, replay the ring."""
-    RING = "ring"
-    """Replay the ring from its oldest batch."""
-    LIVE = "live"
-    """Take what comes from now on. After a restart or an uncovered gap the ring is replayed all the same."""
-
+from events.stream_memory import AppliedBatches, EarlyBatches, digest
+from events.stream_types import Join, Phase, StreamConfig, StreamStats
 
 NO_REPLAY = "the publisher offers no replay"
-
-
-class Phase(enum.Enum):
-    LIVE = "live"
-    REPAIR = "repair"
-    SNAPSHOT = "snapshot"
-    REBUILD = "rebuild"
-
-
-@dataclass(frozen=True)
-class StreamConfig:
-    join: Join = Join.SNAPSHOT
-    can_ask: bool = True
-    """False where the publisher has no replay endpoint."""
-    buffer_frames_max: int = 20_000
-    buffer_bytes_max: int = 256 << 20
-    recent_max: int = 1024
-    """Applied batches whose bytes are remembered (as digests) to tell a repetition from a restart."""
-    request_timeout_s: float = 5.0
-    """Longest silence of a publisher that owes a reply."""
-    attempts_max: int = 3
-    retry_s: float = 10.0
-    """After nobody could say what was missed: when to ask for a snapshot again."""
-    tail_check_s: float = 1.0
-    """After so much silence the publisher is asked once whether the last batch seen is its last."""
-
-
-@dataclass
-class StreamStats:
-    applied: int = 0
-    gaps: int = 0
-    stale: int = 0
-    restarts: int = 0
-    clears: int = 0
-    requests: int = 0
-    snapshots: int = 0
-    overflowed: int = 0
-
-
-def digest(payload: bytes) -> int:
-    """What is remembered of an applied payload."""
-    return xxh3_64_intdigest(payload)
 
 
 class StreamState:
@@ -109,14 +51,12 @@ class StreamState:
         self.phase = Phase.LIVE
         self.online = False
         self._next: int | None = None
-        self._recent: OrderedDict[int, int] = OrderedDict()
-        self._buffer: dict[int, bytes] = {}
-        self._buffer_bytes = 0
-        self._highest: int | None = None
+        self._recent = AppliedBatches(self.config.recent_max)
+        self._early = EarlyBatches(self.config.buffer_frames_max, self.config.buffer_bytes_max)
         self._joined = resume is not None
         if resume is not None:
             self._next = resume[0] + 1
-            self._recent[resume[0]] = resume[1]
+            self._recent.remember(*resume)
         self._epoch: str | None = None
         self._restarted_since_epoch = False
         self._held = self._joined  # something was applied since the last Clear
@@ -134,16 +74,17 @@ class StreamState:
     @property
     def position(self) -> tuple[int, int] | None:
         """(last applied seq, digest of its payload), to be passed as `resume`; None before the first batch."""
-        if self._next is None or self._next == 0 or self._next - 1 not in self._recent:
+        if self._next is None:
             return None
-        return self._next - 1, self._recent[self._next - 1]
+        last = self._recent.digest_of(self._next - 1)
+        return None if last is None else (self._next - 1, last)
 
     # Stimuli
 
     def connected(self, now: float) -> list[Instruction]:
         """The subscription is up, for the first time or again. Call before handing over what came on it."""
         self.online = True
-        self._forget_buffer()
+        self._early.forget()
         self._attempts = self._rejoins = 0
         if not self._joined:
             self._joined = True
@@ -175,7 +116,7 @@ class StreamState:
             self._keep(seq, payload)
             self.stats.gaps += 1
             return [Gap(self._next, seq), *self._repair(now)]
-        known = self._buffer.get(seq)
+        known = self._early.get(seq)
         if known is None:
             self._keep(seq, payload)
             return []
@@ -210,7 +151,7 @@ class StreamState:
             # None offered, or something else came instead of it: the ring is all there is.
             return [*self._clear("no snapshot"), *self._rebuild(now)]
         if self.phase is Phase.REBUILD and self._next is None:
-            self._next = min(self._buffer, default=0)
+            self._next = min(self._early.seqs(), default=0)
         if self.phase is Phase.REPAIR and self._unverified and not self._tail_check:
             assert self._next is not None
             return self._restarted(f"the publisher does not know seq {self._next - 1}", now)
@@ -272,7 +213,7 @@ class StreamState:
                 return []
             if seq > self._next - 1:
                 return self._uncovered(f"replay begins at seq {seq}, seq {self._next - 1} is no longer kept", now)
-            if self._recent.get(seq) != digest(payload):
+            if self._recent.digest_of(seq) != digest(payload):
                 return self._restarted(f"seq {seq} is another batch than before", now)
             self._unverified = False
             return []
@@ -302,7 +243,7 @@ class StreamState:
             return [Apply(None, payload, Origin.SNAPSHOT)]
         self._snapshot_seqs += 1
         self._next = seq + 1
-        self._recent[seq] = digest(payload)
+        self._recent.remember(seq, digest(payload))
         return []
 
     # Moves between phases
@@ -324,9 +265,7 @@ class StreamState:
         self._rejoins += 1
         self._retry_at = None
         if not self.config.can_ask or self._rejoins > self.config.attempts_max:
-            return self._give_up(
-                "the publisher offers no replay" if not self.config.can_ask else "cannot catch up", now
-            )
+            return self._give_up("cannot catch up" if self.config.can_ask else NO_REPLAY, now)
         self._attempts = 0
         return self._ask_snapshot(now) if self.config.join is Join.SNAPSHOT else self._rebuild(now)
 
@@ -348,20 +287,19 @@ class StreamState:
     def _synced(self, now: float) -> list[Instruction]:
         """A reply is complete: apply what was buffered meanwhile, and see whether anything is still missing."""
         instructions: list[Instruction] = []
-        for seq in sorted(self._buffer):
+        for seq in self._early.seqs():
             assert self._next is not None
             if seq > self._next:
                 break
-            payload = self._buffer.pop(seq)
-            self._buffer_bytes -= len(payload)
+            payload = self._early.pop(seq)
             if seq == self._next:
                 instructions.append(self._apply(seq, payload, Origin.LIVE))
-            elif seq in self._recent and self._recent[seq] != digest(payload):
+            elif self._recent.digest_of(seq) not in (None, digest(payload)):
                 return [*instructions, *self._restarted(f"seq {seq} is another batch than before", now, seq, payload)]
             else:
                 instructions += self._stale(seq)
         self._unverified = False
-        if self._highest is not None and self._next is not None and self._highest >= self._next:
+        if self._early.highest is not None and self._next is not None and self._early.highest >= self._next:
             self._attempts += 1
             if self._attempts > self.config.attempts_max:
                 return [*instructions, *self._uncovered(f"replay never brings seq {self._next}", now)]
@@ -379,7 +317,7 @@ class StreamState:
         """Another process publishes now; (seq, payload) is the batch of it that gave it away, if one did."""
         self.stats.restarts += 1
         self._restarted_since_epoch = True
-        self._forget_buffer()
+        self._early.forget()
         if seq is not None:
             self._keep(seq, payload)
         return [Restarted(reason), *self._clear(reason), *self._rejoin(now)]
@@ -388,15 +326,10 @@ class StreamState:
         """Nobody can say what was missed: start empty with the newest consecutive batches at hand."""
         instructions = self._clear(reason)
         self._deadline = None
-        run: list[int] = []
-        for seq in sorted(self._buffer):
-            if run and seq != run[-1] + 1:
-                run = []
-            run.append(seq)
-        if run and run[-1] == self._highest:
-            instructions += [self._apply(seq, self._buffer[seq], Origin.LIVE) for seq in run]
-        elif self._highest is not None:
-            self._next = self._highest + 1
+        run = self._early.newest_run()
+        instructions += [self._apply(seq, payload, Origin.LIVE) for seq, payload in run]
+        if not run and self._early.highest is not None:
+            self._next = self._early.highest + 1
         self._activity_at = now
         self._settle()
         if self.config.can_ask and self.config.join is Join.SNAPSHOT:
@@ -404,7 +337,7 @@ class StreamState:
         return instructions
 
     def _settle(self) -> None:
-        self._forget_buffer()
+        self._early.forget()
         self.phase = Phase.LIVE
         self._deadline = None
         self._attempts = self._rejoins = 0
@@ -412,7 +345,7 @@ class StreamState:
 
     def _old(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
         """A live batch from the past: a repetition, or the first sign of a restarted publisher."""
-        seen = self._recent.get(seq)
+        seen = self._recent.digest_of(seq)
         if seen == digest(payload):
             return self._stale(seq)
         if seen is not None:
@@ -426,15 +359,13 @@ class StreamState:
         assert self._next is None or seq == self._next, (self._next, seq)
         self._next = seq + 1
         self._held = True
-        self._recent[seq] = digest(payload)
-        while len(self._recent) > self.config.recent_max:
-            self._recent.popitem(last=False)
+        self._recent.remember(seq, digest(payload))
         self.stats.applied += 1
         return Apply(seq, payload, origin)
 
     def _clear(self, reason: str) -> list[Instruction]:
         self._next = None
-        self._recent.clear()
+        self._recent.forget()
         if not self._held:
             return []
         self._held = False
@@ -446,30 +377,15 @@ class StreamState:
         return [Stale(seq)]
 
     def _keep(self, seq: int, payload: bytes) -> None:
-        self._highest = seq if self._highest is None else max(self._highest, seq)
-        self._buffer_bytes -= len(self._buffer.pop(seq, b""))
-        full = len(self._buffer) >= self.config.buffer_frames_max
-        if full or self._buffer_bytes + len(payload) > self.config.buffer_bytes_max:
+        if not self._early.keep(seq, payload):
             self.stats.overflowed += 1
-            return
-        self._buffer[seq] = payload
-        self._buffer_bytes += len(payload)
-
-    def _forget_buffer(self) -> None:
-        self._buffer.clear()
-        self._buffer_bytes = 0
-        self._highest = None
 
     def check_invariants(self) -> None:
         """For tests: raises AssertionError where the state contradicts itself."""
-        assert self._buffer_bytes == sum(map(len, self._buffer.values()))
-        assert len(self._buffer) <= self.config.buffer_frames_max
-        assert len(self._recent) <= self.config.recent_max + 1
+        self._early.check_invariants()
+        self._recent.check_invariants()
         if self.phase is Phase.LIVE:
-            assert not self._buffer
+            assert not self._early
             assert self._deadline is None
         elif self.online:
             assert self._deadline is not None
-        if self._buffer:
-            assert self._highest is not None
-            assert self._highest >= max(self._buffer)

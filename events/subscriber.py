@@ -15,7 +15,7 @@ from events.codec import decode_batch
 from events.errors import DecodeError
 from events.feed import EventFeed, StreamSource
 from events.instructions import Apply, Clear, Gap, Instruction, Malformed, Origin, Restarted, Stale
-from events.stream import digest
+from events.stream_memory import digest
 from events.types import DecodedBatch
 
 

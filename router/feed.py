@@ -21,7 +21,9 @@ import msgspec
 from events.feed import EventFeed, StreamSource
 from events.instructions import Apply, Clear, Gap, Instruction, Malformed, Origin, Restarted
 from events.sources import EventSource
-from events.stream import StreamConfig, StreamState, digest
+from events.stream import StreamState
+from events.stream_memory import digest
+from events.stream_types import StreamConfig
 from router.view import HolderId, PrefixIndex
 
 log = logging.getLogger("router")

@@ -11,7 +11,7 @@ import pytest
 from events.config import KVEventsConfig
 from events.publisher import EventPublisher
 from events.sources import EventSource, resolve_endpoint
-from events.stream import Join, StreamConfig
+from events.stream_types import Join, StreamConfig
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from router.feed import IndexFeed, _stream_source
 from router.index import ReferenceIndex
