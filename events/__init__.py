@@ -5,7 +5,8 @@ from events.codec import decode_batch, encode_batch
 from events.config import KVEventsConfig
 from events.discover import discover
 from events.errors import ConfigError, DecodeError, EventsError, InvariantError
-from events.feed import EventFeed, FeedHandler, StreamSource
+from events.feed import EventFeed, FeedHandler
+from events.feed_sockets import StreamSource
 from events.hashing import BlockHash, block_hash, block_hashes, hash_keys, pack_token_ids, wire_keys
 from events.instructions import (
     Apply,

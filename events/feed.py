@@ -15,17 +15,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from events.errors import DecodeError
-from events.frames import SNAPSHOT_SEQ, LiveFrame, parse_live, parse_reply, request_frames
+from events.feed_sockets import Context, FollowedStream, StreamSource, Subscription, ask
+from events.frames import SNAPSHOT_SEQ, LiveFrame, parse_live, parse_reply
 from events.instructions import Instruction, Malformed, RequestReplay, RequestSnapshot
 from events.stream import StreamState
-from events.stream_types import StreamConfig
 from events.wake import Bell
 
 logger = logging.getLogger(__name__)
@@ -34,24 +33,6 @@ LIVE_SLICE = 128
 """Live messages taken from one stream before the next has its turn."""
 REPLY_SLICE = 256
 TICK_S = 0.1
-_MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-
-Context = zmq.Context[zmq.Socket[bytes]]
-Socket = zmq.Socket[bytes]
-
-
-@dataclass(frozen=True)
-class StreamSource:
-    """Where one stream is found. `stream_id` is the caller's name for it."""
-
-    stream_id: str
-    endpoint: str
-    """Address to subscribe to; for publishers that connect to us, where we bind."""
-    replay_endpoint: str | None = None
-    topic: str | None = None
-    """Take only this topic; None or empty: whatever comes."""
-    config: StreamConfig = field(default_factory=StreamConfig)
-    resume: tuple[int, int] | None = None
 
 
 class FeedHandler(Protocol):
@@ -62,63 +43,6 @@ class FeedHandler(Protocol):
 
     def connection(self, stream_id: str, up: bool) -> None:
         """The subscription of this stream came up or went down."""
-
-
-class _Stream:
-    """A stream and its request under way. Its SUB socket belongs to a _Subscription."""
-
-    def __init__(self, source: StreamSource) -> None:
-        self.source = source
-        can_ask = source.config.can_ask and source.replay_endpoint is not None
-        config = StreamConfig(**{**source.config.__dict__, "can_ask": can_ask})
-        self.state = StreamState(config, source.resume)
-        self.topic = (source.topic or "").encode()
-        """Of the last live message; replies of older vLLM carry none."""
-        self.dealer: Socket | None = None
-        self.request_id = 0
-
-
-class _Subscription:
-    """One SUB socket with its monitor. `connect`ed ones carry one stream; bound ones a stream a topic."""
-
-    def __init__(self, context: Context, topic: str | None, bind: bool, hwm: int) -> None:
-        self.socket: Socket = context.socket(zmq.SUB)
-        self.socket.linger = 0
-        self.socket.rcvhwm = hwm
-        self.socket.subscribe(topic or "")
-        self.socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
-        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        self.monitor: Socket = self.socket.get_monitor_socket(_MONITORED)
-        self.bound = bind
-        self.stream: _Stream | None = None
-        self.accept: Callable[[str], StreamSource | None] | None = None
-        self.by_topic: dict[bytes, _Stream | None] = {}
-        self.connections: dict[bytes, int] = {}
-        """Bound: topic -> descriptor of the connection its last message came on."""
-
-    def open(self, endpoint: str) -> None:
-        """Raises zmq.ZMQError, after closing everything, if the address cannot be used."""
-        if "[" in endpoint or "::" in endpoint:
-            self.socket.setsockopt(zmq.IPV6, 1)
-        try:
-            if self.bound:
-                self.socket.bind(endpoint)
-            else:
-                self.socket.connect(endpoint)
-        except zmq.ZMQError:
-            self.close()
-            raise
-
-    def streams(self) -> list[_Stream]:
-        if self.stream is not None:
-            return [self.stream]
-        return [stream for stream in self.by_topic.values() if stream is not None]
-
-    def close(self) -> None:
-        self.socket.disable_monitor()
-        self.monitor.close(0)
-        self.socket.close(0)
 
 
 class EventFeed:
@@ -137,9 +61,9 @@ class EventFeed:
         self._bell = Bell()
         self._poller.register(self._bell.fd, zmq.POLLIN)
         self._commands: deque[Callable[[], None]] = deque()
-        self._subscriptions: dict[Any, _Subscription] = {}  # SUB and monitor sockets -> their subscription
-        self._dealers: dict[Any, _Stream] = {}
-        self._streams: dict[str, _Stream] = {}
+        self._subscriptions: dict[Any, Subscription] = {}  # SUB and monitor sockets -> their subscription
+        self._dealers: dict[Any, FollowedStream] = {}
+        self._streams: dict[str, FollowedStream] = {}
         self._lock = threading.Lock()
         self._closing = False
         self.ignored_messages = 0
@@ -164,7 +88,7 @@ class EventFeed:
 
         Returns the bound address. Raises zmq.ZMQError if it cannot be bound.
         """
-        subscription = _Subscription(self._context, None, bind=True, hwm=self._hwm)
+        subscription = Subscription(self._context, None, bind=True, hwm=self._hwm)
         subscription.open(endpoint)
         subscription.accept = accept
         self._command(lambda: self._register(subscription))
@@ -229,9 +153,9 @@ class EventFeed:
 
     def _add(self, source: StreamSource) -> None:
         self._remove(source.stream_id)
-        stream = _Stream(source)
+        stream = FollowedStream(source)
         try:
-            subscription = _Subscription(self._context, source.topic, bind=False, hwm=self._hwm)
+            subscription = Subscription(self._context, source.topic, bind=False, hwm=self._hwm)
             subscription.open(source.endpoint)
         except zmq.ZMQError as error:
             reason = f"cannot subscribe to {source.endpoint!r}: {error}"
@@ -244,7 +168,7 @@ class EventFeed:
         if source.endpoint.startswith("inproc://"):  # has no handshake to wait for
             self._connected(stream)
 
-    def _register(self, subscription: _Subscription) -> None:
+    def _register(self, subscription: Subscription) -> None:
         for socket in (subscription.socket, subscription.monitor):
             self._subscriptions[socket] = subscription
             self._poller.register(socket, zmq.POLLIN)
@@ -260,7 +184,7 @@ class EventFeed:
             for topic in [t for t, s in subscription.by_topic.items() if s is stream]:
                 del subscription.by_topic[topic]
 
-    def _unregister(self, subscription: _Subscription) -> None:
+    def _unregister(self, subscription: Subscription) -> None:
         for socket in (subscription.socket, subscription.monitor):
             self._poller.unregister(socket)
             del self._subscriptions[socket]
@@ -273,7 +197,7 @@ class EventFeed:
 
     # Connections
 
-    def _read_monitor(self, subscription: _Subscription) -> bool:
+    def _read_monitor(self, subscription: Subscription) -> bool:
         """Handle what happened to the connections; True where something did."""
         happened = False
         while subscription.monitor.poll(0):
@@ -290,18 +214,18 @@ class EventFeed:
                     self._disconnected(subscription.stream)
         return happened
 
-    def _connected(self, stream: _Stream) -> None:
+    def _connected(self, stream: FollowedStream) -> None:
         self._handler.connection(stream.source.stream_id, True)
         self._perform(stream, stream.state.connected(time.monotonic()))
 
-    def _disconnected(self, stream: _Stream) -> None:
+    def _disconnected(self, stream: FollowedStream) -> None:
         if not stream.state.online:
             return
         self._drop_request(stream)
         self._perform(stream, stream.state.disconnected())
         self._handler.connection(stream.source.stream_id, False)
 
-    def _peer_left(self, subscription: _Subscription, descriptor: int) -> None:
+    def _peer_left(self, subscription: Subscription, descriptor: int) -> None:
         for topic in [t for t, d in subscription.connections.items() if d == descriptor]:
             del subscription.connections[topic]
             stream = subscription.by_topic.get(topic)
@@ -310,7 +234,7 @@ class EventFeed:
 
     # Live messages
 
-    def _read_live(self, subscription: _Subscription) -> None:
+    def _read_live(self, subscription: Subscription) -> None:
         messages: list[list[zmq.Frame]] = []
         for _ in range(LIVE_SLICE):
             try:
@@ -324,14 +248,14 @@ class EventFeed:
         for message in messages:
             self._live_message(subscription, message)
 
-    def _live_message(self, subscription: _Subscription, message: list[zmq.Frame]) -> None:
+    def _live_message(self, subscription: Subscription, message: list[zmq.Frame]) -> None:
         try:
             frame = parse_live([part.bytes for part in message])
         except DecodeError as error:
             for listener in subscription.streams():
                 self._handler.handle(listener.source.stream_id, Malformed(str(error)), b"")
             return
-        stream: _Stream | None = subscription.stream
+        stream: FollowedStream | None = subscription.stream
         if subscription.bound:
             stream = self._stream_of_topic(subscription, frame, int(message[0].get(zmq.SRCFD)))
         if stream is None or (stream.source.topic and stream.source.topic.encode() != frame.topic):
@@ -340,7 +264,7 @@ class EventFeed:
         stream.topic = frame.topic
         self._perform(stream, stream.state.live(frame.seq, frame.payload, time.monotonic()))
 
-    def _stream_of_topic(self, subscription: _Subscription, frame: LiveFrame, descriptor: int) -> _Stream | None:
+    def _stream_of_topic(self, subscription: Subscription, frame: LiveFrame, descriptor: int) -> FollowedStream | None:
         """The stream of a publisher that connected to us; brings it online if this is a new connection."""
         if frame.topic not in subscription.by_topic:
             assert subscription.accept is not None
@@ -349,7 +273,7 @@ class EventFeed:
                 logger.warning("events of unknown topic %r are ignored", frame.topic)
             else:
                 self._remove(source.stream_id)
-                self._streams[source.stream_id] = _Stream(source)
+                self._streams[source.stream_id] = FollowedStream(source)
             subscription.by_topic[frame.topic] = self._streams[source.stream_id] if source else None
         stream = subscription.by_topic[frame.topic]
         if stream is not None and subscription.connections.get(frame.topic) != descriptor:
@@ -360,7 +284,7 @@ class EventFeed:
 
     # Requests
 
-    def _perform(self, stream: _Stream, instructions: list[Instruction]) -> None:
+    def _perform(self, stream: FollowedStream, instructions: list[Instruction]) -> None:
         for instruction in instructions:
             if isinstance(instruction, RequestReplay):
                 self._request(stream, instruction.request_id, instruction.start_seq)
@@ -369,35 +293,28 @@ class EventFeed:
             else:
                 self._handler.handle(stream.source.stream_id, instruction, stream.topic)
 
-    def _request(self, stream: _Stream, request_id: int, start_seq: int) -> None:
+    def _request(self, stream: FollowedStream, request_id: int, start_seq: int) -> None:
         """Ask on a connection of its own, so that late replies to an older request cannot be taken for its."""
         self._drop_request(stream)
         assert stream.source.replay_endpoint is not None
-        dealer: Socket = self._context.socket(zmq.DEALER)
-        dealer.linger = 0
-        dealer.rcvhwm = 0  # vLLM's ROUTER drops what a slow peer does not take
-        if "[" in stream.source.replay_endpoint:
-            dealer.setsockopt(zmq.IPV6, 1)
         try:
-            dealer.connect(stream.source.replay_endpoint)
+            dealer = ask(self._context, stream.source.replay_endpoint, start_seq)
         except zmq.ZMQError as error:
-            dealer.close(0)
             reason = f"cannot ask {stream.source.replay_endpoint!r}: {error}"
             self._perform(stream, stream.state.request_failed(request_id, time.monotonic(), reason))
             return
-        dealer.send_multipart(request_frames(start_seq))
         stream.dealer, stream.request_id = dealer, request_id
         self._dealers[dealer] = stream
         self._poller.register(dealer, zmq.POLLIN)
 
-    def _drop_request(self, stream: _Stream) -> None:
+    def _drop_request(self, stream: FollowedStream) -> None:
         if stream.dealer is not None:
             self._poller.unregister(stream.dealer)
             del self._dealers[stream.dealer]
             stream.dealer.close(0)
             stream.dealer = None
 
-    def _read_replies(self, stream: _Stream) -> None:
+    def _read_replies(self, stream: FollowedStream) -> None:
         dealer, request_id = stream.dealer, stream.request_id
         assert dealer is not None
         for _ in range(REPLY_SLICE):

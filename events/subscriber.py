@@ -13,7 +13,8 @@ from typing import TypeAlias
 
 from events.codec import decode_batch
 from events.errors import DecodeError
-from events.feed import EventFeed, StreamSource
+from events.feed import EventFeed
+from events.feed_sockets import StreamSource
 from events.instructions import Apply, Clear, Gap, Instruction, Malformed, Origin, Restarted, Stale
 from events.stream_memory import digest
 from events.types import DecodedBatch

@@ -1,7 +1,7 @@
 """The worker streams' way into the index: what each stream says is applied, in order, to its holder.
 
-Owns the mapping stream -> holder and the counters of each stream; events/feed.py owns the sockets, the thread and the
-healing. The handler runs on the feed's thread, everything else on the caller's; one lock keeps a stream that was
+Owns which streams are followed, and their records (worker_stream.py); events/feed.py owns the sockets, the thread and
+the healing. The handler runs on the feed's thread, everything else on the caller's; one lock keeps a stream that was
 forgotten from writing into a holder that is gone. A stream id is never used twice, so what was still on its way when
 its stream was replaced is dropped.
 """
@@ -13,24 +13,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from events.feed import EventFeed, StreamSource
+from events.feed import EventFeed
+from events.feed_sockets import StreamSource
 from events.instructions import Apply, Clear, Gap, Instruction, Malformed, Origin, Restarted
 from events.sources import EventSource
-from events.stream import StreamState
 from events.stream_memory import digest
-from events.stream_types import StreamConfig
 from router.view import HolderId, PrefixIndex
+from router.worker_stream import StreamCounters, WorkerStream
 
 log = logging.getLogger("router")
-
-MALFORMED_KEPT = 3
-"""Messages about malformed events kept for `/workers`; all are counted, the first is logged."""
-
 
 SNAPSHOT_VERSION = 2
 
@@ -48,45 +43,6 @@ class PeerSnapshot(msgspec.Struct, array_like=True):
     """Payloads for an index with the same seed."""
 
 
-@dataclass(slots=True)
-class StreamCounters:
-    """What one stream brought since it was first followed; sums go on over reconnects and restarts."""
-
-    batches: int = 0
-    bytes: int = 0
-    stored: int = 0
-    removed: int = 0
-    cleared: int = 0
-    parked: int = 0
-    unknown_removals: int = 0
-    unknown_events: int = 0
-    malformed: int = 0
-    gaps: int = 0
-    restarts: int = 0
-    snapshots: int = 0
-    replayed: int = 0
-
-
-@dataclass(slots=True)
-class _Stream:
-    worker_id: str
-    rank: int
-    source: EventSource
-    holder: HolderId
-    stream_id: str
-    counters: StreamCounters
-    up: bool = False
-    last_seq: int | None = None
-    position: tuple[int, int] | None = None
-    """(seq, digest) of the last batch applied, while the index holds exactly what follows from it."""
-    since: int | None = None
-    """What the index holds follows from this batch and all later ones; 0: it is all that is resident. None: nothing."""
-    last_event_s: float | None = None
-    """Wall clock of the last live batch's arrival."""
-    topic: str = ""
-    problems: list[str] = field(default_factory=list)
-
-
 class IndexFeed:
     """Follows the streams of any number of workers into an index."""
 
@@ -101,9 +57,9 @@ class IndexFeed:
         self._index = index
         self._on_connection = on_connection
         self._lock = threading.Lock()
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, WorkerStream] = {}
         """stream id -> stream."""
-        self._workers: dict[str, list[_Stream]] = {}
+        self._workers: dict[str, list[WorkerStream]] = {}
         self._counters: dict[tuple[str, int], StreamCounters] = {}
         """(worker, rank) -> counters, kept while the worker is followed."""
         self._generation = itertools.count()
@@ -138,7 +94,7 @@ class IndexFeed:
         """
         known = self._workers.get(worker_id, [])
         wanted = list(zip(sources, holders))
-        if len(known) == len(wanted) and all(_same(s, source, h) for s, (source, h) in zip(known, wanted)):
+        if len(known) == len(wanted) and all(s.is_at(source, h) for s, (source, h) in zip(known, wanted)):
             for stream, (source, _) in zip(known, wanted):
                 stream.source = source
                 self._declare(stream)
@@ -224,7 +180,8 @@ class IndexFeed:
     def details(self, worker_id: str) -> dict[str, Any]:
         """What is known of a worker's streams, for `/workers`."""
         states = self._feed.states()
-        return {"streams": [self._row(s, states.get(s.stream_id)) for s in self._workers.get(worker_id, [])]}
+        streams = self._workers.get(worker_id, [])
+        return {"streams": [s.row(states.get(s.stream_id), self._groups(s.holder)) for s in streams]}
 
     def totals(self) -> dict[str, dict[str, int]]:
         """worker -> summed counters over its ranks, for `/metrics`."""
@@ -244,43 +201,28 @@ class IndexFeed:
             s.up and (state := states.get(s.stream_id)) is not None and state.phase.value == "live" for s in streams
         )
 
-    def _row(self, stream: _Stream, state: StreamState | None) -> dict[str, Any]:
+    def _groups(self, holder: HolderId) -> list[dict[str, object]]:
         try:
-            groups = self._index.groups(stream.holder)
+            return self._index.groups(holder)
         except KeyError:
-            groups = []
-        return {
-            "rank": stream.rank,
-            "endpoint": stream.source.endpoint,
-            "replay_endpoint": stream.source.replay_endpoint,
-            "topic": stream.topic,
-            "epoch": stream.source.epoch,
-            "reannounces": stream.source.reannounces,
-            "up": stream.up,
-            "phase": state.phase.value if state is not None else "down",
-            "last_seq": stream.last_seq,
-            "last_event_s": stream.last_event_s,
-            **{name: getattr(stream.counters, name) for name in StreamCounters.__slots__},
-            "problems": list(stream.problems),
-            "groups": groups,
-        }
+            return []
 
     # Changing what is followed -------------------------------------------------------------------------------------
     def _add(
         self, worker_id: str, rank: int, source: EventSource, holder: HolderId, snapshot: PeerSnapshot | None = None
-    ) -> _Stream:
+    ) -> WorkerStream:
         stream_id = f"{worker_id}#{rank}@{next(self._generation)}"
         counters = self._counters.setdefault((worker_id, rank), StreamCounters())
-        stream = _Stream(worker_id, rank, source, holder, stream_id, counters, topic=source.topic)
+        stream = WorkerStream(worker_id, rank, source, holder, stream_id, counters, topic=source.topic)
         self._declare(stream)
         with self._lock:
             self._streams[stream_id] = stream
-        self._feed.add(_stream_source(stream, self._start_from(stream, snapshot)))
+        self._feed.add(stream.address(self._start_from(stream, snapshot)))
         if source.epoch is not None:
             self._feed.epoch(stream_id, source.epoch)
         return stream
 
-    def _start_from(self, stream: _Stream, snapshot: PeerSnapshot | None) -> tuple[int, int] | None:
+    def _start_from(self, stream: WorkerStream, snapshot: PeerSnapshot | None) -> tuple[int, int] | None:
         """Apply a peer's snapshot; the place in the stream that the worker has to confirm, None without one."""
         if snapshot is None:
             return None
@@ -295,7 +237,7 @@ class IndexFeed:
         stream.last_seq, stream.since = snapshot.seq, snapshot.since
         return stream.position
 
-    def _declare(self, stream: _Stream) -> None:
+    def _declare(self, stream: WorkerStream) -> None:
         self._index.set_reannounces(stream.holder, stream.source.reannounces)
         if stream.source.groups:
             self._index.declare_groups(stream.holder, [msgspec.structs.asdict(g) for g in stream.source.groups])
@@ -306,7 +248,7 @@ class IndexFeed:
             with self._lock:
                 self._streams.pop(stream.stream_id, None)
 
-    def _clear(self, stream: _Stream) -> None:
+    def _clear(self, stream: WorkerStream) -> None:
         stream.position = stream.since = None
         try:
             self._index.clear(stream.holder)
@@ -322,7 +264,7 @@ class IndexFeed:
             host = stream.worker_id.rpartition(":")[0]
             if stream.source.topic == topic or (names and names[0] in (stream.worker_id, host)):
                 stream.topic = topic
-                return _stream_source(stream)
+                return stream.address()
         return None
 
     # The feed's thread ---------------------------------------------------------------------------------------------
@@ -350,24 +292,17 @@ class IndexFeed:
                 counters.restarts += 1
                 log.info("worker %s rank %d restarted: %s", stream.worker_id, stream.rank, instruction.reason)
             elif isinstance(instruction, Malformed):
-                self._malformed(stream, instruction.reason)
+                stream.malformed(instruction.reason)
 
-    def _apply(self, stream: _Stream, apply: Apply) -> None:
+    def _apply(self, stream: WorkerStream, apply: Apply) -> None:
         counters = stream.counters
         try:
             report = self._index.ingest(stream.holder, apply.payload)
         except KeyError:
             return  # the worker was removed and its stream is about to be
-        counters.batches += 1
-        counters.bytes += len(apply.payload)
-        counters.stored += report.stored
-        counters.removed += report.removed
-        counters.cleared += report.cleared
-        counters.parked += report.parked
-        counters.unknown_removals += report.unknown_removals
-        counters.unknown_events += report.unknown_events
+        counters.applied(len(apply.payload), report)
         for reason in report.malformed:
-            self._malformed(stream, reason)
+            stream.malformed(reason)
         if apply.origin is Origin.LIVE:
             stream.last_event_s = time.time()
         elif apply.origin is Origin.REPLAY:
@@ -381,32 +316,3 @@ class IndexFeed:
         if apply.seq is not None:
             stream.last_seq = apply.seq
             stream.position = (apply.seq, digest(apply.payload))
-
-    def _malformed(self, stream: _Stream, reason: str) -> None:
-        if stream.counters.malformed == 0:
-            log.warning("worker %s rank %d: malformed event skipped: %s", stream.worker_id, stream.rank, reason)
-        stream.counters.malformed += 1
-        if len(stream.problems) < MALFORMED_KEPT:
-            stream.problems.append(reason)
-
-
-def _same(stream: _Stream, source: EventSource, holder: HolderId) -> bool:
-    old = stream.source
-    return (old.endpoint, old.replay_endpoint, old.topic, stream.holder) == (
-        source.endpoint,
-        source.replay_endpoint,
-        source.topic,
-        holder,
-    )
-
-
-def _stream_source(stream: _Stream, resume: tuple[int, int] | None = None) -> StreamSource:
-    source = stream.source
-    return StreamSource(
-        stream_id=stream.stream_id,
-        endpoint=source.endpoint,
-        replay_endpoint=source.replay_endpoint,
-        topic=source.topic or None,
-        config=StreamConfig(),
-        resume=resume,
-    )

@@ -13,7 +13,7 @@ from events.publisher import EventPublisher
 from events.sources import EventSource, resolve_endpoint
 from events.stream_types import Join, StreamConfig
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from router.feed import IndexFeed, _stream_source
+from router.feed import IndexFeed
 from router.index import ReferenceIndex
 from router.view import HolderId, Scope
 
@@ -285,7 +285,7 @@ class Pair:
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     # Our publisher answers a request for a snapshot whatever it advertises; vLLM's cannot: none is asked for.
-    monkeypatch.setattr("router.feed.StreamConfig", lambda: StreamConfig(join=Join.RING))
+    monkeypatch.setattr("router.worker_stream.StreamConfig", lambda: StreamConfig(join=Join.RING))
     pair = Pair()
     yield pair
     pair.close()
@@ -325,7 +325,7 @@ def test_a_gap_that_replay_does_not_cover_is_filled_by_a_peer(pair: Pair) -> Non
         lost.publish(stored(i, 1))
     until(lambda: pair.tokens()[0] == 36, "the first router has them")
     assert stream.position is not None
-    second._feed.add(_stream_source(stream, stream.position))  # it comes back where it was
+    second._feed.add(stream.address(stream.position))  # it comes back where it was
     until(lambda: second.incomplete("a") == {0: 7}, "the gap cost all that was known")
     snapshot = pair.feeds[0].snapshot("a", 0)
     assert snapshot is not None

@@ -47,7 +47,7 @@ def test_every_metric_is_explained_and_exists(edge: Any, make_post: Any) -> None
 
 
 def test_every_counter_of_event_streams_is_explained() -> None:
-    from router.feed import StreamCounters
+    from router.worker_stream import StreamCounters
 
     row = next(row for row in PAGE.splitlines() if row.startswith("| `events_NAME_total`"))
     for name in StreamCounters.__slots__:
