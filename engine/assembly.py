@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,7 +46,7 @@ CACHE_TOKENS_MAX = 1 << 20
 """Without a flag a small model does not fill that memory: enough is enough."""
 GPU_MEMORY_SHARE = 0.9
 GPU_STEP_BYTES = 1 << 30
-"""Left for a step's activations on a GPU, where they are not measured."""
+"""What a step on a GPU is taken to need where it is not measured: in a dry run."""
 GPU_GRAPH_BYTES = 1 << 29
 """Left for recorded decode steps."""
 
@@ -158,22 +159,12 @@ def _assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None, leade
     spec = model.cache_spec(config.block_size, dtype)
     if not spec.groups:
         raise ConfigError(f"MODEL {name!r}: no attention layer; models of recurrent layers only are not supported")
-    max_model_len = _max_model_len(config, model)
-    step_bytes = GPU_STEP_BYTES
-    if device.type == "cuda" and leader is None:  # ranks would have to compute it together
-
-        def profiled(unit_count: int) -> ModelRunner:
-            return make_runner(
-                replace(config, enforce_eager=True), model, spec, unit_count,
-                dtype=dtype, device=device, max_model_len=max_model_len, eos_token_ids=(),
-            )  # fmt: skip
-
-        tokens = min(config.max_num_batched_tokens, max_model_len)
-        step_bytes = peak_step_bytes(profiled, spec, tokens, config.max_num_seqs, device)
-        log.info("the largest step needs %d MiB besides weights and cache", step_bytes >> 20)
-    unit_count = count_units(config, spec, device, step_bytes)
+    max_model_len = resolve_max_len(config, model)
+    agree = None
     if leader is not None:
-        unit_count = min(unit_count, leader.await_loaded(device))
+        leader.await_loaded(device)
+        agree = leader.smallest
+    unit_count = size_cache(config, model, spec, dtype=dtype, device=device, agree=agree)
     if eos_token_ids is None:
         eos_token_ids = Tokenizer.load(config.tokenizer or folder, cache_bytes=0).eos_token_ids
     cache = KVCache(
@@ -183,7 +174,7 @@ def _assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None, leade
         step_tokens_max=config.max_num_batched_tokens,
     )
     scheduler_config = SchedulerConfig(
-        max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
+        max_num_seqs=sequences_max(config),
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         eos_token_ids=frozenset(eos_token_ids),
@@ -194,6 +185,7 @@ def _assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None, leade
         dtype=dtype, device=device, max_model_len=max_model_len, eos_token_ids=tuple(eos_token_ids),
     )  # fmt: skip
     leading: Runner = runner if leader is None else leader.lead(runner, unit_count, max_model_len)
+    runner.record_decode_steps(sequences_max(config))
     groups = group_infos(spec)
     publisher = None
     if config.kv_events.enabled:
@@ -221,6 +213,50 @@ def _assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None, leade
         default_sampling=_default_sampling(folder) if config.generation_config == "auto" else {},
     )
     return Assembled(core, info, publisher, runner, leader)
+
+
+def sequences_max(config: EngineConfig) -> int:
+    """Most sequences that a step may have."""
+    return min(config.max_num_seqs, config.max_num_batched_tokens)
+
+
+def size_cache(
+    config: EngineConfig,
+    model: CausalLM,
+    spec: CacheSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    agree: Callable[[int, torch.device], int] | None = None,
+) -> int:
+    """Units of the cache that there is memory for, on every rank. Raises ConfigError if there are none.
+
+    `agree`: the smallest number of all ranks, which must all be here together; None: one rank.
+    """
+    step_bytes, max_model_len = 0, resolve_max_len(config, model)
+    if device.type == "cuda":
+
+        def profiled(unit_count: int) -> ModelRunner:
+            return make_runner(
+                replace(config, enforce_eager=True), model, spec, unit_count,
+                dtype=dtype, device=device, max_model_len=max_model_len, eos_token_ids=(),
+            )  # fmt: skip
+
+        tokens = config.max_num_batched_tokens
+        try:
+            step_bytes = peak_step_bytes(profiled, spec, tokens, sequences_max(config), max_model_len, device)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(f"--max-num-batched-tokens {tokens}: no memory for so large a step: {error}") from error
+        log.info("the largest step needs %d MiB besides weights and cache", step_bytes >> 20)
+    try:
+        count = count_units(config, spec, device, step_bytes)
+    except ConfigError:
+        if agree is not None:
+            agree(0, device)  # the others wait for it
+        raise
+    if agree is not None and (count := agree(count, device)) < 1:
+        raise ConfigError("another rank has no memory for the cache: see its log")
+    return count
 
 
 def make_runner(
@@ -298,7 +334,7 @@ def _free_memory(device: torch.device, step_bytes: int) -> int:
     return min(CACHE_BYTES_MAX, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
 
 
-def _max_model_len(config: EngineConfig, model: CausalLM) -> int:
+def resolve_max_len(config: EngineConfig, model: CausalLM) -> int:
     own = model.config.max_positions
     if config.max_model_len is None:
         return own

@@ -21,7 +21,7 @@ from engine.models.layers import LayerState, Step
 from engine.models.rope import RopeTable
 from kernels import Kernels, PagedKV, Ragged
 from kernels.interface import FixedPlans, IntArray
-from kernels.transfer import to_device
+from kernels.transfer import overwrite
 
 log = logging.getLogger(__name__)
 
@@ -34,29 +34,37 @@ Capture = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
 
 
 class CudaCapture:
-    """Records CUDA graphs that share one pool of memory."""
+    """Records CUDA graphs that share one pool of memory, on one stream of their own.
+
+    One stream, because cuBLAS has a workspace (32 MiB on Hopper) for each that it was used on, and recorded products
+    keep its address. Torch frees the workspaces of a stream when any graph that was recorded on it is destroyed, so all
+    graphs are kept, also those whose recording failed, until this object goes.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
-        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
-            run()  # compiles the kernels and makes the libraries' workspaces, which must not happen while recording
-        torch.cuda.current_stream(self._device).wait_stream(side)
+        around = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(around)
         graph = torch.cuda.CUDAGraph()
-        # Thread-local: what another thread does with CUDA (NCCL's watchdog) must not spoil the recording.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out = run()
+        self._graphs.append(graph)
+        with torch.cuda.stream(self._stream):  # and back, which torch forgets where the recording fails
+            run()  # compiles the kernels and makes the libraries' workspaces, which must not happen while recording
+            # Thread-local: what another thread does with CUDA (NCCL's watchdog) must not spoil the recording.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                out = run()
+        around.wait_stream(self._stream)
         return graph.replay, out
 
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    token_ids: torch.Tensor
-    positions: torch.Tensor
+    inputs: torch.Tensor
+    """[2 * size]: token ids, then positions."""
     step: Step
     replay: Replay
     hidden: torch.Tensor
@@ -100,9 +108,7 @@ class DecodeGraphs:
             return None
         inputs = np.zeros((2, size), np.int64)
         inputs[0, :count], inputs[1, :count] = token_ids, batch.positions
-        both = to_device(inputs, recorded.token_ids.device)
-        recorded.token_ids.copy_(both[0])
-        recorded.positions.copy_(both[1])
+        overwrite(recorded.inputs, inputs)
         for plan, table, kv in zip(recorded.step.plans, tables, self._kv, strict=True):
             self._plans.refill_decode_plan(plan, batch, table, kv)
         if units is not None:
@@ -118,7 +124,8 @@ class DecodeGraphs:
 
     def _record(self, size: int) -> _Recorded | None:
         device = self._ops.device
-        token_ids, positions = (torch.zeros(size, dtype=torch.int64, device=device) for _ in range(2))
+        inputs = torch.zeros(2 * size, dtype=torch.int64, device=device)
+        token_ids, positions = inputs[:size], inputs[size:]
         windows = self._model.windows
         step = Step(
             ops=self._ops,
@@ -138,9 +145,10 @@ class DecodeGraphs:
 
         try:
             replay, hidden = self._capture(run)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:  # of CUDA's; also how torch says that there is no memory
             if self._model.shard.size > 1:
                 raise  # the other ranks record it, and would wait for this one
-            log.warning("no memory to record the decode step of %d sequences: it is computed launch by launch", size)
+            why = "no memory" if isinstance(error, torch.OutOfMemoryError) else f"{type(error).__name__}: {error}"
+            log.warning("the decode step of %d sequences is not recorded but computed launch by launch: %s", size, why)
             return None
-        return _Recorded(token_ids, positions, step, replay, hidden)
+        return _Recorded(inputs, step, replay, hidden)

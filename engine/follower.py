@@ -22,14 +22,27 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from engine.assembly import count_units, make_runner, rank_device
+from engine.assembly import make_runner, rank_device, sequences_max, size_cache
 from engine.cache.spec import CacheSpec
 from engine.config import EngineConfig
 from engine.loader import load_model
 from engine.messages import FrameReader, frame
 from engine.models import CausalLM, Shard
 from engine.plans import PlanReader
-from engine.ranks import GRACE_S, LOOPBACK, Load, Loaded, LoadFailed, Order, Reply, Start, add_up, gather, join
+from engine.ranks import (
+    GRACE_S,
+    LOOPBACK,
+    Load,
+    Loaded,
+    LoadFailed,
+    Order,
+    Reply,
+    Start,
+    add_up,
+    gather,
+    join,
+    smallest,
+)
 from engine.runner import ModelRunner
 
 log = logging.getLogger("engine.follower")
@@ -55,7 +68,13 @@ class Follower:
         self.device = rank_device(config, self._shard.rank)
         self._model, self._dtype = load_model(folder, dtype=config.dtype, device=self.device, shard=self._shard)
         self._spec = self._model.cache_spec(config.block_size, self._dtype)
-        return Loaded(count_units(config, self._spec, self.device) if self._spec.groups else 0)
+        return Loaded()
+
+    def size_cache(self) -> None:
+        """With the other ranks; the leader says later what came of it."""
+        assert self._model is not None
+        assert self._spec is not None
+        size_cache(self._config, self._model, self._spec, dtype=self._dtype, device=self.device, agree=smallest)
 
     def obey(self, order: Order) -> None:
         if isinstance(order, Start):
@@ -65,6 +84,7 @@ class Follower:
                 self._config, self._model, self._spec, order.unit_count,
                 dtype=self._dtype, device=self.device, max_model_len=order.max_model_len, eos_token_ids=(),
             )  # fmt: skip
+            self._runner.record_decode_steps(sequences_max(self._config))
             self._plans = PlanReader()
         else:
             assert not isinstance(order, Load)
@@ -95,10 +115,13 @@ def main(fd: int, rank: int, size: int, port: int) -> int:
             logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s %(name)s (rank {rank}): %(message)s")
             reply = _load(follower, order)
             sock.sendall(frame(msgspec.msgpack.encode(reply)))
-            if isinstance(reply, Loaded) and not joined:
+            if isinstance(reply, LoadFailed):
+                continue
+            if not joined:
                 store = TCPStore(LOOPBACK, port, size, is_master=False)
                 join(rank, size, store, follower.device)
                 joined = True
+            follower.size_cache()
     except Exception as error:  # noqa: BLE001 - the last frame of the process; the leader sees it end
         if _hung_up(sock):
             return 0  # the leader is gone, and with it the partner of whatever was under way

@@ -1,12 +1,14 @@
 """What a step needs besides weights and cache, found by computing the largest one before the cache is sized.
 
-The step is one prompt beside as many prompts of one token as there may be sequences, as many tokens together as a step
-may have, over a cache just large enough; all draw a token, with penalties, which need a copy of the logits.
+The step is a prompt (several, where one may not be as long) beside as many prompts of one token as there may be
+sequences, as many tokens together as a step may have, over a cache just large enough; all draw a token, with penalties,
+which need a copy of the logits. With several ranks all of them must measure, since they meet inside the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -15,12 +17,16 @@ from engine.runner import ModelRunner
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
 
 
-def largest_step(spec: CacheSpec, token_count: int, sequences: int = 1) -> tuple[StepPlan, int]:
-    """(a step of so many sequences that computes so many tokens together, the units it needs).
+def largest_step(spec: CacheSpec, token_count: int, sequences: int, length_max: int) -> tuple[StepPlan, int]:
+    """(a step of so many sequences, each of at most so many tokens, that computes so many tokens together; its units).
 
     The short ones share one block of each group and one state: what they compute is of no use to anybody.
     """
-    short = min(sequences, token_count) - 1
+    token_count = min(token_count, sequences * length_max)
+    rest, lengths = token_count, list[int]()
+    while rest > sequences - len(lengths):  # of those that are left each has at least one token
+        lengths.append(min(length_max, rest - (sequences - len(lengths) - 1)))
+        rest -= lengths[-1]
     units = 0
 
     def sequence(length: int, name: str) -> Sequence:
@@ -39,9 +45,9 @@ def largest_step(spec: CacheSpec, token_count: int, sequences: int = 1) -> tuple
             units += 1
         return seq
 
-    seqs = [sequence(token_count - short, "profile")]
-    if short:
-        seqs += [sequence(1, "profile 0")] * short
+    seqs = [sequence(length, f"profile {i}") for i, length in enumerate(lengths)]
+    if rest:
+        seqs += [sequence(1, "profile")] * rest
     chunks = [Chunk(seq, 0, seq.prompt_len, samples=True) for seq in seqs]
     resets = sorted({seq.state_unit for seq in seqs if seq.state_unit is not None})
     return StepPlan(chunks, state_resets=resets), units
@@ -52,17 +58,23 @@ def peak_step_bytes(
     spec: CacheSpec,
     token_count: int,
     sequences: int,
+    length_max: int,
     device: torch.device,
 ) -> int:
     """Most bytes that the largest step holds at one time on a CUDA device. `make_runner`: from a number of units."""
-    plan, units = largest_step(spec, token_count, sequences)
+    plan, units = largest_step(spec, token_count, sequences, length_max)
     runner = make_runner(units)
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    runner.execute(plan)
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
+    peak = peak_bytes(partial(runner.execute, plan), device)
     del runner
     torch.cuda.empty_cache()
     return peak
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Most bytes that are held at one time on a CUDA device while it runs, beyond those that were before."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before

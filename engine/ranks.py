@@ -71,8 +71,7 @@ Order = Load | Start | Planned
 
 # follower -> leader
 class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
-    unit_count: int
-    """Units of the cache that this rank has memory for."""
+    """The ranks meet (once), and size the cache together."""
 
 
 class LoadFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
@@ -112,6 +111,13 @@ def gather(x: torch.Tensor) -> torch.Tensor | None:
     parts = x.new_empty(dist.get_world_size(), *x.shape)
     dist.gather(x, list(parts), dst=0)
     return parts.transpose(0, 1).reshape(x.shape[0], -1)
+
+
+def smallest(count: int, device: torch.device) -> int:
+    """The smallest of the ranks' numbers, on every rank; each waits for the others."""
+    there = torch.tensor(count, dtype=torch.int64, device=device)
+    dist.all_reduce(there, op=dist.ReduceOp.MIN)
+    return int(there.item())
 
 
 class _Follower:
@@ -199,21 +205,22 @@ class Leader:
         """Have the followers load a model, while the caller loads its own part."""
         self.tell(Load(config, str(folder)))
 
-    def await_loaded(self, device: torch.device) -> int:
-        """Wait for the followers and meet them; the units of cache that each of them has memory for.
-
-        Raises RunnerLost, or ValueError with a follower's reason.
-        """
-        counts = []
+    def await_loaded(self, device: torch.device) -> None:
+        """Wait for the followers and meet them. Raises RunnerLost, or ValueError with a follower's reason."""
         for follower in self._followers:
             reply = follower.receive()
             if isinstance(reply, LoadFailed):
                 raise ValueError(f"tensor-parallel rank {follower.rank}: {reply.message}")
-            counts.append(reply.unit_count)
         if not self._joined:
             join(0, self._size, self._store, device)
             self._joined = True
-        return min(counts)
+
+    def smallest(self, count: int, device: torch.device) -> int:
+        """The smallest of the ranks' numbers. Raises RunnerLost if one of them ends instead."""
+        try:
+            return smallest(count, device)
+        except RuntimeError as error:
+            raise self.lost(error) from error
 
     def lead(self, runner: Runner, unit_count: int, max_model_len: int) -> LeadingRunner:
         """A runner of all ranks, from that of rank 0; the followers make theirs."""

@@ -22,6 +22,14 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type != "cpu" else tensor
 
 
+def overwrite(there: torch.Tensor, array: npt.NDArray[Any]) -> None:
+    """Write the array, which is of the same dtype, over the beginning of a flat tensor; the host does not wait."""
+    tensor = torch.from_numpy(array.reshape(-1))
+    if there.device.type != "cpu":
+        tensor = tensor.pin_memory()
+    there[: array.size].copy_(tensor, non_blocking=True)
+
+
 def upload(arrays: list[npt.NDArray[np.int64]], device: torch.device) -> list[torch.Tensor]:
     """The arrays as int32 on the device, flat, in one transfer that the host does not wait for."""
     spans, size = [], 0

@@ -26,7 +26,7 @@ def dot(a, b, acc, PRECISION: tl.constexpr, WIDE: tl.constexpr):
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer_row"])
 def store_kv(
     k_ptr, v_ptr, cache_ptr, slots_ptr, k_token, k_head, v_token, v_head, layer_row,
     DIM: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
@@ -47,7 +47,7 @@ def store_kv(
 
 @triton.jit
 def attend_tile(
-    acc, total, peak, q, cache_ptr, table_ptr, start, end, query_at, offset, layer_row, scale,
+    acc, total, peak, q, cache_ptr, table_ptr, table_block, start, end, query_at, offset, layer_row, scale,
     dim, DIM: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -59,10 +59,10 @@ def attend_tile(
     key_at = start + tl.arange(0, BLOCK_N)
     if MASKED:
         inside = key_at < end
-        entry = tl.load(table_ptr + key_at // BLOCK_SIZE, mask=inside, other=0)
+        entry = tl.load(table_ptr + key_at // BLOCK_SIZE * table_block, mask=inside, other=0)
         loaded = inside[:, None] & (dim < DIM)[None, :]
     else:
-        entry = tl.load(table_ptr + key_at // BLOCK_SIZE)
+        entry = tl.load(table_ptr + key_at // BLOCK_SIZE * table_block)
         loaded = (dim < DIM)[None, :]
     row = (entry + key_at % BLOCK_SIZE + layer_row).to(tl.int64) * ROW + offset
     source = cache_ptr + row[:, None] + dim[None, :]
@@ -84,9 +84,9 @@ def attend_tile(
     return acc, total, new_peak
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_block", "layer_row"])
 def decode_attention(
-    q_ptr, out_ptr, part_ptr, part_scale_ptr, cache_ptr, table_ptr, lens_ptr, q_token, q_head, table_width,
+    q_ptr, out_ptr, part_ptr, part_scale_ptr, cache_ptr, table_ptr, lens_ptr, q_token, q_head, table_block,
     layer_row, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -119,7 +119,7 @@ def decode_attention(
     peak = tl.zeros((BLOCK_M,), tl.float32) - float("inf")
     for at in range(start, end, BLOCK_N):
         acc, total, peak = attend_tile(
-            acc, total, peak, q, cache_ptr, table_ptr + seq * table_width, at, end, query_at, kv_head * DIM, layer_row,
+            acc, total, peak, q, cache_ptr, table_ptr + seq, table_block, at, end, query_at, kv_head * DIM, layer_row,
             scale, dim, DIM, ROW, BLOCK_SIZE, BLOCK_N, WINDOW, True, PRECISION, WIDE,
         )  # fmt: skip
     total = tl.where(total > 0.0, total, 1.0)
@@ -149,10 +149,10 @@ def join_splits(out_ptr, part_ptr, part_scale_ptr, DIM: tl.constexpr, SPLITS: tl
     tl.store(out_ptr + row * DIM + dim, out.to(out_ptr.dtype.element_ty), used)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_block", "layer_row"])
 def prefill_attention(
     q_ptr, out_ptr, cache_ptr, table_ptr, starts_ptr, lens_ptr, tile_seq_ptr, tile_query_ptr, q_token, q_head,
-    table_width, layer_row, scale, heads,
+    table_block, layer_row, scale, heads,
     GROUP: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr,
@@ -182,7 +182,7 @@ def prefill_attention(
     total = tl.zeros((BLOCK_M,), tl.float32)
     peak = tl.zeros((BLOCK_M,), tl.float32) - float("inf")
 
-    table_ptr += seq * table_width
+    table_ptr += seq
     end = before + tl.minimum(query + BLOCK_Q, count)
     masked_from = 0
     if WINDOW > 0:
@@ -191,13 +191,13 @@ def prefill_attention(
         masked_from = (before + query + 1) // BLOCK_N * BLOCK_N
         for at in range(0, masked_from, BLOCK_N):
             acc, total, peak = attend_tile(
-                acc, total, peak, q, cache_ptr, table_ptr, at, end, query_at, kv_head * DIM, layer_row, scale, dim,
-                DIM, ROW, BLOCK_SIZE, BLOCK_N, WINDOW, False, PRECISION, WIDE,
+                acc, total, peak, q, cache_ptr, table_ptr, table_block, at, end, query_at, kv_head * DIM, layer_row,
+                scale, dim, DIM, ROW, BLOCK_SIZE, BLOCK_N, WINDOW, False, PRECISION, WIDE,
             )  # fmt: skip
     for at in range(masked_from, end, BLOCK_N):
         acc, total, peak = attend_tile(
-            acc, total, peak, q, cache_ptr, table_ptr, at, end, query_at, kv_head * DIM, layer_row, scale, dim,
-            DIM, ROW, BLOCK_SIZE, BLOCK_N, WINDOW, True, PRECISION, WIDE,
+            acc, total, peak, q, cache_ptr, table_ptr, table_block, at, end, query_at, kv_head * DIM, layer_row, scale,
+            dim, DIM, ROW, BLOCK_SIZE, BLOCK_N, WINDOW, True, PRECISION, WIDE,
         )  # fmt: skip
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     target = out_ptr + (token[:, None] * heads + head[:, None]) * DIM + dim[None, :]

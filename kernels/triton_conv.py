@@ -80,7 +80,7 @@ def conv_tile(
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_seq"])
 def conv_tails(
     x_ptr, tails_ptr, starts_ptr, units_ptr, x_token, tails_unit, tails_row, channels, first_seq,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,

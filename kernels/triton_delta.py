@@ -118,7 +118,7 @@ def prepare_chunks(
         tl.store(new_v_ptr + place[:, None] * VALUE + dim[None, :], new_v, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_seq"])
 def scan_chunks(
     q_ptr, k_ptr, decay_ptr, new_v_ptr, new_k_ptr, inner_ptr, states_ptr, starts_ptr, units_ptr, out_ptr,
     q_token, q_head, k_token, k_head, states_unit, heads, scale, first_seq,

@@ -132,7 +132,7 @@ class TritonKernels:
             part = torch.empty((count, heads, plan.splits, dim), dtype=torch.float32, device=q.device)
             part_scale = torch.empty((count, heads, plan.splits), dtype=torch.float32, device=q.device)
         attention_kernels.decode_attention[(count, kv.num_kv_heads, plan.splits)](
-            q, out, part, part_scale, kv.buffer, plan.table, plan.lens, q.stride(0), q.stride(1), plan.table.stride(0),
+            q, out, part, part_scale, kv.buffer, plan.table, plan.lens, q.stride(0), q.stride(1), plan.table.shape[1],
             layer_row, scale * LOG2_E,
             GROUP=group, DIM=dim, ROW=kv.row_elems, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
             SPLITS=plan.splits, BLOCK_M=power_of_two(group, 16), BLOCK_N=32 if wide or block_d > 128 else 64,
@@ -154,7 +154,7 @@ class TritonKernels:
         tile_seq, tile_query = plan.tiles(block_m // group)
         attention_kernels.prefill_attention[(tile_seq.shape[0], kv.num_kv_heads)](
             q, out, kv.buffer, plan.table, plan.starts, plan.lens, tile_seq, tile_query, q.stride(0), q.stride(1),
-            plan.table.stride(0), layer_row, scale * LOG2_E, heads,
+            plan.table.shape[1], layer_row, scale * LOG2_E, heads,
             GROUP=group, DIM=dim, ROW=kv.row_elems, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
             BLOCK_Q=block_m // group, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=power_of_two(dim, 16),
             PRECISION=self._precision(q), WIDE=self._interpreted, num_warps=warps, num_stages=stages,

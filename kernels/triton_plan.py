@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kernels.interface import IntArray, PagedKV, Ragged, slot_rows
-from kernels.transfer import upload
+from kernels.transfer import ALIGNED_INTS, overwrite, upload
 
 STATE_CHUNK = 64
 """Tokens of a tile of the recurrent operations."""
@@ -32,7 +32,8 @@ class AttentionPlan:
     lens: torch.Tensor
     """[sequences]: context lengths."""
     table: torch.Tensor
-    """[sequences, width]: row of the first token of each block, K of layer 0."""
+    """[width, sequences]: row of the first token of each block, K of layer 0. Blocks first, so that what a step needs
+    of a table made for longer sequences lies in one piece."""
     batch: Ragged | None
     """None in a fixed plan, which has no prefill."""
     decode_count: int
@@ -40,6 +41,8 @@ class AttentionPlan:
     """Parts that the context of a decoding sequence is cut into."""
     window: int | None
     tiles_by_size: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    refilled: torch.Tensor | None = None
+    """Of a fixed plan: slots, lens and table in one piece."""
 
     def tiles(self, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
         """[tiles] each: sequence and first query in it of each tile of prefill queries; uploaded once a step.
@@ -77,43 +80,51 @@ def plan_attention(
     splits: int,
 ) -> AttentionPlan:
     """The plan of any batch."""
-    width = -(-block_table.shape[1] // 16) * 16  # few widths, so that few kernels are compiled
-    table = np.zeros((len(block_table), width), np.int64)
-    table[:, : block_table.shape[1]] = table_rows(block_table, kv)
-    slots, starts, lens, flat = upload(
-        [slot_rows(batch, block_table, kv), batch.query_starts, batch.context_lens, table], device
-    )
-    return AttentionPlan(slots, starts, lens, flat.view(-1, width), batch, batch.decode_count, splits, window)
+    arrays = [slot_rows(batch, block_table, kv), batch.query_starts, batch.context_lens, table_rows(block_table, kv).T]
+    slots, starts, lens, flat = upload(arrays, device)
+    table = flat.view(-1, len(block_table))
+    return AttentionPlan(slots, starts, lens, table, batch, batch.decode_count, splits, window)
 
 
 def fixed_decode_plan(
     sequences: int, width: int, window: int | None, device: torch.device, splits: int
 ) -> AttentionPlan:
     """A plan of `sequences` decoding sequences of up to `width` blocks, all of them padding until it is refilled."""
-    width = -(-width // 16) * 16
+    lens_at, table_at = _places(sequences)
+    whole = torch.zeros(table_at + width * sequences, dtype=torch.int32, device=device)
+    whole[:sequences] = -1
     return AttentionPlan(
-        slots=torch.full((sequences,), -1, dtype=torch.int32, device=device),
+        slots=whole[:sequences],
         starts=torch.arange(sequences + 1, dtype=torch.int32, device=device),
-        lens=torch.zeros(sequences, dtype=torch.int32, device=device),
-        table=torch.zeros((sequences, width), dtype=torch.int32, device=device),
+        lens=whole[lens_at : lens_at + sequences],
+        table=whole[table_at:].view(width, sequences),
         batch=None,
         decode_count=sequences,
         splits=splits,
         window=window,
+        refilled=whole,
     )
 
 
+def _places(sequences: int) -> tuple[int, int]:
+    """Where lens and table begin in a fixed plan: at multiples of 16 bytes."""
+    step = -(-sequences // ALIGNED_INTS) * ALIGNED_INTS
+    return step, 2 * step
+
+
 def refill_decode_plan(plan: AttentionPlan, batch: Ragged, block_table: IntArray, kv: PagedKV) -> None:
-    """Write a batch of at most as many decoding sequences into a fixed plan; the rest becomes padding."""
+    """Write a batch of at most as many decoding sequences into a fixed plan; the rest becomes padding. One transfer."""
     size, count, width = plan.decode_count, batch.decode_count, block_table.shape[1]
     assert count == len(batch.context_lens) <= size, "only decoding sequences fit a fixed plan"
-    assert width <= plan.table.shape[1], f"{width} blocks in a table of {plan.table.shape[1]}"
-    slots, lens = np.full(size, -1), np.zeros(size, np.int64)
-    slots[:count], lens[:count] = slot_rows(batch, block_table, kv), batch.context_lens
-    new_slots, new_lens, rows = upload([slots, lens, table_rows(block_table, kv)], plan.table.device)
-    plan.slots.copy_(new_slots)
-    plan.lens.copy_(new_lens)
-    plan.table[:count, :width].copy_(rows.view(count, width))
+    assert width <= plan.table.shape[0], f"{width} blocks in a table of {plan.table.shape[0]}"
+    assert plan.refilled is not None, "not a fixed plan"
+    lens_at, table_at = _places(size)
+    new = np.zeros(table_at + width * size, np.int32)
+    new[:count] = slot_rows(batch, block_table, kv)
+    new[count:size] = -1
+    new[lens_at : lens_at + count] = batch.context_lens
+    new[table_at:].reshape(width, size)[:, :count] = table_rows(block_table, kv).T
+    overwrite(plan.refilled, new)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +156,6 @@ def fixed_recurrent_plan(sequences: int, device: torch.device) -> RecurrentPlan:
 
 
 def refill_recurrent_plan(plan: RecurrentPlan, units: IntArray) -> None:
-    padded = np.full(plan.sequences, -1)
+    padded = np.full(plan.sequences, -1, np.int32)
     padded[: len(units)] = units
-    plan.units.copy_(upload([padded], plan.units.device)[0])
+    overwrite(plan.units, padded)

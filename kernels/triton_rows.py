@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_rows(
     x_ptr, other_ptr, weight_ptr, out_ptr, rows, inner, x_outer, x_inner, other_outer, other_inner, weight_inner, eps,
     DIM: tl.constexpr, MODE: tl.constexpr, ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -45,7 +45,7 @@ def norm_rows(
     tl.store(out_ptr + row.to(tl.int64)[:, None] * DIM + dim[None, :], value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rotate_rows(
     x_ptr, cos_ptr, sin_ptr, out_ptr, rows, heads, x_token, x_head, cos_token, sin_token,
     DIM: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr,
@@ -71,7 +71,7 @@ def rotate_rows(
         tl.store(target + rest[None, :], tl.load(source + rest[None, :], mask=mask, other=0.0), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_and_rotate_rows(
     x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, rows, heads, x_token, x_head, weight_head, cos_token, sin_token, eps,
     DIM: tl.constexpr, HALF: tl.constexpr, ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,

@@ -75,7 +75,7 @@ def ssm_scores(
     tl.store(target, scores, mask=real[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_seq"])
 def ssm_chunks(
     x_ptr, dt_ptr, rate_ptr, b_ptr, c_ptr, skip_ptr, states_ptr, scores_ptr, starts_ptr, units_ptr, out_ptr,
     x_token, x_head, b_token, b_group, c_token, c_group, states_unit, heads, first_seq,

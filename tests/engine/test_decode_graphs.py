@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from hand_driver import Driver
 
-from engine.decode_graphs import DecodeGraphs
+from engine.decode_graphs import CudaCapture, DecodeGraphs
 from engine.tiny_model import Recipe, cached_model
 from kernels import select
 from kernels.reference import ReferenceKernels
@@ -68,11 +72,14 @@ def test_recorded_steps_give_the_same_tokens(family):
     assert (capture.recorded, capture.replayed) == (2, 3)  # sizes 4 and 2; the prompts were computed as usual
 
 
-def test_without_memory_to_record_it_is_computed_as_usual():
-    def no_memory(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
-        raise torch.OutOfMemoryError("no memory")
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no memory"), RuntimeError("CUDA error: operation not permitted when capturing")]
+)
+def test_what_cannot_be_recorded_is_computed_as_usual(error: RuntimeError, caplog: pytest.LogCaptureFixture) -> None:
+    def fails(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
+        raise error
 
-    driver = with_graphs(Driver(cached_model(Recipe()), kernels=select(CPU, "triton")), no_memory)
+    driver = with_graphs(Driver(cached_model(Recipe()), kernels=select(CPU, "triton")), fails)
     plain = Driver(cached_model(Recipe()))
     tokens = []
     for d in (driver, plain):
@@ -80,6 +87,94 @@ def test_without_memory_to_record_it_is_computed_as_usual():
         d.run(seq, 3)
         tokens.append(seq.token_ids)
     assert tokens[0] == tokens[1]
+    assert [str(error) in record.getMessage() for record in caplog.records] == [True]  # said once, not each step
+
+
+class FakeCuda:
+    """Streams and graphs as torch has them, without a device: what runs on which stream, and what is destroyed."""
+
+    def __init__(self) -> None:
+        self.current, self.made, self.graphs = "main", 0, weakref.WeakSet[Any]()
+        self.ran: list[tuple[str, bool]] = []
+        """(stream, while recording) of each run."""
+        self.recording = False
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        fake = self
+
+        class Stream:
+            def __init__(self, device: torch.device) -> None:
+                fake.made += 1
+                self.name = f"side {fake.made}"
+
+            def wait_stream(self, other: object) -> None: ...
+
+        class Main(Stream):
+            def __init__(self) -> None:
+                self.name = "main"
+
+        class CUDAGraph:
+            def __init__(self) -> None:
+                fake.graphs.add(self)
+
+            def replay(self) -> None: ...
+
+        @contextmanager
+        def stream(chosen: Stream) -> Iterator[None]:
+            before, fake.current = fake.current, chosen.name
+            try:
+                yield
+            finally:
+                fake.current = before
+
+        class graph:
+            """Which torch leaves on its stream if the recording has failed."""
+
+            def __init__(self, graph: CUDAGraph, *, pool: object, stream: Stream, capture_error_mode: str) -> None:
+                assert capture_error_mode == "thread_local"
+                self.stream = stream
+
+            def __enter__(self) -> None:
+                fake.current, fake.recording = self.stream.name, True
+
+            def __exit__(self, kind: object, *_: object) -> None:
+                fake.recording = False
+                if kind is not None:
+                    raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+        for name, part in {
+            "Stream": Stream, "CUDAGraph": CUDAGraph, "stream": stream, "graph": graph,
+            "graph_pool_handle": lambda: (0, 1), "current_stream": lambda device: Main(),
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, part)
+
+    def run(self) -> torch.Tensor:
+        self.ran.append((self.current, self.recording))
+        return torch.zeros(1)
+
+
+def test_all_is_recorded_on_one_stream_which_is_left_also_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda()
+    fake.install(monkeypatch)
+    capture = CudaCapture(torch.device("cuda"))
+    capture(fake.run)
+
+    def fails() -> torch.Tensor:
+        if fake.recording:
+            raise torch.OutOfMemoryError("no memory")
+        return fake.run()
+
+    with pytest.raises(RuntimeError, match="during capture"):
+        capture(fails)
+    assert fake.current == "main"
+    capture(fake.run)
+    assert fake.ran == [("side 1", recording) for recording in (False, True, False, False, True)]
+    assert fake.made == 1
+    gc.collect()
+    assert len(fake.graphs) == 3  # destroying the failed one would free what the others' products work in
+    del capture
+    gc.collect()
+    assert len(fake.graphs) == 0
 
 
 def test_recording_ahead():

@@ -18,10 +18,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.assembly import make_runner
+from engine import assembly
+from engine.assembly import make_runner, size_cache
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import CacheSpec
-from engine.config import EngineConfig
+from engine.config import ConfigError, EngineConfig
 from engine.core import EngineCore, Runner, RunnerLost
 from engine.loader import load_model
 from engine.models import CausalLM, HfConfig, ModelError, Shard, build_model
@@ -81,7 +82,8 @@ def two_ranks(leader: Leader, folder: Path, config: EngineConfig) -> EngineCore:
     leader.load(config, folder)
     model, dtype = load_model(folder, dtype=config.dtype, shard=leader.shard)
     spec = model.cache_spec(BLOCK_SIZE, dtype)
-    assert leader.await_loaded(CPU) == UNITS
+    leader.await_loaded(CPU)
+    assert size_cache(config, model, spec, dtype=dtype, device=CPU, agree=leader.smallest) == UNITS
     return make_core(model, spec, leader.lead(runner_of(model, spec, config, dtype), UNITS, 256))
 
 
@@ -205,6 +207,25 @@ def test_bf16(leader: Leader) -> None:
     answers(two_ranks(leader, folder, config), rounds)
 
 
+@pytest.mark.parametrize(("ours", "agreed"), [(UNITS - 5, UNITS - 5), (UNITS + 5, UNITS)])
+def test_the_rank_with_least_memory_sizes_the_cache(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch, ours: int, agreed: int
+) -> None:
+    monkeypatch.setattr(assembly, "count_units", lambda *_: ours)  # of this process; the other counts UNITS
+    assert shared_size(leader) == agreed
+
+
+def shared_size(leader: Leader) -> int:
+    """What two ranks make of a model that both have just loaded."""
+    folder = cached_model(MODELS["qwen3"])
+    config = engine_config(folder)
+    leader.load(config, folder)
+    model, dtype = load_model(folder, dtype=config.dtype, shard=leader.shard)
+    leader.await_loaded(CPU)
+    spec = model.cache_spec(BLOCK_SIZE, dtype)
+    return size_cache(config, model, spec, dtype=dtype, device=CPU, agree=leader.smallest)
+
+
 def test_a_model_that_a_follower_cannot_load(leader: Leader, tmp_path: Path) -> None:
     leader.load(EngineConfig(), tmp_path / "nothing")
     with pytest.raises(ValueError, match=r"rank 1: .*nothing.*no such file"):
@@ -307,3 +328,19 @@ def test_a_rank_that_dies_ends_the_engine(leader: Leader) -> None:
     with pytest.raises(RunnerLost, match=rf"rank 1 \(process {pid}\) was killed by SIGKILL"):
         core.step(0.0)
     assert told == []  # the step has said it
+
+
+def test_a_rank_without_memory_for_the_cache_holds_up_nobody(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
+    def count_units(*_: object) -> int:
+        raise ConfigError("the free memory: 5 bytes hold no unit of the cache")
+
+    monkeypatch.setattr(assembly, "count_units", count_units)
+    leader.close()  # of a process's leaders one at a time
+    leader = Leader(2)
+    try:
+        with pytest.raises(ConfigError, match="5 bytes"):
+            shared_size(leader)
+        (follower,) = leader._followers
+        assert follower.process.wait(10) == 1  # it was told, and ends by itself
+    finally:
+        leader.close()
