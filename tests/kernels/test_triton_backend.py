@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import sys
@@ -249,3 +250,66 @@ def test_the_interpreter_is_asked_for(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match="attention backend 'triton' on device cpu: expected a CUDA device"):
         select("cpu", "triton")
+
+
+def reserved(elems: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros of which only what is touched takes memory."""
+    if not INTERPRETED:
+        return torch.zeros(elems, dtype=dtype)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    return torch.frombuffer(mmap.mmap(-1, elems * dtype.itemsize, flags=flags), dtype=dtype)
+
+
+FAR = 2**31
+"""Elements before those that are used: more than 32-bit offsets reach."""
+
+
+def test_keys_and_values_far_into_a_large_pool(rng):
+    ops, exact = select(DEVICE, "triton"), ReferenceKernels(DEVICE)
+    unit = 2 * 16 * 2 * 16
+    near = PagedKV(torch.randn(8 * unit).bfloat16(), unit, 1, 16, 1, 2, 16)
+    buffer = reserved(FAR + 8 * unit, torch.bfloat16)
+    buffer[FAR:] = near.buffer
+    far, table = PagedKV(buffer, unit, 1, 16, 1, 2, 16), np.array([[5, 3, 0], [1, 6, 7]])
+    batch = Ragged.of([40, 20], [41, 48])  # one decodes, one is a prompt
+    q, k, v = torch.randn(29, 4, 16), torch.randn(29, 2, 16), torch.randn(29, 2, 16)
+    plan = exact.plan_attention(batch, table, twin(near), None)
+    expected = exact.attention(q.double(), k.double(), v.double(), twin(near), 0, plan, 0.25)
+    plan = ops.plan_attention(batch, table + FAR // unit, far, None)
+    found = ops.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), far, 0, plan, 0.25)
+    assert relative_error(found, expected) < 1e-2
+    slots = [table[0, 2] * 32 + 8, table[1, 1] * 32 + 4]  # of the first key that each sequence stored
+    for at, token in zip(slots, (0, 1), strict=True):
+        assert torch.equal(far.rows()[FAR // 32 + at], k[token].bfloat16().view(-1))
+
+
+def test_states_far_into_a_large_pool(rng):
+    ops = select(DEVICE, "triton")
+    batch, units = Ragged.of([5, 0], [6, 70]), np.array([1, 2])
+    tokens, stride = 71, 2**29
+    inputs = {
+        "x": torch.randn(tokens, 20), "weight": torch.randn(20, 4), "heads": torch.randn(tokens, 2, 16),
+        "values": torch.randn(tokens, 2, 8), "gates": torch.rand(tokens, 2), "b": torch.randn(tokens, 1, 16),
+        "rates": -torch.rand(2),
+    }  # fmt: skip
+    answers = []
+    for apart in (False, True):
+        torch.manual_seed(0)
+        results = []
+        for shape in ((3, 20), (2, 16, 8), (2, 8, 16)):
+            start = torch.randn(2, *shape)
+            if apart:  # the second unit begins 2**32 bytes, the third 2**31 elements after the first
+                memory = reserved(4 * stride + 1024, torch.float32)
+                states = memory.as_strided((5, *shape), (stride, *start.stride()[1:]))[::2]
+            else:
+                states = torch.zeros(3, *shape)
+            states[1:] = start
+            results.append(states)
+        tails, delta, ssm = results
+        plan, i = ops.plan_state(batch, units), inputs
+        results.append(ops.causal_conv(i["x"], i["weight"], None, tails, plan, True))
+        results.append(ops.gated_delta(i["heads"], i["heads"], i["values"], -i["gates"], i["gates"], delta, plan))
+        results.append(ops.state_space(i["values"], i["gates"], i["rates"], i["b"], i["b"], i["rates"], ssm, plan))
+        answers.append([result.clone() for result in results])
+    for near, far in zip(*answers, strict=True):
+        assert torch.equal(near, far)
