@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -52,7 +52,8 @@ class _Sample:
     token_ids: Sequence[int]
 
 
-class _Row(NamedTuple):
+@dataclass(slots=True)
+class _Row:
     """What is kept of a request that ended; written out when a viewer is told."""
 
     trace_id: bytes

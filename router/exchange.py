@@ -15,7 +15,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from router.http_headers import HOP_BY_HOP, dropping
+from router.http_headers import HOP_BY_HOP, Dropping
 from router.http_request import Request
 from router.http_response import LengthBody, ResponseHead, UpstreamProtocolError
 from router.messages import Decision, FailureKind, Instruction, Refuse, RouteRequest, Usage, WorkerLost
@@ -33,9 +33,9 @@ PROGRESS_EVERY = 32
 """Chunks of a stream between two reports of progress to the core."""
 
 _NOT_FORWARDED = (*HOP_BY_HOP, b"host", b"content-length", b"expect", b"x-request-id", b"x-data-parallel-rank")
-_DROPPED = dropping(_NOT_FORWARDED)
-_DROPPED_WITH_KEY = dropping((*_NOT_FORWARDED, b"authorization"))
-_NOT_RETURNED = dropping((*HOP_BY_HOP, b"x-request-id", b"x-blockcast-worker", b"x-blockcast-predicted-cached-tokens"))
+_DROPPED = Dropping(_NOT_FORWARDED)
+_DROPPED_WITH_KEY = Dropping((*_NOT_FORWARDED, b"authorization"))
+_NOT_RETURNED = Dropping((*HOP_BY_HOP, b"x-request-id", b"x-blockcast-worker", b"x-blockcast-predicted-cached-tokens"))
 
 
 @dataclass(frozen=True, slots=True)

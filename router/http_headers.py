@@ -6,6 +6,7 @@ Invariant: a block is a sequence of `name:value CRLF` lines that match `LINES`, 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable
 from typing import Generic, TypeVar
@@ -40,7 +41,7 @@ class HeaderBlock:
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
         self._values: dict[bytes, bytes | None] = {}
-        self._kept: dict[re.Pattern[bytes], bytes] = {}
+        self._kept: dict[int, bytes] = {}
         self._lower = b"\n" + raw.lower()  # so that every line starts after a line feed
 
     @classmethod
@@ -75,23 +76,35 @@ class HeaderBlock:
             at = self._lower.find(start_of_line, start)
         return found
 
-    def without(self, dropped: re.Pattern[bytes]) -> bytes:
-        """The lines that `dropped` (see `dropping`) does not name, nor a `Connection` header here."""
-        known = self._kept.get(dropped)
+    def without(self, dropped: Dropping) -> bytes:
+        """The lines that `dropped` does not name, nor a `Connection` header here."""
+        known = self._kept.get(dropped.key)
         if known is not None:
             return known
-        kept = dropped.sub(b"", self.raw)
+        kept = dropped.pattern.sub(b"", self.raw)
         connection = self.get(b"connection")
         if connection is not None and (connection.lower() not in _PLAIN_OPTIONS or len(self.all(b"connection")) > 1):
             values = b",".join(self.all(b"connection")).lower().split(b",")
             options = {value.strip(b" \t") for value in values} - _PLAIN_OPTIONS - _NEVER_DROPPED
             if options:
-                kept = dropping(options).sub(b"", kept)
-        self._kept[dropped] = kept
+                kept = _lines_of(options).sub(b"", kept)
+        self._kept[dropped.key] = kept
         return kept
 
 
-def dropping(names: Iterable[bytes]) -> re.Pattern[bytes]:
+class Dropping:
+    """Names of headers that are not passed on. Make few, once: every block remembers what is left of it for each."""
+
+    __slots__ = ("key", "pattern")
+    _made = itertools.count()
+
+    def __init__(self, names: Iterable[bytes]) -> None:
+        self.key = next(Dropping._made)
+        """Stands for this object in a block's memory: a pattern's hash is computed anew each time."""
+        self.pattern = _lines_of(names)
+
+
+def _lines_of(names: Iterable[bytes]) -> re.Pattern[bytes]:
     """A pattern of the lines whose header is one of `names`."""
     return re.compile(rb"(?mi)^(?:" + b"|".join(re.escape(name) for name in sorted(names)) + rb"):[^\n]*\n")
 
@@ -118,13 +131,27 @@ class Template(Generic[T]):
 
     def match(self, data: bytes) -> tuple[int, int | None] | None:
         """(where the head of `data` ends, its content-length) if it is the same head, else None."""
-        if not data.startswith(self._prefix):
+        prefix, suffix = self._prefix, self._suffix
+        at = len(prefix)
+        if data[:at] != prefix:
             return None
-        at = len(self._prefix)
-        if self._suffix is None:
+        if suffix is None:
             return at, None
-        end = data.find(b"\r", at, at + 16)
-        digits = data[at:end]
-        if end < 0 or not digits.isdigit() or not data.startswith(self._suffix, end):
+        end, length = number_at(data, at)
+        after = end + len(suffix)
+        if end == at or data[end:after] != suffix:
             return None
-        return end + len(self._suffix), int(digits)
+        return after, length
+
+
+def number_at(data: bytes, at: int) -> tuple[int, int]:
+    """(where it ends, its value) of the decimal number of up to 15 digits at `at`; (at, 0) where there is none."""
+    end, value = at, 0
+    stop = min(len(data), at + 15)
+    while end < stop:
+        digit = data[end] - 48
+        if digit < 0 or digit > 9:
+            break
+        value = value * 10 + digit
+        end += 1
+    return end, value

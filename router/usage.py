@@ -4,20 +4,51 @@ from __future__ import annotations
 
 import re
 
+from router.http_headers import number_at
 from router.messages import Usage
 
 # A quotation mark inside a JSON string is escaped, so generated text can never look like this key.
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
-_USAGE_FIELDS = re.compile(rb'"(prompt_tokens|completion_tokens|cached_tokens)"\s*:\s*(\d{1,9})\s*[,}]')
+_SPACE = frozenset(b" \t\r\n")
 
 
 def find_usage(tail: bytes) -> Usage | None:
     """The last `usage` object that begins in `tail`, the end of an answer; None where there is none."""
     at = tail.rfind(b'"usage"')
     while at >= 0:
-        begin = _USAGE.match(tail, at)
-        if begin is not None:
-            found = {name: int(value) for name, value in _USAGE_FIELDS.findall(tail, begin.end())}
-            return Usage(found.get(b"prompt_tokens"), found.get(b"cached_tokens"), found.get(b"completion_tokens"))
-        at = tail.rfind(b'"usage"', 0, at)
+        begin = at + 9
+        if tail[at + 7 : begin] != b":{":
+            found = _USAGE.match(tail, at)
+            if found is None:
+                at = tail.rfind(b'"usage"', 0, at)
+                continue
+            begin = found.end()
+        return Usage(
+            _count(tail, begin, b'"prompt_tokens"'),
+            _count(tail, begin, b'"cached_tokens"'),
+            _count(tail, begin, b'"completion_tokens"'),
+        )
     return None
+
+
+def _count(tail: bytes, at: int, key: bytes) -> int | None:
+    """The whole number that `key` has after `at`; None where it has none, or where `tail` may have cut it off."""
+    at = tail.find(key, at)
+    if at < 0:
+        return None
+    at = _skip(tail, at + len(key))
+    if at >= len(tail) or tail[at] != 58:  # a colon
+        return None
+    at = _skip(tail, at + 1)
+    end, value = number_at(tail, at)
+    after = _skip(tail, end)
+    if end == at or after >= len(tail) or tail[after] not in b",}":
+        return None
+    return value
+
+
+def _skip(tail: bytes, at: int) -> int:
+    """Where the white space at `at` ends."""
+    while at < len(tail) and tail[at] in _SPACE:
+        at += 1
+    return at

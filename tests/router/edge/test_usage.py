@@ -1,0 +1,53 @@
+"""Usage is what a JSON reader would find, in any layout, and is never taken from generated text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.messages import Usage
+from router.usage import find_usage
+
+counts = st.integers(min_value=0, max_value=10**9) | st.none()
+
+
+@st.composite
+def usages(draw: Any) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for name in draw(st.permutations(["prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"])):
+        if draw(st.booleans()):
+            continue
+        details = {"audio_tokens": draw(counts), "cached_tokens": draw(counts)}
+        value[name] = details if name.endswith("details") else draw(counts)
+    return value
+
+
+def encode(value: Any, draw: Any) -> bytes:
+    separators = draw(st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", "\t: ")]))
+    return json.dumps(value, separators=separators, indent=draw(st.sampled_from([None, 2]))).encode()
+
+
+@given(st.data())
+def test_it_is_what_a_json_reader_finds(data: st.DataObject) -> None:
+    usage = data.draw(usages())
+    text = data.draw(st.sampled_from(["plain", '"usage":{"prompt_tokens":1}', 'say "usage": {"prompt_tokens": 5}']))
+    before = {"choices": [{"message": {"content": text}}], "usage": None}
+    after = data.draw(st.sampled_from([{}, {"usage": None}, {"note": text}]))
+    tail = encode(before, data.draw) + b"\n\ndata: " + encode({"id": text, "usage": usage}, data.draw)
+    tail += b"\n\ndata: " + encode(after, data.draw)
+    details = usage.get("prompt_tokens_details") or {}
+    expected = Usage(usage.get("prompt_tokens"), details.get("cached_tokens"), usage.get("completion_tokens"))
+    assert find_usage(tail) == expected
+
+
+def test_there_is_none_without_an_object() -> None:
+    assert find_usage(b"") is None
+    assert find_usage(b'{"usage":null}') is None
+    assert find_usage(b'{"usage" :3,"x":{"prompt_tokens":4}}') is None
+
+
+def test_a_number_that_the_end_may_have_cut_off_is_not_believed() -> None:
+    assert find_usage(b'{"usage":{"prompt_tokens":12') == Usage(None, None, None)
