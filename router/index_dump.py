@@ -16,7 +16,9 @@ from typing import Any
 import msgspec
 
 from router.digest import Digester
-from router.index_holder import Group, Holder, tier_index
+from router.index_events import tier_index
+from router.index_groups import Group
+from router.index_holder import Holder
 from router.view import TIERS, IngestReport
 
 BLOCKS_PER_CHUNK = 4_096

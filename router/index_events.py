@@ -1,6 +1,6 @@
-"""How to read one stored event: is it well-formed, is it dense, and what in it besides tokens tells prompts apart.
+"""How to read one event: is it well-formed and dense, which tier is it about, what besides tokens tells prompts apart.
 
-Owns the conventions of vLLM and SGLang for LoRA names, salts and media keys. Refuses to know names and holders.
+Owns the conventions of vLLM and SGLang for tiers, LoRA names, salts and media keys. Refuses to know names and holders.
 """
 
 from __future__ import annotations
@@ -9,11 +9,22 @@ from typing import Any
 
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from router.digest import Digester
+from router.view import CPU, GPU, REMOTE, STORAGE, TIERS
 
 BLOCK_SIZE_MAX = (1 << 24) - 1
 TOKEN_ID_END = 1 << 32
 INT64_END = 1 << 63
 
+_TIER_OF_MEDIUM = {
+    None: GPU,
+    "GPU": GPU,
+    "CPU": CPU,
+    "CPU_PINNED": CPU,
+    "DISK": STORAGE,
+    "STORAGE": STORAGE,
+    "EXTERNAL": REMOTE,
+    "REMOTE": REMOTE,
+}
 _SIGNED: dict[type, tuple[str, ...]] = {
     BlockStored: ("lora_id", "group_idx", "kv_cache_spec_sliding_window"),
     BlockRemoved: ("group_idx",),
@@ -46,6 +57,11 @@ def check_event(event: Event) -> str | None:
 def is_dense(event: BlockStored) -> bool:
     """Hash i belongs to tokens [i * block_size, (i + 1) * block_size)."""
     return bool(event.block_hashes) and len(event.token_ids) == len(event.block_hashes) * event.block_size
+
+
+def tier_index(medium: str | None) -> int:
+    """Index into TIERS. A medium nobody has heard of counts as the slowest."""
+    return TIERS.index(_TIER_OF_MEDIUM.get(medium if medium is None else medium.upper(), REMOTE))
 
 
 def lora_of(event: BlockStored) -> str | None:

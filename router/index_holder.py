@@ -15,34 +15,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from events.types import FULL_ATTENTION_KINDS, AllBlocksCleared, BlockName, BlockRemoved, BlockStored, Event
+from events.types import AllBlocksCleared, BlockName, BlockRemoved, BlockStored, Event
 from router.digest import Digester
-from router.index_events import is_dense, lora_of, media_of, salt_of_first
+from router.index_events import is_dense, lora_of, media_of, salt_of_first, tier_index
+from router.index_groups import Group, GroupKey
 from router.index_parking import ParkedRun, Parking, Slot
-from router.view import CPU, GPU, REMOTE, SILENT_AFTER_STORES, STORAGE, TIERS, HolderId, IngestReport
+from router.view import SILENT_AFTER_STORES, HolderId, IngestReport
 
-GroupKey = int | None
-"""`group_idx`; None for engines that announce no groups."""
 Block = tuple[int, int]
 """(digest of the prefix that ends with the block, tokens in the block)."""
-
-_TIER_OF_MEDIUM = {
-    None: GPU,
-    "GPU": GPU,
-    "CPU": CPU,
-    "CPU_PINNED": CPU,
-    "DISK": STORAGE,
-    "STORAGE": STORAGE,
-    "EXTERNAL": REMOTE,
-    "REMOTE": REMOTE,
-}
-_IGNORED_KINDS = frozenset({"encoder_only_attention", "cross_attention"})
-_WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
-
-
-def tier_index(medium: str | None) -> int:
-    """Index into TIERS. A medium nobody has heard of counts as the slowest."""
-    return TIERS.index(_TIER_OF_MEDIUM.get(medium if medium is None else medium.upper(), REMOTE))
 
 
 class DumpGroup(Protocol):
@@ -74,40 +55,6 @@ class Held:
 class Name:
     place: Place
     held: dict[Slot, Held] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Group:
-    """One KV cache group of the holder. See `role` for what it demands of a prefix."""
-
-    key: GroupKey
-    kind: str | None = None
-    block_size: int | None = None
-    window: int | None = None
-    declared: bool = False
-    heard: bool = False
-    sparse: bool = False
-    """It has announced fewer hashes than blocks: it does not keep a block at every boundary."""
-    lengths: Counter[int] = field(default_factory=Counter)
-    """Names held by block length, over all tiers."""
-
-    @property
-    def role(self) -> str:
-        """`full`, `window`, `chunk`, `state` or `ignored`. A window or chunk of unknown size is taken as full."""
-        if self.kind in _IGNORED_KINDS:
-            return "ignored"
-        if self.kind == "mamba":
-            return "state"
-        if self.window is not None and self.kind in _WINDOW_KINDS:
-            return "window"
-        if self.window is not None and self.kind == "chunked_local_attention":
-            return "chunk"
-        return "full"
-
-    @property
-    def teaches(self) -> bool:
-        """Full attention spells out every name; other groups may leave it to do so."""
-        return self.kind is None or self.kind in FULL_ATTENTION_KINDS
 
 
 class Holder:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from router.index_holder import Group, Holder
+from router.index_groups import Group
+from router.index_holder import Holder
 from router.view import TIERS, Match
 
 DEFAULT_CUT = 16

@@ -3,52 +3,13 @@
 #include <algorithm>
 #include <cctype>
 
+#include "event_fields.hpp"
+
 namespace blockcast {
 
 namespace {
 
-constexpr std::size_t kBlockSizeMax = (1u << 24) - 1;
 constexpr std::size_t kTextsMax = 1024;  // reserved, so that views of earlier texts stay valid
-
-enum class Field : u8 {
-    BlockHashes, Parent, TokenIds, BlockSize, LoraId, Medium, LoraName, ExtraKeys, GroupIdx, Kind, Window,
-    CacheSalt, Ignored,
-};
-constexpr const char* kFieldNames[] = {
-    "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
-    "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "cache_salt",
-};
-
-// Fields in the order of positional events.
-constexpr Field kStoredOrder[] = {
-    Field::BlockHashes, Field::Parent, Field::TokenIds, Field::BlockSize, Field::LoraId, Field::Medium,
-    Field::LoraName, Field::ExtraKeys, Field::GroupIdx, Field::Kind, Field::Window,
-    Field::Ignored /* locality */, Field::Ignored /* ownership */, Field::Ignored /* session_id */,
-    Field::Ignored /* lookahead_token_ids */, Field::CacheSalt,
-};
-constexpr Field kRemovedOrder[] = {Field::BlockHashes, Field::Medium, Field::GroupIdx};
-
-// `text == literal`, with the length known to the compiler: no call.
-template <std::size_t N>
-bool is(std::string_view text, const char (&literal)[N]) {
-    return text.size() == N - 1 && std::memcmp(text.data(), literal, N - 1) == 0;
-}
-
-Field field_named(std::string_view name) {
-    switch (name.size()) {
-        case 6: return is(name, "medium") ? Field::Medium : Field::Ignored;
-        case 7: return is(name, "lora_id") ? Field::LoraId : Field::Ignored;
-        case 9: return is(name, "token_ids") ? Field::TokenIds : is(name, "lora_name") ? Field::LoraName
-                     : is(name, "group_idx") ? Field::GroupIdx : Field::Ignored;
-        case 10: return is(name, "block_size") ? Field::BlockSize : is(name, "extra_keys") ? Field::ExtraKeys
-                      : is(name, "cache_salt") ? Field::CacheSalt : Field::Ignored;
-        case 12: return is(name, "block_hashes") ? Field::BlockHashes : Field::Ignored;
-        case 17: return is(name, "parent_block_hash") ? Field::Parent : Field::Ignored;
-        case 18: return is(name, "kv_cache_spec_kind") ? Field::Kind : Field::Ignored;
-        case 28: return is(name, "kv_cache_spec_sliding_window") ? Field::Window : Field::Ignored;
-        default: return Field::Ignored;
-    }
-}
 
 // A raw extra key, kept until the event's LoRA name is known: fields of a map come in any order.
 struct RawExtra {
@@ -113,7 +74,7 @@ private:
             for (std::size_t i = 0; i < count; ++i) {
                 const std::string_view name = reader_.str();
                 if (kind_ == Kind::Digests) {
-                    digests_field(name);
+                    seen_names_ |= digests_field(reader_, name, digests_);
                 } else {
                     field(named(name));
                 }
@@ -179,19 +140,19 @@ private:
                 break;
             case Field::TokenIds: tokens(); break;
             case Field::BlockSize: block_size(); break;
-            case Field::LoraId: lora_id_ = optional_int(); break;
-            case Field::Medium: medium_ = optional_str(); break;
-            case Field::LoraName: stored_.lora = optional_str(); break;
+            case Field::LoraId: lora_id_ = optional_int(reader_); break;
+            case Field::Medium: medium_ = optional_str(reader_); break;
+            case Field::LoraName: stored_.lora = optional_str(reader_); break;
             case Field::ExtraKeys: extra_keys(); break;
-            case Field::GroupIdx: stored_.group = optional_int(); break;
-            case Field::Kind: stored_.kind = optional_str(); break;
+            case Field::GroupIdx: stored_.group = optional_int(reader_); break;
+            case Field::Kind: stored_.kind = optional_str(reader_); break;
             case Field::Window: {
-                const std::optional<std::int64_t> window = optional_int();
+                const std::optional<std::int64_t> window = optional_int(reader_);
                 stored_.window.reset();
                 if (window && *window > 0) stored_.window = static_cast<u64>(*window);
                 break;
             }
-            case Field::CacheSalt: stored_.salt = optional_str(); break;
+            case Field::CacheSalt: stored_.salt = optional_str(reader_); break;
             case Field::Ignored: reader_.skip(); break;
         }
         at_ = Field::Ignored;
@@ -247,18 +208,6 @@ private:
         }
         stored_.block_size = static_cast<u32>(value.bits);
         seen_size_ = true;
-    }
-
-    std::optional<std::int64_t> optional_int() {
-        if (reader_.take_nil()) return std::nullopt;
-        const Reader::Int value = reader_.integer();
-        if (!value.negative && value.bits >> 63 != 0) throw Mismatch("expected an int less than 2^63");
-        return static_cast<std::int64_t>(value.bits);
-    }
-
-    Text optional_str() {
-        if (reader_.take_nil()) return std::nullopt;
-        return reader_.text();
     }
 
     void extra_keys() {
@@ -346,51 +295,6 @@ private:
         }
         stored_.extras.count = batch_.extras.size() - stored_.extras.begin;
         reader_.seek(resume);
-    }
-
-    void digests_field(std::string_view name) {
-        if (name == "fingerprint") {
-            digests_.fingerprint = reader_.integer().bits;
-        } else if (name == "medium") {
-            digests_.tier = tier_of(optional_str());
-        } else if (name == "group") {
-            digests_group();
-        } else if (name == "blocks") {
-            const std::size_t count = reader_.array();
-            for (std::size_t i = 0; i < count; ++i) {
-                if (reader_.array() != 5) throw Mismatch("BlockDigests.blocks: expected rows of 5 ints");
-                u64 row[5];
-                for (u64& value : row) value = reader_.integer().bits;
-                if (row[1] >= kPrime || row[2] >> 32 != 0 || row[3] == 0 || row[3] > kBlockSizeMax || row[4] == 0 ||
-                    row[4] > 1u << 20) {
-                    throw Mismatch("BlockDigests.blocks: a row is out of range");
-                }
-                digests_.rows.push_back(DigestRow{row[0], row[1], row[2], row[3], row[4]});
-            }
-            seen_names_ = true;
-        } else {
-            reader_.skip();
-        }
-    }
-
-    void digests_group() {
-        const std::size_t count = reader_.map();
-        for (std::size_t i = 0; i < count; ++i) {
-            const std::string_view name = reader_.str();
-            if (name == "group_idx") {
-                digests_.group = optional_int();
-            } else if (name == "kind") {
-                digests_.kind = optional_str();
-            } else if (name == "block_size" || name == "sliding_window") {
-                const std::optional<std::int64_t> value = optional_int();
-                (name == "block_size" ? digests_.block_size : digests_.window) = value;
-            } else if (name == "sparse") {
-                digests_.sparse = reader_.peek() == Type::Bool && *reader_.position() == 0xc3;
-                reader_.skip();
-            } else {
-                reader_.skip();
-            }
-        }
     }
 
     Reader reader_;

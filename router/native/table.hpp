@@ -1,6 +1,6 @@
-// A hash table that grows without a pause, and a pool whose items never move. Sources: extendible hashing (Fagin et
-// al., 1979) over small segments, as in CCEH (Nam et al., FAST 2019); chunks of slots with a tag byte each and a count of
-// what overflowed them, as in F14 (Bronson and Shi, 2019), so that deleting leaves no tombstones.
+// A hash table that grows without a pause. Sources: extendible hashing (Fagin et al., 1979) over small segments, as in
+// CCEH (Nam et al., FAST 2019); chunks of slots with a tag byte each and a count of what overflowed them, as in F14
+// (Bronson and Shi, 2019), so that deleting leaves no tombstones.
 //
 // A directory of 2^depth segment numbers is indexed by the top bits of a 32-bit hash. A segment that fills grows from three
 // pages to kPagesMax (a new table: by one page), then splits in two: the most work one insertion can cause is to move the
@@ -13,70 +13,18 @@
 // that it passed counts it in `overflow` (saturating at 255, where it stays until the segment is rebuilt).
 #pragma once
 
-#include <algorithm>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <new>
 #include <stdexcept>
 #include <utility>
 #include <vector>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
 
-#include "digest.hpp"
+#include "pages.hpp"
 
 namespace blockcast {
-
-// Asks the system to map what is about to be filled: one call for many pages instead of a fault at each. Only a hint.
-inline void map_ahead([[maybe_unused]] u8* memory, [[maybe_unused]] std::size_t bytes) {
-#if defined(MADV_POPULATE_WRITE)
-    madvise(memory, bytes, MADV_POPULATE_WRITE);
-#endif
-}
-
-// Pages of 2 KiB by number, cut from slabs of 2 MiB. What is given back is kept for the next who asks.
-class Pages {
-public:
-    static constexpr std::size_t kBytes = 2048;
-
-    Pages() = default;
-    Pages(const Pages&) = delete;
-    ~Pages() {
-        for (u8* slab : slabs_) std::free(slab);
-    }
-
-    u8* at(u32 page) const { return slabs_[page / kPerSlab] + page % kPerSlab * kBytes; }
-
-    u32 take() {
-        if (!free_.empty()) {
-            const u32 page = free_.back();
-            free_.pop_back();
-            return page;
-        }
-        if (next_ == slabs_.size() * kPerSlab) {
-            u8* slab = static_cast<u8*>(std::aligned_alloc(4096, kPerSlab * kBytes));
-            if (slab == nullptr) throw std::bad_alloc();
-            slabs_.push_back(slab);
-        }
-        if (next_ % kAhead == 0) map_ahead(at(next_), kAhead * kBytes);
-        return next_++;
-    }
-
-    void give_back(u32 page) { free_.push_back(page); }
-    std::size_t bytes() const { return std::size_t{next_} * kBytes + free_.capacity() * sizeof(u32); }
-
-private:
-    static constexpr u32 kPerSlab = 1024, kAhead = 32;
-    std::vector<u8*> slabs_;
-    std::vector<u32> free_;
-    u32 next_ = 0;
-};
 
 // Traits: static u32 hash(const Entry&). Entry is trivially copyable, of 8 or 16 bytes.
 template <class Entry, class Traits>
@@ -367,61 +315,6 @@ private:
     std::vector<Segment> segments_;
     u32 depth_ = 0;
     std::size_t size_ = 0;
-};
-
-// Items by a 32-bit id that starts at 1 (0 = none). Chunks never move, so growing costs one small allocation. Items are
-// trivially copyable and at least 4 bytes; a freed one holds the id of the next freed one.
-template <class Item>
-class Pool {
-public:
-    Pool() = default;
-    Pool(Pool&& other) noexcept { swap(other); }
-    Pool& operator=(Pool&& other) noexcept {
-        Pool gone(std::move(*this));
-        swap(other);
-        return *this;
-    }
-
-    Item& operator[](u32 id) { return chunks_[id / kChunk][id % kChunk]; }
-    const Item& operator[](u32 id) const { return chunks_[id / kChunk][id % kChunk]; }
-    void prefetch(u32 id) const { __builtin_prefetch(&chunks_[id / kChunk][id % kChunk]); }
-
-    u32 allocate() {
-        if (free_ != 0) {
-            const u32 id = free_;
-            std::memcpy(&free_, &(*this)[id], sizeof free_);
-            return id;
-        }
-        if (next_ / kChunk == chunks_.size()) {
-            chunks_.emplace_back(static_cast<Item*>(std::aligned_alloc(4096, kChunk * sizeof(Item))));
-            if (!chunks_.back()) throw std::bad_alloc();
-            map_ahead(reinterpret_cast<u8*>(chunks_.back().get()), kChunk * sizeof(Item));
-        }
-        return next_++;
-    }
-
-    bool holds(u32 id) const { return id < next_; }
-
-    void free(u32 id) {
-        std::memcpy(static_cast<void*>(&(*this)[id]), &free_, sizeof free_);
-        free_ = id;
-    }
-
-    std::size_t bytes() const { return chunks_.size() * kChunk * sizeof(Item); }
-
-private:
-    void swap(Pool& other) {
-        std::swap(chunks_, other.chunks_);
-        std::swap(free_, other.free_);
-        std::swap(next_, other.next_);
-    }
-
-    static constexpr u32 kChunk = 4096;
-    struct Free {
-        void operator()(Item* items) const { std::free(items); }
-    };
-    std::vector<std::unique_ptr<Item[], Free>> chunks_;
-    u32 free_ = 0, next_ = 1;
 };
 
 }  // namespace blockcast
