@@ -12,13 +12,14 @@ and which worker comes next: that is the core's, asked through router/proxy.py. 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from router.http_headers import HOP_BY_HOP, Dropping
 from router.http_request import Request
-from router.http_response import LengthBody, ResponseHead, UpstreamProtocolError
+from router.http_response import Body, ChunkedBody, LengthBody, ResponseHead, UpstreamProtocolError
 from router.messages import Decision, FailureKind, Instruction, Refuse, RouteRequest, Usage, WorkerLost
+from router.rewrite import answer_head, request_head
 from router.upstream import Target, UpstreamConnection
 from router.usage import find_usage
 
@@ -31,11 +32,8 @@ TAIL_READS = 4
 """How much of the end of an answer is kept to find its `usage`: so many reads, so much of each."""
 PROGRESS_EVERY = 32
 """Chunks of a stream between two reports of progress to the core."""
-
-_NOT_FORWARDED = (*HOP_BY_HOP, b"host", b"content-length", b"expect", b"x-request-id", b"x-data-parallel-rank")
-_DROPPED = Dropping(_NOT_FORWARDED)
-_DROPPED_WITH_KEY = Dropping((*_NOT_FORWARDED, b"authorization"))
-_NOT_RETURNED = Dropping((*HOP_BY_HOP, b"x-request-id", b"x-blockcast-worker", b"x-blockcast-predicted-cached-tokens"))
+PYTHON_READS = 2
+"""Reads of a stream before it is handed to the native relay: an answer of one or two is not worth it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +60,9 @@ class Client(Protocol):
     def cut(self) -> None:
         """Close without completing the answer, so that the client notices."""
 
+    def plain_socket(self) -> int:
+        """Its number, for writing past the connection; -1 where it is encrypted, or bytes still wait to be written."""
+
     def refuse(self, status: int, code: str, message: str, retry_after_s: float | None) -> None:
         """Answer with an error of our own; nothing was written for this request before."""
 
@@ -70,6 +71,7 @@ class Exchange:
     """One request and its answer. Created when the request is complete, even before its prompt is tokenised."""
 
     __slots__ = (
+        "_chunks_before",
         "_connecting",
         "_connection",
         "_done",
@@ -78,6 +80,7 @@ class Exchange:
         "_paused",
         "_payload",
         "_proxy",
+        "_stream",
         "_tail",
         "chunks",
         "client",
@@ -122,8 +125,11 @@ class Exchange:
         self._connecting: asyncio.Task[None] | None = None
         self._head: ResponseHead | None = None
         self._head_buffer = b""
-        self._tail: list[bytes] = []
-        """The last reads, as a ring: read n is at n % TAIL_READS, counted from 0."""
+        self._tail: deque[bytes] = deque(maxlen=TAIL_READS)
+        self._stream = 0
+        """Its name in the native relay while that has the stream, else 0."""
+        self._chunks_before = 0
+        """`chunks` when it was handed over."""
         self._payload: list[bytes] | None = [] if request.http_1_0 else None
         self._paused = False
         self._done = False
@@ -197,30 +203,11 @@ class Exchange:
         assert self.decision is not None
         self._connection = connection
         connection.user = self
-        request = self.request
-        target = connection.target
-        authorization = self._proxy.worker_authorization
-        parts = [
-            request.method.encode(),
-            b" ",
-            target.prefix,
-            request.target,
-            b" HTTP/1.1\r\nhost: ",
-            target.authority,
-            b"\r\nx-request-id: ",
-            self.trace_id,
-            b"\r\n",
-            request.headers.without(_DROPPED if authorization is None else _DROPPED_WITH_KEY),
-        ]
-        if authorization is not None:
-            parts += (b"authorization: ", authorization, b"\r\n")
-        if self.decision.rank is not None:
-            parts.append(b"x-data-parallel-rank: %d\r\n" % self.decision.rank)
-        if request.body or request.method not in ("GET", "HEAD", "DELETE", "OPTIONS"):
-            parts.append(b"content-length: %d\r\n" % len(request.body))
-        parts.append(b"\r\n")
+        head = request_head(
+            self.request, connection.target, self.trace_id, self.decision.rank, self._proxy.worker_authorization
+        )
         self.sent_s = self.last_byte_s = self._proxy.now()
-        connection.send(b"".join(parts), request.body)
+        connection.send(head, self.request.body)
 
     def upstream_data(self, data: bytes) -> None:
         """Bytes from the worker."""
@@ -268,22 +255,8 @@ class Exchange:
             self.in_core = False
             self._proxy.perform(instructions[1:])
         self._head = head
-        return self._render_head(head)
-
-    def _render_head(self, head: ResponseHead) -> bytes:
-        parts = [b"HTTP/1.1 ", head.reason_line, b"\r\nx-request-id: ", self.trace_id]
-        if self.decision is not None:
-            parts.append(
-                b"\r\nx-blockcast-worker: %b\r\nx-blockcast-predicted-cached-tokens: %d"
-                % (self.decision.worker.encode(), self.decision.predicted_cached_tokens)
-            )
-        parts += (b"\r\n", head.headers.without(_NOT_RETURNED))
-        if head.chunked and self._payload is None:
-            parts.append(b"transfer-encoding: chunked\r\n")
-        elif head.length is not None:
-            parts.append(b"content-length: %d\r\n" % head.length)
-        parts.append(b"\r\n" if self._keeps_alive(head) else b"connection: close\r\n\r\n")
-        return b"".join(parts)
+        chunks, keep_alive = self._payload is None, self._keeps_alive(head)
+        return answer_head(head, self.trace_id, self.decision, chunks=chunks, keep_alive=keep_alive)
 
     def _keeps_alive(self, head: ResponseHead) -> bool:
         framed = head.chunked or isinstance(head.body, LengthBody)
@@ -311,15 +284,14 @@ class Exchange:
         if out:
             self.client.write(out)
         self.chunks += 1
-        last = data if len(data) <= TAIL_BYTES else data[-TAIL_BYTES:]
-        if self.chunks <= TAIL_READS:
-            self._tail.append(last)
-        else:
-            self._tail[(self.chunks - 1) % TAIL_READS] = last
+        self._tail.append(data if len(data) <= TAIL_BYTES else data[-TAIL_BYTES:])
         if body.done:
             self._complete(head, reusable=head.keep_alive and not surplus)
-        elif self.chunks % PROGRESS_EVERY == 0 and self.in_core:
+            return
+        if self.chunks % PROGRESS_EVERY == 0 and self.in_core:
             proxy.core.progress(self.request_id, self.chunks)
+        if self.chunks >= PYTHON_READS and proxy.relay is not None and payload is None:
+            self._hand_over(body)
 
     def _complete(self, head: ResponseHead, *, reusable: bool) -> None:
         connection, self._connection = self._connection, None
@@ -330,8 +302,7 @@ class Exchange:
                 self._proxy.pool.release(connection, self._proxy.now())
             else:
                 connection.close()
-        oldest = self.chunks % TAIL_READS if self.chunks > TAIL_READS else 0
-        self.usage = find_usage(b"".join(self._tail[oldest:] + self._tail[:oldest]))
+        self.usage = find_usage(b"".join(self._tail))
         if not self._end(f"status_{head.status}"):
             return
         if self.in_core:
@@ -339,8 +310,68 @@ class Exchange:
             self._proxy.perform(self._proxy.core.finished(self.request_id, self.usage, self._proxy.now()))
         self.client.finish(keep_alive=self._keeps_alive(head))
 
+    # While the native relay has the stream ------------------------------------------------------------------------
+
+    def _hand_over(self, body: Body) -> None:
+        """Let the native relay go on, if both ends are plain sockets with nothing waiting, in the middle of a body."""
+        relay, connection = self._proxy.relay, self._connection
+        if relay is None or connection is None or not isinstance(body, ChunkedBody) or not body.in_the_middle:
+            return
+        upstream, client = connection.plain_socket(), self.client.plain_socket()
+        if upstream < 0 or client < 0 or self._paused:
+            return
+        try:
+            self._stream = relay.add(self, upstream, client, body.left)
+        except OSError:
+            return  # no file descriptors left: it goes on here
+        self._chunks_before = self.chunks
+        connection.pause_reading()
+
+    def _take_back(self) -> None:
+        """The native relay has the stream no more: go on here, from where it got to."""
+        if not self._stream or self._proxy.relay is None:
+            return
+        left, reads, last_s, tail = self._proxy.relay.take(self._stream)
+        self._stream = 0
+        self.chunks = self._chunks_before + reads
+        self.last_byte_s = max(self.last_byte_s, last_s)
+        self._tail.extend(tail)
+        head = self._head
+        if head is not None and isinstance(head.body, ChunkedBody):
+            head.body.left = left
+        if self._connection is not None:
+            self._connection.resume_reading()
+
+    def _catch_up(self) -> None:
+        """Learn how far the native relay has got."""
+        if self._stream and self._proxy.relay is not None:
+            reads, last_s = self._proxy.relay.seen(self._stream)
+            chunks = self._chunks_before + reads
+            self.last_byte_s = max(self.last_byte_s, last_s)
+            if chunks != self.chunks:
+                self.chunks = chunks
+                if self.in_core:
+                    self._proxy.core.progress(self.request_id, chunks)
+
+    def unread(self, data: bytes) -> None:
+        """Of the relay: bytes that are more than ordinary chunks."""
+        self._take_back()
+        self.upstream_data(data)
+
+    def unwritten(self, data: bytes) -> None:
+        """Of the relay: bytes that the client's socket had no room for."""
+        self._take_back()
+        self.client.write(data)
+
+    def ended(self) -> None:
+        """Of the relay: the worker's connection will say so again when it is read here."""
+        self._take_back()
+
+    # Ends of the worker's side ------------------------------------------------------------------------------------
+
     def upstream_lost(self, reason: str) -> None:
         """The worker's connection ended."""
+        self._take_back()
         connection, self._connection = self._connection, None
         head = self._head
         if head is not None:
@@ -361,6 +392,7 @@ class Exchange:
 
     def expire(self, now: float, timeouts: Timeouts) -> None:
         """End or repeat what took too long. Called for every exchange a few times a second."""
+        self._catch_up()
         if now - self.started_s > timeouts.total_s:
             self._time_out(FailureKind.TIMEOUT, f"no complete answer within {timeouts.total_s:g} s", repeat=False)
         elif self.sent_s is None:
@@ -419,6 +451,7 @@ class Exchange:
         )
 
     def _drop_connection(self) -> None:
+        self._take_back()
         connection, self._connection = self._connection, None
         self.sent_s = None
         if connection is not None:
@@ -431,6 +464,7 @@ class Exchange:
         """Mark the end; False where it had ended before."""
         if self._done:
             return False
+        self._take_back()
         self._done = True
         self.outcome = outcome
         self._proxy.ended(self)

@@ -81,32 +81,39 @@ class CloseBody:
         self.done = True
 
 
+BETWEEN_CHUNKS = -1
+"""A size line comes next."""
+
+
 class ChunkedBody:
-    """A chunked body: sizes are followed, content is skipped over.
+    """A chunked body: sizes are followed, content is skipped over."""
 
-    Invariant: `_left` counts the content bytes of the current chunk that are to come, and is None between chunks.
-    """
-
-    __slots__ = ("_left", "_line", "_trailers", "done")
+    __slots__ = ("_line", "_trailers", "done", "left")
 
     def __init__(self) -> None:
         self.done = False
-        self._left: int | None = None
+        self.left = BETWEEN_CHUNKS
+        """Content bytes of the current chunk that are to come; 0 before the line end that closes it."""
         self._line = b""
         """The start of a size line, chunk end or trailer line that is split between reads."""
         self._trailers = False
 
+    @property
+    def in_the_middle(self) -> bool:
+        """`left` says all there is to know of where it stands."""
+        return not (self.done or self._line or self._trailers)
+
     def feed(self, data: bytes, payload: list[bytes] | None = None) -> int:
         position, size = 0, len(data)
-        if payload is None and self._left is None and not self._line and not self._trailers:
+        if payload is None and self.left == BETWEEN_CHUNKS and not self._line and not self._trailers:
             position = _skip_whole_chunks(data, size)
         while position < size and not self.done:
-            left = self._left
-            if left:
+            left = self.left
+            if left > 0:
                 taken = min(left, size - position)
                 if payload is not None:
                     payload.append(data[position : position + taken])
-                self._left = left - taken
+                self.left = left - taken
                 position += taken
                 continue
             end = data.find(b"\n", position, position + CHUNK_LINE_MAX)
@@ -124,10 +131,10 @@ class ChunkedBody:
     def _read_line(self, line: bytes) -> None:
         if len(line) > CHUNK_LINE_MAX or line[-2:] != b"\r\n":
             raise UpstreamProtocolError(f"bad line in a chunked body: {line[:40]!r}")
-        if self._left == 0:  # the line end that closes a chunk's content
+        if self.left == 0:  # the line end that closes a chunk's content
             if line != b"\r\n":
                 raise UpstreamProtocolError(f"chunk longer than its size: {line[:40]!r}")
-            self._left = None
+            self.left = BETWEEN_CHUNKS
         elif self._trailers:
             self.done = line == b"\r\n"
         else:
@@ -136,7 +143,7 @@ class ChunkedBody:
                 raise UpstreamProtocolError(f"bad chunk size {line[:40]!r}")
             length = int(digits, 16)
             if length:
-                self._left = length
+                self.left = length
             else:
                 self._trailers = True
 

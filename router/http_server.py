@@ -73,6 +73,7 @@ class ClientConnection(asyncio.Protocol):
         "_paused_reading",
         "_registry",
         "_since_s",
+        "_socket",
         "_stepping",
         "_transport",
         "peer",
@@ -96,6 +97,7 @@ class ClientConnection(asyncio.Protocol):
         self._failure: BadRequest | None = None
         self._paused_reading = False
         self._lingers = False
+        self._socket = -1
         self._since_s = time.monotonic()
 
     # From the event loop ------------------------------------------------------------------------------------------
@@ -106,6 +108,7 @@ class ClientConnection(asyncio.Protocol):
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket = sock.fileno()
         peer = transport.get_extra_info("peername")
         self.peer = peer[0] if isinstance(peer, tuple) else ""
         self.tls = transport.get_extra_info("sslcontext") is not None
@@ -152,6 +155,13 @@ class ClientConnection(asyncio.Protocol):
         """Send bytes of the current answer."""
         if self._transport is not None:
             self._transport.write(data)
+
+    def plain_socket(self) -> int:
+        """Its number, for writing past the connection; -1 where it is encrypted, or bytes still wait to be written."""
+        transport = self._transport
+        if self.tls or transport is None or transport.is_closing() or transport.get_write_buffer_size():
+            return -1
+        return self._socket
 
     def finish(self, *, keep_alive: bool) -> None:
         """The current answer is complete."""

@@ -41,6 +41,7 @@ from router.metrics import Metrics
 from router.peer_snapshot import PeerClient, PeerRoutes, ask_seed
 from router.peers import PeerLoads, PeerSockets
 from router.proxy import Proxy
+from router.relay import make_relay
 from router.remote_tokenizer import RemoteTokenizer
 from router.server import TICK_S, EdgeConfig, Listener, RouterApp
 from router.siblings import Share, Siblings
@@ -117,6 +118,7 @@ class RouterProcess:
             now=self._now,
             timeouts=config.edge.timeouts,
             worker_authorization=None if key is None else f"Bearer {key}".encode(),
+            relay=make_relay(asyncio.get_running_loop()),
         )
         self._proxy.log_share = config.log_decisions
         self._prompts = PromptReader(

@@ -17,6 +17,7 @@ from router.exchange import Client, Exchange, Timeouts
 from router.http_request import Request
 from router.messages import Decision, FailureKind, Forward, Instruction, Refuse, RouteRequest, WorkerLost
 from router.metrics import Metrics
+from router.relay import StreamRelay
 from router.upstream import Target, UpstreamPool
 
 log = logging.getLogger("router")
@@ -34,10 +35,13 @@ class Proxy:
         now: Callable[[], float],
         timeouts: Timeouts,
         worker_authorization: bytes | None = None,
+        relay: StreamRelay | None = None,
     ) -> None:
         self.core = core
         self.pool = pool
         self.metrics = metrics
+        self.relay = relay
+        """Relays the middle of streams natively; None: exchanges do that themselves."""
         self.now = now
         self.worker_authorization = worker_authorization
         """Sent to workers instead of the client's `Authorization`, or None to pass that one on."""

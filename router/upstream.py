@@ -63,7 +63,7 @@ class UpstreamUser(Protocol):
 class UpstreamConnection(asyncio.Protocol):
     """One TCP connection to a worker."""
 
-    __slots__ = ("_pool", "heads", "idle_since_s", "target", "transport", "user", "uses")
+    __slots__ = ("_pool", "_socket", "heads", "idle_since_s", "target", "transport", "user", "uses")
 
     def __init__(self, pool: UpstreamPool, target: Target) -> None:
         self._pool = pool
@@ -74,6 +74,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.heads = HeadParser()
         self.uses = 0
         """Requests sent over it: a connection that breaks on its second use may just have timed out idle."""
+        self._socket = -1
         self.idle_since_s = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -81,6 +82,8 @@ class UpstreamConnection(asyncio.Protocol):
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if not self.target.tls:
+                self._socket = sock.fileno()
 
     def data_received(self, data: bytes) -> None:
         user = self.user
@@ -107,6 +110,10 @@ class UpstreamConnection(asyncio.Protocol):
             self.transport.write(head + body)
         else:
             self.transport.writelines((head, body))
+
+    def plain_socket(self) -> int:
+        """Its number, for reading past the connection; -1 where it is encrypted or closing."""
+        return -1 if self.transport is None or self.transport.is_closing() else self._socket
 
     def pause_reading(self) -> None:
         if self.transport is not None and not self.transport.is_closing():

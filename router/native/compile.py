@@ -34,6 +34,8 @@ MODULES = (
     "policy",
     "proxy",
     "registry",
+    "relay",
+    "rewrite",
     "server",
     "sessions",
     "target",

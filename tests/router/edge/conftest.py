@@ -19,6 +19,7 @@ from router.http_request import HttpLimits
 from router.http_server import ClientTimeouts
 from router.metrics import Metrics
 from router.proxy import Proxy
+from router.relay import make_relay
 from router.server import EdgeConfig, Listener, RouterApp
 from router.tokenizing import PromptReader
 from router.upstream import UpstreamPool
@@ -53,6 +54,9 @@ class EmptyIndex:
 
     def prepare(self, token_ids: Sequence[int]) -> Sequence[int]:
         return token_ids
+
+    def chunk_keys(self, token_ids: Sequence[int], scope: Scope, chunk_tokens: int) -> list[int]:
+        return [hash((scope, *token_ids[:end])) for end in range(chunk_tokens, len(token_ids), chunk_tokens)]
 
     def match(self, token_ids: Sequence[int], scope: Scope) -> list[Match]:
         return []
@@ -169,9 +173,10 @@ def reply(
 class Edge:
     """The edge under test. `worker` and `start` first, then `connect` and talk bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, relays: bool) -> None:
         self.index = EmptyIndex()
         self.reply = reply
+        self._relays = relays
         self._tasks: list[asyncio.Task[None]] = []
         self.upstreams: list[Upstream] = []
 
@@ -206,7 +211,10 @@ class Edge:
         self.core = RouterCore(self.index, CoreConfig.parse({"policy": policy, "pin_grace_s": 0.0, **(core or {})}))
         self.pool = UpstreamPool(connect_s_max=self.timeouts.connect_s)
         self.metrics = Metrics()
-        self.proxy = Proxy(self.core, self.pool, self.metrics, now=time.monotonic, timeouts=self.timeouts)
+        self.relay = make_relay(asyncio.get_running_loop()) if self._relays else None
+        self.proxy = Proxy(
+            self.core, self.pool, self.metrics, now=time.monotonic, timeouts=self.timeouts, relay=self.relay
+        )
         self.executor = ThreadPoolExecutor(1)
         self.prompts = PromptReader(self.executor)
         config = EdgeConfig(
@@ -260,12 +268,17 @@ class Edge:
     async def settle(self) -> None:
         """Wait until the books are empty; raise where they never are."""
         for _ in range(200):
-            if not self.proxy.exchanges and not self.index.pins and self.pool.counts()[0] == self.pool.counts()[1]:
+            if (
+                not self.proxy.exchanges
+                and not self.proxy.relay
+                and not self.index.pins
+                and self.pool.counts()[0] == self.pool.counts()[1]
+            ):
                 return
             await asyncio.sleep(0.02)
         raise AssertionError(
-            f"left over: {len(self.proxy.exchanges)} exchanges, {len(self.index.pins)} pins, (open, idle) upstream "
-            f"connections {self.pool.counts()}"
+            f"left over: {len(self.proxy.exchanges)} exchanges, {len(self.index.pins)} pins, "
+            f"{len(self.proxy.relay or ())} relayed streams, (open, idle) upstream connections {self.pool.counts()}"
         )
 
     async def _stop(self) -> None:
@@ -281,8 +294,9 @@ class Edge:
 
 
 @pytest.fixture
-def edge() -> Edge:
-    return Edge()
+def edge(request: pytest.FixtureRequest) -> Edge:
+    """With the native relay of streams where it was built; parametrised with False, without."""
+    return Edge(relays=getattr(request, "param", True))
 
 
 def post(

@@ -12,6 +12,8 @@ import pytest
 
 from router.exchange import Timeouts
 
+pytestmark = pytest.mark.parametrize("edge", [True, False], indirect=True, ids=["relay", "python"])
+
 CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}).encode()
 STREAM = json.dumps({"model": "tiny", "stream": True, "messages": [{"role": "user", "content": "hello"}]}).encode()
 

@@ -1,0 +1,160 @@
+#include "relay.hpp"
+
+#include <fcntl.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <ctime>
+#include <system_error>
+
+namespace blockcast {
+namespace {
+
+constexpr std::size_t kReadBytes = 64 * 1024;
+constexpr int kEventsMax = 256;
+constexpr std::size_t kDigitsMax = 8;
+
+double monotonic_s() {  // the clock of Python's time.monotonic()
+    timespec now{};
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+int digit(char c) {
+    if (c >= '0' && c <= '9') return c - '0';
+    if (c >= 'a' && c <= 'f') return c - 'a' + 10;
+    if (c >= 'A' && c <= 'F') return c - 'A' + 10;
+    return -1;
+}
+
+int duplicate(int socket) {
+    const int made = fcntl(socket, F_DUPFD_CLOEXEC, 0);
+    if (made < 0) throw std::system_error(errno, std::generic_category(), "dup");
+    return made;
+}
+
+// What every end of a stream has to do, whichever way it comes.
+void close_sockets(const Stream& stream) {
+    close(stream.upstream);
+    close(stream.client);
+}
+
+void remember(Stream& stream, const char* data, std::size_t size) {
+    const std::size_t kept = std::min(size, kTailBytes);
+    stream.tail[stream.reads++ % kTailReads].assign(data + size - kept, kept);
+}
+
+}  // namespace
+
+bool follow_chunks(const char* data, std::size_t size, std::int64_t& left) {
+    std::int64_t at_hand = left;
+    std::size_t position = 0;
+    while (position < size) {
+        if (at_hand > 0) {
+            const std::size_t taken = std::min(static_cast<std::size_t>(at_hand), size - position);
+            at_hand -= static_cast<std::int64_t>(taken);
+            position += taken;
+            continue;
+        }
+        std::int64_t length = 0;
+        if (at_hand == kBetweenChunks) {
+            const std::size_t start = position;
+            for (int value; position < size && (value = digit(data[position])) >= 0; ++position) {
+                length = length * 16 + value;
+                if (position - start >= kDigitsMax) return false;
+            }
+            if (length == 0) return false;
+        }
+        if (size - position < 2 || data[position] != '\r' || data[position + 1] != '\n') return false;
+        position += 2;
+        at_hand = at_hand == kBetweenChunks ? length : kBetweenChunks;
+    }
+    left = at_hand;
+    return true;
+}
+
+Relay::Relay() : epoll_(epoll_create1(EPOLL_CLOEXEC)), buffer_(kReadBytes) {
+    if (epoll_ < 0) throw std::system_error(errno, std::generic_category(), "epoll_create1");
+}
+
+Relay::~Relay() {
+    for (const auto& [number, stream] : streams_) close_sockets(*stream);
+    close(epoll_);
+}
+
+std::uint64_t Relay::add(int upstream, int client, std::int64_t left) {
+    auto stream = std::make_unique<Stream>();
+    stream->left = left;
+    stream->last_s = monotonic_s();
+    stream->upstream = duplicate(upstream);
+    try {
+        stream->client = duplicate(client);
+    } catch (const std::system_error&) {
+        close(stream->upstream);
+        throw;
+    }
+    epoll_event event{};
+    event.events = EPOLLIN;
+    event.data.u64 = next_;
+    if (epoll_ctl(epoll_, EPOLL_CTL_ADD, stream->upstream, &event) != 0) {
+        const int error = errno;
+        close_sockets(*stream);
+        throw std::system_error(error, std::generic_category(), "epoll_ctl");
+    }
+    streams_.emplace(next_, std::move(stream));
+    return next_++;
+}
+
+std::unique_ptr<Stream> Relay::take(std::uint64_t number) {
+    const auto found = streams_.find(number);
+    if (found == streams_.end()) return nullptr;
+    std::unique_ptr<Stream> stream = std::move(found->second);
+    streams_.erase(found);
+    // By hand: the original of the duplicate is open, so closing alone would leave it in the set.
+    epoll_ctl(epoll_, EPOLL_CTL_DEL, stream->upstream, nullptr);
+    close_sockets(*stream);
+    return stream;
+}
+
+const Stream* Relay::find(std::uint64_t number) const {
+    const auto found = streams_.find(number);
+    return found == streams_.end() ? nullptr : found->second.get();
+}
+
+std::vector<Return> Relay::run() {
+    std::array<epoll_event, kEventsMax> events;
+    std::vector<Return> returned;
+    const int count = epoll_wait(epoll_, events.data(), kEventsMax, 0);
+    const double now_s = monotonic_s();
+    for (int i = 0; i < count; ++i) {
+        const std::uint64_t number = events[static_cast<std::size_t>(i)].data.u64;
+        const auto found = streams_.find(number);
+        if (found != streams_.end()) pass_on(number, *found->second, returned, now_s);
+    }
+    return returned;
+}
+
+void Relay::pass_on(std::uint64_t number, Stream& stream, std::vector<Return>& returned, double now_s) {
+    const ssize_t got = recv(stream.upstream, buffer_.data(), buffer_.size(), MSG_DONTWAIT);
+    if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;
+    if (got <= 0) {
+        returned.push_back({number, Given::kEnded, {}});
+        return;
+    }
+    const char* const data = buffer_.data();
+    const std::size_t size = static_cast<std::size_t>(got);
+    if (!follow_chunks(data, size, stream.left)) {
+        returned.push_back({number, Given::kRead, std::string(data, size)});
+        return;
+    }
+    stream.last_s = now_s;
+    remember(stream, data, size);
+    const ssize_t sent = send(stream.client, data, size, MSG_DONTWAIT | MSG_NOSIGNAL);
+    const std::size_t written = sent > 0 ? static_cast<std::size_t>(sent) : 0;
+    if (written != size) returned.push_back({number, Given::kBlocked, std::string(data + written, size - written)});
+}
+
+}  // namespace blockcast

@@ -1,0 +1,246 @@
+"""Streams in the native relay: the same bytes and the same ends as without it, and no socket left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router import relay
+from router.exchange import Timeouts
+from router.http_response import BETWEEN_CHUNKS, ChunkedBody, UpstreamProtocolError
+
+native = pytest.importorskip("router._relay")
+
+STREAM = b'{"model":"tiny","prompt":"x","stream":true}'
+PATH = b"/v1/completions"
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def chunk(content: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(content), content)
+
+
+# Where a body stands ------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def bodies(draw: Any) -> bytes:
+    """A chunked body, sound or not."""
+    size = st.sampled_from([b"%x", b"%X", b"0%x", b"%x;a=b", b"%x ", b"g%x", b"%x\n"])
+    body = b""
+    for content in draw(st.lists(st.binary(min_size=1, max_size=40), max_size=6)):
+        line = draw(size) if draw(st.integers(0, 9)) == 0 else b"%x"
+        end = draw(st.sampled_from([b"\r\n"] * 20 + [b"\n", b"x\r\n", b""]))
+        body += line % len(content) + b"\r\n" + content + end
+    return body + draw(st.sampled_from([b"0\r\n\r\n", b"0\r\nx: y\r\n\r\n", b"", b"00000000000\r\n\r\n"]))
+
+
+def read_alone(reads: list[bytes]) -> tuple[int, bool, bool]:
+    """(bytes taken, whether done, whether it broke)."""
+    body, taken = ChunkedBody(), 0
+    try:
+        for data in reads:
+            taken += body.feed(data)
+    except UpstreamProtocolError:
+        return taken, False, True
+    return taken, body.done, False
+
+
+def read_with_the_relay(reads: list[bytes]) -> tuple[int, bool, bool]:
+    body, taken = ChunkedBody(), 0
+    try:
+        for data in reads:
+            left = native.follow_chunks(data, body.left) if body.in_the_middle else None
+            if left is None:
+                taken += body.feed(data)
+            else:
+                body.left = left
+                taken += len(data)
+    except UpstreamProtocolError:
+        return taken, False, True
+    return taken, body.done, False
+
+
+@given(st.data())
+def test_a_body_ends_where_it_ends_without_the_relay(data: st.DataObject) -> None:
+    whole = data.draw(bodies())
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=8)))
+    reads = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)]) if a < b]
+    assert read_with_the_relay(reads) == read_alone(reads)
+
+
+def test_what_is_followed_and_what_is_not() -> None:
+    follow = native.follow_chunks
+    assert follow(b"3\r\nabc\r\n", BETWEEN_CHUNKS) == BETWEEN_CHUNKS
+    assert follow(b"A\r\nabc", BETWEEN_CHUNKS) == 7
+    assert follow(b"abc", 3) == 0
+    assert follow(b"\r\n5\r\n", 0) == 5
+    for odd in (b"0\r\n\r\n", b"3", b"3\r", b"3;a\r\nabc\r\n", b"\r\n", b"fffffffff\r\n"):
+        assert follow(odd, BETWEEN_CHUNKS) is None
+    assert follow(b"\r", 0) is None
+    assert follow(b"xx", 0) is None
+
+
+# Through the edge ---------------------------------------------------------------------------------------------------
+
+
+class Paced:
+    """A worker's script that sends a chunk when it is told to."""
+
+    def __init__(self) -> None:
+        self.pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    async def __call__(self, request: Any, reader: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD)
+        while (piece := await self.pieces.get()) is not None:
+            writer.write(piece)
+            await writer.drain()
+
+
+async def relayed(edge: Any) -> None:
+    for _ in range(200):
+        if len(edge.relay) == 1:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the stream never came to the relay")
+
+
+async def begin(edge: Any, make_post: Any, **start: Any) -> tuple[Paced, asyncio.StreamReader, asyncio.StreamWriter]:
+    """A stream in the middle of its answer, three chunks of it read."""
+    await edge.start(**start)
+    script = Paced()
+    await edge.worker(script)
+    reader, writer = await edge.connect()
+    writer.write(make_post(STREAM, PATH, close=False))
+    await reader.readuntil(b"\r\n\r\n")
+    for number in range(3):
+        script.pieces.put_nowait(chunk(b"data: %d\n\n" % number))
+        assert await reader.readexactly(14) == chunk(b"data: %d\n\n" % number)
+    await relayed(edge)
+    return script, reader, writer
+
+
+def test_the_middle_of_a_stream_is_relayed_and_its_end_is_not(edge: Any, make_post: Any) -> None:
+    usage = b'data: {"usage":{"prompt_tokens":7,"completion_tokens":20}}\n\n'
+
+    async def scenario() -> None:
+        script, reader, writer = await begin(edge, make_post)
+        ended: list[Any] = []
+        edge.proxy.on_end.append(ended.append)
+        split = chunk(b"data: split over reads\n\n")
+        for piece in (split[:1], split[1:9], split[9:-1], split[-1:], chunk(b"x" * 100_000), chunk(usage)):
+            script.pieces.put_nowait(piece)
+            assert await reader.readexactly(len(piece)) == piece
+        script.pieces.put_nowait(b"0\r\n\r\n")
+        script.pieces.put_nowait(None)
+        assert await reader.readexactly(5) == b"0\r\n\r\n"
+        await edge.settle()
+        assert ended[0].usage.completion_tokens == 20
+        assert ended[0].chunks >= 9
+        writer.close()
+
+    edge.run(scenario())
+
+
+def test_connections_go_on_after_their_streams_and_no_socket_is_left(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        script, reader, writer = await begin(edge, make_post)
+        sockets = []
+        for _ in range(3):
+            script.pieces.put_nowait(b"0\r\n\r\n")
+            script.pieces.put_nowait(None)
+            assert await reader.readexactly(5) == b"0\r\n\r\n"
+            await edge.settle()
+            sockets.append(len(os.listdir("/proc/self/fd")))
+            writer.write(make_post(STREAM, PATH, close=False))
+            await reader.readuntil(b"\r\n\r\n")
+            for _ in range(4):
+                script.pieces.put_nowait(chunk(b"word"))
+                assert await reader.readexactly(9) == chunk(b"word")
+            await relayed(edge)
+        assert len(set(sockets)) == 1
+        assert edge.upstreams[0].connections == 1
+        writer.close()
+        script.pieces.put_nowait(None)
+
+    edge.run(scenario())
+
+
+def test_a_client_that_leaves_takes_its_stream_out_and_ends_the_work(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        script, _, writer = await begin(edge, make_post)
+        writer.transport.abort()
+        for number in range(200):
+            if edge.upstreams[0].closed_by_router or not edge.proxy.exchanges:
+                break
+            script.pieces.put_nowait(chunk(b"more %d" % number))
+            await asyncio.sleep(0.01)
+        await edge.settle()
+        script.pieces.put_nowait(None)
+
+    edge.run(scenario())
+
+
+def test_a_worker_that_dies_in_the_middle_cuts_the_answer(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        script, reader, writer = await begin(edge, make_post)
+        script.pieces.put_nowait(b"ff\r\nhalf a chunk")
+        assert await reader.readexactly(16) == b"ff\r\nhalf a chunk"
+        await edge.upstreams[0].stop()
+        assert await reader.read(-1) == b""
+        await edge.settle()
+        assert edge.metrics.failures[("w0", "stream")] == 1
+        writer.close()
+        script.pieces.put_nowait(None)
+
+    edge.run(scenario())
+
+
+def test_a_client_that_does_not_read_stops_its_worker_and_loses_nothing(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        script, reader, writer = await begin(edge, make_post)
+        writer.transport.pause_reading()
+        sent = b""
+        for number in range(64):
+            piece = chunk(bytes([65 + number % 26]) * 400_000)
+            sent += piece
+            script.pieces.put_nowait(piece)
+        await asyncio.sleep(0.3)
+        assert script.pieces.qsize() > 20, "everything was taken in for a client that reads nothing"
+        writer.transport.resume_reading()
+        assert await reader.readexactly(len(sent)) == sent
+        script.pieces.put_nowait(chunk(b"small again"))
+        assert await reader.readexactly(16) == chunk(b"small again")
+        script.pieces.put_nowait(b"0\r\n\r\n")
+        script.pieces.put_nowait(None)
+        assert await reader.readexactly(5) == b"0\r\n\r\n"
+        writer.close()
+
+    edge.run(scenario())
+
+
+def test_a_silent_worker_runs_into_the_idle_timeout_and_a_talking_one_does_not(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        script, reader, writer = await begin(edge, make_post, timeouts=Timeouts(idle_s=0.4))
+        for _ in range(8):
+            await asyncio.sleep(0.1)
+            script.pieces.put_nowait(chunk(b"alive"))
+            await reader.readexactly(10)
+        assert await reader.read(-1) == b""
+        await edge.settle()
+        writer.close()
+        script.pieces.put_nowait(None)
+
+    edge.run(scenario())
+
+
+def test_without_the_native_part_there_is_no_relay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "_FOUND", False)
+    loop = asyncio.new_event_loop()
+    assert relay.make_relay(loop) is None
+    loop.close()
