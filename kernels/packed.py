@@ -1,10 +1,10 @@
-"""Matrices in the layouts that a CPU multiplies fastest, for bf16 on CPUs that multiply it in hardware.
+"""Matrices in the layouts that a CPU multiplies fastest, for bf16.
 
 Left in rows, a matrix is repacked inside every multiplication, which with few tokens takes longer than the
-multiplication itself. With AVX512-BF16 and one thread the native products (kernels/native/product.hpp) do it: as fast
-as oneDNN with many tokens and faster with few. Elsewhere (AMX, several threads) it is oneDNN with its blocked formats,
-and fp32 for very small products, which are done sooner than oneDNN is entered. A packed matrix can only be multiplied
-with.
+multiplication itself. With one thread the native products (kernels/native/product.hpp) do it. With AVX512-BF16 they
+are as fast as oneDNN with many tokens and faster with few; with older AVX-512 and AVX2, where oneDNN emulates bf16,
+four times as fast throughout. Elsewhere (AMX, several threads) it is oneDNN with its blocked formats, and fp32 for
+very small products, which are done sooner than oneDNN is entered. A packed matrix can only be multiplied with.
 """
 
 from __future__ import annotations

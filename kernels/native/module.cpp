@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <system_error>
 #include <thread>
@@ -209,7 +210,7 @@ void use(const std::string& name) {
 
 void require_products() {
     if (chosen->bf16.product == nullptr) {
-        throw std::runtime_error(std::string("products: expected the instruction set avx512bf16, not ") + chosen->name);
+        throw std::runtime_error(std::string("products: expected an instruction set with fused multiply-add, not ") + chosen->name);
     }
 }
 
@@ -261,10 +262,10 @@ NB_MODULE(_native, module) {
                              Address out) {
         require_products();
         const nb::gil_scoped_release released;
-        std::vector<float> partial(static_cast<std::size_t>(rows * kPanel));
+        const std::unique_ptr<float[]> scratch(new float[static_cast<std::size_t>(product_scratch_floats(rows, inputs))]);
         chosen->bf16.product(Product{at<const void>(x), at<const void>(packed), at<const void>(bias), at<void>(out), rows,
                                      inputs, outputs, x_stride},
-                             0, (outputs + kPanel - 1) / kPanel, partial.data());
+                             0, (outputs + kPanel - 1) / kPanel, scratch.get());
     });
     module.def("silu_and_mul", [](bool bf16, Address x, Address out, i64 tokens, i64 size) {
         const nb::gil_scoped_release released;

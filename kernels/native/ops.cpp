@@ -259,8 +259,8 @@ void silu_and_mul(const void* x, void* out, i64 tokens, i64 size) {
 template <class T>
 constexpr Ops ops_of() {
     Ops ops{attend<T>, attend_span<T>, norm<T>, rotate<T>, silu_and_mul<T>, nullptr, nullptr};
-#ifdef __AVX512BF16__
-    if (kPairs<T>) ops.pack_matrix = pack_matrix, ops.product = product;
+#ifdef __AVX2__
+    if (sizeof(T) == sizeof(Bf16)) ops.pack_matrix = pack_matrix, ops.product = product;
 #endif
     return ops;
 }

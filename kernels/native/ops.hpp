@@ -54,6 +54,13 @@ struct Product {
 };
 
 constexpr i64 kPanel = 64;  // outputs that are packed together
+constexpr i64 kWideRows = 192;  // rows of x, and
+constexpr i64 kWideStretch = 64;  // inputs of a panel, that are widened at a time where bf16 is not multiplied as it is
+
+inline i64 product_scratch_floats(i64 rows, i64 inputs) {
+    const i64 wide = rows < kWideRows ? rows : kWideRows;
+    return (rows + kWideRows + kWideStretch) * kPanel + wide * inputs + 16;
+}
 
 // For one element type and instruction set.
 struct Ops {
@@ -65,9 +72,9 @@ struct Ops {
     void (*norm)(const Norm&);
     void (*rotate)(const Rotation&);
     void (*silu_and_mul)(const void* x, void* out, i64 tokens, i64 size);  // x: [tokens, 2 * size]
-    // Null where there is none.
+    // Null where there is none. `scratch`: see `product_scratch_floats`.
     void (*pack_matrix)(const void* weight, i64 outputs, i64 inputs, void* packed);
-    void (*product)(const Product&, i64 begin, i64 end, float* partial);
+    void (*product)(const Product&, i64 begin, i64 end, float* scratch);
 };
 
 constexpr i64 kTile = 64;  // tokens of a context that are scored before their values are mixed

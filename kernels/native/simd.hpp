@@ -69,7 +69,8 @@ ALWAYS_INLINE void store_some(T* at, Floats value, int count) {
     for (int i = 0; i < count; ++i) at[i] = padded[i];
 }
 
-ALWAYS_INLINE Floats every(float value) { return Floats{} + value; }
+// Less nothing, not plus nothing: that would change -0, so the addition would be done.
+ALWAYS_INLINE Floats every(float value) { return value - Floats{}; }
 
 #ifdef __clang__
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -158,18 +159,22 @@ ALWAYS_INLINE Floats round_to_pairs(Floats a, Floats b) {
     return reinterpret_cast<Floats>(_mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(a)));
 }
 
-// Rounded to the nearest in one instruction, which takes subnormal numbers for zero.
-ALWAYS_INLINE void store_rounded(Bf16* at, Floats value) {
-    const __m256bh rounded = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(value));
-    __builtin_memcpy(at, &rounded, sizeof rounded);
-}
-
 // sums + the products of both halves of each lane.
 ALWAYS_INLINE Floats add_products_of_pairs(Floats sums, Floats a, Floats b) {
     return reinterpret_cast<Floats>(_mm512_dpbf16_ps(
         reinterpret_cast<__m512>(sums), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)));
 }
 #endif
+
+// Rounded to the nearest; in one instruction where there is one, which takes subnormal numbers for zero.
+ALWAYS_INLINE void store_rounded(Bf16* at, Floats value) {
+#ifdef __AVX512BF16__
+    const __m256bh rounded = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(value));
+    __builtin_memcpy(at, &rounded, sizeof rounded);
+#else
+    store(at, value);
+#endif
+}
 
 // Lane i becomes the sum of parts[i], of which there are kLanes; they are used up.
 ALWAYS_INLINE Floats add_each(Floats* parts) {

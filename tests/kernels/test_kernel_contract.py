@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import Kernels, PagedKV, Ragged, select
+from kernels import Kernels, PagedKV, Ragged, packed, select
 from kernels.cpu import HAS_NATIVE, CpuKernels
 from kernels.packed import BlockedMatrix, NativeMatrix, has_native_products, pack_matrix, packed_linear
 from kernels.reference import ReferenceKernels
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 CPU = torch.device("cpu")
-
+INSTRUCTION_SETS = packed._native.instruction_sets() if HAS_NATIVE else []
 
 GPU = pytest.param("triton-gpu", marks=pytest.mark.gpu)
 
@@ -332,32 +332,38 @@ def test_gated_norms(ops, dtype, rng):
     assert relative_error(ops.relu_squared(x), x.double().clamp(min=0) ** 2) < TOLERANCE[dtype]
 
 
-@pytest.fixture(params=["native", "oneDNN"])
+@pytest.fixture(params=["avx512bf16", "avx512", "avx2", "oneDNN"])
 def packing(request: pytest.FixtureRequest):
     """The layout of packed matrices: with several threads it is oneDNN's."""
+    native = request.param != "oneDNN"
+    if native and request.param not in INSTRUCTION_SETS:
+        pytest.skip(f"this CPU has no {request.param}, or the native module was not built")
     threads = torch.get_num_threads()
-    torch.set_num_threads(1 if request.param == "native" else 2)
-    if request.param == "native" and not has_native_products():
-        pytest.skip("this CPU has no AVX512-BF16, or has AMX, or the native module was not built")
-    yield NativeMatrix if request.param == "native" else BlockedMatrix
+    torch.set_num_threads(1 if native else 2)
+    if native:
+        packed._native.use(request.param)
+    yield NativeMatrix if native and has_native_products() else BlockedMatrix
     torch.set_num_threads(threads)
+    if native:
+        packed._native.use(INSTRUCTION_SETS[0])
 
 
 # 5000 inputs: more than a stretch of the native products.
 @pytest.mark.parametrize("shape", [(24, 40), (1000, 48), (600, 300), (64, 2), (70, 5000)])
-@pytest.mark.parametrize("tokens", [1, 3, 6, 7, 12, 13, 16, 97, 150])
+@pytest.mark.parametrize("tokens", [1, 3, 6, 7, 12, 13, 24, 25, 97, 200])
 def test_packed_matrices(rng, packing, shape, tokens):
     weight, x = torch.randn(shape).bfloat16() / 5, torch.randn(tokens, shape[1]).bfloat16()
     bias = torch.randn(shape[0]).bfloat16() if rng.random() < 0.5 else None
     if rng.random() < 0.5:
         x = torch.randn(tokens, shape[1] + 3).bfloat16()[:, 1:-2]
-    packed = pack_matrix(weight)
-    if packed is None:
+    matrix = pack_matrix(weight)
+    if matrix is None:
         pytest.skip("this CPU does not multiply bf16 in hardware")
-    assert isinstance(packed, packing)
+    assert isinstance(matrix, packing)
     with torch.inference_mode():
-        found = packed_linear(x, packed, bias)
+        found = packed_linear(x, matrix, bias)
     exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     assert found.dtype == torch.bfloat16
-    assert relative_error(found, exact) < TOLERANCE[torch.bfloat16]
+    # Sums are fp32: what is left is the rounding of the result.
+    assert relative_error(found, exact) < 2.5e-3
     assert pack_matrix(weight.float()) is None
