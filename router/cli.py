@@ -15,12 +15,11 @@ import click
 
 from router.config import POLICIES, ConfigError, CoreConfig
 from router.discovery import WorkerFlag, parse_worker_flag
-from router.exchange import Timeouts
+from router.edge_config import EdgeConfig, Timeouts
 from router.fleet import FleetConfig
 from router.http_request import HttpLimits
 from router.http_server import ClientTimeouts
 from router.process import ProcessConfig, run_process
-from router.server import EdgeConfig
 from router.supervise import supervise
 
 HELP = """Send each request to the worker of URL... that will answer it soonest.

@@ -12,41 +12,22 @@ and which worker comes next: that is the core's, asked through router/proxy.py. 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from router.edge_config import Timeouts
 from router.http_request import Request
-from router.http_response import Body, ChunkedBody, LengthBody, ResponseHead, UpstreamProtocolError
+from router.http_response import LengthBody, ResponseHead, UpstreamProtocolError
 from router.messages import Decision, FailureKind, Instruction, Refuse, RouteRequest, Usage, WorkerLost
+from router.progress import PYTHON_READS, Progress
 from router.rewrite import answer_head, request_head
 from router.upstream import Target, UpstreamConnection
-from router.usage import find_usage
 
 if TYPE_CHECKING:
     from router.proxy import Proxy
 
 RETRYABLE = {429: FailureKind.OVERLOADED, 502: FailureKind.SERVER_ERROR, 503: FailureKind.SERVER_ERROR}
-TAIL_BYTES = 2048
-TAIL_READS = 4
-"""How much of the end of an answer is kept to find its `usage`: so many reads, so much of each."""
 PROGRESS_EVERY = 32
 """Chunks of a stream between two reports of progress to the core."""
-PYTHON_READS = 2
-"""Reads of a stream before it is handed to the native relay: an answer of one or two is not worth it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    """Seconds. Checked a few times a second, so an expiry can come up to `sweep_s` late."""
-
-    connect_s: float = 5.0
-    first_byte_s: float = 600.0
-    """From the request's last byte to the answer's first. An answer that is not streamed starts when it is complete."""
-    idle_s: float = 300.0
-    """Without a byte in the middle of an answer, whichever side is to blame."""
-    total_s: float = 3600.0
-    sweep_s: float = 0.25
 
 
 class Client(Protocol):
@@ -71,7 +52,6 @@ class Exchange:
     """One request and its answer. Created when the request is complete, even before its prompt is tokenised."""
 
     __slots__ = (
-        "_chunks_before",
         "_connecting",
         "_connection",
         "_done",
@@ -80,15 +60,12 @@ class Exchange:
         "_paused",
         "_payload",
         "_proxy",
-        "_stream",
-        "_tail",
-        "chunks",
         "client",
         "decision",
         "first_byte_s",
         "in_core",
-        "last_byte_s",
         "outcome",
+        "progress",
         "request",
         "request_id",
         "route",
@@ -117,19 +94,13 @@ class Exchange:
         self.decision: Decision | None = None
         self.sent_s: float | None = None
         self.first_byte_s: float | None = None
-        self.last_byte_s = self.started_s
-        self.chunks = 0
+        self.progress = Progress(proxy.relay, self.started_s)
         self.usage: Usage | None = None
         self.outcome = ""
         self._connection: UpstreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._head: ResponseHead | None = None
         self._head_buffer = b""
-        self._tail: deque[bytes] = deque(maxlen=TAIL_READS)
-        self._stream = 0
-        """Its name in the native relay while that has the stream, else 0."""
-        self._chunks_before = 0
-        """`chunks` when it was handed over."""
         self._payload: list[bytes] | None = [] if request.http_1_0 else None
         self._paused = False
         self._done = False
@@ -206,7 +177,7 @@ class Exchange:
         head = request_head(
             self.request, connection.target, self.trace_id, self.decision.rank, self._proxy.worker_authorization
         )
-        self.sent_s = self.last_byte_s = self._proxy.now()
+        self.sent_s = self.progress.last_byte_s = self._proxy.now()
         connection.send(head, self.request.body)
 
     def upstream_data(self, data: bytes) -> None:
@@ -268,7 +239,7 @@ class Exchange:
         payload = self._payload
         taken = body.feed(data, payload)
         proxy = self._proxy
-        now = self.last_byte_s = proxy.now()
+        now = proxy.now()
         surplus = taken != len(data)
         if surplus:
             data = data[:taken]
@@ -283,15 +254,16 @@ class Exchange:
                 proxy.perform(proxy.core.first_token(self.request_id, now))
         if out:
             self.client.write(out)
-        self.chunks += 1
-        self._tail.append(data if len(data) <= TAIL_BYTES else data[-TAIL_BYTES:])
+        progress = self.progress
+        progress.note(data, now)
         if body.done:
             self._complete(head, reusable=head.keep_alive and not surplus)
             return
-        if self.chunks % PROGRESS_EVERY == 0 and self.in_core:
-            proxy.core.progress(self.request_id, self.chunks)
-        if self.chunks >= PYTHON_READS and proxy.relay is not None and payload is None:
-            self._hand_over(body)
+        if progress.reads % PROGRESS_EVERY == 0 and self.in_core:
+            proxy.core.progress(self.request_id, progress.reads)
+        connection = self._connection
+        if progress.reads >= PYTHON_READS and payload is None and connection is not None and not self._paused:
+            progress.hand_over(self, connection, self.client.plain_socket(), body)
 
     def _complete(self, head: ResponseHead, *, reusable: bool) -> None:
         connection, self._connection = self._connection, None
@@ -302,7 +274,7 @@ class Exchange:
                 self._proxy.pool.release(connection, self._proxy.now())
             else:
                 connection.close()
-        self.usage = find_usage(b"".join(self._tail))
+        self.usage = self.progress.usage()
         if not self._end(f"status_{head.status}"):
             return
         if self.in_core:
@@ -310,64 +282,26 @@ class Exchange:
             self._proxy.perform(self._proxy.core.finished(self.request_id, self.usage, self._proxy.now()))
         self.client.finish(keep_alive=self._keeps_alive(head))
 
-    # While the native relay has the stream ------------------------------------------------------------------------
-
-    def _hand_over(self, body: Body) -> None:
-        """Let the native relay go on, if both ends are plain sockets with nothing waiting, in the middle of a body."""
-        relay, connection = self._proxy.relay, self._connection
-        if relay is None or connection is None or not isinstance(body, ChunkedBody) or not body.in_the_middle:
-            return
-        upstream, client = connection.plain_socket(), self.client.plain_socket()
-        if upstream < 0 or client < 0 or self._paused:
-            return
-        try:
-            self._stream = relay.add(self, upstream, client, body.left)
-        except OSError:
-            return  # no file descriptors left: it goes on here
-        self._chunks_before = self.chunks
-        connection.pause_reading()
-
-    def _take_back(self) -> None:
-        """The native relay has the stream no more: go on here, from where it got to."""
-        if not self._stream or self._proxy.relay is None:
-            return
-        left, reads, last_s, tail = self._proxy.relay.take(self._stream)
-        self._stream = 0
-        self.chunks = self._chunks_before + reads
-        self.last_byte_s = max(self.last_byte_s, last_s)
-        self._tail.extend(tail)
-        head = self._head
-        if head is not None and isinstance(head.body, ChunkedBody):
-            head.body.left = left
-        if self._connection is not None:
-            self._connection.resume_reading()
-
-    def _catch_up(self) -> None:
-        """Learn how far the native relay has got."""
-        if self._stream and self._proxy.relay is not None:
-            reads, last_s = self._proxy.relay.seen(self._stream)
-            chunks = self._chunks_before + reads
-            self.last_byte_s = max(self.last_byte_s, last_s)
-            if chunks != self.chunks:
-                self.chunks = chunks
-                if self.in_core:
-                    self._proxy.core.progress(self.request_id, chunks)
+    # From the native relay ----------------------------------------------------------------------------------------
 
     def unread(self, data: bytes) -> None:
-        """Of the relay: bytes that are more than ordinary chunks."""
+        """Bytes that are more than ordinary chunks."""
         self._take_back()
         self.upstream_data(data)
 
     def unwritten(self, data: bytes) -> None:
-        """Of the relay: bytes that the client's socket had no room for."""
+        """Bytes that the client's socket had no room for."""
         self._take_back()
         self.client.write(data)
 
     def ended(self) -> None:
-        """Of the relay: the worker's connection will say so again when it is read here."""
+        """The worker's connection ended, and will say so again when it is read here."""
         self._take_back()
 
-    # Ends of the worker's side ------------------------------------------------------------------------------------
+    def _take_back(self) -> None:
+        self.progress.take_back(self._connection, self._head.body if self._head is not None else None)
+
+    # Ends ---------------------------------------------------------------------------------------------------------
 
     def upstream_lost(self, reason: str) -> None:
         """The worker's connection ended."""
@@ -388,11 +322,10 @@ class Exchange:
         else:
             self._attempt_failed(FailureKind.RESET, reason)
 
-    # Ends ---------------------------------------------------------------------------------------------------------
-
     def expire(self, now: float, timeouts: Timeouts) -> None:
         """End or repeat what took too long. Called for every exchange a few times a second."""
-        self._catch_up()
+        if self.progress.catch_up() and self.in_core:
+            self._proxy.core.progress(self.request_id, self.progress.reads)
         if now - self.started_s > timeouts.total_s:
             self._time_out(FailureKind.TIMEOUT, f"no complete answer within {timeouts.total_s:g} s", repeat=False)
         elif self.sent_s is None:
@@ -400,7 +333,7 @@ class Exchange:
         elif self._head is None:
             if now - self.sent_s > timeouts.first_byte_s:
                 self._time_out(FailureKind.TIMEOUT, f"no answer within {timeouts.first_byte_s:g} s", repeat=True)
-        elif now - self.last_byte_s > timeouts.idle_s:
+        elif now - self.progress.last_byte_s > timeouts.idle_s:
             self._broken(f"no byte for {timeouts.idle_s:g} s")
 
     def _time_out(self, kind: FailureKind, message: str, *, repeat: bool) -> None:

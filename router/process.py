@@ -30,6 +30,7 @@ from router.config import CoreConfig
 from router.core import RouterCore
 from router.dashboard import Dashboard
 from router.discovery import Prober, WorkerFlag
+from router.edge_config import EdgeConfig
 from router.exchange import Exchange
 from router.feed import IndexFeed
 from router.fleet import FleetConfig, Workers
@@ -43,7 +44,7 @@ from router.peers import PeerLoads, PeerSockets
 from router.proxy import Proxy
 from router.relay import make_relay
 from router.remote_tokenizer import RemoteTokenizer
-from router.server import TICK_S, EdgeConfig, Listener, RouterApp
+from router.server import TICK_S, Listener, RouterApp
 from router.siblings import Share, Siblings
 from router.tokenizing import PromptReader
 from router.upstream import UpstreamPool

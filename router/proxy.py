@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from router.core import RouterCore
-from router.exchange import Client, Exchange, Timeouts
+from router.edge_config import Timeouts
+from router.exchange import Client, Exchange
 from router.http_request import Request
 from router.messages import Decision, FailureKind, Forward, Instruction, Refuse, RouteRequest, WorkerLost
 from router.metrics import Metrics

@@ -13,7 +13,6 @@ import os
 import re
 import ssl
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,10 @@ from prompts.errors import RequestError, bad_value
 from prompts.routing import RoutingRequest, parse_routing
 from router.admin import Admin
 from router.core import RouterCore
-from router.exchange import Exchange, Timeouts
-from router.http_request import HttpLimits, Request
-from router.http_server import ClientConnection, ClientTimeouts, error_type
+from router.edge_config import EdgeConfig
+from router.exchange import Exchange
+from router.http_request import Request
+from router.http_server import ClientConnection, error_type
 from router.messages import RouteRequest
 from router.metrics import Metrics
 from router.proxy import Proxy
@@ -37,19 +37,6 @@ OUTPUT_TOKENS_DEFAULT = 256
 TRACE_ID_BYTES_MAX = 128
 TICK_S = 0.02
 """How often the core's pending work is looked at."""
-
-
-@dataclass(frozen=True, slots=True)
-class EdgeConfig:
-    """What the HTTP edge can be told; parsed once at the command line."""
-
-    limits: HttpLimits = field(default_factory=HttpLimits)
-    timeouts: Timeouts = field(default_factory=Timeouts)
-    client_timeouts: ClientTimeouts = field(default_factory=ClientTimeouts)
-    api_keys: tuple[str, ...] = ()
-    connections_max: int = 20_000
-    shutdown_s: float = 30.0
-    """How long requests in flight may go on after a signal."""
 
 
 class RouterApp:

@@ -32,6 +32,7 @@ MODULES = (
     "metrics",
     "pins",
     "policy",
+    "progress",
     "proxy",
     "registry",
     "relay",

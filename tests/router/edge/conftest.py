@@ -14,13 +14,13 @@ import uvloop
 from router.admin import Admin
 from router.config import CoreConfig
 from router.core import RouterCore
-from router.exchange import Timeouts
+from router.edge_config import EdgeConfig, Timeouts
 from router.http_request import HttpLimits
 from router.http_server import ClientTimeouts
 from router.metrics import Metrics
 from router.proxy import Proxy
 from router.relay import make_relay
-from router.server import EdgeConfig, Listener, RouterApp
+from router.server import Listener, RouterApp
 from router.tokenizing import PromptReader
 from router.upstream import UpstreamPool
 from router.view import HolderId, IndexStats, IngestReport, Match, PinId, Scope

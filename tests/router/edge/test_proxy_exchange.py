@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from router.exchange import Timeouts
+from router.edge_config import Timeouts
 
 pytestmark = pytest.mark.parametrize("edge", [True, False], indirect=True, ids=["relay", "python"])
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router import relay
-from router.exchange import Timeouts
+from router.edge_config import Timeouts
 from router.http_response import BETWEEN_CHUNKS, ChunkedBody, UpstreamProtocolError
 
 native = pytest.importorskip("router._relay")
@@ -141,7 +141,7 @@ def test_the_middle_of_a_stream_is_relayed_and_its_end_is_not(edge: Any, make_po
         assert await reader.readexactly(5) == b"0\r\n\r\n"
         await edge.settle()
         assert ended[0].usage.completion_tokens == 20
-        assert ended[0].chunks >= 9
+        assert ended[0].progress.reads >= 9
         writer.close()
 
     edge.run(scenario())
