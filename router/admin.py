@@ -7,12 +7,10 @@ loopback where there is none.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol
-from urllib.parse import unquote
 
 import msgspec
 
@@ -21,10 +19,11 @@ from prompts.routing import parse_routing
 from router.core import RouterCore
 from router.dashboard import Dashboard
 from router.http_request import Request
-from router.http_server import JSON, ClientConnection, Work
+from router.http_server import ClientConnection
 from router.messages import Decision, Refuse, RouteRequest
 from router.metrics import Family, Metrics, core_families, feed_families, prompt_families, render
 from router.openapi import document
+from router.routes import Answer, Handler, Routes
 from router.siblings import RELAYED, Report, Siblings, WorkerSums
 from router.tokenizing import PromptReader, estimate_tokens
 from router.view import Scope
@@ -53,55 +52,8 @@ class Fleet(Protocol):
         """Workers that were never reached: id -> why not."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
-    """A complete answer of a handler."""
-
-    body: bytes
-    status: int = 200
-    content_type: bytes = JSON
-
-
-Stream = Callable[[ClientConnection], Work]
-"""Starts an answer that goes on until the client leaves."""
-Handler = Callable[[Request, str], "Answer | Coroutine[Any, Any, Answer] | Stream"]
-"""(request, what stands for `*` in the path) -> answer."""
-
-
-class _Pending:
-    """An asynchronous handler at work for a connection."""
-
-    def __init__(self, connection: ClientConnection, answer: Coroutine[Any, Any, Answer], head_only: bool) -> None:
-        self._connection = connection
-        self._head_only = head_only
-        self._task = asyncio.get_running_loop().create_task(answer)
-        self._task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[Answer]) -> None:
-        if task.cancelled():
-            return
-        error = task.exception()
-        if error is None:
-            answer = task.result()
-            self._connection.respond(answer.status, answer.body, answer.content_type, head_only=self._head_only)
-        elif isinstance(error, RequestError):
-            self._connection.respond_error(error)
-        else:
-            self._connection.refuse(500, "internal_error", "the router failed to answer; its log says why", None)
-            raise error
-
-    def client_gone(self) -> None:
-        self._task.cancel()
-
-    def client_paused(self) -> None:
-        """Answers are small."""
-
-    def client_resumed(self) -> None:
-        """Answers are small."""
-
-
 class Admin:
-    """Dispatch and handlers."""
+    """The handlers."""
 
     def __init__(
         self,
@@ -125,8 +77,7 @@ class Admin:
         self._siblings = siblings
         self._started = int(time.time())
         self.draining = False
-        self._routes: dict[tuple[str, str], tuple[Handler, bool]] = {}
-        """(method, path) -> (handler, whether anybody may call it)."""
+        self._routes = Routes()
         for method, path, handler, public in (
             ("GET", "/health", self._health, True),
             ("GET", "/v1/models", self._models, True),
@@ -141,11 +92,11 @@ class Admin:
             ("POST", "/route", self._route, False),
             *([("GET", "/report", self._own_report, False)] if siblings is not None else []),
         ):
-            self.add_route(method, path, handler, public=public)
+            self._routes.add(method, path, handler, public=public)
 
     def add_route(self, method: str, path: str, handler: Handler, *, public: bool) -> None:
         """Serve `path`, in which one segment may be `*`."""
-        self._routes[method, path] = (handler, public)
+        self._routes.add(method, path, handler, public=public)
 
     def show(self, dashboard: Dashboard) -> None:
         """Serve the dashboard."""
@@ -153,45 +104,8 @@ class Admin:
         self.add_route("GET", "/dashboard/events", lambda *_: dashboard.watch, public=False)
 
     def handle(self, connection: ClientConnection, request: Request, *, allowed: bool) -> None:
-        """Answer, or raise RequestError."""
-        head_only = request.method == "HEAD"
-        found, argument = self._find("GET" if head_only else request.method, request.path)
-        if found is None:
-            raise self._unknown(request)
-        handler, public = found
-        if not public and not allowed:
-            raise RequestError(
-                f"{request.path} is served on the admin address only, or to loopback", param=None,
-                code="forbidden", status=403, type="permission_error",
-            )  # fmt: skip
-        answer = handler(request, argument)
-        if isinstance(answer, Answer):
-            connection.respond(answer.status, answer.body, answer.content_type, head_only=head_only)
-        elif asyncio.iscoroutine(answer):
-            connection.work = _Pending(connection, answer, head_only)
-        else:
-            assert callable(answer)
-            connection.work = answer(connection)
-
-    def _find(self, method: str, path: str) -> tuple[tuple[Handler, bool] | None, str]:
-        exact = self._routes.get((method, path))
-        if exact is not None:
-            return exact, ""
-        segments = path.split("/")
-        if len(segments) >= 3:
-            argument = unquote(segments[2])
-            segments[2] = "*"
-            return self._routes.get((method, "/".join(segments))), argument
-        return None, ""
-
-    def _unknown(self, request: Request) -> RequestError:
-        methods = {method for method, _ in self._routes if self._find(method, request.path)[0] is not None}
-        if methods:
-            return RequestError(
-                f"{request.method} {request.path}: expected {' or '.join(sorted(methods))}", param=None,
-                code="method_not_allowed", status=405,
-            )  # fmt: skip
-        return RequestError(f"{request.path}: there is no such path", param=None, code="not_found", status=404)
+        """Answer, or raise RequestError. `allowed`: whether what is not public is served too."""
+        self._routes.handle(connection, request, allowed=allowed)
 
     # Handlers -----------------------------------------------------------------------------------------------------
 

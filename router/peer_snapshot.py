@@ -22,9 +22,9 @@ import msgspec
 
 from events.sources import EventSource
 from prompts.errors import RequestError
-from router.admin import Answer
 from router.feed import SNAPSHOT_VERSION, PeerSnapshot
 from router.http_request import Request
+from router.routes import Answer
 
 log = logging.getLogger("router")
 
