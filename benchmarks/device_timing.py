@@ -32,7 +32,7 @@ def time_ms(call: Callable[[], Any], device: torch.device, budget_ms: float = 20
     rounds = max(3, min(50, int(budget_ms / max(once_ms, 1e-3))))
     if device.type != "cuda":
         return sorted(_wall_ms(call, device) for _ in range(rounds))[rounds // 2]
-    repeat, replay = _captured(call)
+    repeat, replay = _repeated(call)
     samples = []
     for _ in range(rounds):
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -44,17 +44,44 @@ def time_ms(call: Callable[[], Any], device: torch.device, budget_ms: float = 20
     return sorted(samples)[rounds // 2]
 
 
-def _captured(call: Callable[[], Any]) -> tuple[int, Callable[[], Any]]:
-    """(calls in it, a replay of them); the plain call where it cannot be captured."""
+def captured(call: Callable[[], Any], calls: int = 1) -> Callable[[], object]:
+    """Repeats so many calls from a CUDA graph. They must have run once before. Raises RuntimeError if they wait."""
     graph = torch.cuda.CUDAGraph()
+    # The outer one goes back to the stream, which torch forgets where the recording fails.
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    return graph.replay
+
+
+def _repeated(call: Callable[[], Any]) -> tuple[int, Callable[[], Any]]:
+    """(calls in it, a replay of them); the plain call where it cannot be captured."""
     try:
-        with torch.cuda.graph(graph):
-            for _ in range(GRAPH_CALLS):
-                call()
+        return GRAPH_CALLS, captured(call, GRAPH_CALLS)
     except RuntimeError:  # it waits for the device somewhere: time it with what it waits for
         torch.cuda.synchronize()
         return 1, call
-    return GRAPH_CALLS, graph.replay
+
+
+def kernel_times(call: Callable[[], Any], device: torch.device, most: int = 14) -> list[dict[str, Any]]:
+    """Of one call, by kernel: launches and microseconds on the device, the dearest first, then what is left of them."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as profile:
+        call()
+        synchronize(device)
+    entries = [
+        {"kernel": event.key[:80], "launches": event.count, "us": round(event.self_device_time_total, 1)}
+        for event in profile.key_averages()
+        if event.device_type != torch.autograd.DeviceType.CPU  # operations count their kernels once more
+    ]
+    entries.sort(key=lambda entry: -entry["us"])
+    rest = entries[most:]
+    if rest:
+        launches, us = (sum(entry[key] for entry in rest) for key in ("launches", "us"))
+        entries[most:] = [{"kernel": f"{len(rest)} others", "launches": launches, "us": round(us, 1)}]
+    return entries
 
 
 def _wall_ms(call: Callable[[], Any], device: torch.device) -> float:

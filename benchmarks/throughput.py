@@ -30,7 +30,7 @@ _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE), str(_HERE)]
 
 import torch  # noqa: E402
-from device_timing import copy_rate, machine, matrix_rate, synchronize  # noqa: E402
+from device_timing import copy_rate, kernel_times, machine, matrix_rate, synchronize  # noqa: E402
 from throughput_shapes import SHAPES  # noqa: E402
 
 from engine.cache.kv_cache import KVCache  # noqa: E402
@@ -64,6 +64,8 @@ class Engine:
             kernels=select(self.device, options.backend), capture=self._capture(),
         )  # fmt: skip
         self.runner._buffer.zero_()
+        self.kernels: list[dict[str, Any]] = []
+        """Of the last timed step."""
 
     def _capture(self) -> CudaCapture | None:
         return None if self.device.type != "cuda" or self.options.enforce_eager else CudaCapture(self.device)
@@ -129,12 +131,31 @@ class Engine:
             result = self.runner.execute(StepPlan(chunks))
             if i >= 2:  # the first steps compile and record
                 samples.append(time.perf_counter() - start)
+            if i == 1:
+                self.kernels = self._kernels(StepPlan(chunks))
             if advance:
                 for seq, token in zip(seqs, result.sampled, strict=True):
                     assert token is not None
                     seq.computed += 1
                     seq.token_ids.append(token)
         return statistics.median(samples)
+
+    def _kernels(self, plan: StepPlan) -> list[dict[str, Any]]:
+        """What a step spends its time on, on a GPU: the same step once more, which changes nothing but states."""
+        if self.device.type != "cuda":
+            return []
+        try:
+            return kernel_times(lambda: self.runner.execute(plan), self.device)
+        except RuntimeError as error:  # the machine may allow no profiler
+            return [{"kernel": f"{type(error).__name__}: {error}"[:200], "launches": 0, "us": 0.0}]
+
+    def recorded(self) -> dict[str, int]:
+        """Sizes of decode steps that are recorded, and that could not be."""
+        found = {} if self.runner._graphs is None else self.runner._graphs._recorded
+        return {
+            "recorded": sum(r is not None for r in found.values()),
+            "failed": sum(r is None for r in found.values()),
+        }
 
 
 def _elements(shape: tuple[int, ...]) -> int:
@@ -151,13 +172,14 @@ def timed_steps(engine: Engine, rates: tuple[float, float]) -> Iterator[dict[str
             moved += 2 * count * engine.spec.state.state_bytes
         yield {
             "step": f"decode {count} x {context}", "time_ms": seconds * 1e3, "tokens_per_s": count / seconds,
-            "bound": "bandwidth", "share": moved / seconds / rates[0],
+            "bound": "bandwidth", "share": moved / seconds / rates[0], "kernels": engine.kernels,
         }  # fmt: skip
     for length in o.prefill:
         seconds = engine.time_step(engine.sequences(1, length, 0), 5, advance=False)
         yield {
             "step": f"prefill {length}", "time_ms": seconds * 1e3, "tokens_per_s": length / seconds,
             "bound": "matrix rate", "share": engine.matrix_operations(length, 1) / seconds / rates[1],
+            "kernels": engine.kernels,
         }  # fmt: skip
 
 
@@ -241,6 +263,8 @@ def main() -> None:
         torch.set_num_threads(1)
     dtype = getattr(torch, options.dtype)
     rates = (copy_rate(device, 64 if small else 2048), matrix_rate(device, 512 if small else 8192, dtype))
+    if not small:
+        torch.cuda.empty_cache()  # of the buffers that were copied
     start = time.perf_counter()
     engine = Engine(options)
     synchronize(device)
@@ -255,14 +279,19 @@ def main() -> None:
             options.json.write_text(json.dumps(report, indent=1))
 
     report["steps"] = []
+    save()
     for step in timed_steps(engine, rates):
         report["steps"].append(step)
         save()
     if options.sequences:
         start = time.perf_counter()
         engine.runner.record_decode_steps(options.sequences)
+        report["decode_steps"] = engine.recorded()
+        report["record_s"] = time.perf_counter() - start
+        save()
         workload(engine, min(options.sequences, 8))
         report["warm_up_s"] = time.perf_counter() - start
+        save()
         report["workload"] = workload(engine, options.sequences)
         save()
     print(json.dumps(report["machine"]))

@@ -44,10 +44,35 @@ def test_parts_end_alone(gpu: ModuleType, tmp_path: Path) -> None:
     assert "error" not in fine
 
 
+def test_reports_are_seen_while_they_grow(gpu: ModuleType, tmp_path: Path) -> None:
+    """So that an end by force from outside loses nothing."""
+    first = REPORT.replace("[]", "[1]")
+    code = f"{first}; time.sleep(2.5); {REPORT.replace('[]', '[1, 2]')}; time.sleep(2.5)"
+    seen: list[dict] = []
+    gpu.run(python(gpu, "grows", code), 30, tmp_path, True, seen.append)
+    assert [report["steps"] for report in seen] == [[1], [1, 2]]
+
+
+def test_failures_are_shown_shortly(gpu: ModuleType, tmp_path: Path) -> None:
+    lines = ["import engine.config", "engine.config.EngineConfig(dtype='none')"]
+    (tmp_path / "fails.py").write_text("\n".join(lines))
+    report = gpu.run(gpu.Part("fails", [str(tmp_path / "fails.py")], 60.0), 60, tmp_path, True)
+    place, message = report["where"].splitlines()
+    assert place.startswith("  engine/config.py:")
+    assert "ConfigError: --dtype 'none'" in message
+    assert "Traceback" in report["log_end"]
+    lines = gpu.summary({"fails": report})
+    assert lines[-2:] == ["-- fails", report["where"]]
+    text = "tests/a.py:7: in test_x\n    assert f()\nE   assert 1 == 2\nE    +  where 1 = f()\nplain words\n"
+    assert gpu.compact(text) == "  tests/a.py:7: in test_x\nE   assert 1 == 2\nE    +  where 1 = f()"
+    assert gpu.compact("Killed\n") == "Killed"
+    assert len(gpu.compact("E   x\n" * 9 + "\n".join(f"E   {i}" for i in range(9999)))) <= gpu.FAILURE_CHARS
+
+
 def test_the_plan_fits_its_time(gpu: ModuleType) -> None:
-    """Tests first, and what must be shown before the time can be up, whatever the others take."""
+    """That it works first, and what must be shown before the time can be up, whatever the others take."""
     names = [part.name for part in gpu.parts(smoke=False)]
-    assert names[:2] == ["tests", "qwen3-8b"]
+    assert names[:3] == ["works", "qwen3-8b", "tests"]
     assert {"kernels", "qwen3-0.6b", "qwen3.5-4b", "nemotron-h-8b"} <= set(names)
     limits = [part.limit_s for part in gpu.parts(smoke=False)]
     assert sum(limits[:4]) <= gpu.SECONDS < 540
@@ -56,6 +81,7 @@ def test_the_plan_fits_its_time(gpu: ModuleType) -> None:
 def test_the_table(gpu: ModuleType) -> None:
     counts = gpu.test_counts("FAILED tests/x.py::test_a[1] - boom\n===\n1 failed, 97 passed, 2 skipped in 60.1s")
     step = {"step": "decode 1 x 1024", "time_ms": 5.0, "share": 0.65, "bound": "bandwidth"}
+    step["kernels"] = [{"kernel": "gemv", "launches": 144, "us": 4100.0}]
     lines = gpu.summary(
         {
             "tests": counts | {"seconds": 61.0},
@@ -67,5 +93,6 @@ def test_the_table(gpu: ModuleType) -> None:
     assert "97 passed, 1 failed, 2 skipped" in text
     assert "FAILED tests/x.py::test_a[1]" in text
     assert "(aim 70%: MISSED)" in text
+    assert "4100 us  144 x gemv" in text
     assert "1 kernels timed; largest error 1.0e-03 (rotate)" in text
     assert "ENDED: not done after 110 s" in text

@@ -1,0 +1,232 @@
+"""The inputs of each kernel at the shapes of real models: the kernel benchmark times them, the GPU check compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from kernels import Kernels, PagedKV, Ragged, sampling
+from kernels.reference import ReferenceKernels
+
+BLOCK_SIZE = 16
+Call = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A kernel on its inputs, and what it must at least move and compute."""
+
+    call: Call
+    moved_bytes: float
+    operations: float = 0.0
+    peers: dict[str, Call] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of the models that the kernels are timed at."""
+
+    hidden: int = 4096
+    intermediate: int = 12288
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    decode: tuple[tuple[int, int], ...] = ((1, 8192), (1, 32768), (32, 4096), (256, 1024))
+    """(sequences, context)."""
+    prefill: tuple[tuple[int, int, int], ...] = ((1, 8192, 0), (8, 1024, 0), (1, 2048, 16384))
+    """(sequences, queries, context before them)."""
+    rows: tuple[int, ...] = (1, 256, 8192)
+    experts: tuple[int, int, int, int] = (128, 8, 2048, 768)
+    """Experts, chosen, hidden, size: Qwen3-30B-A3B."""
+    delta: tuple[int, int, int] = (16, 32, 128)
+    """Key heads, value heads, dim of both: Qwen3.5-4B."""
+    ssm: tuple[int, int, int, int] = (128, 64, 8, 128)
+    """Heads, head dim, groups, state: Nemotron-H-8B."""
+    vocab: int = 151_936
+
+
+TINY = Shape(
+    hidden=64, intermediate=96, heads=4, kv_heads=2, dim=16, decode=((1, 40), (3, 17)),
+    prefill=((1, 40, 0), (2, 9, 20)), rows=(1, 5), experts=(4, 2, 32, 16), delta=(2, 4, 16), ssm=(4, 16, 2, 16),
+    vocab=300,
+)  # fmt: skip
+
+
+class Bench:
+    """Makes each kernel's inputs, the same for every backend."""
+
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+        self.shape, self.device, self.dtype = shape, device, dtype
+
+    def random(self, *size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.randn(size, device=self.device, dtype=dtype or self.dtype)
+
+    def cases(self) -> Iterator[tuple[str, Callable[[Kernels], Prepared]]]:
+        s = self.shape
+        for count, context in s.decode:
+            yield f"decode {count} x {context}", lambda ops, c=count, n=context: self.attention(ops, c, 1, n - 1)
+        for count, queries, before in s.prefill:
+            name = f"prefill {count} x {queries}" + (f" after {before}" if before else "")
+            yield name, lambda ops, c=count, q=queries, b=before: self.attention(ops, c, q, b)
+        for rows in s.rows:
+            yield f"add_rms_norm {rows} x {s.hidden}", lambda ops, n=rows: self.norm(ops, n)
+            yield f"rotate {rows} x {s.heads + s.kv_heads} heads", lambda ops, n=rows: self.rotate(ops, n)
+            yield f"silu_and_mul {rows} x {s.intermediate}", lambda ops, n=rows: self.silu(ops, n)
+            yield f"linear {rows} x {s.hidden} x {s.intermediate} (torch)", lambda ops, n=rows: self.linear(n)
+            yield f"experts {rows}", lambda ops, n=rows: self.experts(ops, n)
+        for count, tokens in ((s.rows[1], 1), (1, s.rows[-1])):
+            kind = f"step x {count}" if tokens == 1 else f"prompt of {tokens}"
+            yield f"causal_conv {kind}", lambda ops, c=count, t=tokens: self.conv(ops, c, t)
+            yield f"gated_delta {kind}", lambda ops, c=count, t=tokens: self.delta(ops, c, t)
+            yield f"state_space {kind}", lambda ops, c=count, t=tokens: self.ssm(ops, c, t)
+        for rows in s.rows[:2]:
+            for kind, given in (("greedy", (0.0, 1.0)), ("plain", (0.6, 1.0)), ("top_p", (0.6, 0.9))):
+                yield f"draw {kind} {rows} x {s.vocab}", lambda ops, n=rows, g=given: self.draw(ops, n, *g)
+
+    def attention(self, ops: Kernels, count: int, queries: int, before: int) -> Prepared:
+        s, context = self.shape, queries + before
+        blocks = -(-context // BLOCK_SIZE)
+        unit = 2 * BLOCK_SIZE * s.kv_heads * s.dim
+        kv = PagedKV(self.random(count * blocks * unit), unit, 1, BLOCK_SIZE, 1, s.kv_heads, s.dim)
+        table = np.random.default_rng(0).permutation(count * blocks).reshape(count, blocks)
+        batch = Ragged.of([before] * count, [context] * count)
+        plan = ops.plan_attention(batch, table, kv, None)
+        q = self.random(count * queries, s.heads, s.dim)
+        k, v = self.random(count * queries, s.kv_heads, s.dim), self.random(count * queries, s.kv_heads, s.dim)
+        pairs = count * (queries * before + queries * (queries + 1) / 2)
+        moved = 2 * count * context * s.kv_heads * s.dim + 2 * q.numel()
+        return Prepared(
+            lambda: ops.attention(q, k, v, kv, 0, plan, s.dim**-0.5),
+            moved * q.element_size(),
+            4 * s.heads * s.dim * pairs,
+            self._attention_peers(count, queries, context),
+        )
+
+    def _attention_peers(self, count: int, queries: int, context: int) -> dict[str, Call]:
+        s = self.shape
+        q = self.random(count, s.heads, queries, s.dim)
+        k, v = (self.random(count, s.kv_heads, context, s.dim) for _ in range(2))
+        if queries == 1:
+            return {"sdpa": lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)}
+        if queries < context:  # torch's causal flag aligns the other way: a mask would be another kernel
+            return {}
+        peers: dict[str, Call] = {
+            "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        }
+        if self.device.type == "cuda" and count == 1:  # each takes long to compile
+            from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+            mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, queries, context, device=str(self.device))
+            flex = torch.compile(flex_attention)
+            peers["flex"] = lambda: flex(q, k, v, block_mask=mask, enable_gqa=True)
+        return peers
+
+    def draw(self, ops: Kernels, rows: int, temperature: float, top_p: float) -> Prepared:
+        """Against it: a sort of the whole vocabulary, as is usual. Logits as steep as a model's."""
+        logits = self.random(rows, self.shape.vocab) * 3
+
+        def full(value: float) -> torch.Tensor:
+            return torch.full((rows,), value, device=self.device)
+
+        at = torch.rand(rows, device=self.device, dtype=torch.float64)
+        draws = sampling.Draws(full(temperature), full(0.0), full(self.shape.vocab).int(), full(top_p), at)
+        drawn = ops.draw if isinstance(ops, sampling.DrawsTokens) else sampling.draw
+
+        noise = torch.rand_like(logits, dtype=torch.float32) + 0.1  # drawn once: a recording that fails spoils torch's
+
+        def by_sort() -> torch.Tensor:
+            probs, order = (logits.float() / temperature).softmax(-1).sort(descending=True)
+            kept = probs * (probs.cumsum(-1) - probs < top_p)
+            return order.gather(1, (kept / noise).argmax(-1, keepdim=True))
+
+        peers: dict[str, Call] = {"argmax": lambda: logits.argmax(-1)} if temperature == 0.0 else {"sort": by_sort}
+        return Prepared(lambda: drawn(logits, draws), logits.numel() * logits.element_size(), 0.0, peers)
+
+    def norm(self, ops: Kernels, rows: int) -> Prepared:
+        x, residual = self.random(rows, self.shape.hidden), self.random(rows, self.shape.hidden)
+        weight = self.random(self.shape.hidden)
+        return Prepared(
+            lambda: ops.add_rms_norm(x, residual, weight, 1e-6)[0], 4 * x.numel() * x.element_size(), 0.0,
+            {"torch": lambda: F.rms_norm(x + residual, weight.shape, weight, 1e-6)},
+        )  # fmt: skip
+
+    def rotate(self, ops: Kernels, rows: int) -> Prepared:
+        x = self.random(rows, self.shape.heads + self.shape.kv_heads, self.shape.dim)
+        cos, sin = self.random(rows, self.shape.dim), self.random(rows, self.shape.dim)
+        return Prepared(lambda: ops.rotate(x, cos, sin), 2 * (x.numel() + cos.numel()) * x.element_size())
+
+    def silu(self, ops: Kernels, rows: int) -> Prepared:
+        x = self.random(rows, 2 * self.shape.intermediate)
+        return Prepared(
+            lambda: ops.silu_and_mul(x), 1.5 * x.numel() * x.element_size(), 0.0,
+            {"torch": lambda: F.silu(x[:, : x.shape[1] // 2]) * x[:, x.shape[1] // 2 :]},
+        )  # fmt: skip
+
+    def linear(self, rows: int) -> Prepared:
+        x, weight = self.random(rows, self.shape.hidden), self.random(self.shape.intermediate, self.shape.hidden)
+        moved = (x.numel() + weight.numel() + rows * self.shape.intermediate) * x.element_size()
+        return Prepared(lambda: F.linear(x, weight), moved, 2 * rows * weight.numel())
+
+    def experts(self, ops: Kernels, rows: int) -> Prepared:
+        count, top_k, hidden, size = self.shape.experts
+        x, weights = self.random(rows, hidden), torch.rand(rows, top_k, device=self.device).to(self.dtype)
+        gate_up, down = self.random(count, 2 * size, hidden) * 0.05, self.random(count, hidden, size) * 0.05
+        chosen = torch.rand(rows, count, device=self.device).topk(top_k).indices
+        used = min(count, int(chosen.unique().numel()))
+        moved = (used * 3 * size * hidden + 2 * x.numel()) * x.element_size()
+        return Prepared(lambda: ops.experts(x, gate_up, down, chosen, weights), moved, 6 * rows * top_k * size * hidden)
+
+    def _states(self, count: int, tokens: int) -> tuple[Ragged, np.ndarray]:
+        return Ragged.of([0] * count, [tokens] * count), np.arange(count)
+
+    def conv(self, ops: Kernels, count: int, tokens: int) -> Prepared:
+        key_heads, value_heads, dim = self.shape.delta
+        channels, (batch, units) = (2 * key_heads + value_heads) * dim, self._states(count, tokens)
+        x, weight, tails = (
+            self.random(count * tokens, channels),
+            self.random(channels, 4),
+            self.random(count, 3, channels),
+        )
+        plan = ops.plan_state(batch, units)
+        moved = (2 * x.numel() + 2 * tails.numel()) * x.element_size()
+        return Prepared(lambda: ops.causal_conv(x, weight, None, tails, plan, True), moved)
+
+    def delta(self, ops: Kernels, count: int, tokens: int) -> Prepared:
+        key_heads, heads, dim = self.shape.delta
+        batch, units = self._states(count, tokens)
+        n, plan = count * tokens, ops.plan_state(batch, units)
+        q, k, v = self.random(n, key_heads, dim), self.random(n, key_heads, dim), self.random(n, heads, dim)
+        decay = -torch.rand(n, heads, device=self.device) * 0.1
+        rate, states = (
+            torch.rand(n, heads, device=self.device),
+            self.random(count, heads, dim, dim, dtype=torch.float32),
+        )
+        moved = (q.numel() + k.numel() + 2 * v.numel()) * v.element_size() + 8 * states.numel()
+        return Prepared(lambda: ops.gated_delta(q, k, v, decay, rate, states, plan), moved, 6 * n * heads * dim * dim)
+
+    def ssm(self, ops: Kernels, count: int, tokens: int) -> Prepared:
+        heads, dim, groups, state = self.shape.ssm
+        batch, units = self._states(count, tokens)
+        n, plan = count * tokens, ops.plan_state(batch, units)
+        x, b, c = self.random(n, heads, dim), self.random(n, groups, state), self.random(n, groups, state)
+        dt, rate = torch.rand(n, heads, device=self.device), -torch.rand(heads, device=self.device)
+        skip, states = (
+            torch.randn(heads, device=self.device),
+            self.random(count, heads, dim, state, dtype=torch.float32),
+        )
+        moved = (2 * x.numel() + b.numel() + c.numel()) * x.element_size() + 8 * states.numel()
+        return Prepared(
+            lambda: ops.state_space(x, dt, rate, b, c, skip, states, plan), moved, 4 * n * heads * dim * state
+        )
+
+
+def expected(make: Callable[[Kernels], Prepared], device: torch.device) -> torch.Tensor:
+    """What the torch reference makes of the inputs that `make` makes after a seed of 0."""
+    exact = ReferenceKernels(device)
+    exact.chunked_scans = True
+    torch.manual_seed(0)
+    return make(exact).call().double()
