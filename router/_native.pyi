@@ -1,7 +1,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-def pack(token_ids: Sequence[int] | bytes) -> bytes: ...
+from router.view import Tokens
+
+class Prompt:
+    def __init__(self, token_ids: Sequence[int] | bytes) -> None: ...
+    def __len__(self) -> int: ...
 
 class IngestReport:
     stored: int
@@ -34,16 +38,25 @@ class Index:
     def _declare_groups(self, holder: int, groups: Sequence[tuple[Any, ...]]) -> None: ...
     def _match(
         self,
-        token_ids: Sequence[int] | bytes,
+        token_ids: Tokens,
         model: str,
         salt: str | None,
         lora: str | None,
         media: Sequence[tuple[int, str]],
     ) -> list[Match]: ...
+    def _chunk_keys(
+        self,
+        token_ids: Tokens,
+        model: str,
+        salt: str | None,
+        lora: str | None,
+        media: Sequence[tuple[int, str]],
+        chunk_tokens: int,
+    ) -> list[int]: ...
     def _pin(
         self,
         holder: int,
-        token_ids: Sequence[int] | bytes,
+        token_ids: Tokens,
         model: str,
         salt: str | None,
         lora: str | None,

@@ -6,10 +6,10 @@ Changes nothing but chance and the rotation of ties; the core commits what it de
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from router.config import CoreConfig
-from router.history import chain_keys
+from router.history import CHUNK_TOKENS
 from router.messages import Decision, RouteRequest, Terms
 from router.policy import (
     KvCost,
@@ -24,8 +24,27 @@ from router.registry import Registry
 from router.sessions import Sessions
 from router.target import Target
 from router.tracker import LoadTracker
-from router.view import PrefixIndex
+from router.view import PrefixIndex, Prompt, Scope
 from router.working_set import WorkingSets
+
+
+class AskedPrompt:
+    """A request's prompt as the index and the books ask for it: prepared once, cut once."""
+
+    __slots__ = ("_index", "_keys", "ids", "scope")
+
+    def __init__(self, index: PrefixIndex, ids: Prompt, scope: Scope) -> None:
+        self._index = index
+        self.ids = ids
+        self.scope = scope
+        self._keys: dict[int, list[int]] = {}
+
+    def keys(self, chunk_tokens: int) -> list[int]:
+        """The keys of its chunks of so many tokens."""
+        keys = self._keys.get(chunk_tokens)
+        if keys is None:
+            keys = self._keys[chunk_tokens] = self._index.chunk_keys(self.ids, self.scope, chunk_tokens)
+        return keys
 
 
 class Choice:
@@ -33,11 +52,10 @@ class Choice:
 
     __slots__ = ("cost", "prompt", "resident", "winner")
 
-    def __init__(self, cost: KvCost, winner: int, prompt: Sequence[int] | bytes | None, resident: list[int]) -> None:
+    def __init__(self, cost: KvCost, winner: int, prompt: AskedPrompt | None, resident: list[int]) -> None:
         self.cost = cost
         self.winner = winner
         self.prompt = prompt
-        """The request's tokens as the index likes them best."""
         self.resident = resident
         """Tokens of each candidate's h that events (or history) vouch for."""
 
@@ -79,8 +97,10 @@ class Chooser:
     ) -> Choice:
         """Price the candidates and pick one by the configured policy. `ahead`: seconds held for each target that go
         before this request. `peek`: leave chance as it is."""
-        prompt = None if request.token_ids is None else self._index.prepare(request.token_ids)
-        cached, resident, loads = self._hits(request, prompt, candidates)
+        prompt = None
+        if request.token_ids is not None:
+            prompt = AskedPrompt(self._index, self._index.prepare(request.token_ids), request.scope)
+        cached, resident, loads = self._hits(prompt, candidates)
         cost = KvCost(
             candidates,
             cached,
@@ -93,7 +113,7 @@ class Chooser:
         )
         if ahead:
             cost.ahead = [ahead.get(target.name, 0.0) for target in candidates]
-        if prompt is not None and self._working_sets.crowded(len(request.token_ids or ()), now):
+        if prompt is not None and self._working_sets.crowded(len(prompt.ids), now):
             cost.crowding = self._crowding(request, prompt, candidates, cached)
         winner = self._affine(request, candidates, now)
         if winner is None:
@@ -115,12 +135,13 @@ class Chooser:
         return choose_least_requests(candidates, rotation)
 
     def _crowding(
-        self, request: RouteRequest, prompt: Sequence[int] | bytes, candidates: list[Target], cached: list[int]
+        self, request: RouteRequest, prompt: AskedPrompt, candidates: list[Target], cached: list[int]
     ) -> list[float] | None:
         """Seconds that each candidate will compute again for want of room, over this prompt's further uses."""
         length = request.prompt_tokens
         shares = [tokens / length for tokens in cached]
-        overflows = self._working_sets.overflows([t.name for t in candidates], shares, prompt, request.scope)
+        keys = prompt.keys(self._config.working_set.chunk_tokens)
+        overflows = self._working_sets.overflows([t.name for t in candidates], shares, keys, len(prompt.ids))
         if not any(overflows):
             return None
         reuse = self._working_sets.reuse
@@ -141,15 +162,15 @@ class Chooser:
         return next((i for i, target in enumerate(candidates) if target.name == name), None)
 
     def _hits(
-        self, request: RouteRequest, prompt: Sequence[int] | bytes | None, candidates: list[Target]
+        self, prompt: AskedPrompt | None, candidates: list[Target]
     ) -> tuple[list[int], list[int], list[float] | None]:
         """(h, the part of it that is resident, load seconds or None) of every candidate."""
-        if request.token_ids is None or prompt is None:
+        if prompt is None:
             nothing = [0] * len(candidates)
             return nothing, nothing, None
-        matches = {match.holder: match for match in self._index.match(prompt, request.scope)}
+        matches = {match.holder: match for match in self._index.match(prompt.ids, prompt.scope)}
         histories = self._registry.histories
-        keys = chain_keys(request.token_ids, request.scope) if histories else []
+        keys = prompt.keys(CHUNK_TOKENS) if histories else []
         cached, resident = [], []
         loads: list[float] | None = None
         for i, target in enumerate(candidates):

@@ -18,10 +18,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TypedDict
 
-from router.choose import Choice, Chooser
+from router.choose import AskedPrompt, Choice, Chooser
 from router.config import CoreConfig
 from router.held import HeldQueue
-from router.history import chain_keys
+from router.history import CHUNK_TOKENS
 from router.messages import (
     Decision,
     FailureKind,
@@ -36,6 +36,7 @@ from router.messages import (
 from router.pins import PinBook
 from router.registry import Registry
 from router.status import CoreSnapshot, Totals, worker_row
+from router.target import Target
 from router.tracker import LoadTracker
 from router.view import PrefixIndex
 from router.watchdog import Watchdog
@@ -307,14 +308,8 @@ class RouterCore:
             stream=request.stream,
             now=now,
         )
-        if request.token_ids is not None and choice.prompt is not None:
-            history = self.registry.histories.get(target.name)
-            if history is not None:
-                history.insert(chain_keys(request.token_ids, request.scope))
-            else:
-                self._pins.pin(request.request_id, target.holder, choice.prompt, request.scope)
-            cached_share = decision.predicted_cached_tokens / max(request.prompt_tokens, 1)
-            self.working_sets.sent(target.name, choice.prompt, request.scope, now, cached_share=cached_share)
+        if choice.prompt is not None:
+            self._remember(request, choice.prompt, decision, target, now)
         if request.session is not None and self.config.session_affinity:
             self._chooser.sessions.put(request.session, target.name, now)
         worker = self.registry.workers[target.worker_id]
@@ -326,6 +321,20 @@ class RouterCore:
         totals.routed += 1
         self.counters["routed"] += 1
         return Forward(request.request_id, decision)
+
+    def _remember(
+        self, request: RouteRequest, prompt: AskedPrompt, decision: Decision, target: Target, now: float
+    ) -> None:
+        """The prompt will be cached on the target: until its events say so, and beyond, in what its cache is for."""
+        history = self.registry.histories.get(target.name)
+        if history is not None:
+            history.insert(prompt.keys(CHUNK_TOKENS))
+        else:
+            self._pins.pin(request.request_id, target.holder, prompt.ids, prompt.scope)
+        if self.working_sets.follows(target.name):
+            cached_share = decision.predicted_cached_tokens / max(request.prompt_tokens, 1)
+            keys = prompt.keys(self.config.working_set.chunk_tokens)
+            self.working_sets.sent(target.name, keys, len(prompt.ids), now, cached_share=cached_share)
 
     # The reordering queue ----------------------------------------------------------------------------------------
     def _hold(self, live: _Live, choice: Choice, now: float) -> Hold | Refuse:

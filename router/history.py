@@ -1,33 +1,16 @@
 """The approximate cache of a worker that publishes no events: what was sent there, least recently used first out.
 
-Prompts are cut into chunks of `chunk_tokens`; a chunk's key is chained over everything before it, so a key stands for a
-whole prefix. Bounded by the worker's advertised capacity. Pure; one instance a target.
+Prompts are cut into chunks of `chunk_tokens`; a chunk's key is the digest of everything up to its end
+(`PrefixIndex.chunk_keys`), so a key stands for a whole prefix. Bounded by the worker's advertised capacity. Pure; one
+instance a target.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
-import xxhash
-
-from router.view import Scope
-
 CHUNK_TOKENS = 64
-
-
-def chain_keys(token_ids: Sequence[int] | bytes, scope: Scope, chunk_tokens: int = CHUNK_TOKENS) -> list[int]:
-    """One key for each full chunk of the prompt, up to len - 1 tokens: the last token is always computed. Bytes are
-    little-endian uint32."""
-    raw = memoryview(token_ids if isinstance(token_ids, bytes) else array("I", token_ids).tobytes())
-    width = 4 * chunk_tokens
-    key = xxhash.xxh3_64_intdigest(repr((scope.model, scope.salt, scope.lora, scope.media)).encode())
-    keys = []
-    for start in range(0, len(raw) - width - 3, width):
-        key = xxhash.xxh3_64_intdigest(raw[start : start + width], key)
-        keys.append(key)
-    return keys
 
 
 class HistoryCache:

@@ -22,7 +22,7 @@ from router.index_dump import dump_holder, is_dump, load_dump
 from router.index_events import check_event
 from router.index_holder import Holder
 from router.index_match import Pins, cut_of, match_holder
-from router.view import HolderId, IndexStats, IngestReport, Match, PinId, PrefixIndex, Scope
+from router.view import HolderId, IndexStats, IngestReport, Match, PinId, PrefixIndex, Prompt, Scope, Tokens
 
 _LOG = logging.getLogger(__name__)
 
@@ -116,10 +116,10 @@ class ReferenceIndex:
             state.apply(events, report)
         return report
 
-    def prepare(self, token_ids: Sequence[int]) -> Sequence[int] | bytes:
+    def prepare(self, token_ids: Sequence[int] | bytes) -> Prompt:
         return as_token_list(token_ids)
 
-    def match(self, token_ids: Sequence[int] | bytes, scope: Scope) -> list[Match]:
+    def match(self, token_ids: Tokens, scope: Scope) -> list[Match]:
         with self._lock:
             holders = [holder for holder in self._holders.values() if holder.model == scope.model]
             if not any(holder.blocks or self._pins[holder.id] for holder in holders):
@@ -128,7 +128,12 @@ class ReferenceIndex:
             matches = (match_holder(holder, self._pins[holder.id], prefixes) for holder in holders)
             return [match for match in matches if match is not None]
 
-    def pin(self, holder: HolderId, token_ids: Sequence[int] | bytes, scope: Scope) -> PinId:
+    def chunk_keys(self, token_ids: Tokens, scope: Scope, chunk_tokens: int) -> list[int]:
+        if chunk_tokens < 1:
+            raise ValueError(f"chunk is {chunk_tokens}: expected at least 1")
+        return self._digester.prefixes(as_token_list(token_ids), scope)[chunk_tokens:-1:chunk_tokens]
+
+    def pin(self, holder: HolderId, token_ids: Tokens, scope: Scope) -> PinId:
         with self._lock:
             state = self._get(holder)
             prefixes = self._digester.prefixes(as_token_list(token_ids), scope)
@@ -190,8 +195,9 @@ class ReferenceIndex:
             raise KeyError(f"holder {holder} is not in the index (removed?)") from None
 
 
-def as_token_list(token_ids: Sequence[int] | bytes) -> Sequence[int]:
+def as_token_list(prompt: Tokens) -> Sequence[int]:
     """Token ids from a sequence or from little-endian uint32 bytes. Raises ValueError for what is no token id."""
+    token_ids = cast("Sequence[int] | bytes", prompt)  # a Prompt of the reference index is a sequence
     if isinstance(token_ids, (bytes, bytearray, memoryview)):
         if len(token_ids) % 4:
             raise ValueError(f"token bytes: length {len(token_ids)} is not a multiple of 4")

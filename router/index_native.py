@@ -7,16 +7,12 @@ Refuses to know any semantics: those are in router/index_holder.py, and the two 
 from __future__ import annotations
 
 import secrets
-import sys
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from router._native import Index, pack
+from router._native import Index, Prompt
 from router.index_dump import DumpGroup, encode_dump
-from router.view import HolderId, IndexStats, Match, PinId, Scope
-
-_ARRAYS_ARE_PACKED = sys.byteorder == "little" and array("I").itemsize == 4
+from router.view import HolderId, IndexStats, Match, PinId, Scope, Tokens
 
 
 class NativeIndex(Index):
@@ -29,15 +25,16 @@ class NativeIndex(Index):
         fields = ("group_idx", "kind", "block_size", "sliding_window")
         self._declare_groups(holder, [tuple(group.get(field) for field in fields) for group in groups])
 
-    def prepare(self, token_ids: Sequence[int]) -> Sequence[int] | bytes:
-        if isinstance(token_ids, array) and token_ids.typecode == "I" and _ARRAYS_ARE_PACKED:
-            return token_ids.tobytes()
-        return pack(token_ids)
+    def prepare(self, token_ids: Sequence[int] | bytes) -> Prompt:
+        return Prompt(token_ids)
 
-    def match(self, token_ids: Sequence[int] | bytes, scope: Scope) -> list[Match]:
+    def match(self, token_ids: Tokens, scope: Scope) -> list[Match]:
         return cast(list[Match], self._match(token_ids, scope.model, scope.salt, scope.lora, scope.media))
 
-    def pin(self, holder: HolderId, token_ids: Sequence[int] | bytes, scope: Scope) -> PinId:
+    def chunk_keys(self, token_ids: Tokens, scope: Scope, chunk_tokens: int) -> list[int]:
+        return self._chunk_keys(token_ids, scope.model, scope.salt, scope.lora, scope.media, chunk_tokens)
+
+    def pin(self, holder: HolderId, token_ids: Tokens, scope: Scope) -> PinId:
         return PinId(self._pin(holder, token_ids, scope.model, scope.salt, scope.lora, scope.media))
 
     def stats(self) -> IndexStats:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from router.view import HolderId, PinId, PrefixIndex, Scope
+from router.view import HolderId, PinId, PrefixIndex, Prompt, Scope
 
 
 class PinBook:
@@ -28,7 +28,7 @@ class PinBook:
         """Live requests that have a pin."""
         return set(self._live)
 
-    def pin(self, request_id: str, holder: HolderId, prompt: Sequence[int] | bytes, scope: Scope) -> None:
+    def pin(self, request_id: str, holder: HolderId, prompt: Prompt, scope: Scope) -> None:
         """The request was sent to the holder."""
         assert request_id not in self._live, f"request {request_id} is pinned already"
         self._live[request_id] = (holder, self._index.pin(holder, prompt, scope))

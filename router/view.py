@@ -71,6 +71,17 @@ class IndexStats:
     memory_bytes: int
 
 
+class Prompt(Protocol):
+    """Token ids that several calls are about, as `PrefixIndex.prepare` made them. What one call computes of them, the
+    next ones find."""
+
+    def __len__(self) -> int: ...
+
+
+Tokens = Sequence[int] | bytes | Prompt
+"""What an index takes as a prompt. Bytes: little-endian uint32, 4 bytes a token."""
+
+
 class PrefixIndex(Protocol):
     """Every implementation passes tests/contracts/index_contract.py. Thread-safe: one writer thread, many readers.
 
@@ -105,17 +116,21 @@ class PrefixIndex(Protocol):
     def ingest(self, holder: HolderId, payload: bytes) -> IngestReport:
         """Decode one event-batch payload and apply it. A malformed event is reported and skipped, never raised."""
 
-    def prepare(self, token_ids: Sequence[int]) -> Sequence[int] | bytes:
-        """The form of a prompt that is cheapest where several calls are about it. Raises ValueError as `match` does."""
+    def prepare(self, token_ids: Sequence[int] | bytes) -> Prompt:
+        """The form of a prompt that is cheapest where several calls are about it. The ids may be borrowed: they must
+        not change meanwhile. Raises ValueError as `match` does."""
 
-    def match(self, token_ids: Sequence[int] | bytes, scope: Scope) -> list[Match]:
+    def match(self, token_ids: Tokens, scope: Scope) -> list[Match]:
         """Usable prefix of every holder of `scope.model`; holders that hold nothing of the prompt are left out.
 
-        `token_ids` may be bytes: little-endian uint32, 4 bytes a token (`array("I", ids).tobytes()`), which saves the
-        native index the conversion of a long list. Raises ValueError for ids outside [0, 2^32) and ragged bytes.
+        Raises ValueError for ids outside [0, 2^32) and ragged bytes.
         """
 
-    def pin(self, holder: HolderId, token_ids: Sequence[int] | bytes, scope: Scope) -> PinId:
+    def chunk_keys(self, token_ids: Tokens, scope: Scope, chunk_tokens: int) -> list[int]:
+        """The digests of the prefixes that end at each multiple of `chunk_tokens`, up to len - 1: the last token of a
+        prompt is always computed. Equal for equal prefixes in one index, whoever holds them."""
+
+    def pin(self, holder: HolderId, token_ids: Tokens, scope: Scope) -> PinId:
         """Count the prompt as resident on `holder` (up to where it will be able to resume) until unpinned.
 
         On a holder with state groups (or sliding windows announced sparsely) that is only the planned checkpoint, the

@@ -6,10 +6,10 @@ Where it exceeds the capacity, prompts that live there push each other out in tu
 the other took: what a new prompt costs its neighbours is not in its own prefill time. `overflows` is what the price
 needs to see that beforehand.
 
-The working set is Denning's (1968). Prompts are cut into chunks whose key is chained over everything before, so shared
-prefixes count once, and only where they were used last: a session that moves takes its need along. Only this router's
-own requests are counted; as every turn of a session repeats its whole prompt, a router that sees some of the turns
-knows the session. Pure; nothing is assumed of an engine but that it keeps what was used last.
+The working set is Denning's (1968). A prompt comes as the keys of its chunks, each the digest of everything up to its
+end, so shared prefixes count once, and only where they were used last: a session that moves takes its need along. Only
+this router's own requests are counted; as every turn of a session repeats its whole prompt, a router that sees some of
+the turns knows the session. Pure; nothing is assumed of an engine but that it keeps what was used last.
 
 Invariants: the chunks are in the order of their last use; a target's `count` is the number of chunks that live there
 and were used before; `_spare_min` is at most the least of capacity - need.
@@ -21,8 +21,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from router.config import WorkingSetConfig
-from router.history import chain_keys
-from router.view import Scope
 
 
 class _Need:
@@ -72,25 +70,28 @@ class WorkingSets:
         self._recount()
 
     # What is sent ------------------------------------------------------------------------------------------------
+    def follows(self, target: str) -> bool:
+        """Whether `sent` counts for the target: its capacity is known."""
+        return target in self._needs
+
     def sent(
         self,
         target: str,
-        token_ids: Sequence[int] | bytes,
-        scope: Scope,
+        keys: Sequence[int],
+        tokens: int,
         now: float,
         *,
         cached_share: float,
     ) -> None:
-        """A prompt went to the target, where `cached_share` (0 to 1) of it was cached."""
+        """A prompt of so many tokens went to the target, where `cached_share` (0 to 1) of it was cached."""
         need = self._needs.get(target)
         if need is None:
             return
-        tokens = _count(token_ids)
         keep = 1.0 - 1.0 / self._config.reuse_memory
         self._reused = self._reused * keep + tokens * cached_share
         self._computed = self._computed * keep + tokens * (1.0 - cached_share)
         chunks = self._chunks
-        for key in chain_keys(token_ids, scope, self._config.chunk_tokens):
+        for key in keys:
             known = chunks.get(key)
             if known is None:
                 chunks[key] = (need, now, False)
@@ -115,13 +116,12 @@ class WorkingSets:
         return tokens > self._spare_min and bool(self._needs)
 
     def overflows(
-        self, targets: Sequence[str], cached_shares: Sequence[float], token_ids: Sequence[int] | bytes, scope: Scope
+        self, targets: Sequence[str], cached_shares: Sequence[float], keys: Sequence[int], tokens: int
     ) -> list[float]:
         """For each target, what share of this prompt would find no room if it lived there: 0 is all has, 1 none. What
         is cached there now (`cached_shares`, 0 to 1) has found room."""
-        tokens = _count(token_ids)
         own: Counter[int] = Counter()
-        for key in chain_keys(token_ids, scope, self._config.chunk_tokens):
+        for key in keys:
             known = self._chunks.get(key)
             if known is not None and known[2]:
                 own[id(known[0])] += 1
@@ -169,7 +169,3 @@ class WorkingSets:
 
     def _recount(self) -> None:
         self._spare_min = min(map(self._spare, self._needs.values()), default=0)
-
-
-def _count(token_ids: Sequence[int] | bytes) -> int:
-    return len(token_ids) // 4 if isinstance(token_ids, bytes) else len(token_ids)

@@ -16,7 +16,7 @@ from router.core import RouterCore
 from router.index import make_index
 from router.messages import Forward, Instruction, Refuse, RouteRequest, Usage
 from router.peers import PeerLoads
-from router.view import HolderId, IndexStats, IngestReport, Match, PinId, PrefixIndex, Scope
+from router.view import HolderId, IndexStats, IngestReport, Match, PinId, PrefixIndex, Prompt, Scope, Tokens
 from router.workers import ServedModel, WorkerSpec
 from routing_sim.cluster import Cluster
 from routing_sim.workload import BLOCK, SimRequest
@@ -37,10 +37,13 @@ class BlockScaled:
     def seed(self) -> int:
         return self._inner.seed
 
-    def prepare(self, token_ids: Sequence[int]) -> Sequence[int] | bytes:
+    def prepare(self, token_ids: Sequence[int] | bytes) -> Prompt:
         return self._inner.prepare(token_ids)
 
-    def match(self, token_ids: Sequence[int] | bytes, scope: Scope) -> list[Match]:
+    def chunk_keys(self, token_ids: Tokens, scope: Scope, chunk_tokens: int) -> list[int]:
+        return self._inner.chunk_keys(token_ids, scope, chunk_tokens)
+
+    def match(self, token_ids: Tokens, scope: Scope) -> list[Match]:
         return [
             Match(
                 m.holder,
@@ -72,7 +75,7 @@ class BlockScaled:
     def ingest(self, holder: HolderId, payload: bytes) -> IngestReport:
         return self._inner.ingest(holder, payload)
 
-    def pin(self, holder: HolderId, token_ids: Sequence[int] | bytes, scope: Scope) -> PinId:
+    def pin(self, holder: HolderId, token_ids: Tokens, scope: Scope) -> PinId:
         return self._inner.pin(holder, token_ids, scope)
 
     def unpin(self, pin: PinId) -> None:

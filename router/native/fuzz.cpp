@@ -51,11 +51,13 @@ public:
         } else if (action == 4) {
             declare();
         } else if (action < 8) {
-            pins_.push_back(index_.pin(any_holder(), tokens_.data(), below(tokens_.size() + 1), scope()));
+            pins_.push_back(index_.pin(any_holder(), prompt(), scope()));
         } else if (action < 11 && !pins_.empty()) {
             index_.unpin(pins_[below(pins_.size())]);
         } else if (action < 20) {
-            index_.match(tokens_.data(), below(tokens_.size() + 1), scope());
+            index_.match(prompt(), scope());
+        } else if (action < 22) {
+            index_.chunk_keys(prompt(), scope(), 1 + below(9));
         } else {
             ingest();
         }
@@ -76,6 +78,9 @@ public:
 private:
     u64 below(u64 bound) { return random_() % bound; }
     u64 any_holder() { return holders_[below(holders_.size())]; }
+
+    // Sometimes one that an earlier call was about.
+    Tokens prompt() { return Tokens{tokens_.data(), below(tokens_.size() + 1), below(2) ? &memo_ : nullptr}; }
 
     ScopeView scope() {
         ScopeView scope{"m", {}, {}, {}};
@@ -107,7 +112,10 @@ private:
         ++(report.malformed.empty() ? accepted : rejected);
         Batch batch;
         decode(exact.get() + 1, payload.size(), index_.digester(), batch);
-        if (!batch.tokens.empty()) tokens_ = batch.tokens;
+        if (!batch.tokens.empty()) {
+            tokens_ = batch.tokens;
+            memo_ = KeyMemo{};
+        }
     }
 
     void mutate(Payload& payload) {
@@ -141,6 +149,7 @@ private:
     Index index_;
     std::vector<u64> holders_, pins_;
     std::vector<u32> tokens_{1, 2, 3};
+    KeyMemo memo_;
 };
 
 }  // namespace

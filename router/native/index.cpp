@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "walk.hpp"
+
 namespace blockcast {
 
 Holder* Index::get(u64 holder) const {
@@ -12,7 +14,10 @@ Holder* Index::get(u64 holder) const {
     return found->second.get();
 }
 
-u64 Index::start(const ScopeView& scope) const { return digester_.text({Text(scope.model), scope.salt, scope.lora}); }
+Query Index::query(const Tokens& prompt, const ScopeView& scope) const {
+    const u64 start = digester_.text({Text(scope.model), scope.salt, scope.lora});
+    return Query{prompt.data, prompt.count, start, scope.media.data(), scope.media.size(), prompt.memo};
+}
 
 u64 Index::add_holder(std::string name, const std::string& model) {
     const std::lock_guard writer(ingest_mutex_);
@@ -87,28 +92,32 @@ Report Index::ingest(u64 id, const u8* payload, std::size_t size) {
     return report;
 }
 
-std::vector<Match> Index::match(const u32* tokens, std::size_t count, const ScopeView& scope) const {
+std::vector<Match> Index::match(const Tokens& prompt, const ScopeView& scope) const {
     const std::shared_lock lock(mutex_);
     const auto model = models_.find(scope.model);
     if (model == models_.end()) return {};
-    const Query query{tokens, count, start(scope), scope.media.data(), scope.media.size()};
-    return match_all(query, *model->second, digester_, nodes_, seats_, boundaries_, checkpoints_);
+    return match_all(query(prompt, scope), *model->second, digester_, nodes_, seats_, boundaries_, checkpoints_);
 }
 
-u64 Index::pin(u64 id, const u32* tokens, std::size_t count, const ScopeView& scope) {
+std::vector<u64> Index::chunk_keys(const Tokens& prompt, const ScopeView& scope, u64 chunk) const {
+    const Query asked = query(prompt, scope);
+    Prefixes prefixes(asked, digester_, chunk);
+    std::vector<u64> keys;
+    for (u64 end = chunk; end < prompt.count; end += chunk) keys.push_back(prefixes.at(end));
+    return keys;
+}
+
+u64 Index::pin(u64 id, const Tokens& prompt, const ScopeView& scope) {
+    const Query asked = query(prompt, scope);
     const std::unique_lock lock(mutex_);
     Holder* holder = get(id);
     Pin pin{holder, holder->seat, {}, std::nullopt};
     const u64 cut = holder->cut();
-    const u64 last = count == 0 ? 0 : (count - 1) / cut;
-    u64 key = start(scope);
-    pin.boundaries.reserve(count / cut);
-    for (u64 step = 1; step * cut <= count; ++step) {
-        key = digester_.extend(key, tokens + (step - 1) * cut, cut, (step - 1) * cut, scope.media.data(),
-                               scope.media.size());
-        pin.boundaries.push_back(key);
-        if (step == last) pin.checkpoint = key;
-    }
+    Prefixes prefixes(asked, digester_, cut);
+    pin.boundaries.reserve(prompt.count / cut);
+    for (u64 end = cut; end <= prompt.count; end += cut) pin.boundaries.push_back(prefixes.at(end));
+    const u64 last = prompt.count == 0 ? 0 : (prompt.count - 1) / cut;
+    if (last > 0) pin.checkpoint = pin.boundaries[last - 1];
     promise(pin);
     ++static_cast<ModelHolders*>(holder->model)->pins[holder];
     const u64 number = next_pin_++;

@@ -26,6 +26,13 @@ struct ScopeView {
     std::vector<Media> media;  // ascending by position
 };
 
+// A prompt as the caller has it; `memo` where it will come again.
+struct Tokens {
+    const u32* data;
+    std::size_t count;
+    KeyMemo* memo;
+};
+
 struct Stats {
     u64 holders, entries, parked, pins, bytes, nodes;
 };
@@ -43,8 +50,11 @@ public:
     void declare_groups(u64 holder, const std::vector<Group>& groups);
     void set_reannounces(u64 holder, bool reannounces);
     Report ingest(u64 holder, const u8* payload, std::size_t size);
-    std::vector<Match> match(const u32* tokens, std::size_t count, const ScopeView& scope) const;
-    u64 pin(u64 holder, const u32* tokens, std::size_t count, const ScopeView& scope);
+    std::vector<Match> match(const Tokens& prompt, const ScopeView& scope) const;
+    u64 pin(u64 holder, const Tokens& prompt, const ScopeView& scope);
+    // Keys of the prefixes that end at the multiples of `chunk`, the whole prompt left out: its last token is always
+    // computed.
+    std::vector<u64> chunk_keys(const Tokens& prompt, const ScopeView& scope, u64 chunk) const;
     void unpin(u64 pin);
     Stats stats() const;
 
@@ -64,7 +74,7 @@ private:
     };
 
     Holder* get(u64 holder) const;
-    u64 start(const ScopeView& scope) const;
+    Query query(const Tokens& prompt, const ScopeView& scope) const;
     void promise(const Pin& pin);
     void withdraw(const Pin& pin);
     void release(const Pin& pin);

@@ -53,10 +53,12 @@ public:
     Planes(const Context& context, u32 length, const std::vector<const Holder*>& holders)
         : c_(context), length_(length), words_((context.seats.count() + 63) / 64),
           pins_(!context.model.pins.empty()) {
+        pinning_.assign(words_, 0);
         for (const Holder* holder : holders) {
             Words& members = layouts_[layout_of(*holder, length_)];
             if (members.empty()) members.assign(words_, 0);
             set_seat(members, holder->seat);
+            if (pins_ && context.model.pins.count(holder) != 0) set_seat(pinning_, holder->seat);
         }
         for (const auto& [layout, members] : layouts_) {
             for (const Demand& demand : layout) planes_.resize(std::max<std::size_t>(planes_.size(), demand.ordinal + 1));
@@ -128,7 +130,9 @@ private:
             }
             if (pins_) {
                 held_pinned = held;
-                promise(c_.boundaries, step, held_pinned.data());
+                u64 asked = 0;  // who could go on by a promise alone: nobody, along a prefix that is resident
+                for (std::size_t word = 0; word < words_; ++word) asked |= pinned[word] & ~held[word] & pinning_[word];
+                if (asked != 0) promise(c_.boundaries, step, held_pinned.data());
             }
             more = 0;
             for (std::size_t word = 0; word < words_; ++word) {
@@ -310,6 +314,7 @@ private:
     const bool pins_;
     std::map<Layout, Words> layouts_;  // members by seat
     std::vector<Plane> planes_;        // by ordinal
+    Words pinning_;                    // who has prompts in flight
     Words checkpoint_, boundary_;      // where prompts in flight will land (by step); what they leave of this step
     std::vector<u64> found_[kViews];   // by seat
     std::vector<u32> path_;            // node of each step

@@ -5,6 +5,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <mutex>
+
 #if PY_VERSION_HEX < 0x030B0000
 #include <longintrepr.h>
 #endif
@@ -16,10 +18,10 @@ using namespace blockcast;
 
 namespace {
 
-// Token ids of a prompt as a flat array: borrowed from bytes where possible, else copied.
-class Tokens {
+// Token ids of a prompt as a flat array: borrowed from bytes and arrays where possible, else copied.
+class Ids {
 public:
-    explicit Tokens(nb::handle source) {
+    explicit Ids(nb::handle source) {
         if (PyList_Check(source.ptr()) || PyTuple_Check(source.ptr())) {
             copy_items(source.ptr());
         } else if (PyObject_CheckBuffer(source.ptr())) {
@@ -30,8 +32,8 @@ public:
             copy_items(items.ptr());
         }
     }
-    Tokens(const Tokens&) = delete;
-    ~Tokens() {
+    Ids(const Ids&) = delete;
+    ~Ids() {
         if (held_) PyBuffer_Release(&buffer_);
     }
 
@@ -140,6 +142,39 @@ private:
     bool held_ = false;
 };
 
+// A prompt that several calls are about. What one of them computes of it, the next ones find.
+struct Prompt {
+    explicit Prompt(nb::handle source) : ids(source) {}
+    const Ids ids;
+    std::mutex mutex;
+    KeyMemo memo;  // under the mutex
+};
+
+// What a call was given: a Prompt, which it then has for itself as long as it works, or ids of any form.
+class Given {
+public:
+    explicit Given(nb::handle source) {
+        if (nb::isinstance<Prompt>(source)) {
+            prompt_ = nb::cast<Prompt*>(source);
+        } else {
+            ids_.emplace(source);
+        }
+    }
+
+    // Without the GIL: another thread may hold the prompt.
+    template <class Work>
+    auto with(Work work) const {
+        const nb::gil_scoped_release released;
+        if (prompt_ == nullptr) return work(Tokens{ids_->data(), ids_->size(), nullptr});
+        const std::lock_guard alone(prompt_->mutex);
+        return work(Tokens{prompt_->ids.data(), prompt_->ids.size(), &prompt_->memo});
+    }
+
+private:
+    Prompt* prompt_ = nullptr;
+    std::optional<Ids> ids_;
+};
+
 Text view(const std::optional<std::string>& text) { return text ? Text(*text) : Text(); }
 
 ScopeView scope_view(const Index& index, const std::string& model, const std::optional<std::string>& salt,
@@ -158,13 +193,9 @@ using DeclaredGroup = std::tuple<std::optional<std::int64_t>, std::optional<std:
 
 nb::list match(const Index& index, nb::handle token_ids, const std::string& model, const std::optional<std::string>& salt,
                const std::optional<std::string>& lora, nb::handle media) {
-    const Tokens tokens(token_ids);
+    const Given prompt(token_ids);
     const ScopeView scope = scope_view(index, model, salt, lora, media);
-    std::vector<Match> matches;
-    {
-        const nb::gil_scoped_release released;
-        matches = index.match(tokens.data(), tokens.size(), scope);
-    }
+    const std::vector<Match> matches = prompt.with([&](const Tokens& tokens) { return index.match(tokens, scope); });
     nb::list out;
     for (const Match& match : matches) out.append(nb::cast(match, nb::rv_policy::copy));
     return out;
@@ -225,14 +256,10 @@ NB_MODULE(_native, module) {
         },
         nullptr);
 
-    module.def(
-        "pack",
-        [](nb::handle token_ids) {
-            const Tokens tokens(token_ids);
-            return nb::bytes(reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(u32));
-        },
-        nb::arg("token_ids"),
-        "Token ids as little-endian uint32 bytes, which match and pin take without converting them again.");
+    nb::class_<Prompt>(module, "Prompt")
+        .def(nb::init<nb::handle>(), nb::arg("token_ids"),
+             "Token ids that several calls are about. An array or bytes are borrowed and must not change meanwhile.")
+        .def("__len__", [](const Prompt& prompt) { return prompt.ids.size(); });
 
     nb::class_<Report>(module, "IngestReport")
         .def_ro("stored", &Report::stored)
@@ -288,10 +315,18 @@ NB_MODULE(_native, module) {
         .def("_pin",
              [](Index& index, u64 holder, nb::handle token_ids, const std::string& model,
                 const std::optional<std::string>& salt, const std::optional<std::string>& lora, nb::handle media) {
-                 const Tokens tokens(token_ids);
+                 const Given prompt(token_ids);
                  const ScopeView scope = scope_view(index, model, salt, lora, media);
-                 const nb::gil_scoped_release released;
-                 return index.pin(holder, tokens.data(), tokens.size(), scope);
+                 return prompt.with([&](const Tokens& tokens) { return index.pin(holder, tokens, scope); });
+             })
+        .def("_chunk_keys",
+             [](const Index& index, nb::handle token_ids, const std::string& model,
+                const std::optional<std::string>& salt, const std::optional<std::string>& lora, nb::handle media,
+                u64 chunk) {
+                 const Given prompt(token_ids);
+                 const ScopeView scope = scope_view(index, model, salt, lora, media);
+                 if (chunk == 0) throw nb::value_error("chunk is 0: expected at least 1");
+                 return prompt.with([&](const Tokens& tokens) { return index.chunk_keys(tokens, scope, chunk); });
              })
         .def("unpin", &Index::unpin, nb::arg("pin"), nb::call_guard<nb::gil_scoped_release>())
         .def("_stats",

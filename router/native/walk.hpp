@@ -16,29 +16,30 @@ void each_bit(u64 bits, std::size_t word, Visit visit) {
     for (; bits != 0; bits &= bits - 1) visit(static_cast<Seat>(word * 64 + static_cast<u32>(__builtin_ctzll(bits))));
 }
 
-// Digests at multiples of `unit`.
+// Digests at multiples of `unit`, kept in the query's memo where it has one.
 class Prefixes {
 public:
-    Prefixes(const Query& query, const Digester& digester, u64 unit) : query_(query), digester_(digester), unit_(unit) {
-        keys_.reserve(query.count / unit + 1);
-        keys_.push_back(query.start);
+    Prefixes(const Query& query, const Digester& digester, u64 unit)
+        : query_(query), digester_(digester), memo_(query.memo == nullptr ? own_ : *query.memo) {
+        if (!memo_.serves(query, unit)) memo_.restart(query, unit);
     }
+    Prefixes(const Prefixes&) = delete;
 
     u64 at(u64 position) {
-        const std::size_t index = position / unit_;
-        while (keys_.size() <= index) {
-            const u64 from = (keys_.size() - 1) * unit_;
-            keys_.push_back(digester_.extend(keys_.back(), query_.tokens + from, unit_, from, query_.media,
-                                             query_.media_count));
+        const std::size_t index = position / memo_.unit;
+        while (memo_.keys.size() <= index) {
+            const u64 from = (memo_.keys.size() - 1) * memo_.unit;
+            memo_.keys.push_back(digester_.extend(memo_.keys.back(), query_.tokens + from, memo_.unit, from, query_.media,
+                                                  query_.media_count));
         }
-        return keys_[index];
+        return memo_.keys[index];
     }
 
 private:
     const Query& query_;
     const Digester& digester_;
-    const u64 unit_;
-    std::vector<u64> keys_;
+    KeyMemo own_;
+    KeyMemo& memo_;
 };
 
 // Everything one match needs; borrowed.

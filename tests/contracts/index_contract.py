@@ -13,7 +13,7 @@ import pytest
 
 from events.codec import encode_batch
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
-from router.view import SILENT_AFTER_STORES, HolderId, Match, PrefixIndex, Scope
+from router.view import SILENT_AFTER_STORES, HolderId, Match, PrefixIndex, Scope, Tokens
 
 MakeIndex = Callable[[], PrefixIndex]
 PROMPT = list(range(100, 300))
@@ -51,7 +51,7 @@ def one_holder(make: MakeIndex) -> tuple[PrefixIndex, HolderId]:
     return index, index.add_holder("w", "m")
 
 
-def found(index: PrefixIndex, tokens: list[int] = PROMPT, scope: Scope = SCOPE) -> Match | None:
+def found(index: PrefixIndex, tokens: Tokens = PROMPT, scope: Scope = SCOPE) -> Match | None:
     matches = list(index.match(tokens, scope))
     assert len(matches) <= 1
     return matches[0] if matches else None
@@ -516,7 +516,7 @@ def check_tiers(make: MakeIndex) -> None:
 # -- pins ----------------------------------------------------------------------------------------------------------
 
 
-def pinned(index: PrefixIndex, tokens: list[int] = PROMPT, scope: Scope = SCOPE) -> tuple[int, int]:
+def pinned(index: PrefixIndex, tokens: Tokens = PROMPT, scope: Scope = SCOPE) -> tuple[int, int]:
     match = found(index, tokens, scope)
     return (0, 0) if match is None else (match.tokens, match.pinned_tokens)
 
@@ -596,6 +596,36 @@ def check_token_bytes(make: MakeIndex) -> None:
     for bad in ([1, -1], [1 << 32], b"\0" * 7):
         with pytest.raises(ValueError):
             index.match(bad, SCOPE)
+
+
+def check_prepared_prompts(make: MakeIndex) -> None:
+    """One prepared prompt, asked in several scopes and cut in several ways, answers as its ids do."""
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(run(4)))
+    prepared = index.prepare(array("I", PROMPT))
+    assert len(prepared) == len(PROMPT)
+    for scope in (SCOPE, Scope("m", "salt"), SCOPE, Scope("m", None, None, ((3, "image"),)), Scope("m")):
+        assert pinned(index, prepared, scope) == pinned(index, PROMPT, scope)
+        for chunk in (16, 24, 8, 5, 1000):
+            assert index.chunk_keys(prepared, scope, chunk) == index.chunk_keys(PROMPT, scope, chunk)
+        pin = index.pin(holder, prepared, scope)
+        assert pinned(index, scope=scope)[1] == 16 * ((len(PROMPT) - 1) // 16)
+        index.unpin(pin)
+    other = index.add_holder("w2", "m")
+    index.ingest(other, batch(run(3, size=4)))
+    assert [match.tokens for match in index.match(prepared, SCOPE)] == [64, 12]
+
+
+def check_chunk_keys_name_whole_prefixes_and_scopes(make: MakeIndex) -> None:
+    index = make()
+    keys = index.chunk_keys(PROMPT[:100], SCOPE, 32)
+    assert len(keys) == len(set(keys)) == 3
+    assert index.chunk_keys(PROMPT[:97], SCOPE, 32) == keys
+    assert index.chunk_keys(PROMPT[:96], SCOPE, 32) == keys[:2], "the last token is always computed"
+    assert not set(index.chunk_keys([9, *PROMPT[1:100]], SCOPE, 32)) & set(keys)
+    assert not set(index.chunk_keys(PROMPT[:100], Scope("m", "salt"), 32)) & set(keys)
+    with pytest.raises(ValueError):
+        index.chunk_keys(PROMPT, SCOPE, 0)
 
 
 def check_large_token_ids(make: MakeIndex) -> None:

@@ -59,6 +59,9 @@ class NaiveIndex:
     def prepare(self, token_ids: Sequence[int]) -> Sequence[int]:
         return token_ids
 
+    def chunk_keys(self, token_ids: Sequence[int], scope: Scope, chunk_tokens: int) -> list[int]:
+        return [hash((scope, *token_ids[:end])) for end in range(chunk_tokens, len(token_ids), chunk_tokens)]
+
     def match(self, token_ids: Sequence[int], scope: Scope) -> list[Match]:
         found = []
         for holder, model in self.models.items():

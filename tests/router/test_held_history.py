@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from router.config import QueueConfig
 from router.held import HeldQueue
-from router.history import HistoryCache, chain_keys
+from router.history import HistoryCache
+from router.index import make_index
 from router.view import Scope
 
 
@@ -61,24 +62,13 @@ def test_held_requests_are_tried_by_priority_then_work_less_waiting(
         assert not deadlines or queue.next_deadline() is not None
 
 
-def test_chunk_keys_name_whole_prefixes_and_scopes() -> None:
-    one, two = Scope("m"), Scope("m", salt="s")
-    tokens = list(range(200))
-    keys = chain_keys(tokens, one, 64)
-    assert len(keys) == 3
-    assert chain_keys(tokens[:193], one, 64) == keys
-    assert chain_keys(tokens[:192], one, 64) == keys[:2], "the last token is always computed"
-    assert chain_keys([9, *tokens[1:]], one, 64)[2] != keys[2]
-    assert not set(chain_keys(tokens, two, 64)) & set(keys)
-
-
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=30), st.integers(1, 12))
 def test_history_is_an_lru_that_loses_the_deepest_chunks_first(prompts: list[list[int]], capacity: int) -> None:
-    cache = HistoryCache(capacity * 4, 4)
+    cache, index = HistoryCache(capacity * 4, 4), make_index(seed=1)
     naive: list[tuple[int, ...]] = []
     for prompt in prompts:
         tokens = [part for part in prompt for _ in range(4)] + [99]
-        keys = chain_keys(tokens, Scope("m"), 4)
+        keys = index.chunk_keys(tokens, Scope("m"), 4)
         prefixes = [tuple(prompt[: i + 1]) for i in range(len(prompt))]
         length = 0
         while length < len(prefixes) and prefixes[length] in naive:

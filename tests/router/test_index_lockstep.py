@@ -158,7 +158,12 @@ def test_native_equals_the_reference(layouts: Any, steps: Any, pins: Any, seed: 
     assert holders[0] == holders[1]
     asked: set[tuple[int, ...]] = {()}
     for pick, prompt, stays in pins:
-        held = [index.pin(holders[0][pick % len(worlds)], prompt, SCOPE) for index in pair]
+        prepared = [index.prepare(prompt) for index in pair]
+        for ask in range(2):  # what one call computes of a prepared prompt serves the next
+            keys = [index.chunk_keys(ids, SCOPE, 1 + ask) for index, ids in zip(pair, prepared)]
+            assert keys[0] == keys[1] == pair[1].chunk_keys(prompt, SCOPE, 1 + ask)
+            assert _fields(pair[1].match(prepared[1], SCOPE)) == _fields(pair[0].match(prompt, SCOPE))
+        held = [index.pin(holders[0][pick % len(worlds)], ids, SCOPE) for index, ids in zip(pair, prepared)]
         asked.add(prompt)
         if not stays:
             for index, pin in zip(pair, held):
@@ -207,12 +212,9 @@ def _counts(report: IngestReport) -> dict[str, object]:
     return {field.name: getattr(report, field.name) for field in dataclasses.fields(IngestReport)}
 
 
+def _fields(matches: Any) -> list[tuple[Any, ...]]:
+    return sorted((m.holder, m.tokens, m.gpu_tokens, tuple(m.tier_tokens), m.pinned_tokens) for m in matches)
+
+
 def _same_matches(pair: Any, prompt: tuple[int, ...]) -> None:
-    rows = [
-        sorted(
-            (m.holder, m.tokens, m.gpu_tokens, tuple(m.tier_tokens), m.pinned_tokens)
-            for m in index.match(prompt, SCOPE)
-        )
-        for index in pair
-    ]
-    assert rows[0] == rows[1]
+    assert _fields(pair[0].match(prompt, SCOPE)) == _fields(pair[1].match(prompt, SCOPE))
