@@ -20,7 +20,7 @@ from engine.models.layers import Step
 from engine.sampler import Sampler
 from engine.types import BlockId, Chunk, StepPlan, StepResult, TokenLogprobs, UnitId
 from kernels import Kernels, PagedKV, Ragged, select
-from kernels.interface import FixedPlans
+from kernels.interface import FixedPlans, IntArray
 from kernels.transfer import to_device
 
 LOGIT_SLAB_BYTES = 64 << 20
@@ -107,8 +107,8 @@ class ModelRunner:
             return StepResult([])
         order = sorted(range(len(plan.chunks)), key=lambda i: plan.chunks[i].end - plan.chunks[i].start > 1)
         chunks = [plan.chunks[i] for i in order]
-        hidden, batch = self._forward(chunks)
-        result = self._sample(hidden, batch, chunks, order)
+        hidden, starts = self._forward(chunks)
+        result = self._sample(hidden, starts, chunks, order)
         for source_unit, target_unit in plan.state_checkpoints:
             self._copy_unit(source_unit, target_unit)
         return result
@@ -123,8 +123,8 @@ class ModelRunner:
         """Give up the recorded steps: NCCL's communicators do not end while a graph holds them."""
         self._graphs = None
 
-    def _forward(self, chunks: list[Chunk]) -> tuple[torch.Tensor, Ragged]:
-        """Hidden states of all the chunks' tokens, [tokens, hidden]."""
+    def _forward(self, chunks: list[Chunk]) -> tuple[torch.Tensor, IntArray]:
+        """Hidden states of the wanted rows, [wanted, hidden], and where each chunk's start, [chunks + 1]."""
         batch = Ragged.of([chunk.start for chunk in chunks], [chunk.end for chunk in chunks])
         tokens: list[int] = []
         for chunk in chunks:
@@ -132,10 +132,12 @@ class ModelRunner:
         token_ids = np.array(tokens, np.int64)
         tables = [self._block_table(g, chunks) for g in range(len(self._kv))]
         units = _state_units(chunks) if self._states else None
+        rows, starts = self._wanted_rows(chunks, batch.query_starts)
+        wanted = None if rows is None else to_device(rows, self.device)
         if self._graphs is not None and batch.decode_count == len(chunks):
             hidden = self._graphs.forward(token_ids, batch, tables, units)
             if hidden is not None:
-                return hidden, batch
+                return hidden if wanted is None else hidden[wanted], starts
         positions = to_device(batch.positions, self.device)
         step = Step(
             ops=self._ops,
@@ -148,7 +150,19 @@ class ModelRunner:
             states=self._states,
             state_plan=None if units is None else self._ops.plan_state(batch, units),
         )
-        return self.model.forward(to_device(token_ids, self.device), step), batch
+        return self.model.forward(to_device(token_ids, self.device), step, wanted), starts
+
+    @staticmethod
+    def _wanted_rows(chunks: list[Chunk], query_starts: IntArray) -> tuple[IntArray | None, IntArray]:
+        """Rows of the batch that logits are made of (None: all), and where each chunk's start among them."""
+        begins, ends = query_starts[:-1].copy(), query_starts[1:]
+        for i, chunk in enumerate(chunks):
+            if chunk.seq.request.params.prompt_logprobs is None or chunk.start >= chunk.seq.prompt_len - 1:
+                begins[i] = ends[i] - chunk.samples
+        if (begins == query_starts[:-1]).all():
+            return None, query_starts
+        rows = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
+        return rows, np.concatenate([[0], np.cumsum(ends - begins)])
 
     def _block_table(self, group: int, chunks: list[Chunk]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
         """[chunks, blocks]: the blocks of each chunk's context."""
@@ -161,11 +175,11 @@ class ModelRunner:
             table[i, :width] = blocks[:width]
         return table
 
-    def _sample(self, hidden: torch.Tensor, batch: Ragged, chunks: list[Chunk], order: list[int]) -> StepResult:
+    def _sample(self, hidden: torch.Tensor, starts: IntArray, chunks: list[Chunk], order: list[int]) -> StepResult:
         rows = [i for i, chunk in enumerate(chunks) if chunk.samples]
         result = StepResult([None] * len(chunks))
         if rows:
-            last = batch.query_starts[1:][rows] - 1
+            last = starts[1:][rows] - 1
             everyone = len(rows) == hidden.shape[0]
             picked = hidden if everyone else hidden[to_device(last, self.device)]
             if not self.model.samples:
@@ -178,8 +192,7 @@ class ModelRunner:
                     result.logprobs[order[rows[j]]] = entry
         for i, chunk in enumerate(chunks):
             if chunk.seq.request.params.prompt_logprobs is not None and chunk.start < chunk.seq.prompt_len - 1:
-                first = int(batch.query_starts[i])
-                result.prompt_logprobs[order[i]] = self._prompt_logprobs(hidden[first:], chunk)
+                result.prompt_logprobs[order[i]] = self._prompt_logprobs(hidden[int(starts[i]) :], chunk)
         return result
 
     def _prompt_logprobs(self, hidden: torch.Tensor, chunk: Chunk) -> list[TokenLogprobs]:

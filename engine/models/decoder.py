@@ -88,6 +88,8 @@ class CausalLM:
         self.recurrents = [(i, b.mixer) for i, b in enumerate(self.blocks) if isinstance(b.mixer, Recurrent)]
         for index, (_, recurrent) in enumerate(self.recurrents):
             recurrent.index = index
+        self._last_mixing = max(i for i, _ in (*self.attentions, *self.recurrents))
+        """The last block in which tokens see each other: behind its mixer each row goes its own way."""
         self._ropes: list[RopeConfig] = []
         for _, attention in self.attentions:
             if (rope := attention.config.rope) is not None:
@@ -128,14 +130,19 @@ class CausalLM:
     def rope_tables(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> list[RopeTable]:
         return [RopeTable(rope, max_positions, dtype, device) for rope in self._ropes]
 
-    def forward(self, token_ids: torch.Tensor, step: Step) -> torch.Tensor:
-        """Hidden states after the last norm, [tokens, hidden]; the cache of the batch's positions is filled."""
+    def forward(self, token_ids: torch.Tensor, step: Step, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states after the last norm, [tokens, hidden]; the cache of the batch's positions is filled.
+
+        `wanted`: the rows that are returned, and computed where tokens no longer see each other; None: all.
+        """
         x = self.vocabulary.look_up(token_ids)
         if self.config.embedding_scale != 1.0:
             x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)  # on the host: nothing waits for a copy
         residual: torch.Tensor | None = None
-        for block in self.blocks:
-            x, residual = block(x, residual, step)
+        for index, block in enumerate(self.blocks):
+            x, residual = block(x, residual, step, wanted if index == self._last_mixing else None)
+            if len(x) == 0:
+                return x
         assert residual is not None
         return self.norm.add(x, residual, step)[0]
 

@@ -250,13 +250,18 @@ class Block:
     post_mlp_norm: RMSNorm | None = None
     residual_scale: float = 1.0
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, kept: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`kept`: the rows that go on behind the mixer; None: all."""
         if residual is None:
             residual, x = x, self.mixer_norm(x, step)
         else:
             x, residual = self.mixer_norm.add(x, residual, step)
         x = self._branch(self.mixer, self.post_mixer_norm, x, step)
-        if self.mlp is None or self.mlp_norm is None:
+        if kept is not None:
+            x, residual = x[kept], residual[kept]
+        if self.mlp is None or self.mlp_norm is None or len(x) == 0:
             return x, residual
         x, residual = self.mlp_norm.add(x, residual, step)
         return self._branch(self.mlp, self.post_mlp_norm, x, step), residual

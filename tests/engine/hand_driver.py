@@ -36,7 +36,9 @@ class Driver:
         kernels: Kernels | None = None,
         device: torch.device | str = "cpu",
         capture: Capture | None = None,
+        all_rows: bool = True,
     ) -> None:
+        """`all_rows`: compute hidden states of all positions, not only of those that a token is drawn from."""
         self.rng = random.Random(seed)
         device = torch.device(device)
         self.model, chosen = load_model(folder, dtype=dtype, device=device)
@@ -58,14 +60,14 @@ class Driver:
         forward = self.runner._forward
 
         def recording(chunks: list[Chunk]) -> object:
-            hidden, batch = forward(chunks)
-            self.hidden = [
-                hidden[batch.query_starts[i] : batch.query_starts[i + 1]].clone() for i in range(len(chunks))
-            ]
+            hidden, starts = forward(chunks)
+            self.hidden = [hidden[starts[i] : starts[i + 1]].clone() for i in range(len(chunks))]
             self.forwarded = chunks
-            return hidden, batch
+            return hidden, starts
 
         self.runner._forward = recording  # type: ignore[assignment, method-assign]
+        if all_rows:
+            self.runner._wanted_rows = lambda _, starts: (None, starts)  # type: ignore[method-assign]
 
     def sequence(self, token_ids: list[int], params: SamplingParams | None = None, name: str = "r") -> Sequence:
         request = Request(request_id=name, token_ids=token_ids, params=params or SamplingParams(temperature=0.0))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from hand_driver import Oracle
+from hand_driver import Driver, Oracle
 
 from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
@@ -75,6 +75,40 @@ def test_conversations_in_a_small_cache(family, block_size):
             assert row.max() - row[token] < GAPS.get(family, 1e-4), (
                 f"{name}: output {i}"
             )  # greedy, or a tie within rounding
+
+
+@pytest.mark.parametrize("family", [*RECIPES, "qwen3_moe"])
+def test_rows_that_no_token_is_drawn_from_end_at_the_last_mixer(family):
+    rng = random.Random(family)
+    folder = cached_model(RECIPES.get(family, Recipe(family=family)))
+    d, whole = Driver(folder, all_rows=False), Driver(folder)
+    seen: list[int] = []
+
+    def watched(layer):
+        def call(x, step):
+            seen.append(len(x))
+            return layer(x, step)
+
+        return call
+
+    mixing = [i for i, _ in (*d.model.attentions, *d.model.recurrents)]
+    behind = d.model.blocks[max(mixing) :]
+    watched_layers = 0
+    for i, block in enumerate(behind):
+        if block.mlp is not None:
+            block.mlp, watched_layers = watched(block.mlp), watched_layers + 1
+        if i > 0:
+            block.mixer, watched_layers = watched(block.mixer), watched_layers + 1
+    assert watched_layers > 0
+    first, second = ([rng.randrange(2048) for _ in range(count)] for count in (30, 20))
+    results = []
+    for driver in (d, whole):
+        a, b = driver.sequence(first, name="a"), driver.sequence(second, name="b")
+        results.append([driver.step((a, 30), (b, 12)).sampled, driver.step((b, 16)).sampled])
+        results[-1].append(driver.step((a, 31), (b, 20)).sampled)
+    assert results[0] == results[1]
+    assert results[0][1] == [None]
+    assert seen == [1] * watched_layers + [2] * watched_layers
 
 
 def test_a_step_that_fails_costs_its_requests_only():

@@ -19,7 +19,7 @@ def test_prompt_logprobs_in_chunks(monkeypatch):
     monkeypatch.setattr(runner_module, "LOGIT_SLAB_BYTES", 4 * 2048 * 5)
     rng = random.Random(4)
     folder = cached_model(Recipe())
-    oracle, d = Oracle(folder), Driver(folder)
+    oracle, d = Oracle(folder), Driver(folder, all_rows=False)
     tokens = [rng.randrange(2048) for _ in range(41)]
     seq = d.sequence(tokens, SamplingParams(temperature=0.0, prompt_logprobs=3, logprobs=2))
     other = d.sequence([rng.randrange(2048) for _ in range(9)])
