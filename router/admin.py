@@ -247,7 +247,7 @@ class Admin:
         if not worker_id:
             settings = _object(request.body)
             worker_id = str(settings.get("worker_id") or settings.get("url") or "")
-        worker_id = self._known(worker_id)
+        worker_id = self._known(worker_id, *self._fleet.starting())
         await self._fleet.remove(worker_id)
         await self._pass_on(request)
         return Answer(msgspec.json.encode({"worker_id": worker_id, "removed": True}))
@@ -262,13 +262,17 @@ class Admin:
         await self._pass_on(request)
         return Answer(msgspec.json.encode({"worker_id": worker_id, "draining": on}))
 
-    def _known(self, name: str) -> str:
-        """The id of the worker called `name`, an id or a URL."""
+    def _known(self, name: str, *starting: str) -> str:
+        """The id of the worker called `name`, an id or a URL; also of those that were never reached, if they count."""
         for worker_id, worker in self._core.workers.items():
             if name in (worker_id, worker.spec.url):
                 return worker_id
+        for worker_id in starting:
+            if name in (worker_id, f"http://{worker_id}"):
+                return worker_id
+        known = ", ".join([*self._core.workers, *starting])
         raise RequestError(
-            f"worker {name!r}: not known, expected one of {', '.join(self._core.workers) or 'none at all'}",
+            f"worker {name!r}: not known, expected one of {known or 'none at all'}",
             param="worker_id", code="unknown_worker", status=404,
         )  # fmt: skip
 

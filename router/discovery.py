@@ -8,8 +8,10 @@ where nobody listens there, its cache is followed by history.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -65,6 +67,9 @@ class WorkerFacts:
         return tuple(source.epoch for source in self.sources)
 
 
+_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+"""One part of a host's name; with underscores, as containers have them."""
+_ENDPOINT = re.compile(r"tcp://[^\s;,]+:\d{1,5}|(ipc|inproc)://[^\s;,]+")
 _KEYS = ("url", "events", "replay", "topic", "id", "roles", "cache_tokens", "reannounce")
 
 
@@ -80,27 +85,35 @@ def parse_worker_flag(text: str) -> WorkerFlag:
     else:
         for part in text.split(","):
             key, separator, value = part.partition("=")
-            if not separator or key not in _KEYS:
-                raise ConfigError(f"--worker: got {part!r}, expected key=value with a key of {', '.join(_KEYS)}")
+            if not separator:
+                raise ConfigError(f"worker: got {part!r} in {text!r}, expected key=value")
             if key in values:
-                raise ConfigError(f"--worker: {key} is given twice in {text!r}")
+                raise ConfigError(f"worker: {key} is given twice in {text!r}")
             values[key] = value
+    return worker_flag(values)
+
+
+def worker_flag(values: Mapping[str, str]) -> WorkerFlag:
+    """The same from its parts. Raises ConfigError."""
+    unknown = next((key for key in values if key not in _KEYS), None)
+    if unknown is not None:
+        raise ConfigError(f"worker: {unknown!r} is no key, expected {', '.join(_KEYS)}")
     if "url" not in values:
-        raise ConfigError(f"--worker: {text!r} has no url=")
+        raise ConfigError("worker: url= is missing")
     url = normalise_url(values["url"])
     events, replay = values.get("events", ""), values.get("replay", "")
     endpoints = () if events in ("", "none") else tuple(events.split(";"))
     replays = tuple(replay.split(";")) if replay else ()
     for endpoint in (*endpoints, *replays):
-        if "://" not in endpoint:
-            raise ConfigError(f"--worker: endpoint {endpoint!r} of {text!r}, expected one like tcp://host:5557")
+        if _ENDPOINT.fullmatch(endpoint) is None:
+            raise ConfigError(f"worker: endpoint {endpoint!r}, expected one like tcp://host:5557")
     if replays and len(replays) != len(endpoints):
-        raise ConfigError(f"--worker: {len(replays)} replay endpoints for {len(endpoints)} event endpoints in {text!r}")
+        raise ConfigError(f"worker: {len(replays)} replay endpoints for {len(endpoints)} event endpoints")
     capacity = values.get("cache_tokens")
     if capacity is not None and (not capacity.isdigit() or int(capacity) == 0):
-        raise ConfigError(f"--worker: cache_tokens={capacity!r}, expected a positive number")
+        raise ConfigError(f"worker: cache_tokens={capacity!r}, expected a positive number")
     if values.get("reannounce", "0") not in ("0", "1"):
-        raise ConfigError(f"--worker: reannounce={values['reannounce']!r}, expected 0 or 1")
+        raise ConfigError(f"worker: reannounce={values['reannounce']!r}, expected 0 or 1")
     return WorkerFlag(
         url=url,
         worker_id=values.get("id") or worker_id_of(url),
@@ -122,11 +135,30 @@ def normalise_url(url: str) -> str:
         port = parts.port
     except ValueError as error:
         raise ConfigError(f"worker url: got {url!r}: {error}") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or port == 0:
         raise ConfigError(f"worker url: got {url!r}, expected http://host:port")
+    if parts.username is not None:
+        raise ConfigError(f"worker url: got one with a user in it for {parts.hostname!r}, expected http://host:port")
+    if not _is_host(parts.hostname) or not url.isprintable() or " " in url:
+        raise ConfigError(f"worker url: got {url!r}: nothing can have that address, expected http://host:port")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     where = host if port is None else f"{host}:{port}"
     return f"{parts.scheme}://{where}{parts.path.rstrip('/')}"
+
+
+def _is_host(host: str) -> bool:
+    """An IP address, or what can be a name: whether it resolves is for the probes to find out."""
+    if ":" in host or host.rpartition(".")[2].isdigit():
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            return False
+        return True
+    try:
+        labels = host.rstrip(".").encode("idna").decode().split(".")
+    except UnicodeError:
+        return False
+    return all(_LABEL.fullmatch(label) for label in labels)
 
 
 def worker_id_of(url: str) -> str:

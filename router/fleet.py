@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -23,12 +23,13 @@ from events.errors import EventsError
 from events.sources import EventSource
 from router.config import ConfigError
 from router.core import RouterCore
-from router.discovery import Prober, WorkerFacts, WorkerFlag, parse_worker_flag, worker_id_of, worker_spec
+from router.discovery import Prober, WorkerFacts, WorkerFlag, worker_flag, worker_spec
 from router.feed import PeerSnapshot
 from router.messages import FailureKind, Instruction
 from router.peer_snapshot import PeerClient
 from router.tokenizing import PromptReader
 from router.view import HolderId
+from router.worker_lists import read_workers_file, watch_file, watch_name
 from router.workers import WorkerState
 
 log = logging.getLogger("router")
@@ -72,7 +73,9 @@ class FleetConfig:
     sources_s: float = 10.0
     """Between two looks at where a worker publishes: a new epoch means that it restarted."""
     starting_s: float = 0.5
-    """Between two probes of a worker that was never reached."""
+    """Between two checks of a worker that is down, and the first two probes of one that was never reached."""
+    starting_s_max: float = 5.0
+    """Between two probes of a worker that was never reached: the pause doubles up to this while it says the same."""
     failures_to_down: int = 2
     """Failed checks in a row that take a worker out; traffic's own failures do so at once."""
     names_s: float = 10.0
@@ -92,6 +95,8 @@ class _Member:
     facts: WorkerFacts | None = None
     problem: str = ""
     failures: int = 0
+    """Checks, or probes before it was ever reached, that failed in a row."""
+    starting_pause_s: float = 0.0
     peers_from_s: float = 0.0
     """When other routers may be asked for what this one lacks."""
     peers_pause_s: float = 0.0
@@ -129,10 +134,10 @@ class Workers:
 
     async def add(self, settings: dict[str, Any]) -> str:
         """Add a worker from `{"url": ..., "events": ..., "replay": ..., ...}`; its id. Raises ConfigError."""
-        unknown = [key for key, value in settings.items() if not isinstance(value, (str, int))]
-        if unknown:
-            raise ConfigError(f"{unknown[0]}: got {settings[unknown[0]]!r}, expected a string")
-        flag = parse_worker_flag(",".join(f"{key}={value}" for key, value in settings.items()) or "url=")
+        odd = next((key for key, value in settings.items() if not isinstance(value, (str, int))), None)
+        if odd is not None:
+            raise ConfigError(f"worker: {odd} is {settings[odd]!r}, expected a string")
+        flag = worker_flag({key: str(value) for key, value in settings.items()})
         self.watch(flag, origin="operator")
         return flag.worker_id
 
@@ -141,6 +146,8 @@ class Workers:
         known = self._members.get(flag.worker_id)
         if known is not None:
             if known.flag == flag:
+                if known.wake is not None:
+                    known.wake.set()  # whoever names it again expects it to be there
                 return
             self._stop(known)
         member = _Member(flag, origin, wake=asyncio.Event())
@@ -193,49 +200,22 @@ class Workers:
 
     def starting(self) -> dict[str, str]:
         """Workers that were never reached: id -> why not."""
-        return {key: m.problem or "not tried yet" for key, m in self._members.items() if key not in self._core.workers}
+        return {key: _waiting(m) for key, m in self._members.items() if key not in self._core.workers}
 
     # Where workers come from --------------------------------------------------------------------------------------
 
     def follow_file(self, path: Path) -> None:
         """Keep to a file of `--worker` lines: what it adds is added, what it drops is removed. Raises ConfigError."""
-        self._apply("file", _read_file(path))
-        self._spawn(self._watch_file(path))
+        self._keep_to("file", read_workers_file(path))
+        self._spawn(watch_file(path, partial(self._keep_to, "file")))
 
     def follow_name(self, flag: WorkerFlag) -> None:
         """Keep to the addresses that the host of `flag` resolves to, one worker each."""
-        self._spawn(self._watch_name(flag))
+        origin = f"dns {urlsplit(flag.url).hostname}"
+        self._spawn(watch_name(flag, self._config.names_s, partial(self._keep_to, origin)))
 
-    async def _watch_file(self, path: Path) -> None:
-        stamp = _stamp(path)
-        while True:
-            await asyncio.sleep(1.0)
-            latest = _stamp(path)
-            if latest == stamp:
-                continue
-            stamp = latest
-            try:
-                self._apply("file", _read_file(path))
-            except ConfigError as error:
-                log.error("workers file not applied: %s", error)
-
-    async def _watch_name(self, flag: WorkerFlag) -> None:
-        parts = urlsplit(flag.url)
-        loop = asyncio.get_running_loop()
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        while True:
-            try:
-                found = await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
-            except OSError as error:
-                log.warning("%s: %s; its workers stay as they are", parts.hostname, error)
-            else:
-                hosts = sorted({str(info[4][0]) for info in found})
-                urls = [f"{parts.scheme}://{f'[{h}]' if ':' in h else h}:{port}{parts.path}" for h in hosts]
-                flags = [replace(flag, url=url, worker_id=worker_id_of(url)) for url in urls]
-                self._apply(f"dns {parts.hostname}", flags)
-            await asyncio.sleep(self._config.names_s)
-
-    def _apply(self, origin: str, flags: list[WorkerFlag]) -> None:
+    def _keep_to(self, origin: str, flags: list[WorkerFlag]) -> None:
+        """What came from `origin` before and is not among `flags` leaves."""
         wanted = {flag.worker_id for flag in flags}
         for worker_id in [key for key, member in self._members.items() if member.origin == origin]:
             if worker_id not in wanted:
@@ -255,7 +235,8 @@ class Workers:
     async def _live(self, member: _Member) -> None:
         """Probe until it answers, then check it for as long as it is ours."""
         while not await self._join(member):
-            await self._pause(member, self._config.starting_s)
+            if await self._pause(member, member.starting_pause_s):
+                member.starting_pause_s = 0.0
         looked_s = self._now()
         while True:
             worker = self._core.workers.get(member.flag.worker_id)
@@ -283,7 +264,7 @@ class Workers:
         found = await self._peers.snapshots(worker_id, member.facts.sources, below=lacking)
         for rank, snapshot in found.items():
             self._feed.resume(worker_id, rank, snapshot)
-        member.peers_pause_s = min(max(2 * member.peers_pause_s, self._config.peers_s), self._config.peers_s_max)
+        member.peers_pause_s = _longer(member.peers_pause_s, self._config.peers_s, self._config.peers_s_max)
         member.peers_from_s = self._now() + member.peers_pause_s
 
     async def _join(self, member: _Member) -> bool:
@@ -292,7 +273,12 @@ class Workers:
         if not facts.alive:
             if facts.reason != member.problem:
                 log.info("worker %s not there yet: %s", member.flag.worker_id, facts.reason)
+            if facts.reason.partition(":")[0] != member.problem.partition(":")[0]:
+                member.starting_pause_s = 0.0  # something moved: look again soon
             member.problem = facts.reason
+            member.failures += 1
+            longest_s = self._config.starting_s_max
+            member.starting_pause_s = _longer(member.starting_pause_s, self._config.starting_s, longest_s)
             return False
         member.problem, member.failures = "", 0
         await self._read_tokenizers(member, facts)
@@ -359,32 +345,18 @@ class Workers:
             member.task.cancel()
 
 
+def _longer(pause_s: float, first_s: float, max_s: float) -> float:
+    """The pause after one of `pause_s` that did not help."""
+    return min(max(2 * pause_s, first_s), max_s)
+
+
+def _waiting(member: _Member) -> str:
+    """Why a worker that was never reached is not there."""
+    if not member.problem:
+        return "not tried yet"
+    return f"{member.problem} (tried {member.failures} times, again every {member.starting_pause_s:g} s)"
+
+
 def _report_crash(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("the watch over a worker ended by a fault of the router", exc_info=error)
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """What changes when a file does; None while it is not there."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
-
-
-def _read_file(path: Path) -> list[WorkerFlag]:
-    """One worker a line, as `--worker` takes it; `#` begins a comment. Raises ConfigError."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--workers-file {path}: {error}") from error
-    flags = []
-    for number, line in enumerate(lines, 1):
-        text = line.partition("#")[0].strip()
-        if text:
-            try:
-                flags.append(parse_worker_flag(text))
-            except ConfigError as error:
-                raise ConfigError(f"{path}:{number}: {error}") from error
-    return flags

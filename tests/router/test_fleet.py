@@ -1,0 +1,119 @@
+"""The list of workers: what cannot be one is refused, what never answers is told and asked less and less often."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from router.config import ConfigError
+from router.discovery import WorkerFacts, WorkerFlag, normalise_url, parse_worker_flag
+from router.fleet import FleetConfig, Workers, _Member
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "", "http://", "hello world", "http://a b:1", "http://:8000", "http://a..b", "http://-a", "http://a%20b",
+        "http://1.2.3", "http://256.1.1.1:80", "http://[::1", "http://[::zz]:1", "http://a:0", "http://a:70000",
+        "http://a:b", "http://a?x=1", "http://a#b", "ftp://a", "http://a/b c", "http://" + "a" * 64, "http://u:p@a:1",
+        "http://<host>:8000", "http://a\n:1",
+    ],
+)  # fmt: skip
+def test_what_cannot_be_an_address_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="worker url: "):
+        normalise_url(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "normal"),
+    [
+        ("gpu1:8000", "http://gpu1:8000"),
+        ("vllm_worker_1:80", "http://vllm_worker_1:80"),
+        ("https://a.b.example./base/", "https://a.b.example./base"),
+        ("http://10.0.0.1:1", "http://10.0.0.1:1"),
+        ("http://[fe80::1]:1/", "http://[fe80::1]:1"),
+        ("http://bücher.example:1", "http://bücher.example:1"),
+        ("pod-0.svc.cluster.local:8000", "http://pod-0.svc.cluster.local:8000"),
+    ],
+)
+def test_what_can_be_one_is_taken(url: str, normal: str) -> None:
+    assert normalise_url(url) == normal
+
+
+def fleet_of(prober: Any, config: FleetConfig | None = None) -> Workers:
+    nothing = cast(Any, None)
+    core = cast(Any, type("Core", (), {"workers": {}}))
+    return Workers(core, prober, nothing, nothing, nothing, config or FleetConfig(), now=lambda: 0.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "url= is missing"),
+        ({"url": "http://a b"}, "http://a b"),
+        ({"url": "http://a:1,id=x"}, "http://a:1,id=x"),
+        ({"url": ["http://a:1"]}, "url"),
+        ({"url": "http://a:1", "event": "tcp://a:2"}, "'event'"),
+        ({"url": "http://a:1", "events": "tcp://a"}, "tcp://a"),
+        ({"url": "http://a:1", "events": "http://a:2"}, "http://a:2"),
+        ({"url": "http://a:1", "cache_tokens": 0}, "cache_tokens"),
+    ],
+)
+def test_what_is_posted_is_refused_by_name(settings: dict[str, Any], said: str) -> None:
+    async def run() -> None:
+        fleet = fleet_of(None)
+        with pytest.raises(ConfigError, match=said):
+            await fleet.add(settings)
+        assert fleet.starting() == {}
+
+    asyncio.run(run())
+
+
+class Silent:
+    """A prober that finds nobody, for the reasons given."""
+
+    def __init__(self, *reasons: str) -> None:
+        self._reasons = list(reasons)
+
+    async def probe(self, flag: WorkerFlag) -> WorkerFacts:
+        return WorkerFacts(False, self._reasons.pop(0))
+
+
+def test_one_that_never_answers_is_asked_less_and_less_often() -> None:
+    async def run() -> None:
+        refused = [f"ConnectError: attempt {n}" for n in range(6)]
+        fleet = fleet_of(
+            Silent(*refused, "/v1/models answers 503", "/v1/models answers 503"),
+            FleetConfig(starting_s=0.5, starting_s_max=5.0),
+        )
+        member = _Member(parse_worker_flag("http://h:1"), "operator")
+        fleet._members["h:1"] = member
+        assert fleet.starting() == {"h:1": "not tried yet"}
+        pauses = []
+        for _ in range(8):
+            assert not await fleet._join(member)
+            pauses.append(member.starting_pause_s)
+        assert pauses == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0, 0.5, 1.0], "another answer: it is on its way"
+        assert fleet.starting() == {"h:1": "/v1/models answers 503 (tried 8 times, again every 1 s)"}
+
+    asyncio.run(run())
+
+
+def test_one_that_is_named_again_is_asked_at_once() -> None:
+    async def run() -> None:
+        asked = asyncio.Queue[str]()
+
+        class Told:
+            async def probe(self, flag: WorkerFlag) -> WorkerFacts:
+                asked.put_nowait(flag.worker_id)
+                return WorkerFacts(False, "refused")
+
+        fleet = fleet_of(Told(), FleetConfig(starting_s=3600.0, starting_s_max=3600.0))
+        for _ in range(3):
+            assert await fleet.add({"url": "http://h:1"}) == "h:1"
+            assert await asyncio.wait_for(asked.get(), 30) == "h:1"
+        await fleet.close()
+
+    asyncio.run(run())
