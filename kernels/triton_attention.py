@@ -108,7 +108,13 @@ def decode_attention(
     start = first + split * share
     end = tl.minimum(start + share, context)
 
+    heads = tl.num_programs(1) * GROUP
     member = tl.arange(0, BLOCK_M)
+    if SPLITS > 1:  # noqa: SIM102 - known when it is compiled
+        if start >= end:  # a short context has fewer parts: `join_splits` passes over those without weight
+            place = (seq * heads + kv_head * GROUP + member) * SPLITS + split
+            tl.store(part_scale_ptr + place, tl.zeros((BLOCK_M,), tl.float32) - float("inf"), member < GROUP)
+            return
     dim = tl.arange(0, BLOCK_D)
     head = kv_head * GROUP + member
     used = (member < GROUP)[:, None] & (dim < DIM)[None, :]
@@ -124,7 +130,6 @@ def decode_attention(
         )  # fmt: skip
     total = tl.where(total > 0.0, total, 1.0)
     acc = acc / total[:, None]
-    heads = tl.num_programs(1) * GROUP
     if SPLITS == 1:
         tl.store(out_ptr + (seq * heads + head[:, None]) * DIM + dim[None, :], acc.to(out_ptr.dtype.element_ty), used)
     else:
@@ -143,7 +148,8 @@ def join_splits(out_ptr, part_ptr, part_scale_ptr, DIM: tl.constexpr, SPLITS: tl
     peak = tl.max(scale, 0)
     weight = tl.exp2(scale - tl.where(peak == float("-inf"), 0.0, peak))
     used = dim < DIM
-    part = tl.load(part_ptr + (row * SPLITS + split[:, None]) * DIM + dim[None, :], mask=used[None, :], other=0.0)
+    here = used[None, :] & (weight > 0.0)[:, None]
+    part = tl.load(part_ptr + (row * SPLITS + split[:, None]) * DIM + dim[None, :], mask=here, other=0.0)
     total = tl.sum(weight, 0)
     out = tl.sum(part * weight[:, None], 0) / tl.where(total > 0.0, total, 1.0)
     tl.store(out_ptr + row * DIM + dim, out.to(out_ptr.dtype.element_ty), used)

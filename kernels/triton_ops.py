@@ -126,7 +126,7 @@ class TritonKernels:
         count, (_, heads, dim) = plan.decode_count, q.shape
         group = heads // kv.num_kv_heads
         block_d = power_of_two(dim, 16)
-        wide = q.element_size() > 2
+        block_n, warps, stages = decode_tile(block_d, q.element_size())
         part = part_scale = out
         if plan.splits > 1:
             part = torch.empty((count, heads, plan.splits, dim), dtype=torch.float32, device=q.device)
@@ -135,9 +135,8 @@ class TritonKernels:
             q, out, part, part_scale, kv.buffer, plan.table, plan.lens, q.stride(0), q.stride(1), plan.table.shape[1],
             layer_row, scale * LOG2_E,
             GROUP=group, DIM=dim, ROW=kv.row_elems, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
-            SPLITS=plan.splits, BLOCK_M=power_of_two(group, 16), BLOCK_N=32 if wide or block_d > 128 else 64,
-            BLOCK_D=block_d, PRECISION=self._precision(q), WIDE=self._interpreted,
-            num_warps=4, num_stages=2 if wide else (3 if block_d > 128 else 4),
+            SPLITS=plan.splits, BLOCK_M=power_of_two(group, 16), BLOCK_N=block_n, BLOCK_D=block_d,
+            PRECISION=self._precision(q), WIDE=self._interpreted, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         if plan.splits > 1:
             attention_kernels.join_splits[(count, heads)](
@@ -377,6 +376,13 @@ def row_view(x: torch.Tensor) -> torch.Tensor:
     if x.dim() == 2:
         return x[:, None]
     return x if x.dim() == 3 else x.reshape(-1, *x.shape[-2:])
+
+
+def decode_tile(block_d: int, element_size: int) -> tuple[int, int, int]:
+    """(keys, warps, stages) of a decode tile. Its keys are one tile ahead: four programs keep 128 KiB on their way."""
+    if element_size > 2:
+        return (32, 4, 2)
+    return (32, 4, 3) if block_d > 128 else (64, 4, 4)
 
 
 def prefill_tile(block_d: int, element_size: int) -> tuple[int, int, int, int]:

@@ -58,12 +58,13 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: An
     assert set(bound) == set(self.arg_names), f"{self.fn.__name__}: {set(bound) ^ set(self.arg_names)}"
     assert len(grid) <= 3
     constants = {p.name for p in self.params if p.is_constexpr}
+    general = {p.name for p in self.params if p.do_not_specialize}
     signature: dict[str, str] = {}
     constexprs: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for i, name in enumerate(self.arg_names):
         value = bound[name]
-        if name in constants or (isinstance(value, int) and not isinstance(value, bool) and value == 1):
+        if name in constants or (type(value) is int and value == 1 and name not in general):
             signature[name], constexprs[(i,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = TYPES[value.dtype]
@@ -72,7 +73,7 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: An
             signature[name] = "fp32"
         else:
             signature[name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and name not in general:
                 attributes[(i,)] = [["tt.divisibility", 16]]
     key = f"{self.fn.__name__} {signature} {constexprs} {attributes} {options}"
     if key in seen:
