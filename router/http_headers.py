@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import ClassVar, Generic, TypeVar
 
 TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 LINES = rb"(?:" + TOKEN + rb":[\t -~\x80-\xff]*\r\n)*"
@@ -96,7 +96,7 @@ class Dropping:
     """Names of headers that are not passed on. Make few, once: every block remembers what is left of it for each."""
 
     __slots__ = ("key", "pattern")
-    _made = itertools.count()
+    _made: ClassVar[Iterator[int]] = itertools.count()
 
     def __init__(self, names: Iterable[bytes]) -> None:
         self.key = next(Dropping._made)

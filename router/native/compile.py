@@ -1,6 +1,6 @@
 """Compile the router's byte path with mypyc: the same modules, from the same sources, in half the CPU time.
 
-    python router/native/compile.py --out DIR
+    python router/native/compile.py --out DIR [--fast | --check]
 
 Called by CMake when a wheel is built. Editable installations are not compiled, so that edited sources count. Where
 mypyc or a C compiler is missing, it says so and succeeds: the modules are then interpreted, with the same results.
@@ -49,8 +49,8 @@ MODULES = (
 """What runs for every request or chunk. Modules of msgspec structs are not among them: msgspec builds those in C."""
 
 
-def compile_modules(out: Path) -> int:
-    """Build the modules into `out`/router; how many were built."""
+def compile_modules(out: Path, *, optimise: str = "2", only_check: bool = False) -> int:
+    """Build the modules into `out`/router; how many were built. `only_check`: see whether mypyc can; SystemExit if not.
     try:
         from mypyc.build import mypycify
         from setuptools import Distribution
@@ -65,8 +65,12 @@ def compile_modules(out: Path) -> int:
             shutil.copytree(ROOT / package, work / package, ignore=left_out)
         os.chdir(work)
         files = [f"router/{name}.py" for name in MODULES]
-        flags = ["--ignore-missing-imports", "--follow-imports=silent", f"--python-version=3.{sys.version_info[1]}"]
-        extensions = mypycify([*flags, *files], opt_level="2", debug_level="0", group_name="router_compiled")
+        # Without site packages: what is installed where a wheel is built must not change what is built.
+        flags = ["--no-site-packages", "--ignore-missing-imports", "--follow-imports=silent"]
+        flags.append(f"--python-version=3.{sys.version_info[1]}")
+        extensions = mypycify([*flags, *files], opt_level=optimise, debug_level="0", group_name="router_compiled")
+        if only_check:
+            return 0
         distribution = Distribution({"name": "router-compiled", "ext_modules": extensions})
         command = distribution.get_command_obj("build_ext")
         command.build_lib = str(out.resolve())
@@ -74,6 +78,8 @@ def compile_modules(out: Path) -> int:
         command.ensure_finalized()
         command.run()
     except (SystemExit, BaseError, CompileError) as error:
+        if only_check:
+            raise
         print(f"router: not compiled, it will be interpreted: {error}")
         return 0
     finally:
@@ -85,10 +91,16 @@ def compile_modules(out: Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
+    parser.add_argument("--fast", action="store_true", help="Without optimisation: for tests.")
+    parser.add_argument(
+        "--check", action="store_true", help="Only whether mypyc takes the sources; exits with 1 where not."
+    )
+    arguments = parser.parse_args()
+    out = arguments.out
     shutil.rmtree(out, ignore_errors=True)  # of an earlier build: what fails to compile must not be found there
     out.mkdir(parents=True)
-    print(f"router: {compile_modules(out)} extension modules in {out}")
+    made = compile_modules(out, optimise="0" if arguments.fast else "2", only_check=arguments.check)
+    print(f"router: {made} extension modules in {out}")
 
 
 if __name__ == "__main__":
