@@ -50,7 +50,7 @@ MODULES = (
 
 
 def compile_modules(out: Path, *, optimise: str = "2", only_check: bool = False) -> int:
-    """Build the modules into `out`/router; how many were built. `only_check`: see whether mypyc can; SystemExit if not.
+    """Build the modules into `out`/router; how many were built. `only_check`: only whether mypyc can."""
     try:
         from mypyc.build import mypycify
         from setuptools import Distribution
