@@ -238,14 +238,13 @@ def read_block_size(metrics: str) -> int | None:
 
 
 def given_sources(flag: WorkerFlag) -> tuple[EventSource, ...]:
-    """The sources an operator wrote down."""
+    """The sources an operator wrote down. Whether they offer snapshots is not known, so other routers are asked too."""
     return tuple(
         EventSource(
             data_parallel_rank=rank,
             endpoint=endpoint,
             replay_endpoint=flag.replay[rank] if flag.replay else None,
             topic=flag.topic,
-            snapshot=bool(flag.replay),
         )
         for rank, endpoint in enumerate(flag.events)
     )

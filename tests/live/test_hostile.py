@@ -6,8 +6,6 @@ import contextlib
 import json
 import re
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from programs import Program, until
 
 pytestmark = pytest.mark.live
 
@@ -68,22 +67,14 @@ def post(body: bytes, path: bytes = b"/v1/chat/completions", headers: bytes = b"
 @pytest.fixture(scope="module")
 def router(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     log = tmp_path_factory.mktemp("router") / "router.log"
-    command = [sys.executable, "-m", "router", "run", engine.url, "--port", "0", "--request-timeout", "1"]
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            end_s = time.monotonic() + 60
-            while time.monotonic() < end_s and not re.search(r"tokenizer of .* read from", log.read_text()):
-                time.sleep(0.05)
-            found = re.search(r"^router listening on (http://\S+)$", log.read_text(), re.MULTILINE)
-            assert found, log.read_text()
-            served = Served(found[1], log)
-            while time.monotonic() < end_s and served.status(post(b"{%b}" % CHAT)) != 200:
-                time.sleep(0.05)
-            yield served
-        finally:
-            process.terminate()
-            process.wait(20)
+    program = Program(log, "router", "run", engine.url, "--port", "0", "--request-timeout", "1")
+    try:
+        served = Served(program.await_ready().url, log)
+        until(lambda: re.search(r"tokenizer of .* read from", served.log()), served.log, 60)
+        until(lambda: served.status(post(b"{%b}" % CHAT)) == 200, served.log, 60)
+        yield served
+    finally:
+        program.close()
 
 
 @pytest.fixture(params=["engine", "router"])

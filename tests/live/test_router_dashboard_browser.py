@@ -2,56 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import re
 import shutil
-import subprocess
-import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import Program, call, until
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-
-def start(log: Path, ready: str, *args: str) -> tuple[subprocess.Popen[bytes], str]:
-    with log.open("wb") as file:
-        process = subprocess.Popen([sys.executable, "-m", *args], stdout=file, stderr=subprocess.STDOUT)
-    end_s = time.monotonic() + 120
-    while time.monotonic() < end_s and process.poll() is None:
-        found = re.search(ready, log.read_text(errors="replace"), re.MULTILINE)
-        if found:
-            return process, found.group(1)
-        time.sleep(0.1)
-    process.kill()
-    raise AssertionError(f"{args} is not ready:\n{log.read_text(errors='replace')}")
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A router before two engines, with conversations going on."""
     folder = tmp_path_factory.mktemp("dashboard")
-    processes = []
     stop = threading.Event()
-    try:
-        engines = []
-        for number in range(2):
-            process, engine = start(
-                folder / f"e{number}.log", r"^ready +(http://\S+)$", "engine", "serve", "--port", "0"
-            )
-            processes.append(process)
-            engines.append(engine)
-        ready = r"^router listening on (http://\S+)$"
-        process, router = start(folder / "router.log", ready, "router", "run", "--port", "0", *engines)
-        processes.append(process)
-        while urllib.request.urlopen(f"{router}/workers").read().count(b'"state":"up"') < 2:
-            time.sleep(0.1)
+    with contextlib.ExitStack() as stack:
+        stack.callback(stop.set)
+
+        def start(name: str, *args: str) -> str:
+            program = Program(folder / f"{name}.log", *args)
+            stack.callback(program.close)
+            return program.await_ready().url
+
+        engines = [start(f"e{number}", "engine", "serve", "--port", "0") for number in range(2)]
+        router = start("router", "router", "run", "--port", "0", *engines)
+        workers = f"{router}/workers"
+        until(lambda: [row["state"] for row in call(workers)[2]["workers"]] == ["up", "up"], "two workers are up")
 
         def talk() -> None:
             shared = " ".join(f"word {number}" for number in range(150))
@@ -74,11 +57,6 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield router
         stop.set()
         thread.join()
-    finally:
-        stop.set()
-        for process in reversed(processes):
-            process.terminate()
-            process.wait(30)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -3,83 +3,26 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import http.client
 import json
 import re
 import shutil
 import signal
+import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import openai
 import pytest
+from programs import Program, call, until
 
 pytestmark = pytest.mark.live
-START_S = 120.0
-
-
-class Program:
-    """One of our programs as a process; `url` once its log shows the address."""
-
-    def __init__(self, log: Path, ready: str, *args: str) -> None:
-        self._log = log
-        self._ready = ready
-        self._file = log.open("wb")
-        self.args = args
-        self.process = subprocess.Popen([sys.executable, "-m", *args], stdout=self._file, stderr=subprocess.STDOUT)
-        self.url = ""
-
-    def await_ready(self) -> Program:
-        def address() -> str | None:
-            assert self.process.poll() is None, f"{self.args} ended:\n{self.log()}"
-            found = re.search(self._ready, self.log(), re.MULTILINE)
-            return found.group(1) if found else None
-
-        self.url = until(address, f"{self.args} is ready", START_S)
-        return self
-
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(15)
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        self._file.close()
-
-
-def until(probe: Callable[[], Any], what: str, seconds: float = 30.0) -> Any:
-    """Wait for something true."""
-    end_s = time.monotonic() + seconds
-    while time.monotonic() < end_s:
-        found = probe()
-        if found:
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"not within {seconds:g} s: {what}")
-
-
-def call(url: str, body: Any = None, method: str | None = None) -> tuple[int, dict[str, str], Any]:
-    """(status, headers, JSON body)."""
-    data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, dict(answer.headers), json.loads(answer.read() or b"null")
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, dict(error.headers), json.loads(error.read() or b"null")
 
 
 class Cluster:
@@ -87,12 +30,12 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         engine = ("engine", "serve", "--port", "0")
-        self.engines = [Program(folder / f"e{i}.log", r"^ready +(http://\S+)$", *engine) for i in range(2)]
+        self.engines = [Program(folder / f"e{i}.log", *engine) for i in range(2)]
         urls = [engine.await_ready().url for engine in self.engines]
         self.router = self.start_router(folder / "router.log", *urls)
 
     def start_router(self, log: Path, *args: str) -> Program:
-        program = Program(log, r"^router listening on (http://\S+)$", "router", "run", "--port", "0", *args)
+        program = Program(log, "router", "run", "--port", "0", *args)
         program.await_ready()
         until(lambda: call(f"{program.url}/health")[1] and self.up(program) == 2, "two workers up")
         return program
@@ -283,7 +226,7 @@ def test_client_that_leaves_frees_the_engine(cluster: Cluster) -> None:
 def test_worker_killed_and_restarted(cluster: Cluster, tmp_path: Path) -> None:
     """SIGKILL under load: what had no first byte is answered by the other worker; a new worker is taken in by POST."""
     model = call(f"{cluster.url}/v1/models")[2]["data"][0]["id"]
-    extra = Program(tmp_path / "extra.log", r"^ready +(http://\S+)$", "engine", "serve", "--port", "0").await_ready()
+    extra = Program(tmp_path / "extra.log", "engine", "serve", "--port", "0").await_ready()
     try:
         status, _, added = call(f"{cluster.url}/workers", {"url": extra.url})
         assert status == 201
@@ -306,6 +249,28 @@ def test_worker_killed_and_restarted(cluster: Cluster, tmp_path: Path) -> None:
         assert len(call(f"{cluster.url}/workers")[2]["workers"]) == 2
     finally:
         extra.close()
+
+
+def test_a_worker_that_cannot_be_reached_is_named_and_can_be_removed(cluster: Cluster) -> None:
+    status, _, answer = call(f"{cluster.url}/workers", {"url": "http://no such host"})
+    assert (status, answer["error"]["param"]) == (400, "url")
+    assert "no such host" in answer["error"]["message"]
+    with socket.socket() as silent:  # bound and never listening: every connection is refused
+        silent.bind(("127.0.0.1", 0))
+        name = f"127.0.0.1:{silent.getsockname()[1]}"
+        for by in (name, f"http://{name}"):
+            assert call(f"{cluster.url}/workers", {"url": f"http://{name}"})[0] == 201
+
+            def row() -> Any:
+                rows = {row["worker_id"]: row for row in call(f"{cluster.url}/workers")[2]["workers"]}
+                return rows.get(name, {"state": "gone", "state_reason": ""})
+
+            until(lambda: "tried 2 times" in row()["state_reason"], lambda: row())
+            assert row()["state"] == "starting"
+            assert "Connect" in row()["state_reason"]
+            assert call(f"{cluster.url}/workers/{quote(by, safe='')}", method="DELETE")[0] == 200
+            assert row()["state"] == "gone"
+    assert cluster.up(cluster.router) == 2
 
 
 def test_drain_and_undrain(cluster: Cluster) -> None:
@@ -350,10 +315,6 @@ def test_processes_share_a_port_and_add_up(cluster: Cluster, tmp_path: Path) -> 
         until(lambda: all(cluster.up(router) == 2 for _ in range(20)), "every process has both workers")
         model = call(f"{router.url}/v1/models")[2]["data"][0]["id"]
 
-        def children() -> list[int]:
-            pid = router.process.pid
-            return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
         def counted() -> float:
             page = urllib.request.urlopen(f"{router.url}/metrics").read().decode()
             name = r'blockcast_router_requests_total\{model="[^"]+",outcome="status_200",route="/v1/chat/completions"\}'
@@ -367,10 +328,10 @@ def test_processes_share_a_port_and_add_up(cluster: Cluster, tmp_path: Path) -> 
         first = call(f"{router.url}/workers")[2]["workers"][0]["worker_id"]
         assert call(f"{router.url}/workers/{first}", method="DELETE")[0] == 200
         assert all(len(call(f"{router.url}/workers")[2]["workers"]) == 1 for _ in range(10))
-        assert len(children()) == 2
-        victim = children()[0]
+        assert len(router.children()) == 2
+        victim = router.children()[0]
         subprocess.run(["kill", "-9", str(victim)], check=True)
-        until(lambda: len(children()) == 2 and victim not in children(), "the dead process was started again")
+        until(lambda: len({*router.children()} - {victim}) == 2, "the dead process was started again")
 
         def answered() -> bool:
             try:

@@ -8,42 +8,20 @@ import contextlib
 import json
 import os
 import random
-import re
 import signal
 import socket
-import subprocess
-import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import Program, call, until
 
 pytestmark = pytest.mark.live
 
 VOCAB = 2000
 _RNG = random.Random(7)
-
-
-def until(probe: Callable[[], Any], what: Callable[[], object] | str, seconds: float = 20.0) -> Any:
-    """Wait for something true."""
-    end_s = time.monotonic() + seconds
-    while time.monotonic() < end_s:
-        found = probe()
-        if found:
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"not within {seconds:g} s: {what if isinstance(what, str) else what()}")
-
-
-def call(url: str, body: Any = None) -> Any:
-    """The JSON body of an answer with status 200."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.loads(answer.read())
 
 
 def prompt(tokens: int) -> list[int]:
@@ -58,32 +36,21 @@ def free_ports(count: int) -> list[int]:
         return [int(probe.getsockname()[1]) for probe in probes]
 
 
-class Router:
+class Router(Program):
     """`router run` that tells its load at `own` and listens to `other`."""
 
-    def __init__(self, log: Path, workers: Sequence[str], own: int, other: int) -> None:
-        self._log = log
-        self._file = log.open("wb")
-        command = [sys.executable, "-m", "router", "run", *workers, "--port", "0", "--health-interval", "0.5"]
-        command += ["--peer-bind", f"tcp://127.0.0.1:{own}", "--peer", f"tcp://127.0.0.1:{other}"]
-        self.process = subprocess.Popen(command, stdout=self._file, stderr=subprocess.STDOUT)
-        self.url = ""
+    def __init__(self, log: Path, workers: Sequence[str], own: int, other: int, *args: str) -> None:
+        peers = ("--peer-bind", f"tcp://127.0.0.1:{own}", "--peer", f"tcp://127.0.0.1:{other}")
+        port = () if "--port" in args else ("--port", "0")
+        super().__init__(log, "router", "run", *workers, *port, "--health-interval", "0.5", *peers, *args)
 
     def await_ready(self) -> Router:
-        def listening() -> str | None:
-            assert self.process.poll() is None, self.log()
-            found = re.search(r"^router listening on (http://\S+)$", self.log(), re.MULTILINE)
-            return found.group(1) if found else None
-
-        self.url = until(listening, self.log, 60)
+        super().await_ready()
         until(lambda: all(row["state"] == "up" for row in self.workers()), self.log, 60)
         return self
 
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")
-
     def workers(self) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = call(f"{self.url}/workers")["workers"]
+        rows: list[dict[str, Any]] = call(f"{self.url}/workers")[2]["workers"]
         return sorted(rows, key=lambda row: str(row["worker_id"]))
 
     def counts(self, *names: str) -> list[int]:
@@ -107,18 +74,8 @@ class Router:
 
     def predicted(self, ids: list[int]) -> dict[str, int]:
         """Worker -> tokens of this prompt that it holds, as far as this router knows."""
-        told = call(f"{self.url}/route", {"model": "m", "prompt": ids, "max_tokens": 1})
+        told = call(f"{self.url}/route", {"model": "m", "prompt": ids, "max_tokens": 1})[2]
         return {row["worker"]: row["cached_tokens"] for row in told["candidates"]}
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(10)
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        self._file.close()
 
 
 class Cluster:
@@ -256,3 +213,51 @@ def test_one_is_killed_and_another_starts_in_its_place(cluster: Cluster) -> None
         until(lambda: left.counts("peer_prefilling") == [1, 0], left.log)
     for future in waiting:
         future.result(60)
+
+
+def as_vllm_tells(engine: Any) -> str:
+    """The worker's `--worker` for a router that cannot ask where it publishes."""
+    source = call(f"{engine.url}/kv_event_sources")[2]["0"]
+    return f"url={engine.url},events={source['endpoint']},replay={source['replay_endpoint']}"
+
+
+def test_one_that_starts_later_takes_what_the_first_knows(tmp_path: Path, engines: list[Any]) -> None:
+    """Each names the other in --snapshot-from. The second fills its index from the first; then the first is killed,
+    and another in its place fills its own from the second."""
+    loads, apis = free_ports(2), free_ports(2)
+    workers = [part for engine in engines for part in ("--worker", as_vllm_tells(engine))]
+    started: list[Router] = []
+
+    def start(side: int) -> Router:
+        own = ("--port", str(apis[side]), "--snapshot-from", f"http://127.0.0.1:{apis[1 - side]}")
+        router = Router(tmp_path / f"{len(started)}.log", workers, loads[side], loads[1 - side], *own)
+        started.append(router)
+        return router.await_ready()
+
+    try:
+        first = start(0)
+        names = [row["worker_id"] for row in first.workers()]
+        asked = {}
+        for number in range(6):
+            ids = prompt(320)
+            name, _, _ = first.complete(ids, worker=names[number % 2])
+            asked[name, number] = [*ids, 5]
+        knows = {key: {name: 320 if name == key[0] else 0 for name in names} for key in asked}
+        told = lambda router: {key: router.predicted(ids) for key, ids in asked.items()}  # noqa: E731
+        until(lambda: told(first) == knows, lambda: (told(first), first.log()))
+        second = start(1)
+        for name in names:
+            assert f"worker {name} rank 0: starting from {first.url}" in second.log()
+        until(lambda: told(second) == knows, lambda: (told(second), second.log()))
+        first.process.kill()
+        first.process.wait()
+        third = start(0)
+        for name in names:
+            assert f"worker {name} rank 0: starting from {second.url}" in third.log()
+        until(lambda: told(third) == knows, lambda: (told(third), third.log()))
+        assert [row["events"]["streams"][0]["replayed"] for row in third.workers()] == [0, 0], "not from the ring"
+        for (name, _), ids in asked.items():
+            assert third.complete(ids, worker=name) == (name, 320, 320)
+    finally:
+        for router in started:
+            router.close()

@@ -1,0 +1,84 @@
+"""Our programs as processes, and what the live tests ask of them over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+START_S_MAX = 120.0
+T = TypeVar("T", bound="Program")
+
+
+def until(probe: Callable[[], Any], what: Callable[[], object] | str, seconds: float = 30.0) -> Any:
+    """The first true answer of `probe`; after so long without one, a failure that says `what`."""
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        found = probe()
+        if found:
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"not within {seconds:g} s: {what if isinstance(what, str) else what()}")
+
+
+def call(url: str, body: Any = None, method: str | None = None) -> tuple[int, dict[str, str], Any]:
+    """(status, headers, JSON body)."""
+    data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, dict(answer.headers), json.loads(answer.read() or b"null")
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, dict(error.headers), json.loads(error.read() or b"null")
+
+
+class Program:
+    """`engine ...` or `router ...` on a port of its own; `url` once its log tells."""
+
+    def __init__(self, log: Path, *args: str) -> None:
+        self._log = log
+        self._file = log.open("wb")
+        self.args = args
+        self.process = subprocess.Popen([sys.executable, "-m", *args], stdout=self._file, stderr=subprocess.STDOUT)
+        self.url = ""
+
+    def await_ready(self: T) -> T:
+        def address() -> str | None:
+            assert self.process.poll() is None, f"{self.args} ended:\n{self.log()}"
+            found = re.search(r"^(?:ready +|router listening on )(http://\S+)$", self.log(), re.MULTILINE)
+            return found.group(1) if found else None
+
+        self.url = until(address, lambda: f"{self.args} is ready:\n{self.log()}", START_S_MAX)
+        return self
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def children(self) -> list[int]:
+        """Process ids."""
+        pid = self.process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def stop(self, timeout_s: float = 30.0) -> int:
+        """SIGTERM; the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout_s)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.stop(15)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self._file.close()
