@@ -12,6 +12,7 @@ import math
 import numpy as np
 import torch
 
+from engine.block_tables import BlockTables
 from engine.cache.spec import CacheSpec
 from engine.decode_graphs import Capture, DecodeGraphs
 from engine.logprobs import LogprobTensors, read_logprobs, token_logprobs
@@ -68,6 +69,7 @@ class ModelRunner:
         self._sampler = Sampler(model.config.vocab_size, device, eos_token_ids, seed, self._ops)
         self._ropes = model.rope_tables(max_model_len, dtype, device)
         self._windows = model.windows
+        self._tables = [BlockTables(g, spec.block_size) for g in range(len(spec.groups))]
         stride = unit_stride_bytes(spec)
         self._buffer = torch.empty(num_units * stride, dtype=torch.uint8, device=device)
         self._kv = [
@@ -130,7 +132,7 @@ class ModelRunner:
         for chunk in chunks:
             tokens += chunk.seq.token_ids[chunk.start : chunk.end]
         token_ids = np.array(tokens, np.int64)
-        tables = [self._block_table(g, chunks) for g in range(len(self._kv))]
+        tables = [tables.of(chunks) for tables in self._tables]
         units = _state_units(chunks) if self._states else None
         rows, starts = self._wanted_rows(chunks, batch.query_starts)
         wanted = None if rows is None else to_device(rows, self.device)
@@ -155,6 +157,8 @@ class ModelRunner:
     @staticmethod
     def _wanted_rows(chunks: list[Chunk], query_starts: IntArray) -> tuple[IntArray | None, IntArray]:
         """Rows of the batch that logits are made of (None: all), and where each chunk's start among them."""
+        if query_starts[-1] == len(chunks) and all(chunk.samples for chunk in chunks):
+            return None, query_starts  # a decode step
         begins, ends = query_starts[:-1].copy(), query_starts[1:]
         for i, chunk in enumerate(chunks):
             if chunk.seq.request.params.prompt_logprobs is None or chunk.start >= chunk.seq.prompt_len - 1:
@@ -163,17 +167,6 @@ class ModelRunner:
             return None, query_starts
         rows = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
         return rows, np.concatenate([[0], np.cumsum(ends - begins)])
-
-    def _block_table(self, group: int, chunks: list[Chunk]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-        """[chunks, blocks]: the blocks of each chunk's context."""
-        size = self.spec.block_size
-        widths = [-(-chunk.end // size) for chunk in chunks]
-        table = np.zeros((len(chunks), max(widths)), np.int64)
-        for i, (chunk, width) in enumerate(zip(chunks, widths, strict=True)):
-            blocks = chunk.seq.block_tables[group]
-            assert len(blocks) >= width, f"{chunk.seq.request.request_id}: {len(blocks)} blocks for {chunk.end} tokens"
-            table[i, :width] = blocks[:width]
-        return table
 
     def _sample(self, hidden: torch.Tensor, starts: IntArray, chunks: list[Chunk], order: list[int]) -> StepResult:
         rows = [i for i, chunk in enumerate(chunks) if chunk.samples]
