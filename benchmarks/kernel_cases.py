@@ -59,8 +59,9 @@ TINY = Shape(
 class Bench:
     """Makes each kernel's inputs, the same for every backend."""
 
-    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
-        self.shape, self.device, self.dtype = shape, device, dtype
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype, flex: bool = False) -> None:
+        """`flex`: FlexAttention as a peer too."""
+        self.shape, self.device, self.dtype, self.flex = shape, device, dtype, flex
 
     def random(self, *size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.randn(size, device=self.device, dtype=dtype or self.dtype)
@@ -117,7 +118,7 @@ class Bench:
         peers: dict[str, Call] = {
             "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         }
-        if self.device.type == "cuda" and count == 1:  # each takes long to compile
+        if self.flex and count == 1:  # each takes long to compile
             from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
             mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, queries, context, device=str(self.device))

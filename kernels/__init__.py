@@ -5,6 +5,8 @@ Ground: imports nothing of ours. See `kernels.interface` for shapes and invarian
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from kernels.interface import Kernels, PagedKV, Ragged, StatePlan
@@ -14,6 +16,9 @@ __all__ = ["BACKENDS", "Kernels", "PagedKV", "Ragged", "StatePlan", "select"]
 BACKENDS = ("auto", "triton", "flash-attn", "fla", "torch", "cpu", "reference")
 """What `select` knows. `torch` is plain torch operations: `cpu` on a CPU, `reference` elsewhere. `flash-attn` and `fla`
 are `triton` with the attention of prompts, or their gated delta rule, from the packages of these names."""
+
+
+log = logging.getLogger(__name__)
 
 
 def select(device: torch.device | str, backend: str = "auto") -> Kernels:
@@ -27,6 +32,11 @@ def select(device: torch.device | str, backend: str = "auto") -> Kernels:
     if backend == "auto":
         backend = "triton" if device.type == "cuda" else "torch"
     if backend == "torch":
+        if device.type != "cpu":
+            log.warning(
+                "attention backend 'torch' on %s is for comparison, not for serving: sequences are computed one at a "
+                "time, and the host waits for the device in every layer", device,
+            )  # fmt: skip
         backend = "cpu" if device.type == "cpu" else "reference"
     if backend == "cpu":
         from kernels.cpu import CpuKernels

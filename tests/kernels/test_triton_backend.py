@@ -231,10 +231,13 @@ def delta_by_reference(q, k, v, *, g, beta, initial_state, output_final_state, u
 
 
 @interpreter_only
-def test_dispatch(monkeypatch):
+def test_dispatch(monkeypatch, caplog):
     assert [select("cpu", name).name for name in ("auto", "torch", "cpu", "reference", "triton")] == [
         "cpu", "cpu", "cpu", "reference", "triton",
     ]  # fmt: skip
+    assert not caplog.records
+    assert select("meta", "torch").name == "reference"
+    assert "the host waits for the device in every layer" in caplog.text
     for backend in ("flash-attn", "fla"):
         with pytest.raises(ValueError, match=f"attention backend '{backend}': .* is not installed"):
             select("cpu", backend)
