@@ -32,6 +32,7 @@ from engine.scheduler import Scheduler, SchedulerConfig
 from events import Event
 from events.publisher import EventPublisher
 from events.sources import GroupInfo
+from kernels.packed import multiplies_in_hardware
 from prompts import Tokenizer
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ CACHE_BYTES_MAX = 4 << 30
 """Cache on a CPU without a flag that sizes it; or a quarter of the free memory, if that is less."""
 CACHE_TOKENS_MAX = 1 << 20
 """Without a flag a small model does not fill that memory: enough is enough."""
+CPU_ENOUGH_PROMPT_TOKENS = 256
+"""Where a core multiplies at its full rate from a few rows on, as all but those with bf16 in hardware do."""
 GPU_MEMORY_SHARE = 0.9
 GPU_STEP_BYTES = 1 << 30
 """What a step on a GPU is taken to need where it is not measured: in a dry run."""
@@ -178,6 +181,7 @@ def _assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None, leade
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         eos_token_ids=frozenset(eos_token_ids),
+        enough_prompt_tokens=_enough_prompt_tokens(device, dtype),
     )
     scheduler = Scheduler(scheduler_config, cache)
     runner = make_runner(
@@ -213,6 +217,12 @@ def _assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None, leade
         default_sampling=_default_sampling(folder) if config.generation_config == "auto" else {},
     )
     return Assembled(core, info, publisher, runner, leader)
+
+
+def _enough_prompt_tokens(device: torch.device, dtype: torch.dtype) -> int | None:
+    if device.type != "cpu" or multiplies_in_hardware(dtype):
+        return None
+    return CPU_ENOUGH_PROMPT_TOKENS
 
 
 def sequences_max(config: EngineConfig) -> int:

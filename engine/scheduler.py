@@ -38,6 +38,11 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     max_model_len: int = 4096
     eos_token_ids: frozenset[int] = frozenset()
+    enough_prompt_tokens: int | None = None
+    """A step that computes so many prompt tokens takes in no further request; None: only the budget ends it.
+
+    Where a step of so many tokens is as efficient as a larger one, those who came first get their first token sooner.
+    """
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -288,8 +293,14 @@ class Scheduler:
         Passed over, for now, is only who would compute what a running sequence is about to compute anyway.
         """
         index = 0
+        least = 1  # of the budget, to take in another one
+        if (enough := self.config.enough_prompt_tokens) is not None:
+            prompt_tokens = sum(c.end - c.start for _, c in planned if c.end - c.start > 1)
+            least = max(1, budget + prompt_tokens - enough + 1)
         while (
-            index < min(len(self._waiting), _COMPARED_MAX) and budget and len(self._running) < self.config.max_num_seqs
+            index < min(len(self._waiting), _COMPARED_MAX)
+            and budget >= least
+            and len(self._running) < self.config.max_num_seqs
         ):
             entry = self._waiting[index]
             seq = entry.seq

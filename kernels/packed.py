@@ -68,6 +68,11 @@ def _has_amx() -> bool:
     return supported is not None and bool(supported())
 
 
+def multiplies_in_hardware(dtype: torch.dtype) -> bool:
+    """Whether this CPU has instructions that multiply bf16, where that is the dtype: several times its fp32 rate."""
+    return dtype == torch.bfloat16 and (_has_amx() or (HAS_NATIVE and "avx512bf16" in _native.instruction_sets()))
+
+
 def has_native_products() -> bool:
     """Whether `pack_matrix` packs for the native products now."""
     return HAS_NATIVE and _native.has_products() and not _has_amx() and torch.get_num_threads() == 1

@@ -39,3 +39,21 @@ def test_without_prefix_caching_nothing_is_cut() -> None:
     assert bench.device.plans == [[("a", 0, 1500)], [("a", 1500, 2005)]]
     assert bench.events.events == []
     bench.assert_correct()
+
+
+def test_a_step_with_enough_prompt_tokens_takes_in_no_further_request() -> None:
+    cache = KVCache(CacheSpec(4, (GroupSpec(FULL_ATTENTION, (0,), 1, 64, 2),)), 80, step_tokens_max=64)
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=100, enough_prompt_tokens=30)
+    bench = Bench(cache, config)
+    for i in range(5):
+        bench.add(str(i), [10 * i + j for j in range(20)])
+    bench.add("long", list(range(100, 190)))  # alone it may use the whole budget
+    bench.drain()
+    prefills = [[(name, start) for name, start, end in plan if end - start > 1] for plan in bench.device.plans]
+    assert [plan for plan in prefills if plan] == [
+        [("0", 0), ("1", 0)],
+        [("2", 0), ("3", 0)],
+        [("4", 0), ("long", 0)],
+        [("long", 40)],  # four decoding, 20 of the one before: 40 were left
+    ]
+    bench.assert_correct()
