@@ -101,8 +101,9 @@ def show(length: int, users: int, outputs: int, found: dict[str, list[Figures]])
 
 def show_events(cost: EventsCost) -> None:
     print("\nPublishing events, measured on the engine's thread")
-    print(f"  building, handing over: {cost.us_per_block:.2f} us a block, {cost.us_per_batch:.1f} us a batch "
+    print(f"  noting, handing over: {cost.us_per_block:.2f} us a block, {cost.us_per_batch:.1f} us a batch "
           f"({cost.blocks_per_batch:.1f} blocks each)")  # fmt: skip
+    print(f"  on other threads: {cost.elsewhere_us_per_block:.1f} us a block")
     print(f"  share of step time: {100 * cost.share:.3f} % (a step takes {cost.step_ms:.2f} ms)")
     print(f"  steps with events on / off, alternating runs: {cost.on_off_ratio:.4f} (spread of runs {cost.spread:.4f})")
 

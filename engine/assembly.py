@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -381,5 +381,5 @@ def _default_sampling(folder: Path) -> dict[str, float | int]:
     return found
 
 
-def _discard(events: list[Event]) -> None:
+def _discard(events: Collection[Event]) -> None:
     """Where events are off."""

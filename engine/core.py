@@ -8,7 +8,7 @@ argument). The publisher must not block: it is called in the step loop, after th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 import msgspec
@@ -19,7 +19,8 @@ from events import Event
 
 log = logging.getLogger(__name__)
 
-Publish = Callable[[list[Event]], None]
+Publish = Callable[[Collection[Event]], None]
+"""Takes what a step changed. The events are made when it is iterated, on whatever thread that is."""
 
 
 class RunnerLost(RuntimeError):

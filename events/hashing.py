@@ -45,6 +45,14 @@ def pack_token_ids(token_ids: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
+def unpack_token_ids(packed: bytes) -> list[int]:
+    """What `pack_token_ids` packed."""
+    token_ids = array("I", packed)
+    if sys.byteorder == "big":
+        token_ids.byteswap()
+    return token_ids.tolist()
+
+
 def _pack_keys(extra_keys: tuple[str, ...]) -> bytes:
     encoded = [key.encode() for key in extra_keys]
     return b"".join(_u32(len(key)) + key for key in encoded)
@@ -74,7 +82,17 @@ def block_hashes(
     start a prompt), `other_keys` those of the others. Equal to calling `block_hash` block by block, and
     several times faster.
     """
-    packed = pack_token_ids(token_ids)
+    return chain_hashes(parent, pack_token_ids(token_ids), block_size, first_keys, other_keys)
+
+
+def chain_hashes(
+    parent: int | None,
+    packed: bytes,
+    block_size: int,
+    first_keys: tuple[str, ...] = (),
+    other_keys: tuple[str, ...] = (),
+) -> list[BlockHash]:
+    """`block_hashes` of token ids that are packed already."""
     stride = block_size * _TOKEN_BYTES
     count = _u32(block_size)
     keys, other = _pack_keys(first_keys), _pack_keys(other_keys)

@@ -4,7 +4,8 @@ A shell: owns the PUB and ROUTER sockets, the thread that serves them and the cl
 resident set and the frames are pure and live elsewhere. What happens on which thread:
 
 * `publish`, on the caller's: the batch gets its sequence number and its place in the ring, then waits in a queue.
-* the publisher's thread: applies the batch to the shadow, encodes it, sends it, answers replay and snapshot requests.
+* the publisher's thread: reads the batch's events, which makes them, applies them to the shadow, encodes and sends
+  them, answers replay and snapshot requests. It is woken where it sleeps, and not while it works.
 
 Invariants: every published batch reaches the shadow, in order, also when it is not sent live; a batch that is not sent
 live is in the ring first, so subscribers see a gap and repair it; at most `max_queue_size` batches wait.
@@ -17,6 +18,7 @@ import threading
 import time
 import uuid
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import zmq
@@ -28,7 +30,7 @@ from events.replies import Reply, replay_reply, snapshot_reply
 from events.resident import ResidentSet
 from events.ring import Entry, Ring
 from events.sources import EventSource, GroupInfo
-from events.types import Event, EventBatch
+from events.types import Event
 from events.wake import Bell
 
 logger = logging.getLogger(__name__)
@@ -99,20 +101,25 @@ class EventPublisher:
 
     # The caller's side
 
-    def publish(self, events: list[Event]) -> None:
-        """Announce what a step changed. The list and its events belong to the publisher from here on."""
+    def publish(self, events: Collection[Event]) -> None:
+        """Announce what a step changed. The events belong to the publisher from here on, and are read on its thread."""
         if not events:
             return
-        batch = EventBatch(time.time(), events, self.dp_rank)
+        now = time.time()
         with self._lock:
             if self._closing:
                 raise RuntimeError("publish after close")
-            self._queue.append(self._ring.append(batch))
+            self._queue.append(self._ring.append(now, events, self.dp_rank))
             self.stats.published += 1
             overflow = len(self._queue) > self.config.max_queue_size
             self._bell.ring()  # with the lock held, so that the bell is still there
         if overflow:
             self._drop_oldest()
+
+    @property
+    def waiting(self) -> int:
+        """Batches that have yet to be sent."""
+        return len(self._queue)
 
     def source(self) -> EventSource:
         """This stream's entry in `GET /kv_event_sources`."""
@@ -166,10 +173,11 @@ class EventPublisher:
         wait_ms: int | None = None
         while True:
             ready = dict(poller.poll(wait_ms))
-            if self._bell.fd in ready:
-                self._bell.silence()
             more = self._send_live()
-            if self._closing and not more:
+            if not more and self._bell.fd in ready:
+                self._bell.silence()  # only now: while it rang, nobody had to ring it again
+                more = bool(self._queue)
+            if self._closing and not self._queue:
                 break
             if replay is not None:
                 if replay in ready:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from events.errors import InvariantError
 from events.types import (
@@ -22,7 +24,7 @@ from events.types import (
 )
 
 
-class RunInfo(NamedTuple):
+class RunInfo(msgspec.Struct, frozen=True, gc=False):
     """What the blocks of one Stored event share."""
 
     group_idx: int | None
@@ -35,7 +37,7 @@ class RunInfo(NamedTuple):
     session_id: str | None
 
 
-class ResidentBlock(NamedTuple):
+class ResidentBlock(msgspec.Struct, frozen=True, gc=False):
     """One resident block; never changed, so a list of them is a consistent picture."""
 
     name: BlockName

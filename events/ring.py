@@ -7,6 +7,7 @@ once, when it is first needed. Invariant: the sequence numbers of the ring are c
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 
 from events.codec import encode_batch
 from events.types import Event, EventBatch
@@ -15,23 +16,26 @@ from events.types import Event, EventBatch
 class Entry:
     """One batch of the stream. `payload()` always returns the same bytes, live and replayed."""
 
-    __slots__ = ("_batch", "_payload", "seq")
+    __slots__ = ("_dp_rank", "_events", "_payload", "_ts", "seq")
 
-    def __init__(self, seq: int, batch: EventBatch) -> None:
+    def __init__(self, seq: int, ts: float, events: Collection[Event], dp_rank: int | None) -> None:
         self.seq = seq
-        self._batch: EventBatch | None = batch
+        self._ts = ts
+        self._events: Collection[Event] | None = events
+        self._dp_rank = dp_rank
         self._payload: bytes | None = None
 
     def events(self) -> list[Event]:
-        """The batch's events; only until `payload` was called for the first time."""
-        assert self._batch is not None, f"events of seq {self.seq} were already encoded"
-        return self._batch.events
+        """The batch's events, read from the producer once; only until `payload` was called for the first time."""
+        assert self._events is not None, f"events of seq {self.seq} were already encoded"
+        if not isinstance(self._events, list):
+            self._events = list(self._events)
+        return self._events
 
     def payload(self, legacy: bool = False) -> bytes:
         if self._payload is None:
-            assert self._batch is not None
-            self._payload = encode_batch(self._batch, legacy)
-            self._batch = None
+            self._payload = encode_batch(EventBatch(self._ts, self.events(), self._dp_rank), legacy)
+            self._events = None
         return self._payload
 
 
@@ -42,9 +46,9 @@ class Ring:
         self._entries: deque[Entry] = deque(maxlen=capacity)
         self.next_seq = 0
 
-    def append(self, batch: EventBatch) -> Entry:
-        """Give the batch its sequence number and its place."""
-        entry = Entry(self.next_seq, batch)
+    def append(self, ts: float, events: Collection[Event], dp_rank: int | None) -> Entry:
+        """Give a batch its sequence number and its place. Its events are not looked at before they are needed."""
+        entry = Entry(self.next_seq, ts, events, dp_rank)
         self._entries.append(entry)
         self.next_seq += 1
         return entry

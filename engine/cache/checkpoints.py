@@ -26,8 +26,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
+from engine.cache.nodes import HashBlock, Node
 from engine.cache.pool import Block, UnitPool
-from engine.cache.prefix import HashBlock, Node, PrefixTree
+from engine.cache.prefix import PrefixTree
 from engine.types import Sequence, StepPlan, UnitId
 
 _LONG_CHUNK_TOKENS = 1024

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from engine.cache.checkpoints import Checkpoints
+from engine.cache.event_log import StepEvents
+from engine.cache.nodes import HashBlock, Node
 from engine.cache.pool import Block, UnitPool
-from engine.cache.prefix import FULL, HashBlock, Node, PrefixTree
+from engine.cache.prefix import FULL, PrefixTree
 from engine.cache.spec import CacheSpec
 from engine.types import BlockId, Chunk, Sequence, StepPlan
-from events import Event, block_hashes, hash_keys, wire_keys
+from events.hashing import chain_hashes, hash_keys, pack_token_ids, wire_keys
 
 UNREAD = BlockId(0)
 """What a sliding-window table holds for positions before the window: any valid block, since no kernel may read it."""
@@ -332,8 +334,8 @@ class KVCache:
             chain.committed = 0
             self._unpin_merges(chain)
 
-    def take_events(self) -> list[Event]:
-        """What became resident and what left since the last call, in order."""
+    def take_events(self) -> StepEvents:
+        """What became resident and what left since the last call, in order; the events are made when they are read."""
         return self.tree.take_events()
 
     def check_invariants(self) -> None:
@@ -415,10 +417,11 @@ class KVCache:
         if count <= known:
             return names
         lora, salt = request.lora_name, request.cache_salt
-        tokens = seq.token_ids[known * size : count * size]
-        hashes = block_hashes(
+        packed = pack_token_ids(seq.token_ids[known * size : count * size])
+        stride = len(packed) // (count - known)
+        hashes = chain_hashes(
             names[-1].hash if names else None,
-            tokens,
+            packed,
             size,
             hash_keys(lora, salt, first_block=not known),
             hash_keys(lora, salt, first_block=False),
@@ -426,7 +429,7 @@ class KVCache:
         first_keys, other_keys = wire_keys(lora, salt, first_block=not known), wire_keys(lora, salt, first_block=False)
         for index, hash_ in enumerate(hashes):
             keys = other_keys if index else first_keys
-            names.append(HashBlock(hash_, tokens[index * size : (index + 1) * size], keys, lora))
+            names.append(HashBlock(hash_, packed[index * stride : (index + 1) * stride], keys, lora))
         return names
 
     def _usable(self, nodes: list[Node]) -> int:

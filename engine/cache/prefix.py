@@ -4,7 +4,7 @@ A **node** is one hash block of a prefix: token ids, keys, hash, and the node be
 every kind; it lives while it names any. A node is found by its hash **and** checked against its token ids, keys and
 parent (by induction the whole prefix), so a hash collision is a miss and never another request's KV.
 
-Owns names, parent links and the event log. Refuses to know reference counts and sequences (the pool and `KVCache` do).
+Owns names and parent links. Refuses to know reference counts and sequences (the pool and `KVCache` do).
 
 Invariants: hash <-> node is a bijection; a node's group-0 block is there whenever the node names anything or has
 children (prefix closure); a block is announced once its content is computed, after its parent, and taken back before
@@ -15,53 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from engine.cache.event_log import EventLog, StepEvents
+from engine.cache.nodes import HashBlock, Node
 from engine.cache.pool import Block
-from engine.cache.spec import MAMBA, CacheSpec
-from events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
+from engine.cache.spec import CacheSpec
 
 FULL = 0
 """The kind of the full-attention group: the one whose chain of blocks carries everything else."""
-
-
-class HashBlock:
-    """One hash block of some prefix: what it is called, whether or not anything holds it."""
-
-    __slots__ = ("extra_keys", "hash", "lora_name", "token_ids")
-
-    def __init__(
-        self, hash_: int, token_ids: Sequence[int], extra_keys: tuple[str, ...] | None, lora_name: str | None
-    ) -> None:
-        self.hash = hash_
-        self.token_ids = tuple(token_ids)
-        self.extra_keys = extra_keys
-        self.lora_name = lora_name
-
-    def equals(self, other: HashBlock) -> bool:
-        """Whether tokens and keys are equal; the hash alone proves nothing."""
-        return self is other or (
-            self.token_ids == other.token_ids
-            and self.extra_keys == other.extra_keys
-            and self.lora_name == other.lora_name
-        )
-
-
-class Node:
-    """A named hash block of a prefix. `blocks[k]` is the block of kind k that holds it, if one does."""
-
-    __slots__ = ("blocks", "children", "depth", "hash", "name", "parent")
-
-    def __init__(self, name: HashBlock, parent: Node | None, kinds: int) -> None:
-        self.name = name
-        self.hash = name.hash
-        self.parent = parent
-        self.depth: int = 0 if parent is None else parent.depth + 1
-        self.blocks: list[Block[Node] | None] = [None] * kinds
-        self.children: dict[int, Node] = {}
-
-    def has(self, kind: int) -> bool:
-        """Whether a computed block of `kind` can be read here."""
-        block = self.blocks[kind]
-        return block is not None and not block.pending
 
 
 class PrefixTree:
@@ -173,7 +133,7 @@ class PrefixTree:
         self._log.cleared()
         return blocks
 
-    def take_events(self) -> list[Event]:
+    def take_events(self) -> StepEvents:
         return self._log.take()
 
     def _unname(self, block: Block[Node]) -> None:
@@ -206,66 +166,3 @@ class PrefixTree:
                     assert block.kind == kind
                     assert not block.pending or block.refs > 0
             assert all(child.parent is node for child in node.children.values())
-
-
-class EventLog:
-    """Events in the order they happened, neighbours of a chain joined, until somebody takes them."""
-
-    def __init__(self, spec: CacheSpec) -> None:
-        self._block_size = spec.block_size
-        kinds = [(g.kind, g.sliding_window) for g in spec.groups]
-        if spec.state is not None:
-            kinds.append((MAMBA, None))
-        self._kinds = kinds
-        self._joined = [kind != MAMBA for kind, _ in kinds]
-        """Whether blocks of a chain go into one event."""
-        self._entries: list[tuple[bool, int, list[Node]] | None] = []  # (stored?, kind, nodes); None: all cleared
-
-    def stored(self, kind: int, node: Node) -> None:
-        entries = self._entries
-        if entries and self._joined[kind] and (last := entries[-1]) and last[0] and last[1] == kind:
-            nodes = last[2]
-            if nodes[-1] is node.parent:
-                nodes.append(node)
-                return
-        entries.append((True, kind, [node]))
-
-    def removed(self, kind: int, node: Node) -> None:
-        last = self._entries[-1] if self._entries else None
-        if last and not last[0] and last[1] == kind:
-            last[2].append(node)
-        else:
-            self._entries.append((False, kind, [node]))
-
-    def cleared(self) -> None:
-        self._entries.append(None)
-
-    def take(self) -> list[Event]:
-        entries, self._entries = self._entries, []
-        return [self._event(entry) for entry in entries]
-
-    def _event(self, entry: tuple[bool, int, list[Node]] | None) -> Event:
-        if entry is None:
-            return AllBlocksCleared()
-        stored, kind, nodes = entry
-        hashes: list[int | bytes] = [node.hash for node in nodes]  # this runs on the step's thread: few operations
-        if not stored:
-            return BlockRemoved(block_hashes=hashes, medium=GPU, group_idx=kind)
-        first, (kind_name, window) = nodes[0], self._kinds[kind]
-        token_ids: list[int] = []
-        for node in nodes:
-            token_ids += node.name.token_ids
-        assert len(token_ids) == len(hashes) * self._block_size
-        return BlockStored(
-            hashes,
-            None if first.parent is None else first.parent.hash,
-            token_ids,
-            self._block_size,
-            None,  # lora_id
-            GPU,
-            first.name.lora_name,
-            [node.name.extra_keys for node in nodes],
-            kind,
-            kind_name,
-            window,
-        )

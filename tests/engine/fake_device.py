@@ -6,6 +6,7 @@ shows); the next token is a function of the digest. What a correct engine genera
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Tokens
 
 from engine.cache.kv_cache import KVCache
@@ -124,7 +125,7 @@ class EventChecker:
         self.resident: dict[tuple[int, int], tuple[int | None, tuple[int, ...], object]] = {}
         self.events: list[Event] = []
 
-    def __call__(self, events: list[Event]) -> None:
+    def __call__(self, events: Collection[Event]) -> None:
         assert events, "an empty batch"
         self.events += events
         for event in events:

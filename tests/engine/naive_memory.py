@@ -10,6 +10,7 @@ from collections import Counter
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import CacheSpec
 from engine.types import Sequence, StepPlan
+from events.hashing import unpack_token_ids
 
 
 class Memory:
@@ -105,11 +106,12 @@ class NaiveCache:
         for node in self.cache.tree.nodes():
             assert node.hash not in seen_hashes
             seen_hashes.add(node.hash)
-            prefix: tuple[int, ...] = ()
+            packed = b""
             at = node
             while at is not None:
-                prefix = at.name.token_ids + prefix
+                packed = at.name.packed + packed
                 at = at.parent  # type: ignore[assignment]
+            prefix = tuple(unpack_token_ids(packed))
             for kind, block in enumerate(node.blocks):
                 if block is None or block.pending:
                     continue

@@ -10,6 +10,7 @@ from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
 from engine.scheduler import RequestRefusedError, SchedulerConfig
 from engine.types import FinishReason, StepPlan
 from events import AllBlocksCleared, BlockRemoved, BlockStored
+from events.hashing import unpack_token_ids
 
 
 def dense(block_size: int = 4) -> CacheSpec:
@@ -100,13 +101,14 @@ def test_a_hash_that_points_at_a_freed_block_is_a_miss() -> None:
 
 @pytest.mark.parametrize("colliding", ["tokens", "parent"])
 def test_an_equal_hash_of_something_else_is_a_miss(monkeypatch: pytest.MonkeyPatch, colliding: str) -> None:
-    def bad_hashes(parent: int | None, tokens: list[int], size: int, *keys: object) -> list[int]:
+    def bad_hashes(parent: int | None, packed: bytes, size: int, *keys: object) -> list[int]:
+        tokens = unpack_token_ids(packed)
         count = len(tokens) // size
         if colliding == "tokens":  # the hash knows the depth only
             return list(range((parent or 0) + 1, (parent or 0) + 1 + count))
         return [hash(tuple(tokens[i * size : (i + 1) * size])) & 0xFFFF for i in range(count)]
 
-    monkeypatch.setattr("engine.cache.kv_cache.block_hashes", bad_hashes)
+    monkeypatch.setattr("engine.cache.kv_cache.chain_hashes", bad_hashes)
     bench = make_bench()
     tail = [9] * 8
     bench.add("a", [1, 2, 3, 4, *tail], max_tokens=9)

@@ -110,7 +110,7 @@ def test_replay_and_snapshot_give_the_resident_set(seed: int, step_count: int, l
     for _ in range(step_count):
         events = cache.random_step(rng)
         shadow.apply(events)
-        last = ring.append(EventBatch(0.0, events, 0))
+        last = ring.append(0.0, events, 0)
     replayed = list(replay_reply(ring.since(0), legacy))
     assert [seq for seq, _ in replayed[:-1]] == list(range(step_count))
     assert apply_all([payload for _, payload in replayed[:-1]]) == cache.resident()

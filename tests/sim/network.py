@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from events import Event, EventBatch
+from events import Event
 from events.frames import END_SEQ, SNAPSHOT_SEQ
 from events.replies import Message, replay_reply, snapshot_reply
 from events.resident import ResidentSet
@@ -28,7 +28,7 @@ class SimPublisher:
         self._last: Entry | None = None
 
     def publish(self, events: list[Event], now: float) -> Message:
-        entry = self.ring.append(EventBatch(now, events, 0))
+        entry = self.ring.append(now, events, 0)
         if self.snapshots:
             self._shadow.apply(events)
         self._last = entry

@@ -12,9 +12,12 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from engine.cache.checkpoints import Checkpoints
+from engine.cache.event_log import EventLog
 from engine.cache.kv_cache import UNREAD, KVCache
+from engine.cache.nodes import HashBlock, Node
 from engine.cache.pool import UnitPool
-from engine.cache.prefix import EventLog, HashBlock, Node, PrefixTree
+from engine.cache.prefix import PrefixTree
+from events.hashing import unpack_token_ids
 
 _spec = importlib.util.spec_from_file_location("lockstep", Path(__file__).with_name("test_pool_lockstep.py"))
 assert _spec is not None
@@ -54,7 +57,7 @@ def eviction_of_parents_first(patch: Patch) -> None:
     real = EventLog.take
 
     def take(self: EventLog) -> Any:
-        self._entries = [e if e is None or e[0] else (e[0], e[1], e[2][::-1]) for e in self._entries]
+        self._notes = [e if e is None or e[0] else (e[0], e[1], e[2][::-1]) for e in self._notes]
         return real(self)
 
     patch.setattr(EventLog, "take", take)
@@ -217,10 +220,11 @@ def one_hash_two_blocks(patch: Patch) -> None:
 def weak_hashes(patch: Patch) -> None:
     """Two bits of hash: nearly everything collides."""
 
-    def bad(parent: int | None, tokens: list[int], size: int, *keys: object) -> list[int]:
+    def bad(parent: int | None, packed: bytes, size: int, *keys: object) -> list[int]:
+        tokens = unpack_token_ids(packed)
         return [sum(tokens[i * size : (i + 1) * size]) % 4 for i in range(len(tokens) // size)]
 
-    patch.setattr("engine.cache.kv_cache.block_hashes", bad)
+    patch.setattr("engine.cache.kv_cache.chain_hashes", bad)
 
 
 MUTANTS: list[Callable[[Patch], None]] = [

@@ -1,0 +1,47 @@
+"""Names of prefixes: what a hash block is called, and its place in the prefix tree.
+
+Refuses to know the tree and the log of events, which both use them. Invariant: the name, hash and parent of a node
+never change, so the publisher's thread may read them while the step's thread goes on.
+"""
+
+from __future__ import annotations
+
+from engine.cache.pool import Block
+
+
+class HashBlock:
+    """One hash block of some prefix: what it is called, whether or not anything holds it."""
+
+    __slots__ = ("extra_keys", "hash", "lora_name", "packed")
+
+    def __init__(self, hash_: int, packed: bytes, extra_keys: tuple[str, ...] | None, lora_name: str | None) -> None:
+        self.hash = hash_
+        self.packed = packed
+        """Its token ids, as `events.pack_token_ids` writes them: one object, where a tuple of ints is one for each."""
+        self.extra_keys = extra_keys
+        self.lora_name = lora_name
+
+    def equals(self, other: HashBlock) -> bool:
+        """Whether tokens and keys are equal; the hash alone proves nothing."""
+        return self is other or (
+            self.packed == other.packed and self.extra_keys == other.extra_keys and self.lora_name == other.lora_name
+        )
+
+
+class Node:
+    """A named hash block of a prefix. `blocks[k]` is the block of kind k that holds it, if one does."""
+
+    __slots__ = ("blocks", "children", "depth", "hash", "name", "parent")
+
+    def __init__(self, name: HashBlock, parent: Node | None, kinds: int) -> None:
+        self.name = name
+        self.hash = name.hash
+        self.parent = parent
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.blocks: list[Block[Node] | None] = [None] * kinds
+        self.children: dict[int, Node] = {}
+
+    def has(self, kind: int) -> bool:
+        """Whether a computed block of `kind` can be read here."""
+        block = self.blocks[kind]
+        return block is not None and not block.pending
