@@ -5,6 +5,9 @@ normalizes, pre-tokenizes and encodes each piece by itself. So the ids of a prom
 its **segments**, a segment being a special token and the text up to the next one, and a chat whose earlier turns are
 cached costs only its new turn.
 
+What is not cached is mostly a new turn, short and ASCII: `prompts/words.py` encodes it by its words where it can, the
+library where not.
+
 Where that does not hold for a tokenizer, `plan_segments` says why and there is no cache for it: the rules are in
 `_why_not`, and sample texts are encoded both ways before a plan is given out. Invariant: ids are identical to
 a plain full encode. Memory is bounded in bytes, least recently used first.
@@ -25,6 +28,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as HfTokenizer
 
+from prompts.words import WordEncoder, plan_words
+
 CACHE_BYTES_DEFAULT = 64 * 2**20
 ID_TYPE = "I"
 """Type code of arrays of ids."""
@@ -43,6 +48,8 @@ class SegmentPlan:
     prefix: tuple[int, ...] | None
     """Ids that `add_special_tokens` puts before and after a text; None where it does anything else."""
     suffix: tuple[int, ...] | None
+    words: WordEncoder | None = None
+    """Encodes short ASCII texts, where the tokenizer is of a kind that it knows."""
 
     def split(self, text: str) -> list[str]:
         """The segments of `text`, in order; their concatenation is `text`."""
@@ -120,13 +127,24 @@ class SegmentCache:
 
     def _encode_missing(self, missing: Iterable[str]) -> dict[str, bytes]:
         unique = list(dict.fromkeys(missing))
-        encodings = self._hf.encode_batch_fast(unique, add_special_tokens=False)
-        made = {segment: array(ID_TYPE, encoding.ids).tobytes() for segment, encoding in zip(unique, encodings)}
+        made: dict[str, bytes] = {}
+        left = unique
+        if self._plan.words is not None:
+            by_words = {segment: self._by_words(self._plan.words, segment) for segment in unique}
+            made = {segment: ids for segment, ids in by_words.items() if ids is not None}
+            left = [segment for segment in unique if segment not in made]
+        if left:
+            encodings = self._hf.encode_batch_fast(left, add_special_tokens=False)
+            made |= {segment: array(ID_TYPE, encoding.ids).tobytes() for segment, encoding in zip(left, encodings)}
         with self._lock:
             for segment, ids in made.items():
                 self._miss_tokens += len(ids) // _ID_BYTES
                 self._insert(segment, ids)
         return made
+
+    def _by_words(self, words: WordEncoder, segment: str) -> bytes | None:
+        first = self._plan.pattern.match(segment)
+        return words.encode(segment, first.group() if first is not None and first.group() in self._plan.cuts else "")
 
     def _insert(self, segment: str, ids: bytes) -> None:
         cost = _cost(segment, ids)
@@ -174,7 +192,8 @@ def plan_segments(hf: HfTokenizer) -> SegmentPlan | str:
         return "no added token at whose edges its input may be cut"
     pattern = re.compile(_trie_pattern([token["content"] for token in literal]))
     prefix, suffix = _affixes(hf, sorted(cuts)[0]) or (None, None)
-    plan = SegmentPlan(pattern, cuts, prefix, suffix)
+    words = plan_words(hf, spec, _SAMPLES + _WORD_SAMPLES)
+    plan = SegmentPlan(pattern, cuts, prefix, suffix, words if isinstance(words, WordEncoder) else None)
     wrong = _self_check(hf, plan, [token["content"] for token in spec["added_tokens"]])
     return plan if wrong is None else wrong
 
@@ -250,6 +269,12 @@ _SAMPLES = (
     "Hello world", " leading", "trailing ", "  two  spaces  ", "\n\nlines\n", "a", "", " ", "\n", "▁low ▁line",
     "don't 123,456.78 $x_1", "héllo Ünïcode é ﬁ ½", "日本語 テスト 한국어", "🙂👍🏽 emoji",
     "\t tab\r\n", "snake_case CamelCase",
+)  # fmt: skip
+_WORD_SAMPLES = (
+    "I'LL we've IT'S 'Tis o'clock d'accord 'sword", "1 12 123 1234 12345 0x1F 3.14e-10 1,000,000", "a.b;c!d?e(f)[g]{h}",
+    "def f(x):\n    return x**2  # x\n\n\nclass A:\n\tpass\r\n", "   three\n \n  \t x  \n", "http://a.b/c?d=e&f=%20#g",
+    "\x00\x01\x1f\x7f \x0b\x0c end", "aAbBcC HTTPServer iOS XMLHttpRequest2", "a" * 70 + " " * 20 + "-" * 20 + "\n" * 9,
+    "@user $5.00 <tag/> ~tilde `code` \\ | ^ & * _under_ +plus= \"quoted\"", "!" + "".join(map(chr, range(32, 127))),
 )  # fmt: skip
 
 

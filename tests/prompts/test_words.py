@@ -1,0 +1,140 @@
+"""Ids by words against the library's own, for the patterns of the tokenizers that are in use."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from functools import cache
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+from prompts import words
+from prompts.segments import SegmentPlan, plan_segments
+from prompts.words import WordEncoder, ascii_pattern, plan_words
+
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_O200K_CAPS = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+PATTERNS = {
+    "gpt2": [r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"],
+    "llama3": [
+        _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
+    "qwen": [_ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"],
+    "o200k": [
+        _O200K_CAPS + r"*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+" + _ENDINGS + "?|" + _O200K_CAPS
+        + r"+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + _ENDINGS
+        + r"?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
+    "deepseek": [
+        r"\p{N}{1,3}", r"[一-龥ぁ-ゟ゠-ヿ]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ],
+}  # fmt: skip
+CORPUS = [
+    "The quick brown fox. Don't panic: it's ONLY 1234 tests!\n\n\tdef f(self, x_1): return [x] # done\r\n   ok"
+] * 9
+
+
+@cache
+def tokenizer(name: str) -> Tokenizer:
+    hf = Tokenizer(models.BPE())
+    hf.normalizer = normalizers.NFC()
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in PATTERNS[name]]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    hf.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    hf.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
+    hf.add_special_tokens([AddedToken("<|user|>", normalized=False), AddedToken("<|end|>", normalized=False)])
+    hf.add_tokens([AddedToken("panic", normalized=True), AddedToken("<think>", normalized=False)])
+    return hf
+
+
+@cache
+def encoder(name: str) -> WordEncoder:
+    hf = tokenizer(name)
+    made = plan_words(hf, json.loads(hf.to_str()), CORPUS)
+    assert isinstance(made, WordEncoder), made
+    return made
+
+
+PIECES = st.sampled_from(
+    ["fox", " fox", "FOX", "I'LL", "'s", "'S ", "12", "12345", "\n", "\r\n", "\n\n ", "  ", "\t", "_", "x_1", ".",
+     "...", "!", "panic", "<think>", "<|end|>", "<|", "|>", "/", "\x00", "\x0b", "\x1c", "\x7f", "$", "€", "é", "日", "一"]
+)  # fmt: skip
+TEXTS = st.lists(st.one_of(PIECES, PIECES, st.text(st.characters(max_codepoint=127), max_size=5)), max_size=20)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@given(text=TEXTS.map("".join), special=st.sampled_from(["", "<|user|>"]))
+@settings(max_examples=150, deadline=None)
+@example(text="", special="").via("nothing to cut")
+@example(text="a" * 100 + " \n \n  b", special="<|user|>").via("a word too long to remember")
+def test_ids_equal_the_library_s_or_there_are_none(name: str, text: str, special: str) -> None:
+    text = special + text
+    want = array("I", tokenizer(name).encode(text, add_special_tokens=False).ids).tobytes()
+    for _ in range(2):  # learned, then known
+        got = encoder(name).encode(text, special)
+        assert got is None or got == want
+    rest = text[len(special) :]
+    if rest.isascii() and not any(token in rest for token in ("panic", "<think>", "<|end|>", "<|user|>")):
+        assert got is not None, "such a text needs no library"
+    else:
+        assert got is None
+
+
+def test_every_tokenizer_in_use_has_words(make_tokenizer) -> None:
+    for kind in ("byte_level", "qwen", "llama3"):
+        plan = plan_segments(make_tokenizer(kind))
+        assert isinstance(plan, SegmentPlan)
+        assert plan.words is not None, kind
+    for kind in ("byte_level_prefix_space", "metaspace_first", "unigram"):
+        plan = plan_segments(make_tokenizer(kind))
+        assert not isinstance(plan, SegmentPlan) or plan.words is None, kind
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "WORDS_MAX", 5)
+    hf = tokenizer("llama3")
+    made = plan_words(hf, json.loads(hf.to_str()), [])
+    assert isinstance(made, WordEncoder)
+    for number in range(50):
+        text = f"word{number % 7}x and more{number}"
+        assert made.encode(text) == array("I", hf.encode(text, add_special_tokens=False).ids).tobytes()
+        assert len(made._known) <= 5
+    assert made.encode("x" * (words.TEXT_MAX + 1)) is None
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"\p{Greek}+", r"a++", r"a?+", r"a{1,2}+", r"[a&&b]", r"[[:alpha:]]+", r"(a)", r"(?<n>a)", r"^a", r"a$", r"\ba",
+     r"a.b", r"[\p{L}-z]", r"(?i:\p{Lu})", r"\X", r"\h", r"[a\h]", r"a|(?#c)b", r"\p{^L}", r"(?m:a)"],
+)  # fmt: skip
+def test_patterns_that_may_mean_something_else_are_refused(pattern: str) -> None:
+    assert ascii_pattern(pattern) is None
+
+
+def test_other_kinds_of_tokenizers_are_refused() -> None:
+    hf = tokenizer("qwen")
+    spec = json.loads(hf.to_str())
+    for change, reason in (
+        ({"normalizer": {"type": "Lowercase"}}, "normalizer"),
+        ({"model": {"type": "Unigram"}}, "BPE"),
+        ({"pre_tokenizer": {"type": "Metaspace"}}, "byte-level"),
+        ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}}, "byte-level"),
+        ({"added_tokens": [{"content": "Å", "normalized": True}]}, "normalized"),
+    ):
+        refused = plan_words(hf, {**spec, **change}, [])
+        assert isinstance(refused, str)
+        assert reason in refused
+
+
+def test_words_that_differ_from_the_library_s_are_found_by_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    hf = tokenizer("llama3")
+    monkeypatch.setattr(words, "ascii_pattern", lambda pattern: r"[^\s]+|\s+")
+    refused = plan_words(hf, json.loads(hf.to_str()), ["It's 1234 tests!"])
+    assert isinstance(refused, str)
+    assert "other ids" in refused
