@@ -82,6 +82,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     parser.add_argument("--tiny", action="store_true", help="small shapes: whether it runs, not how fast")
     parser.add_argument(
+        "--candidates", action="store_true", help="as peers what might be faster: other tiles, products"
+    )
+    parser.add_argument(
         "--flex", action="store_true", help="FlexAttention as a peer, which is compiled for half a minute"
     )
     options = parser.parse_args()
@@ -89,7 +92,7 @@ def main() -> None:
     if device.type == "cpu":
         torch.set_num_threads(1)
     ops = select(device, options.backend)
-    bench = Bench(TINY if options.tiny else Shape(), device, dtype, options.flex)
+    bench = Bench(TINY if options.tiny else Shape(), device, dtype, options.flex, options.candidates)
     rates = (copy_rate(device, 8 if options.tiny else 2048), matrix_rate(device, 256 if options.tiny else 8192, dtype))
     results: list[Result] = []
     failures: dict[str, str] = {}
