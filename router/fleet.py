@@ -8,9 +8,8 @@ next check of the worker.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,6 +39,7 @@ NOT_CURED_BY_HEALTH = frozenset(
 """Reasons of a broken worker whose `/health` may well answer all the time: only a request that succeeds cures it."""
 RESTART_S = 1.0
 """After a fault of our own in a worker's watch."""
+TOKENIZER_S_MAX = 60.0
 
 
 class EventFeed(Protocol):
@@ -302,9 +302,7 @@ class Workers:
     async def _read_tokenizers(self, member: _Member, facts: WorkerFacts) -> None:
         """Load what the worker's models are tokenised with before it gets its first request."""
         for base in sorted({model.base for model in facts.models}):
-            with contextlib.suppress(asyncio.TimeoutError):
-                learning = self._prompts.learn(base, facts.roots.get(base), member.flag.url)
-                await asyncio.wait_for(learning, 60.0)
+            await _within(TOKENIZER_S_MAX, self._prompts.learn(base, facts.roots.get(base), member.flag.url))
 
     async def _look_again(self, member: _Member, *, was_down: bool) -> None:
         """Another start, other models, other sources? Take over what changed."""
@@ -333,16 +331,28 @@ class Workers:
     async def _pause(self, member: _Member, seconds: float) -> bool:
         """Sleep, unless traffic to the worker fails or its stream breaks off: True then."""
         assert member.wake is not None
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(member.wake.wait(), seconds)
-            await asyncio.sleep(0.05)  # a burst of failures asks once
+        await _within(seconds, member.wake.wait())
         woken = member.wake.is_set()
-        member.wake.clear()
+        if woken:
+            await asyncio.sleep(0.05)  # a burst of failures asks once
+            member.wake.clear()
         return woken
 
     def _stop(self, member: _Member) -> None:
         if member.task is not None:
             member.task.cancel()
+
+
+async def _within(seconds: float, work: Coroutine[Any, Any, object]) -> None:
+    """Do `work`, but not for longer. A cancellation always gets through: up to Python 3.11 `asyncio.wait_for` loses one
+    that comes in the moment in which the work is done, and then a worker would be watched for ever."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    finally:
+        task.cancel()
+    if task.done():
+        task.result()
 
 
 def _longer(pause_s: float, first_s: float, max_s: float) -> float:

@@ -101,19 +101,42 @@ def test_one_that_never_answers_is_asked_less_and_less_often() -> None:
     asyncio.run(run())
 
 
+class Asked:
+    """A prober that finds nobody and tells when it is asked."""
+
+    def __init__(self) -> None:
+        self.workers = asyncio.Queue[str]()
+
+    async def probe(self, flag: WorkerFlag) -> WorkerFacts:
+        self.workers.put_nowait(flag.worker_id)
+        return WorkerFacts(False, "refused")
+
+
+RARELY = FleetConfig(starting_s=3600.0, starting_s_max=3600.0)
+
+
+def test_a_worker_is_left_also_in_the_moment_in_which_traffic_fails() -> None:
+    async def run() -> None:
+        asked = Asked()
+        fleet = fleet_of(asked, RARELY)
+        await fleet.add({"url": "http://h:1"})
+        await asked.workers.get()
+        for _ in range(5):
+            await asyncio.sleep(0)  # it waits now
+        fleet.suspect("h:1")
+        await asyncio.wait_for(fleet.close(), 30)
+        assert asked.workers.empty()
+
+    asyncio.run(run())
+
+
 def test_one_that_is_named_again_is_asked_at_once() -> None:
     async def run() -> None:
-        asked = asyncio.Queue[str]()
-
-        class Told:
-            async def probe(self, flag: WorkerFlag) -> WorkerFacts:
-                asked.put_nowait(flag.worker_id)
-                return WorkerFacts(False, "refused")
-
-        fleet = fleet_of(Told(), FleetConfig(starting_s=3600.0, starting_s_max=3600.0))
+        asked = Asked()
+        fleet = fleet_of(asked, RARELY)
         for _ in range(3):
             assert await fleet.add({"url": "http://h:1"}) == "h:1"
-            assert await asyncio.wait_for(asked.get(), 30) == "h:1"
+            assert await asyncio.wait_for(asked.workers.get(), 30) == "h:1"
         await fleet.close()
 
     asyncio.run(run())
