@@ -17,12 +17,10 @@ import triton.language as tl
 
 from kernels import triton_ops
 
-DECODE_TILES = ((32, 4, 4), (64, 4, 3), (64, 8, 4), (128, 4, 3), (128, 8, 4))
-"""(keys, warps, stages)."""
-PREFILL_TILES = ((128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 4), (64, 64, 4, 4), (64, 128, 4, 3), (256, 64, 8, 3))
-"""(rows, keys, warps, stages)."""
-PROGRAMS = (2, 8, 16)
-"""Decode programs a processor."""
+DECODE_TILES = ((32, 4, 4), (64, 8, 4), (128, 4, 3), (128, 8, 4))
+"""(keys, warps, stages). One stage more or less gives the same machine code."""
+PREFILL_TILES = ((128, 128, 8, 3), (64, 64, 4, 4))
+"""(rows, keys, warps, stages). Larger ones spill registers."""
 VECTOR_TILES = ((4, 1024, 4), (8, 512, 4), (16, 256, 4), (8, 1024, 8))
 """(outputs, inputs, warps) of a program of `matvec`."""
 

@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="kernels whose name contains one of these")
     parser.add_argument("--tiny", action="store_true", help="small shapes: whether it runs, not how fast")
     parser.add_argument(
         "--candidates", action="store_true", help="as peers what might be faster: other tiles, products"
@@ -102,7 +102,7 @@ def main() -> None:
     }  # fmt: skip
     with torch.inference_mode():
         for name, make in bench.cases():
-            if options.only not in name:
+            if options.only and not any(part in name for part in options.only):
                 continue
             try:
                 results.append(measure(name, make, ops, rates))
