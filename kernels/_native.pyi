@@ -85,5 +85,6 @@ def product(
     inputs: int,
     bias: int,
     out: int,
+    threads: int,
     /,
 ) -> None: ...

@@ -1,10 +1,10 @@
 """Matrices in the layouts that a CPU multiplies fastest, for bf16.
 
 Left in rows, a matrix is repacked inside every multiplication, which with few tokens takes longer than the
-multiplication itself. With one thread the native products (kernels/native/product.hpp) do it. With AVX512-BF16 they
-are as fast as oneDNN with many tokens and faster with few; with older AVX-512 and AVX2, where oneDNN emulates bf16,
-four times as fast throughout. Elsewhere (AMX, several threads) it is oneDNN with its blocked formats, and fp32 for
-very small products, which are done sooner than oneDNN is entered. A packed matrix can only be multiplied with.
+multiplication itself. The native products (kernels/native/product.hpp) do it where they are the faster ones: with older
+AVX-512 and AVX2, where oneDNN emulates bf16, four times; with AVX512-BF16 and one thread when there are few tokens.
+Elsewhere (AMX, AVX512-BF16 with several threads) it is oneDNN with its blocked formats, and fp32 for very small
+products, which are done sooner than oneDNN is entered. A packed matrix can only be multiplied with.
 """
 
 from __future__ import annotations
@@ -74,8 +74,10 @@ def multiplies_in_hardware(dtype: torch.dtype) -> bool:
 
 
 def has_native_products() -> bool:
-    """Whether `pack_matrix` packs for the native products now."""
-    return HAS_NATIVE and _native.has_products() and not _has_amx() and torch.get_num_threads() == 1
+    """Whether `pack_matrix` packs for the native products now: not where oneDNN has hardware and several threads."""
+    if not HAS_NATIVE or not _native.has_products() or _has_amx():
+        return False
+    return torch.get_num_threads() == 1 or not multiplies_in_hardware(torch.bfloat16)
 
 
 def pack_matrix(weight: torch.Tensor) -> PackedMatrix | None:
@@ -121,7 +123,15 @@ def _native_linear(x: torch.Tensor, packed: NativeMatrix, bias: torch.Tensor | N
         bias = bias.contiguous()
         address = bias.data_ptr()
     _native.product(
-        x.data_ptr(), tokens, x.stride(0), packed.panels.data_ptr(), packed.outputs, inputs, address, out.data_ptr()
+        x.data_ptr(),
+        tokens,
+        x.stride(0),
+        packed.panels.data_ptr(),
+        packed.outputs,
+        inputs,
+        address,
+        out.data_ptr(),
+        torch.get_num_threads(),
     )
     return out
 

@@ -30,6 +30,7 @@ using Numbers = nb::ndarray<const i64, nb::ndim<1>, nb::c_contig, nb::device::cp
 using Table = nb::ndarray<const i64, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 constexpr i64 kThreadMultiplications = 4'000'000;  // below that, starting a thread costs more than it gains
+constexpr i64 kThreadWeights = 500'000;  // the same of a matrix, which is read whole however few its rows of x
 
 std::vector<const Variant*> variants() {
     std::vector<const Variant*> found;
@@ -59,6 +60,34 @@ const Ops& ops(bool bf16) { return bf16 ? chosen->bf16 : chosen->fp32; }
 template <class T>
 T* at(Address address) {
     return reinterpret_cast<T*>(address);
+}
+
+// Runs `work` in so many threads, this one included, or in as many as are to be had: each takes what is left to do.
+template <class Work>
+void in_threads(i64 threads, const Work& work) {
+    std::vector<std::thread> others;
+    try {
+        for (i64 i = 1; i < threads; ++i) others.emplace_back(work);
+    } catch (const std::system_error&) {
+        // No more threads to be had: those that run do it all.
+    }
+    work();
+    for (std::thread& other : others) other.join();
+}
+
+// Panels are taken in pieces, some for each thread.
+void multiply(const Product& p, i64 threads) {
+    const i64 panels = (p.outputs + kPanel - 1) / kPanel;
+    threads = std::clamp<i64>(p.outputs * p.inputs / kThreadWeights, 1, threads);
+    const i64 piece = threads == 1 ? panels : std::max<i64>(panels / (4 * threads), 1);
+    std::atomic<i64> next{0};
+    in_threads(threads, [&] {
+        const auto floats = static_cast<std::size_t>(product_scratch_floats(p.rows, p.inputs));
+        const std::unique_ptr<float[]> scratch(new float[floats]);
+        for (i64 begin = next.fetch_add(piece); begin < panels; begin = next.fetch_add(piece)) {
+            chosen->bf16.product(p, begin, std::min(begin + piece, panels), scratch.get());
+        }
+    });
 }
 
 // The blocks of one attention group inside the pool, counted in token rows (kernels/interface.py: PagedKV).
@@ -179,14 +208,7 @@ private:
                 }
             }
         };
-        std::vector<std::thread> others;
-        try {
-            for (int i = 1; i < threads; ++i) others.emplace_back(work);
-        } catch (const std::system_error&) {
-            // No more threads to be had: those that run do it all.
-        }
-        work();
-        for (std::thread& other : others) other.join();
+        in_threads(threads, work);
     }
 
     Layout layout_;
@@ -259,13 +281,12 @@ NB_MODULE(_native, module) {
         chosen->bf16.pack_matrix(at<const void>(weight), outputs, inputs, at<void>(packed));
     });
     module.def("product", [](Address x, i64 rows, i64 x_stride, Address packed, i64 outputs, i64 inputs, Address bias,
-                             Address out) {
+                             Address out, i64 threads) {
         require_products();
         const nb::gil_scoped_release released;
-        const std::unique_ptr<float[]> scratch(new float[static_cast<std::size_t>(product_scratch_floats(rows, inputs))]);
-        chosen->bf16.product(Product{at<const void>(x), at<const void>(packed), at<const void>(bias), at<void>(out), rows,
-                                     inputs, outputs, x_stride},
-                             0, (outputs + kPanel - 1) / kPanel, scratch.get());
+        multiply(Product{at<const void>(x), at<const void>(packed), at<const void>(bias), at<void>(out), rows, inputs,
+                         outputs, x_stride},
+                 threads);
     });
     module.def("silu_and_mul", [](bool bf16, Address x, Address out, i64 tokens, i64 size) {
         const nb::gil_scoped_release released;

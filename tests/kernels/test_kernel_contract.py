@@ -332,24 +332,26 @@ def test_gated_norms(ops, dtype, rng):
     assert relative_error(ops.relu_squared(x), x.double().clamp(min=0) ** 2) < TOLERANCE[dtype]
 
 
-@pytest.fixture(params=["avx512bf16", "avx512", "avx2", "oneDNN"])
-def packing(request: pytest.FixtureRequest):
-    """The layout of packed matrices: with several threads it is oneDNN's."""
-    native = request.param != "oneDNN"
-    if native and request.param not in INSTRUCTION_SETS:
-        pytest.skip(f"this CPU has no {request.param}, or the native module was not built")
+@pytest.fixture(params=["avx512bf16", "avx512", "avx2", "2 threads", "oneDNN"])
+def packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """The layout of packed matrices."""
+    if request.param == "oneDNN":
+        monkeypatch.setattr(packed, "HAS_NATIVE", False)
+        yield BlockedMatrix
+        return
+    chosen = "avx2" if request.param == "2 threads" else request.param
+    if chosen not in INSTRUCTION_SETS:
+        pytest.skip(f"this CPU has no {chosen}, or the native module was not built")
     threads = torch.get_num_threads()
-    torch.set_num_threads(1 if native else 2)
-    if native:
-        packed._native.use(request.param)
-    yield NativeMatrix if native and has_native_products() else BlockedMatrix
+    torch.set_num_threads(2 if request.param == "2 threads" else 1)
+    packed._native.use(chosen)
+    yield NativeMatrix if has_native_products() else BlockedMatrix
     torch.set_num_threads(threads)
-    if native:
-        packed._native.use(INSTRUCTION_SETS[0])
+    packed._native.use(INSTRUCTION_SETS[0])
 
 
-# 5000 inputs: more than a stretch of the native products.
-@pytest.mark.parametrize("shape", [(24, 40), (1000, 48), (600, 300), (64, 2), (70, 5000)])
+# 5000 inputs: more than a stretch of the native products. 1.1 million weights: enough for two threads.
+@pytest.mark.parametrize("shape", [(24, 40), (1000, 48), (1100, 1000), (64, 2), (70, 5000)])
 @pytest.mark.parametrize("tokens", [1, 3, 6, 7, 12, 13, 24, 25, 97, 200])
 def test_packed_matrices(rng, packing, shape, tokens):
     weight, x = torch.randn(shape).bfloat16() / 5, torch.randn(tokens, shape[1]).bfloat16()
