@@ -35,7 +35,13 @@ def main() -> None:
     if problem is not None:
         print(f"router: {problem}", file=sys.stderr)
         sys.exit(1)
-    from router.cli import main as run
+    try:
+        from router.cli import main as run
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in (*OURS, "router"):
+            raise
+        print(f"router: the package `{error.name}` is missing: install blockcast[router]", file=sys.stderr)
+        sys.exit(1)
 
     run(sys.argv[1:])
 

@@ -26,6 +26,7 @@ HELP = """Send each request to the worker of URL... that will answer it soonest.
 
 Workers are OpenAI-compatible servers: `engine serve`, vLLM, SGLang. Where a worker publishes its KV cache events is
 asked of the worker itself (/kv_event_sources), else looked for at vLLM's default port, else given with --worker.
+The cache of one that publishes nothing is guessed from what was sent to it.
 
 \b
 Try it:
@@ -56,8 +57,9 @@ def _options(function: Any) -> Any:
     flags = [
         click.argument("urls", nargs=-1, metavar="[URL]..."),
         click.option("--worker", "workers", multiple=True, metavar="SPEC",
-                     help="url=...,events=tcp://...,replay=tcp://...,topic=...,id=...,roles=a;b. May be repeated. "
-                     "events=none: follow that worker's cache by what is sent to it. reannounce=1: its clients ask for "
+                     help="A worker with settings of its own: url=...,events=tcp://...,replay=tcp://...,topic=...,"
+                     "id=...,roles=a;b. May be repeated. events=none: guess its cache from what is sent to it. "
+                     "cache_tokens=N: how much it holds, where it does not tell. reannounce=1: its clients ask for "
                      "kv_cache_report_mode=full, so stores that repeat are no second copies."),
         click.option("--workers-file", type=click.Path(path_type=Path, dir_okay=False, exists=True),
                      help="One URL or SPEC a line; watched for changes."),
@@ -79,7 +81,8 @@ def _options(function: Any) -> Any:
                      help="0 lets the system choose."),
         click.option("--admin", metavar="HOST:PORT",
                      help="Serve /workers, /route and /dashboard there only. [default: on --port, to loopback only]"),
-        click.option("--policy", type=click.Choice(POLICIES), default="kv", show_default=True),
+        click.option("--policy", type=click.Choice(POLICIES), default="kv", show_default=True,
+                     help="kv: the lowest price, as docs/routing.md has it. The others are for comparison."),
         click.option("--tokenizer", type=click.Path(exists=True, file_okay=False), metavar="FOLDER",
                      help="Tokenizer files for every model. [default: where each worker has them]"),
         click.option("--chat-template", metavar="FILE", help="Instead of the model's own, as the workers do."),
@@ -89,7 +92,8 @@ def _options(function: Any) -> Any:
                      help="Require Authorization: Bearer KEY under /v1. May be repeated; or set ROUTER_API_KEY."),
         click.option("--worker-api-key", envvar="ROUTER_WORKER_API_KEY", metavar="KEY",
                      help="Sent to workers instead of the client's. [default: the client's is passed on]"),
-        click.option("--tls-cert", type=click.Path(path_type=Path, dir_okay=False, exists=True)),
+        click.option("--tls-cert", type=click.Path(path_type=Path, dir_okay=False, exists=True),
+                     help="PEM; with --tls-key: HTTPS on all addresses."),
         click.option("--tls-key", type=click.Path(path_type=Path, dir_okay=False, exists=True)),
         click.option("--queue/--no-queue", default=False, show_default=True,
                      help="Hold requests in the router while every worker is busy, shortest first."),
@@ -97,21 +101,24 @@ def _options(function: Any) -> Any:
                      help="Keep a session (x-session-id, or `user`) on its worker."),
         click.option("--set", "settings", multiple=True, metavar="KEY=VALUE",
                      help="Any setting of docs/routing.md, e.g. service.prefill_s_per_token=5e-5. May be repeated."),
-        click.option("--connect-timeout", default=5.0, **seconds),
+        click.option("--connect-timeout", default=5.0, help="To reach a worker.", **seconds),
         click.option("--first-byte-timeout", default=600.0, help="From the request's end to the answer's first byte.",
                      **seconds),
         click.option("--idle-timeout", default=300.0, help="Without a byte in the middle of an answer.", **seconds),
-        click.option("--total-timeout", default=3600.0, **seconds),
+        click.option("--total-timeout", default=3600.0, help="From the request to the answer's end.", **seconds),
         click.option("--request-timeout", default=60.0, help="For a client to send a whole request.", **seconds),
         click.option("--shutdown-timeout", default=30.0, help="For requests in flight after SIGTERM.", **seconds),
-        click.option("--health-interval", default=2.0, **seconds),
-        click.option("--max-body-bytes", type=click.IntRange(min=1), default=64 << 20, show_default=True),
-        click.option("--max-connections", type=click.IntRange(min=1), default=20_000, show_default=True),
+        click.option("--health-interval", default=2.0, help="Between two looks at a worker.", **seconds),
+        click.option("--max-body-bytes", type=click.IntRange(min=1), default=64 << 20, show_default=True,
+                     help="Of a request; longer ones are answered 413."),
+        click.option("--max-connections", type=click.IntRange(min=1), default=20_000, show_default=True,
+                     help="Of clients; more are answered 503."),
         click.option("--max-in-flight", type=click.IntRange(min=1), default=100_000, show_default=True,
                      help="Requests in flight or held; more are answered 429."),
         click.option("--processes", type=click.IntRange(1, 256), default=1, show_default=True,
                      help="Equal processes on one port; each keeps the whole index."),
-        click.option("--index", type=click.Choice(["auto", "native", "reference"]), default="auto", show_default=True),
+        click.option("--index", type=click.Choice(["auto", "native", "reference"]), default="auto", show_default=True,
+                     help="auto: native where it was built; reference is about a hundred times slower."),
         click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info",
                      show_default=True),
         click.option("--log-requests", type=click.FloatRange(0, 1), default=0.0, show_default=True, metavar="SHARE",
