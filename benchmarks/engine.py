@@ -132,6 +132,7 @@ def _peers(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> li
 @click.option("--turns", default=3, show_default=True, help="Requests of each user in a round.")
 @click.option("--threads", default=1, show_default=True, help="Of each system that we start.")
 @click.option("--hf/--no-hf", default=True, show_default=True)
+@click.option("--hf-dtype", default="auto", show_default=True, help="float32 is faster where bf16 is emulated.")
 @click.option("--events/--no-events", default=True, show_default=True, help="Measure what publishing costs.")
 @click.option("--only-events", is_flag=True, help="Measure nothing else.")
 @click.option(
@@ -140,7 +141,7 @@ def _peers(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> li
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False))
 def main(
     model: str, peers: list[tuple[str, str]], users: list[int], prompt_lens: list[int], outputs: int, rounds: int,
-    turns: int, threads: int, hf: bool, events: bool, only_events: bool, seed: int | None,
+    turns: int, threads: int, hf: bool, hf_dtype: str, events: bool, only_events: bool, seed: int | None,
     json_file: Path | None,
 ) -> None:  # fmt: skip
     folder = builtin_model(model) if model in PRESETS else Path(model)
@@ -161,7 +162,7 @@ def main(
             urls = [("blockcast", stack.enter_context(engine_serve(folder, threads, flags))), *peers]
             systems: list[System] = [HttpSystem(name, url, with_ids=textless) for name, url in urls]
             if hf:
-                generate = HfGenerate(folder, threads)
+                generate = HfGenerate(folder, threads, hf_dtype)
                 stack.callback(generate.close)
                 systems.append(generate)
             for length in prompt_lens:

@@ -105,10 +105,10 @@ class HfGenerate:
 
     name = "HF generate"
 
-    def __init__(self, model: Path, threads: int) -> None:
+    def __init__(self, model: Path, threads: int, dtype: str = "auto") -> None:
         script = str(Path(__file__).with_name("engine_hf.py"))
         self._process = subprocess.Popen(
-            [sys.executable, script, str(model), str(threads)],
+            [sys.executable, script, str(model), str(threads), dtype],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=_env(threads),
         )  # fmt: skip
         self._cpu_s = self._read()["cpu_s"]
