@@ -28,6 +28,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as HfTokenizer
 
+from prompts.prefixes import LENGTH_MIN, Beginning, Beginnings
 from prompts.words import WordEncoder, plan_words
 
 CACHE_BYTES_DEFAULT = 64 * 2**20
@@ -36,6 +37,10 @@ ID_TYPE = "I"
 _ID_BYTES = array(ID_TYPE).itemsize
 _ENTRY_BYTES = 120
 """What an entry costs besides its two objects: its slot in the dictionary and its place in the order."""
+_BEGINNINGS_SHARE = 4
+"""One part in so many of the memory is for beginnings of long texts."""
+_KEPT_BEFORE_END = 3
+"""A beginning ends so many segments before its text does: a chat's last turn and the opening of the answer."""
 _RANDOM_STATE_KEYS = ("dropout",)
 
 
@@ -48,6 +53,8 @@ class SegmentPlan:
     prefix: tuple[int, ...] | None
     """Ids that `add_special_tokens` puts before and after a text; None where it does anything else."""
     suffix: tuple[int, ...] | None
+    anchors: frozenset[str] = frozenset()
+    """Cuts at which a known beginning may end: no other added token can reach across one from before it."""
     words: WordEncoder | None = None
     """Encodes short ASCII texts, where the tokenizer is of a kind that it knows."""
 
@@ -86,6 +93,8 @@ class SegmentCache:
         self._hf = hf
         self._plan = plan
         self._max_bytes = max_bytes
+        self._beginnings = Beginnings(max_bytes // _BEGINNINGS_SHARE)
+        self._segments_bytes_max = max_bytes - max_bytes // _BEGINNINGS_SHARE
         self._entries: OrderedDict[str, bytes] = OrderedDict()
         """Segment -> its ids as the bytes of an array."""
         self._used_bytes = 0
@@ -102,15 +111,52 @@ class SegmentCache:
         plan = self._plan
         if add_special_tokens and (plan.prefix is None or plan.suffix is None):
             return None
-        segments = plan.split(text)
+        beginning = self._known_beginning(text) if len(text) >= LENGTH_MIN else None
+        segments = plan.split(text if beginning is None else text[beginning.end :])
         found = self._look_up(segments)
         missing = [segment for segment, ids in zip(segments, found) if ids is None]
         made = self._encode_missing(missing) if missing else {}
+        parts = [made[segment] if ids is None else ids for segment, ids in zip(segments, found)]
+        if len(text) >= LENGTH_MIN:
+            self._keep_beginning(text, beginning, segments, parts)
+        if beginning is not None:
+            parts.insert(0, beginning.ids)
         out = array(ID_TYPE, plan.prefix or ()) if add_special_tokens else array(ID_TYPE)
-        out.frombytes(b"".join([made[segment] if ids is None else ids for segment, ids in zip(segments, found)]))
+        out.frombytes(b"".join(parts))
         if add_special_tokens:
             out.extend(plan.suffix or ())
         return out
+
+    def _known_beginning(self, text: str) -> Beginning | None:
+        """The longest that is known of this text and at whose end the text is cut."""
+        with self._lock:
+            found = self._beginnings.find(text)
+        if found is None:
+            return None
+        next_token = self._plan.pattern.match(text, found.end)
+        if next_token is None or next_token.group() not in self._plan.cuts:
+            return None
+        with self._lock:
+            self._hits += 1
+            self._hit_tokens += len(found.ids) // _ID_BYTES
+        return found
+
+    def _keep_beginning(
+        self, text: str, known: Beginning | None, segments: Sequence[str], parts: Sequence[bytes]
+    ) -> None:
+        """Remember this text up to its last turn, unless little would be won over what is known of it."""
+        rest = segments[-_KEPT_BEFORE_END:]
+        end = len(text) - sum(map(len, rest))
+        since = 0 if known is None else known.end
+        if len(segments) <= _KEPT_BEFORE_END or end - since < len(text) // 8:
+            return
+        anchor = self._plan.pattern.match(rest[0])
+        if anchor is None or anchor.group() not in self._plan.anchors:
+            return
+        ids = b"".join(parts[:-_KEPT_BEFORE_END])
+        fresh = Beginning(text[: end + anchor.end()], end, ids if known is None else known.ids + ids)
+        with self._lock:
+            self._beginnings.keep(fresh)
 
     def _look_up(self, segments: Sequence[str]) -> list[bytes | None]:
         entries = self._entries
@@ -148,11 +194,11 @@ class SegmentCache:
 
     def _insert(self, segment: str, ids: bytes) -> None:
         cost = _cost(segment, ids)
-        if segment in self._entries or cost > self._max_bytes // 4:
+        if segment in self._entries or cost > self._segments_bytes_max // 4:
             return  # one prompt must not empty the cache
         self._entries[segment] = ids
         self._used_bytes += cost
-        while self._used_bytes > self._max_bytes:
+        while self._used_bytes > self._segments_bytes_max:
             old_segment, old_ids = self._entries.popitem(last=False)
             self._used_bytes -= _cost(old_segment, old_ids)
 
@@ -163,8 +209,8 @@ class SegmentCache:
                 misses=self._misses,
                 hit_tokens=self._hit_tokens,
                 miss_tokens=self._miss_tokens,
-                entries=len(self._entries),
-                used_bytes=self._used_bytes,
+                entries=len(self._entries) + len(self._beginnings),
+                used_bytes=self._used_bytes + self._beginnings.used_bytes,
                 max_bytes=self._max_bytes,
             )
 
@@ -172,7 +218,8 @@ class SegmentCache:
         """For tests: the byte count is the sum over the entries and within its bound."""
         with self._lock:
             assert self._used_bytes == sum(_cost(segment, ids) for segment, ids in self._entries.items())
-            assert self._used_bytes <= self._max_bytes
+            assert self._used_bytes <= self._segments_bytes_max
+            self._beginnings.check_invariants()
 
 
 def _cost(segment: str, ids: bytes) -> int:
@@ -192,8 +239,10 @@ def plan_segments(hf: HfTokenizer) -> SegmentPlan | str:
         return "no added token at whose edges its input may be cut"
     pattern = re.compile(_trie_pattern([token["content"] for token in literal]))
     prefix, suffix = _affixes(hf, sorted(cuts)[0]) or (None, None)
+    contents = [token["content"] for token in literal]
+    anchors = frozenset(cut for cut in cuts if not any(content.find(cut, 1) >= 0 for content in contents))
     words = plan_words(hf, spec, _SAMPLES + _WORD_SAMPLES)
-    plan = SegmentPlan(pattern, cuts, prefix, suffix, words if isinstance(words, WordEncoder) else None)
+    plan = SegmentPlan(pattern, cuts, prefix, suffix, anchors, words if isinstance(words, WordEncoder) else None)
     wrong = _self_check(hf, plan, [token["content"] for token in spec["added_tokens"]])
     return plan if wrong is None else wrong
 

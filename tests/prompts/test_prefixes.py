@@ -1,0 +1,108 @@
+"""Known beginnings of long texts: ids as of a full encode whatever follows, memory within its bound."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
+
+from prompts import prefixes, segments
+from prompts.prefixes import Beginning, Beginnings
+from prompts.segments import SegmentCache, SegmentPlan, encode_plain, plan_segments
+
+
+@pytest.fixture(autouse=True)
+def short_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of tests are short: everything from 8 characters on is long enough to be kept."""
+    monkeypatch.setattr(prefixes, "LENGTH_MIN", 8)
+    monkeypatch.setattr(segments, "LENGTH_MIN", 8)
+    monkeypatch.setattr(prefixes, "_SAMPLE", 2)
+
+
+@cache
+def _prepared(spec: str) -> tuple[Tokenizer, SegmentPlan, list[str]]:
+    hf = Tokenizer.from_str(spec)
+    plan = plan_segments(hf)
+    assert isinstance(plan, SegmentPlan), plan
+    return hf, plan, [token["content"] for token in json.loads(spec)["added_tokens"]]
+
+
+def _check_texts(hf: Tokenizer, plan: SegmentPlan, data: st.DataObject, pieces: st.SearchStrategy[str]) -> None:
+    """A tree of texts: each goes on from somewhere in an earlier one."""
+    cache = SegmentCache(hf, plan, max_bytes=data.draw(st.sampled_from([400, 4_000, 1_000_000])))
+    texts = [""]
+    for _ in range(data.draw(st.integers(2, 6))):
+        before = texts[data.draw(st.integers(0, len(texts) - 1))]
+        before = before[: len(before) - data.draw(st.integers(0, 4))]
+        text = before + data.draw(st.lists(pieces, min_size=2, max_size=14).map("".join))
+        texts.append(text)
+        for special in (False, True):
+            got = cache.encode(text, add_special_tokens=special)
+            assert got is None or got == encode_plain(hf, text, add_special_tokens=special), text
+        cache.check_invariants()
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_ids_are_those_of_a_full_encode(kind, make_tokenizer, data) -> None:
+    hf, plan, added = _prepared(make_tokenizer(kind).to_str())
+    pieces = st.one_of(
+        st.sampled_from(added), st.sampled_from(["a", " fox", "<|", "|>", "\n", "é", "日", "<|im_", "1"])
+    )
+    _check_texts(hf, plan, data, pieces)
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+def test_tokens_that_hold_a_cut_in_their_middle_or_begin_with_one(make_tokenizer, data) -> None:
+    hf = make_tokenizer("qwen")
+    odd = ("ab<|im_end|>cd", "<|im_start|>user", "d|><|endof", "x<|im_start|>")
+    hf.add_tokens([AddedToken(token, normalized=False) for token in odd])
+    hf, plan, added = _prepared(hf.to_str())
+    assert "<|endoftext|>" in plan.anchors
+    assert not {"<|im_end|>", "<|im_start|>"} & plan.anchors
+    pieces = st.one_of(st.sampled_from(added), st.sampled_from(["ab", "cd", "user", "x", "d|>", "<|endof", "text|>"]))
+    _check_texts(hf, plan, data, pieces)
+
+
+def test_of_a_conversation_that_comes_back_only_the_new_turn_is_cut(make_tokenizer, monkeypatch) -> None:
+    hf, plan, _ = _prepared(make_tokenizer("qwen").to_str())
+    cache = SegmentCache(hf, plan)
+    talk = "".join(f"<|im_start|>user\nturn {n}<|im_end|>\n" for n in range(50))
+    cut: list[int] = []
+    split = SegmentPlan.split
+    monkeypatch.setattr(SegmentPlan, "split", lambda self, text: cut.append(len(text)) or split(self, text))
+    for turn in ("one", "another", "a third"):
+        text = f"{talk}<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\n"
+        assert cache.encode(text, add_special_tokens=False) == encode_plain(hf, text, add_special_tokens=False)
+    assert cut[0] > len(talk)
+    assert max(cut[1:]) < 80
+    assert cache.stats().hit_tokens > cache.stats().miss_tokens
+
+
+steps = st.lists(st.tuples(st.booleans(), st.text("ab", min_size=1, max_size=40), st.integers(0, 9)), max_size=40)
+
+
+@given(steps=steps, max_bytes=st.sampled_from([0, 2_000, 8_000]))
+def test_what_is_found_is_a_beginning_and_memory_is_bounded(steps, max_bytes) -> None:
+    book = Beginnings(max_bytes)
+    for keeps, text, more in steps:
+        if keeps:
+            book.keep(Beginning(text, len(text) - 1, bytes(4 * more)))
+        found = book.find(text)
+        assert found is None or text.startswith(found.text)
+        if keeps and max_bytes == 8_000 and len(text) >= 8:
+            assert found is not None, "what was kept last is found"
+            assert found.text == text
+        book.check_invariants()
+
+
+def test_a_text_too_long_for_the_memory_is_not_kept() -> None:
+    book = Beginnings(10_000)
+    book.keep(Beginning("a" * 5_000, 4_999, b""))
+    assert len(book) == 0
+    assert book.find("a" * 6_000) is None
