@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, Literal, NoReturn
 
 import jinja2
+import jinja2.compiler
 import jinja2.exceptions
 import jinja2.ext
 import jinja2.nodes
@@ -99,20 +100,57 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
+_DICT_ATTRIBUTES = frozenset(dir({}))
+"""Names that mean a dictionary's method before they mean an item."""
+_LOOP_ATTRIBUTES = frozenset(
+    {"depth", "depth0", "first", "index", "index0", "last", "length", "nextitem", "previtem", "revindex", "revindex0"}
+)
+_NO_ITEM = object()
+
+
+class _CodeGenerator(jinja2.compiler.CodeGenerator):
+    """Writes what templates do most without a call: an item of a dictionary by its name, where the loop stands. What
+    such an expression means is unchanged: anything else still goes through the sandbox."""
+
+    def visit_Getattr(self, node: jinja2.nodes.Getattr, frame: jinja2.compiler.Frame) -> None:
+        of = node.node
+        if isinstance(of, jinja2.nodes.Name) and of.name == "loop" and node.attr in _LOOP_ATTRIBUTES:
+            self._short(of, frame, f".{node.attr}", "type({of}) is LoopContext")
+        elif isinstance(of, jinja2.nodes.Name) and node.attr not in _DICT_ATTRIBUTES:
+            self._short(of, frame, f"[{node.attr!r}]", f"type({{of}}) is dict and {node.attr!r} in {{of}}")
+        else:
+            super().visit_Getattr(node, frame)
+            return
+        super().visit_Getattr(node, frame)
+        self.write(")")
+
+    def visit_Getitem(self, node: jinja2.nodes.Getitem, frame: jinja2.compiler.Frame) -> None:
+        of, key = node.node, node.arg
+        if not (isinstance(of, jinja2.nodes.Name) and isinstance(key, jinja2.nodes.Const) and type(key.value) is str):
+            super().visit_Getitem(node, frame)
+            return
+        self._short(of, frame, f"[{key.value!r}]", f"type({{of}}) is dict and {key.value!r} in {{of}}")
+        super().visit_Getitem(node, frame)
+        self.write(")")
+
+    def _short(self, of: jinja2.nodes.Name, frame: jinja2.compiler.Frame, item: str, condition: str) -> None:
+        """Write `(of<item> if <condition> else `; the general way and a bracket follow."""
+        reference = frame.symbols.ref(of.name)
+        self.write("(")
+        self.visit(of, frame)
+        self.write(f"{item} if {condition.replace('{of}', reference)} else ")
+
+
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The sandbox, with a short way to what templates do most: `message.role`, an item of a dictionary."""
+
+    code_generator_class = _CodeGenerator
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is not dict or attribute in _DICT_ATTRIBUTES:
             return super().getattr(obj, attribute)
-        try:
-            return obj[attribute]
-        except KeyError:
-            return self.undefined(obj=obj, name=attribute)
-
-
-_DICT_ATTRIBUTES = frozenset(dir({}))
-"""Names that mean a dictionary's method before they mean an item."""
+        item = obj.get(attribute, _NO_ITEM)
+        return self.undefined(obj=obj, name=attribute) if item is _NO_ITEM else item
 
 
 def _environment() -> _Environment:
@@ -204,7 +242,7 @@ class ChatTemplate:
                 "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
             )
         compiled = self._compiled(self.source(chat_template, has_tools=tools is not None))
-        chat = [_with_reasoning({k: v for k, v in message.items() if v is not None}) for message in messages]
+        chat = [_with_reasoning(_without_nulls(message)) for message in messages]
         final_text: str | None = None
         if continue_final_message:
             field = continue_final_message if isinstance(continue_final_message, str) else "content"
@@ -233,6 +271,13 @@ class ChatTemplate:
             return _compile(source)
         except ChatTemplateError as error:
             raise RequestError(str(error), param="chat_template") from error
+
+
+def _without_nulls(message: Message) -> Message:
+    for value in message.values():
+        if value is None:
+            return {k: v for k, v in message.items() if v is not None}
+    return message
 
 
 def _with_reasoning(message: Message) -> Message:

@@ -10,8 +10,10 @@ import jinja2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2.compiler import CodeGenerator
 
 from prompts import ChatTemplate, ChatTemplateError, RequestError, parse_chat, parse_routing
+from prompts.chat_template import _environment
 from prompts.messages import render_chat
 
 _spec = importlib.util.spec_from_file_location("chat_templates", Path(__file__).with_name("chat_templates.py"))
@@ -229,3 +231,35 @@ def test_a_template_that_does_not_compile_names_the_line():
         ChatTemplate("ok\n{% for %}")
     with pytest.raises(RequestError, match="line 1"):
         ChatTemplate("x").render([{"role": "user"}], chat_template="{% if %}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{{ loop.index0 }}{{ loop.first }}{{ loop.last }}{{ loop.length }}{% endfor %}",
+        "{% for m in messages %}{{ m['items'] }}{{ m.items() | list }}{{ m.get('role') }}{{ m['keys'] }}{% endfor %}",
+        "{% for m in messages %}{{ m.gone is defined }}{{ m['gone'] is none }}{{ m.gone }}{{ m.role }}{% endfor %}",
+        "{% for m in messages %}{{ loop.nextitem is defined }}{{ loop.cycle('a', 'b') }}{% endfor %}",
+        "{% for m in messages %}{% if loop.last %}{{ loop.previtem.role }}{% endif %}{% endfor %}",
+        "{% for m in messages %}{{ loop.previtem.role }}{% endfor %}",
+        "{% set loop = messages[0] %}{{ loop.first }}{{ loop['role'] }}{{ loop.length is defined }}",
+        "{% set ns = namespace(role='x') %}{{ ns.role }}{{ ns['role'] }}{{ gone is defined }}{{ 'a'.role is defined }}",
+        "{% for m in messages %}{{ m.__class__ }}{% endfor %}",
+        "{% for m in messages %}{{ m['__class__'] }}{% endfor %}",
+        "{{ gone.role }}",
+        "{% set text = 'abc' %}{{ text.role is defined }}{{ text['upper'] is defined }}{{ text.upper() }}",
+    ],
+)
+def test_what_is_written_short_means_the_same(source):
+    def rendered(generator):
+        environment = _environment()
+        environment.code_generator_class = generator
+        messages = [{"role": "user", "first": "F", "items": 3}, {"role": "tool", "keys": None, "length": 9}]
+        try:
+            return environment.from_string(source).render(messages=messages)
+        except jinja2.TemplateError as error:
+            return type(error), str(error)
+
+    short = type(_environment()).code_generator_class
+    assert short is not CodeGenerator
+    assert rendered(short) == rendered(CodeGenerator)
