@@ -16,12 +16,11 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping
-from typing import TypedDict
 
-from router.choose import AskedPrompt, Choice, Chooser
+from router.choose import Choice, Chooser
 from router.config import CoreConfig
 from router.held import HeldQueue
-from router.history import CHUNK_TOKENS
+from router.live import Live, place_in_line
 from router.messages import (
     Decision,
     FailureKind,
@@ -33,42 +32,15 @@ from router.messages import (
     Usage,
     WorkerLost,
 )
-from router.pins import PinBook
+from router.promised import Promised
 from router.registry import Registry
-from router.status import CoreSnapshot, Totals, worker_row
-from router.target import Target
+from router.retry import RetryBudget, gave_up
+from router.status import CoreSnapshot, Ledger
 from router.tracker import LoadTracker
 from router.view import PrefixIndex
 from router.watchdog import Watchdog
 from router.workers import ServedModel, Worker, WorkerSpec, WorkerState
 from router.working_set import WorkingSets
-
-_NONE_TRIED: frozenset[str] = frozenset()
-
-
-class _PlaceInLine(TypedDict):
-    """What decides a held request's turn."""
-
-    priority: int
-    work_s: float
-    arrived_s: float
-
-
-class _Live:
-    """A request that is held or in flight."""
-
-    __slots__ = ("arrived_s", "attempt", "decision", "explain", "first_token_seen", "request", "tried")
-
-    def __init__(self, request: RouteRequest, arrived_s: float, *, explain: bool) -> None:
-        self.request = request
-        self.arrived_s = arrived_s
-        self.attempt = 0
-        self.tried: frozenset[str] = _NONE_TRIED
-        self.decision: Decision | None = None
-        """Set while in flight."""
-        self.first_token_seen = False
-        self.explain = explain
-        """Whether its decisions carry every candidate's terms."""
 
 
 class RouterCore:
@@ -83,13 +55,13 @@ class RouterCore:
         self.watchdog = Watchdog()
         self.counters: Counter[str] = Counter()
         self._chooser = Chooser(index, self.registry, self.tracker, self.working_sets, config, random.Random(seed))
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, Live] = {}
         self._held = HeldQueue(config.queue)
         self._reorders = config.queue.enabled and config.policy == "kv"
         self._next_try_s = 0.0
-        self._pins = PinBook(index, config.pin_grace_s)
-        self._retry_budget = float(config.retry.budget_min)
-        self._totals: dict[str, Totals] = {}
+        self._promised = Promised(index, self.registry.histories, self.working_sets, config)
+        self._retries = RetryBudget(config.retry)
+        self._ledger = Ledger(self.watchdog)
 
     # Workers -----------------------------------------------------------------------------------------------------
     @property
@@ -100,7 +72,7 @@ class RouterCore:
     def add_worker(self, spec: WorkerSpec, now: float, *, up: bool = True) -> Worker:
         """Register a worker and its holders in the index, or update what is known of it (same worker_id)."""
         if self.registry.remakes_targets(spec):
-            self._pins.release_holders(self.registry.workers[spec.worker_id].holders)
+            self._promised.pins.release_holders(self.registry.workers[spec.worker_id].holders)
         return self.registry.add(spec, up=up)
 
     def remove_worker(self, worker_id: str, now: float) -> list[Instruction]:
@@ -108,11 +80,9 @@ class RouterCore:
         worker = self.registry.workers.get(worker_id)
         if worker is None:
             return []
-        self._pins.release_holders(worker.holders)
-        for target in self.registry.targets_of(worker_id):
-            self._totals.pop(target.name, None)
+        self._promised.pins.release_holders(worker.holders)
+        self._ledger.forget(worker_id, self.registry.targets_of(worker_id))
         self.registry.remove(worker_id)
-        self.watchdog.forget(worker_id)
         return self._try_held(now)
 
     def worker_up(self, worker_id: str, now: float) -> list[Instruction]:
@@ -154,10 +124,8 @@ class RouterCore:
         if len(self._live) >= self.config.requests_max:
             self.counters["refused"] += 1
             return Refuse(request.request_id, 429, "too_many_requests", "The router is full.", 1.0)
-        self._retry_budget = min(
-            self._retry_budget + self.config.retry.budget_ratio, 10.0 * max(self.config.retry.budget_min, 1)
-        )
-        live = _Live(request, now, explain=explain)
+        self._retries.arrived()
+        live = Live(request, now, explain=explain)
         self._live[request.request_id] = live
         placed = self._place(live, now)
         return self._refuse(live, placed) if isinstance(placed, Refuse) else placed
@@ -179,7 +147,7 @@ class RouterCore:
         flight = self.tracker.first_token(request_id, now)
         if flight is None:
             return []
-        self._alive(live.decision.worker)
+        self.registry.alive(live.decision.worker)
         return self._try_held(now)
 
     def progress(self, request_id: str, output_tokens: int) -> None:
@@ -193,9 +161,9 @@ class RouterCore:
             return []
         self.counters["finished"] += 1
         self._end_attempt(live, now, computed=True, reported_cached=usage.cached_tokens if usage is not None else None)
-        self._alive(live.decision.worker)
+        self.registry.alive(live.decision.worker)
         if usage is not None:
-            self._account(live, usage, now)
+            self._ledger.finished(live.request, live.decision, usage, self.registry.workers.get(live.decision.worker))
         return self._try_held(now)
 
     def aborted(self, request_id: str, now: float) -> list[Instruction]:
@@ -242,7 +210,7 @@ class RouterCore:
     def tick(self, now: float) -> list[Instruction]:
         """Deadlines, held requests, grace periods, breakers. Call at `next_tick()` or a little later."""
         self.tracker.advance(now)
-        self._pins.tick(now)
+        self._promised.pins.tick(now)
         for worker in self.registry.workers.values():
             if worker.state is WorkerState.DOWN and now >= worker.open_until_s:
                 self.registry.breaker.half_open(worker, now)
@@ -255,7 +223,7 @@ class RouterCore:
     def next_tick(self) -> float | None:
         """When `tick` will next have something to do; None while nothing is pending."""
         times = [w.open_until_s for w in self.registry.workers.values() if w.state is WorkerState.DOWN]
-        released_s = self._pins.next_release()
+        released_s = self._promised.pins.next_release()
         if released_s is not None:
             times.append(released_s)
         if len(self._held):
@@ -268,7 +236,7 @@ class RouterCore:
     # Placing -----------------------------------------------------------------------------------------------------
     def _place(
         self,
-        live: _Live,
+        live: Live,
         now: float,
         *,
         ahead: Mapping[str, float] | None = None,
@@ -283,7 +251,7 @@ class RouterCore:
         choice = self._chooser.choose(live.request, candidates, now, ahead=ahead, held_s=self._held.prefill_s)
         if may_hold and self._reorders:
             if ahead is None and len(self._held):
-                ahead = self._held.ahead_of(**self._place_in_line(live, choice))
+                ahead = self._held.ahead_of(**place_in_line(live, choice))
                 self._chooser.choose_again(choice, ahead)
             target = choice.cost.targets[choice.winner]
             wait_s = target.slow * target.queue_s(now)
@@ -292,7 +260,7 @@ class RouterCore:
         self._held.drop(live.request.request_id)
         return self._commit(live, choice, now)
 
-    def _commit(self, live: _Live, choice: Choice, now: float) -> Forward:
+    def _commit(self, live: Live, choice: Choice, now: float) -> Forward:
         """Send it: count it, pin its prefix, remember its session."""
         request = live.request
         decision = self._chooser.decision(
@@ -309,7 +277,8 @@ class RouterCore:
             now=now,
         )
         if choice.prompt is not None:
-            self._remember(request, choice.prompt, decision, target, now)
+            cached_share = decision.predicted_cached_tokens / max(request.prompt_tokens, 1)
+            self._promised.sent(request.request_id, target, choice.prompt, now, cached_share=cached_share)
         if request.session is not None and self.config.session_affinity:
             self._chooser.sessions.put(request.session, target.name, now)
         worker = self.registry.workers[target.worker_id]
@@ -317,27 +286,12 @@ class RouterCore:
             worker.probe = request.request_id
             self.registry.changed()
         live.decision = decision
-        totals = self._totals.setdefault(target.name, Totals())
-        totals.routed += 1
+        self._ledger.routed(target)
         self.counters["routed"] += 1
         return Forward(request.request_id, decision)
 
-    def _remember(
-        self, request: RouteRequest, prompt: AskedPrompt, decision: Decision, target: Target, now: float
-    ) -> None:
-        """The prompt will be cached on the target: until its events say so, and beyond, in what its cache is for."""
-        history = self.registry.histories.get(target.name)
-        if history is not None:
-            history.insert(prompt.keys(CHUNK_TOKENS))
-        else:
-            self._pins.pin(request.request_id, target.holder, prompt.ids, prompt.scope)
-        if self.working_sets.follows(target.name):
-            cached_share = decision.predicted_cached_tokens / max(request.prompt_tokens, 1)
-            keys = prompt.keys(self.config.working_set.chunk_tokens)
-            self.working_sets.sent(target.name, keys, len(prompt.ids), now, cached_share=cached_share)
-
     # The reordering queue ----------------------------------------------------------------------------------------
-    def _hold(self, live: _Live, choice: Choice, now: float) -> Hold | Refuse:
+    def _hold(self, live: Live, choice: Choice, now: float) -> Hold | Refuse:
         request, config = live.request, self.config.queue
         known = request.request_id in self._held
         target = choice.cost.targets[choice.winner]
@@ -349,7 +303,7 @@ class RouterCore:
             request.request_id,
             target=target.name,
             prefill_s=target.prefill_seconds(request.prompt_tokens, choice.cost.cached[choice.winner]),
-            **self._place_in_line(live, choice),
+            **place_in_line(live, choice),
             deadline_s=deadline_s,
             refuse=request.deadline_s is not None,
         )
@@ -358,12 +312,6 @@ class RouterCore:
             if len(self._held) == 1:
                 self._next_try_s = now + config.tick_s
         return Hold(request.request_id, deadline_s, len(self._held))
-
-    @staticmethod
-    def _place_in_line(live: _Live, choice: Choice) -> _PlaceInLine:
-        target = choice.cost.targets[choice.winner]
-        prefill_s = target.prefill_seconds(live.request.prompt_tokens, choice.cost.cached[choice.winner])
-        return {"priority": live.request.priority, "work_s": target.slow * prefill_s, "arrived_s": live.arrived_s}
 
     def _try_held(self, now: float) -> list[Instruction]:
         """Try the first few held requests again; each that is placed or refused yields an instruction."""
@@ -375,7 +323,7 @@ class RouterCore:
         instructions: list[Instruction] = []
         ahead: dict[str, float] = {}
         for request_id in self._held.first(config.tries):
-            if not self._any_free(now):
+            if not self.tracker.any_free(config.hold_above_s, now):
                 break
             live = self._live[request_id]
             placed = self._place(live, now, ahead=ahead)
@@ -388,12 +336,7 @@ class RouterCore:
                 instructions.append(placed)
         return instructions
 
-    def _any_free(self, now: float) -> bool:
-        """Whether any target's wait is short enough that a held request could go there."""
-        limit = self.config.queue.hold_above_s
-        return any(t.slow * t.queue_s(now) <= limit for t in self.tracker.targets.values())
-
-    def _expire(self, live: _Live, now: float, *, refuse: bool) -> Forward | Refuse:
+    def _expire(self, live: Live, now: float, *, refuse: bool) -> Forward | Refuse:
         """A held request's deadline came."""
         self._held.drop(live.request.request_id)
         if refuse:
@@ -405,78 +348,36 @@ class RouterCore:
         return self._refuse(live, placed) if isinstance(placed, Refuse) else placed
 
     # Ends --------------------------------------------------------------------------------------------------------
-    def _retry(self, live: _Live, kind: FailureKind, now: float) -> Forward | Hold | Refuse:
-        retry = self.config.retry
-        request_id = live.request.request_id
-        if live.attempt < retry.attempts_max and self._retry_budget >= 1.0:
-            self._retry_budget -= 1.0
+    def _retry(self, live: Live, kind: FailureKind, now: float) -> Forward | Hold | Refuse:
+        if self._retries.take(live.attempt):
             placed = self._place(live, now)
             if not isinstance(placed, Refuse):
                 self.counters["retried"] += 1
                 return placed
-        status, code = 502, "upstream_failed"
-        if kind is FailureKind.OVERLOADED:
-            status, code = 429, "upstream_overloaded"
-        elif kind is FailureKind.TIMEOUT:
-            status, code = 504, "upstream_timeout"
-        message = f"The worker failed ({kind.value}) and no other could be tried."
-        return self._refuse(live, Refuse(request_id, status, code, message, self.registry.retry_after_s(now)))
+        return self._refuse(live, gave_up(live.request.request_id, kind, self.registry.retry_after_s(now)))
 
-    def _refuse(self, live: _Live, refusal: Refuse) -> Refuse:
+    def _refuse(self, live: Live, refusal: Refuse) -> Refuse:
         self._held.drop(live.request.request_id)
         self._live.pop(live.request.request_id, None)
         self.counters["refused"] += 1
         return refusal
 
-    def _end_attempt(self, live: _Live, now: float, *, computed: bool, reported_cached: int | None = None) -> None:
+    def _end_attempt(self, live: Live, now: float, *, computed: bool, reported_cached: int | None = None) -> None:
         """Take an attempt off the books. What was computed stays pinned for a grace period: its events are coming."""
         self.tracker.end(live.request.request_id, now, reported_cached=reported_cached)
-        self._pins.end(live.request.request_id, now, computed=computed)
-
-    def _alive(self, worker_id: str) -> None:
-        worker = self.registry.workers.get(worker_id)
-        if (
-            worker is not None
-            and (worker.failures or worker.state is not WorkerState.UP)
-            and (self.registry.breaker.success(worker))
-        ):
-            self.registry.changed()
+        self._promised.pins.end(live.request.request_id, now, computed=computed)
 
     def _lost(self, worker: Worker) -> WorkerLost:
         for target in self.registry.targets_of(worker.worker_id):
-            self.working_sets.clear(target.name)
-            history = self.registry.histories.get(target.name)
-            if history is not None:
-                history.clear()
+            self._promised.lost(target)
         return WorkerLost(worker.worker_id)
-
-    def _account(self, live: _Live, usage: Usage, now: float) -> None:
-        """Compare the engine's figures with what was predicted."""
-        decision = live.decision
-        assert decision is not None
-        if decision.worker not in self.registry.workers:
-            return  # it was removed meanwhile
-        totals = self._totals.get(decision.terms.worker)
-        if totals is not None and usage.cached_tokens is not None:
-            totals.predicted_cached_tokens += decision.predicted_cached_tokens
-            totals.reported_cached_tokens += usage.cached_tokens
-        worker = self.registry.workers.get(decision.worker)
-        self.watchdog.finished(
-            decision.worker,
-            counted_tokens=live.request.prompt_tokens if live.request.token_ids is not None else None,
-            prompt_tokens=usage.prompt_tokens,
-            predicted_cached=decision.predicted_cached_tokens,
-            cached_tokens=usage.cached_tokens,
-            resident=decision.terms.resident_tokens,
-            block_tokens=worker.spec.block_size if worker is not None else None,
-        )
 
     # Seeing ------------------------------------------------------------------------------------------------------
     def snapshot(self, now: float) -> CoreSnapshot:
         """What `/workers` and `/metrics` show. Changes nothing but estimated first tokens."""
         self.tracker.advance(now)
         rows = [
-            worker_row(worker, target, self._totals.get(target.name, Totals()), self.tracker, self.watchdog, now)
+            self._ledger.row(worker, target, self.tracker, now)
             for worker in self.registry.workers.values()
             for target in self.registry.targets_of(worker.worker_id)
         ]
@@ -491,6 +392,6 @@ class RouterCore:
             assert held == (live.decision is None), f"{request_id} is held={held} with decision {live.decision}"
             assert held != (request_id in self.tracker.requests), f"{request_id}: held and in flight, or neither"
         assert set(self.tracker.requests) <= set(self._live)
-        assert self._pins.requests <= set(self.tracker.requests)
-        self._pins.check_invariants()
+        assert self._promised.pins.requests <= set(self.tracker.requests)
+        self._promised.pins.check_invariants()
         self.working_sets.check_invariants()

@@ -88,6 +88,14 @@ class Registry:
         self._context_max.clear()
         self._models = None
 
+    def alive(self, worker_id: str) -> None:
+        """It answered a request: past failures count no longer."""
+        worker = self.workers.get(worker_id)
+        if worker is None or (not worker.failures and worker.state is WorkerState.UP):
+            return
+        if self.breaker.success(worker):
+            self.changed()
+
     def targets_of(self, worker_id: str) -> list[Target]:
         """The worker's targets, one a rank."""
         return self._targets.get(worker_id, [])

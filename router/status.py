@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from router.messages import Decision, RouteRequest, Usage
 from router.target import Target
 from router.tracker import LoadTracker
 from router.watchdog import Watchdog
@@ -57,7 +59,47 @@ class Totals:
     reported_cached_tokens: int = 0
 
 
-def worker_row(
+class Ledger:
+    """Running sums of every target, and what the engines' own figures say of the predictions."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self._watchdog = watchdog
+        self._totals: dict[str, Totals] = {}
+
+    def routed(self, target: Target) -> None:
+        """A request was sent there."""
+        self._totals.setdefault(target.name, Totals()).routed += 1
+
+    def finished(self, request: RouteRequest, decision: Decision, usage: Usage, worker: Worker | None) -> None:
+        """Compare the engine's figures with what was predicted; `worker` is None where it was removed meanwhile."""
+        if worker is None:
+            return
+        totals = self._totals.get(decision.terms.worker)
+        if totals is not None and usage.cached_tokens is not None:
+            totals.predicted_cached_tokens += decision.predicted_cached_tokens
+            totals.reported_cached_tokens += usage.cached_tokens
+        self._watchdog.finished(
+            decision.worker,
+            counted_tokens=request.prompt_tokens if request.token_ids is not None else None,
+            prompt_tokens=usage.prompt_tokens,
+            predicted_cached=decision.predicted_cached_tokens,
+            cached_tokens=usage.cached_tokens,
+            resident=decision.terms.resident_tokens,
+            block_tokens=worker.spec.block_size,
+        )
+
+    def forget(self, worker_id: str, targets: Iterable[Target]) -> None:
+        """The worker is removed."""
+        for target in targets:
+            self._totals.pop(target.name, None)
+        self._watchdog.forget(worker_id)
+
+    def row(self, worker: Worker, target: Target, tracker: LoadTracker, now: float) -> WorkerSnapshot:
+        """One target's row of `/workers`."""
+        return _row(worker, target, self._totals.get(target.name, Totals()), tracker, self._watchdog, now)
+
+
+def _row(
     worker: Worker,
     target: Target,
     totals: Totals,
@@ -65,7 +107,6 @@ def worker_row(
     watchdog: Watchdog,
     now: float,
 ) -> WorkerSnapshot:
-    """One target's row."""
     service, peer = target.service, target.peer
     return WorkerSnapshot(
         worker_id=worker.worker_id,

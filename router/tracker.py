@@ -131,6 +131,10 @@ class LoadTracker:
             self._correct(flight, flight.interval, reported_cached)
         return flight
 
+    def any_free(self, wait_s_max: float, now: float) -> bool:
+        """Whether there is a target with no longer a wait."""
+        return any(t.slow * t.queue_s(now) <= wait_s_max for t in self.targets.values())
+
     def _touch(self, target: Target) -> None:
         if self.targets.get(target.name) is target:
             self.touched.add(target.name)
