@@ -68,6 +68,8 @@ def render_chat(template: ChatTemplate, request: ChatPrompt) -> str:
 
 
 def _message(message: Message, form: ContentFormat) -> Message:
+    if len(message) == 2 and form == "string" and next(iter(message)) == "role" and type(message.get("content")) is str:
+        return message  # as most are: it would be made again as it is
     role = message.get("role", "user")
     made: Message = {"role": role, "content": _content(message.get("content"), form)}
     if role == "assistant":
