@@ -1,11 +1,14 @@
-"""Every command of README.md and docs/ is run, as it is written but for ports and for how long it lasts.
+"""Every command of README.md and docs/ is run, as it is written but for addresses and for how long it lasts.
 
-A `bash` or `console` block is taken line by line. Servers are started for real and stay up for the rest of the page;
-their ports are mapped to free ones. A command that this file does not know how to run fails the test: teach it here.
+A `bash` or `console` block, or one without a language that begins with a program, is taken command by command. Servers
+are started for real and stay up for the rest of the page; their ports are mapped to free ones, and a worker that the
+page has running already (`gpu1:8000`) is one of ours. Of another engine's command what it publishes is read. A command
+that this file does not know how to run fails the test: teach it here.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -18,10 +21,16 @@ from pathlib import Path
 
 import pytest
 
+from events import KVEventsConfig
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```(bash|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-URL = re.compile(r"http://(?:127\.0\.0\.1|localhost):(\d+)")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PROGRAM = re.compile(r"(\w+=\S+ )*(engine|router|curl|pip|pytest|python3?|vllm|(scripts|benchmarks|\S+/bin)/\S+) ")
+URL = re.compile(r"http://(?:127\.0\.0\.1|localhost|(gpu\d)):(\d+)")
+ENDPOINT = re.compile(r"tcp://(gpu\d):(\d+)")
+REPLAY_PORT = "5558"
+"""As the pages have it; the other port of a worker is where it publishes."""
 READY_S_MAX = 90.0
 WATCH_S = "12"
 """How long a command that never ends by itself is watched: more than a busy machine needs to start it."""
@@ -29,16 +38,36 @@ WATCH_S = "12"
 pytestmark = pytest.mark.live
 
 
-def commands(page: Path) -> Iterator[str]:
-    """The page's commands in order: prompts, comments and continuations resolved."""
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of the page's commands in order: prompts, comments and continuations resolved, `&&` taken apart."""
     for kind, block in BLOCK.findall(page.read_text()):
+        if kind not in ("bash", "console") and (kind or not PROGRAM.match(block)):
+            continue
         lines = block.replace("\\\n", " ").splitlines()
         if kind == "console":
             lines = [line[2:] for line in lines if line.startswith("$ ")]
+        text = ""
         for line in lines:
-            words = shlex.split(line, comments=True)
-            if words:
-                yield shlex.join(words)
+            text += line
+            try:
+                words = shlex.split(text, comments=True)
+            except ValueError:  # the rest of a quoted text is on the next line
+                continue
+            text = ""
+            for command in _split(words, "&&"):
+                (first, *_) = _split(command, "|")
+                yield [word for at, word in enumerate(first) if at or re.match(r"\w+=", word) is None]
+        assert not text, f"{page.name}: a quotation without an end: {text!r}"
+
+
+def _split(words: list[str], separator: str) -> list[list[str]]:
+    parts: list[list[str]] = [[]]
+    for word in words:
+        if word == separator:
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return [part for part in parts if part]
 
 
 class Session:
@@ -50,9 +79,8 @@ class Session:
         self._servers: list[subprocess.Popen[bytes]] = []
         self._environment = {**os.environ, "PYTHONPATH": str(ROOT), "BLOCKCAST_NO_VENV": "1"}
 
-    def run(self, command: str) -> None:
-        words = shlex.split(command)
-        program = words[0]
+    def run(self, words: list[str]) -> None:
+        program = words[0] if words[0].startswith(("scripts/", "benchmarks/")) else words[0].rpartition("/")[2]
         if words[:2] in (["engine", "serve"], ["router", "run"]) and "--dry-run" not in words:
             self._serve(words)
         elif program == "curl":
@@ -64,17 +92,18 @@ class Session:
             self._check([*start, *self._mapped(words[1:])])
         elif program in ("scripts/test", "scripts/check"):  # they run this very test: only that they are sound
             self._check(["bash", "-n", str(ROOT / program)])
-        elif program in ("python", "python3") and words[1:3] == ["-m", "pytest"]:
-            self._check([sys.executable, "-m", "pytest", "--collect-only", "-q", *words[3:]], ROOT)
-        elif program.startswith(("scripts/", "benchmarks/")) or program in ("python", "python3"):
+        elif program == "pytest" or (program.startswith("python") and words[1:3] == ["-m", "pytest"]):
+            rest = words[1 if program == "pytest" else 3 :]
+            self._check([sys.executable, "-m", "pytest", "--collect-only", "-q", *rest], ROOT)
+        elif program == "vllm" or words[1:3] == ["-m", "sglang.launch_server"]:
+            _check_events_config(words)
+        elif program == "pip" or words[1:3] == ["-m", "venv"]:
+            assert program != "pip" or words[1] == "install", words
+            self._check([sys.executable, "-m", "pip" if program == "pip" else "venv", "--help"])
+        elif program.startswith(("scripts/", "benchmarks/", "python")):
             self._check_options(words[1:] if program.startswith("python") else words)
-        elif program == "pip":
-            self._check([sys.executable, "-m", "pip", "install", "--help"])
-            assert words[1] == "install", command
-        elif program == "vllm":
-            pytest.skip("a vLLM command: that engine is not installed for the tests")
         else:
-            raise AssertionError(f"{command!r}: this test does not know how to run it")
+            raise AssertionError(f"{shlex.join(words)!r}: this test does not know how to run it")
 
     def close(self) -> None:
         for server in reversed(self._servers):
@@ -90,7 +119,7 @@ class Session:
         if "--port" in words:
             at = words.index("--port")
             words = words[:at] + words[at + 2 :]
-        log = self._folder / f"{words[0]}-{named}.log"
+        log = self._folder / f"{words[0]}-{named.replace(':', '-')}.log"
         with log.open("wb") as file:
             command = [sys.executable, "-m", words[0], *self._mapped(words[1:]), "--port", "0"]
             server = subprocess.Popen(
@@ -116,14 +145,22 @@ class Session:
                 time.sleep(0.05)
 
     def _mapped(self, words: list[str]) -> list[str]:
-        """The words with the page's ports replaced by the real ones; a worker nobody started is started now."""
+        """The words with the page's addresses replaced by real ones; a worker nobody started is started now."""
 
-        def real(match: re.Match[str]) -> str:
-            if match.group(1) not in self._ports:
-                self._serve(["engine", "serve", "--port", match.group(1)])
-            return f"http://127.0.0.1:{self._ports[match.group(1)]}"
+        def url(match: re.Match[str]) -> str:
+            name = f"{match[1]}:{match[2]}" if match[1] else match[2]
+            if name not in self._ports:
+                self._serve(["engine", "serve", "--port", name])
+            return f"http://127.0.0.1:{self._ports[name]}"
 
-        return [URL.sub(real, word) for word in words]
+        def endpoint(match: re.Match[str]) -> str:
+            (worker,) = (port for name, port in self._ports.items() if name.startswith(f"{match[1]}:"))
+            with urllib.request.urlopen(f"http://127.0.0.1:{worker}/kv_event_sources", timeout=10) as answer:
+                source = json.loads(answer.read())["0"]
+            return str(source["replay_endpoint" if match[2] == REPLAY_PORT else "endpoint"])
+
+        mapped = [ENDPOINT.sub(endpoint, URL.sub(url, word)) for word in words]
+        return [re.sub(r"^/tmp/", f"{self._folder}/", word) for word in mapped]
 
     def _check_options(self, words: list[str]) -> None:
         """A long-running command: its script exists and its --help knows every option that the page uses."""
@@ -138,6 +175,15 @@ class Session:
         )
         assert done.returncode == 0, f"{shlex.join(command)}: status {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
+
+
+def _check_events_config(words: list[str]) -> None:
+    """Another engine's command: what it is to publish is a configuration as we read it, and can be subscribed to."""
+    value = words[words.index("--kv-events-config") + 1] if "--kv-events-config" in words else "..."
+    if value != "...":
+        config = KVEventsConfig.parse(value)
+        assert config.enable_kv_cache_events or "sglang.launch_server" in words
+        assert config.endpoint.startswith("tcp://*:"), "it would connect instead of bind"
 
 
 def _ready_line(log: str) -> str:

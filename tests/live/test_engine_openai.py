@@ -1,4 +1,4 @@
-"""`engine serve` as its users see it: the official client, curl, bodies of vLLM's documentation, wrong input."""
+"""`engine serve` as its users see it: the official client, curl, the routes about itself, clients that leave."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import http.client
 import json
 import socket
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 
 import openai
 import pytest
+from programs import call, until
 
 pytestmark = pytest.mark.live
 
@@ -31,31 +31,12 @@ def client(engine: Any) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def post(url: str, body: Any, headers: dict[str, str] | None = None, method: str = "POST") -> tuple[int, Any, Any]:
-    data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})}, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            status, text, got = response.status, response.read(), response.headers
-    except urllib.error.HTTPError as error:
-        with error:
-            status, text, got = error.code, error.read(), error.headers
-    return status, json.loads(text) if text else None, got
-
-
 def metric(engine: Any, name: str) -> float:
     with urllib.request.urlopen(engine.url + "/metrics", timeout=10) as response:
         for line in response.read().decode().splitlines():
             if line.startswith((name + "{", name + " ")):
                 return float(line.rsplit(" ", 1)[1])
     raise AssertionError(f"no metric {name}")
-
-
-def until(condition: Any, timeout_s: float = 20.0) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, "timed out"
-        time.sleep(0.05)
 
 
 # ---------------------------------------------------------------- the official client
@@ -131,7 +112,7 @@ def test_samples_stream_side_by_side(client: openai.OpenAI) -> None:
 
 
 def test_token_id_prompts(client: openai.OpenAI, engine: Any) -> None:
-    _, tokens, _ = post(engine.url + "/tokenize", {"prompt": "San Francisco is a"})
+    _, _, tokens = call(engine.url + "/tokenize", {"prompt": "San Francisco is a"})
     by_ids = client.completions.create(model="tiny", prompt=tokens["tokens"], max_tokens=6, temperature=0)
     by_text = client.completions.create(model="tiny", prompt="San Francisco is a", max_tokens=6, temperature=0)
     assert by_ids.choices[0].text == by_text.choices[0].text
@@ -179,7 +160,7 @@ def test_stop_strings(client: openai.OpenAI, engine: Any, include: bool, stream:
     assert "".join(choice.text for choice in choices) == expected
     assert choices[-1].finish_reason == "stop"
     assert choices[-1].stop_reason == stop
-    until(lambda: metric(engine, "vllm:num_requests_running") == 0)
+    until(lambda: metric(engine, "vllm:num_requests_running") == 0, "no request runs")
 
 
 def test_continuous_usage(client: openai.OpenAI) -> None:
@@ -207,167 +188,24 @@ def test_curl_streams(engine: Any) -> None:
     assert all(json.loads(line.removeprefix("data: "))["object"] == "text_completion" for line in lines[:-2])
 
 
-# ---------------------------------------------------------------- bodies as vLLM's documentation shows them
-
-DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/completions", {"model": "tiny", "prompt": "San Francisco is a", "max_tokens": 7, "temperature": 0}),
-    ("/v1/chat/completions", {"model": "tiny", "messages": MESSAGES}),
-    ("/v1/chat/completions", {"model": "tiny", "messages": MESSAGES, "temperature": 0.7, "top_p": 0.8, "top_k": 20,
-                              "max_tokens": 64, "presence_penalty": 1.5,
-                              "chat_template_kwargs": {"enable_thinking": False}}),
-    ("/v1/chat/completions", {"model": "tiny", "max_completion_tokens": 8,
-                              "messages": [{"role": "user", "content": [{"type": "text", "text": "Hello!"}]}]}),
-    ("/v1/completions", {"model": "tiny", "prompt": "A robot may not injure a human being", "n": 2, "best_of": 2,
-                         "logprobs": 3, "stop": ["\n"], "frequency_penalty": 0.1, "logit_bias": {"50": -100}}),
-    ("/v1/completions", {"prompt": "Hello, my name is", "min_tokens": 3, "max_tokens": 5, "ignore_eos": True,
-                         "repetition_penalty": 1.1, "min_p": 0.05, "stop_token_ids": [7],
-                         "skip_special_tokens": False, "spaces_between_special_tokens": False}),
-    ("/v1/completions", {"model": "tiny", "prompt": [[1, 2, 3], [4, 5, 6]], "max_tokens": 2,
-                         "return_token_ids": True, "priority": 1, "cache_salt": "tenant-1"}),
-    ("/v1/completions", {"model": "tiny", "prompt": "x y z " * 40, "truncate_prompt_tokens": 10, "max_tokens": 2,
-                         "prompt_logprobs": 1, "request_id": "mine-1"}),
-    ("/v1/chat/completions", {"model": "tiny", "max_tokens": 4, "continue_final_message": True,
-                              "add_generation_prompt": False, "echo": True,
-                              "messages": [{"role": "user", "content": "Count"},
-                                           {"role": "assistant", "content": "One, two,"}]}),
-    ("/v1/chat/completions", {"model": "tiny", "messages": MESSAGES, "max_tokens": 4, "tool_choice": "auto",
-                              "tools": [{"type": "function", "function": {"name": "get_weather", "parameters": {
-                                  "type": "object", "properties": {"location": {"type": "string"}}}}}]}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("path", "body"), DOCUMENTED)
-@pytest.mark.parametrize("stream", [False, True])
-def test_documented_bodies_work_unchanged(engine: Any, path: str, body: dict[str, Any], stream: bool) -> None:
-    if stream and ("prompt_logprobs" in body):
-        pytest.skip("prompt_logprobs are not streamed, as in vLLM")
-    if not stream:
-        status, answer, _ = post(engine.url + path, body)
-        assert status == 200, answer
-        assert answer["choices"]
-        assert answer["usage"]["completion_tokens"] >= 1
-        return
-    data = json.dumps({**body, "stream": True}).encode()
-    request = urllib.request.Request(engine.url + path, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as response:
-        assert response.headers["Content-Type"].startswith("text/event-stream")
-        assert response.read().endswith(b"data: [DONE]\n\n")
-
-
-def test_what_only_vllm_answers_hold(engine: Any) -> None:
-    body = {"prompt": [1, 2, 3], "max_tokens": 3, "return_token_ids": True, "prompt_logprobs": 2, "ignore_eos": True,
-            "request_id": "abc", "return_tokens_as_token_ids": True, "logprobs": 1}  # fmt: skip
-    _, answer, _ = post(engine.url + "/v1/completions", body)
-    assert answer["id"] == "cmpl-abc"
-    choice = answer["choices"][0]
-    assert choice["prompt_token_ids"] == [1, 2, 3]
-    assert len(choice["token_ids"]) == 3
-    assert choice["logprobs"]["tokens"] == [f"token_id:{token_id}" for token_id in choice["token_ids"]]
-    assert choice["prompt_logprobs"][0] is None
-    assert {"logprob", "rank", "decoded_token"} == set(choice["prompt_logprobs"][1]["2"])
-
-
-def test_echo_in_a_continued_chat(engine: Any) -> None:
-    path, body = DOCUMENTED[8]
-    _, answer, _ = post(engine.url + path, {**body, "temperature": 0})
-    message = answer["choices"][0]["message"]
-    assert message["role"] == "assistant"
-    assert message["content"].startswith("One, two,")
-
-
-# ---------------------------------------------------------------- wrong input
-
-CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
-WRONG: list[tuple[str, Any, int, str | None]] = [
-    ("/v1/chat/completions", b"{not json", 400, None),
-    ("/v1/chat/completions", b"", 400, None),
-    ("/v1/chat/completions", b"[]", 400, None),
-    ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "\xff"}]}', 400, None),
-    ("/v1/chat/completions", b"[" * 100_000, 400, None),
-    ("/v1/chat/completions", {**CHAT, "model": "gpt-5"}, 404, "model"),
-    ("/v1/chat/completions", {**CHAT, "messages": []}, 400, "messages"),
-    ("/v1/chat/completions", {**CHAT, "messages": "hi"}, 400, "messages"),
-    ("/v1/chat/completions", {"model": "tiny"}, 400, "messages"),
-    ("/v1/chat/completions", {**CHAT, "messages": [{"content": "hi"}]}, 400, "messages[0].role"),
-    ("/v1/chat/completions", {**CHAT, "temperature": -1}, 400, "temperature"),
-    ("/v1/chat/completions", {**CHAT, "temperature": "hot"}, 400, "temperature"),
-    ("/v1/chat/completions", {**CHAT, "top_p": 0}, 400, "top_p"),
-    ("/v1/chat/completions", {**CHAT, "max_tokens": -1}, 400, "max_tokens"),
-    ("/v1/chat/completions", {**CHAT, "max_tokens": 0}, 400, "max_tokens"),
-    ("/v1/chat/completions", {**CHAT, "max_tokens": True}, 400, "max_tokens"),
-    ("/v1/chat/completions", {**CHAT, "max_tokens": 5000}, 400, "max_tokens"),
-    ("/v1/chat/completions", {**CHAT, "n": 0}, 400, "n"),
-    ("/v1/chat/completions", {**CHAT, "n": 100_000}, 400, "n"),
-    ("/v1/chat/completions", {**CHAT, "stream": "yes"}, 400, "stream"),
-    ("/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}}, 400, "stream_options"),
-    ("/v1/chat/completions", {**CHAT, "top_logprobs": 5}, 400, "top_logprobs"),
-    ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 50}, 400, "top_logprobs"),
-    ("/v1/chat/completions", {**CHAT, "logit_bias": {"99999999": 1}}, 400, "logit_bias"),
-    ("/v1/chat/completions", {**CHAT, "logit_bias": {"1": 1000}}, 400, "logit_bias[...]"),
-    ("/v1/chat/completions", {**CHAT, "seed": 2**70}, 400, "seed"),
-    ("/v1/chat/completions", {**CHAT, "min_tokens": 10}, 400, "min_tokens"),
-    ("/v1/chat/completions", {**CHAT, "stop": ""}, 400, "stop"),
-    ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format.type"),
-    ("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": "x " * 9000}]}, 400, "messages"),
-    ("/v1/completions", {"model": "tiny"}, 400, "prompt"),
-    ("/v1/completions", {"prompt": ""}, 400, "prompt"),
-    ("/v1/completions", {"prompt": []}, 400, "prompt"),
-    ("/v1/completions", {"prompt": [1, "a"]}, 400, "prompt[1]"),
-    ("/v1/completions", {"prompt": [-1]}, 400, "prompt[0]"),
-    ("/v1/completions", {"prompt": [10_000_000]}, 400, "prompt[0]"),
-    ("/v1/completions", {"prompt": "hi", "suffix": "x"}, 400, "suffix"),
-    ("/v1/completions", {"prompt": "hi", "prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs"),
-    ("/v1/completions", {"prompt": "hi", "truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens"),
-    ("/tokenize", {"prompt": 5}, 400, "prompt"),
-    ("/detokenize", {"tokens": [10**8]}, 400, "tokens[0]"),
-    ("/v1/nothing", {}, 404, None),
-    ("/health", {}, 405, None),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("path", "body", "status", "param"), WRONG)
-def test_wrong_input_gets_an_error_that_names_the_field(
-    engine: Any, path: str, body: Any, status: int, param: str | None
-) -> None:
-    got, answer, headers = post(engine.url + path, body)
-    error = answer["error"]
-    assert (got, error["param"]) == (status, param), error
-    assert headers["Content-Type"] == "application/json"
-    assert error["message"]
-    assert error["type"] == "invalid_request_error"
-
-
-def test_the_messages_hold_the_numbers(engine: Any) -> None:
-    _, answer, _ = post(engine.url + "/v1/completions", {"prompt": [5] * 2048, "max_tokens": 1})
-    message = answer["error"]["message"]
-    assert "2048 tokens" in message
-    assert "max_model_len" in message
-    assert answer["error"]["code"] == "context_length_exceeded"
-    _, answer, _ = post(engine.url + "/v1/completions", {"prompt": [5] * 2040, "max_tokens": 9})
-    assert "2040 tokens" in answer["error"]["message"]
-    assert "at most 8" in answer["error"]["message"]
-    _, answer, _ = post(engine.url + "/v1/completions", {"prompt": "x", "model": "other"})
-    assert answer["error"]["code"] == "model_not_found"
-
-
 # ---------------------------------------------------------------- the rest of the API
 
 
 def test_tokenize_and_detokenize(engine: Any) -> None:
-    _, answer, _ = post(engine.url + "/tokenize", {"prompt": "naïve café 🙂", "return_token_strs": True})
+    _, _, answer = call(engine.url + "/tokenize", {"prompt": "naïve café 🙂", "return_token_strs": True})
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
     assert answer["max_model_len"] == 2048
-    _, back, _ = post(engine.url + "/detokenize", {"tokens": answer["tokens"]})
+    _, _, back = call(engine.url + "/detokenize", {"tokens": answer["tokens"]})
     assert back["prompt"] == "naïve café 🙂"
-    _, chat, _ = post(engine.url + "/tokenize", {"messages": MESSAGES})
-    _, completion, _ = post(engine.url + "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1})
+    _, _, chat = call(engine.url + "/tokenize", {"messages": MESSAGES})
+    _, _, completion = call(engine.url + "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1})
     assert chat["count"] == completion["usage"]["prompt_tokens"]
 
 
 def test_facts_of_the_cache(engine: Any) -> None:
-    _, groups, _ = post(engine.url + "/kv_cache/groups", None, method="GET")
+    _, _, groups = call(engine.url + "/kv_cache/groups")
     assert groups == [{"group_idx": 0, "kind": "full_attention", "block_size": 16, "sliding_window": None}]
-    _, sources, _ = post(engine.url + "/kv_event_sources", None, method="GET")
+    _, _, sources = call(engine.url + "/kv_event_sources")
     assert sources["0"]["endpoint"].startswith("tcp://127.0.0.1:")
     assert sources["0"]["block_size"] == 16
     assert sources["0"]["epoch"]
@@ -376,15 +214,15 @@ def test_facts_of_the_cache(engine: Any) -> None:
 def test_reset_forgets_the_prefixes(engine: Any) -> None:
     body = {"prompt": "Reset me. " + TEXT, "max_tokens": 1}
     url = engine.url + "/v1/completions"
-    post(url, body)
-    assert post(url, body)[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    assert post(engine.url + "/reset_prefix_cache", b"")[0] == 200
-    assert post(url, body)[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    call(url, body)
+    assert call(url, body)[2]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert call(engine.url + "/reset_prefix_cache", b"")[0] == 200
+    assert call(url, body)[2]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 def test_metrics_have_vllms_names(engine: Any) -> None:
     before = metric(engine, "vllm:generation_tokens_total")
-    post(engine.url + "/v1/completions", {"prompt": "x", "max_tokens": 7, "ignore_eos": True})
+    call(engine.url + "/v1/completions", {"prompt": "x", "max_tokens": 7, "ignore_eos": True})
     assert metric(engine, "vllm:generation_tokens_total") == before + 7
     for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
                  "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total", "vllm:num_preemptions_total",
@@ -399,7 +237,7 @@ def test_metrics_have_vllms_names(engine: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_blocks(engine: Any, stream: bool) -> None:
-    until(lambda: metric(engine, "vllm:num_requests_running") == 0)
+    until(lambda: metric(engine, "vllm:num_requests_running") == 0, "no request runs")
     body = {"prompt": TEXT, "max_tokens": 1500, "ignore_eos": True, "stream": stream}
     address = urlsplit(engine.url)
     connection = http.client.HTTPConnection(str(address.hostname), int(address.port or 0), timeout=60)
@@ -407,15 +245,15 @@ def test_a_client_that_leaves_frees_its_blocks(engine: Any, stream: bool) -> Non
     if stream:
         response = connection.getresponse()
         assert response.read(6) == b"data: "
-    until(lambda: metric(engine, "vllm:num_requests_running") == 1)
+    until(lambda: metric(engine, "vllm:num_requests_running") == 1, "the request runs")
     assert metric(engine, "vllm:kv_cache_usage_perc") > 0
     if connection.sock is not None:
         connection.sock.shutdown(socket.SHUT_RDWR)
     connection.close()
     if stream:
         response.close()
-    until(lambda: metric(engine, "vllm:num_requests_running") == 0)
-    until(lambda: metric(engine, "vllm:kv_cache_usage_perc") == 0)
+    until(lambda: metric(engine, "vllm:num_requests_running") == 0, "no request runs")
+    until(lambda: metric(engine, "vllm:kv_cache_usage_perc") == 0, "its blocks are free")
 
 
 def test_a_slow_reader_stalls_nobody(engine: Any) -> None:
@@ -425,10 +263,10 @@ def test_a_slow_reader_stalls_nobody(engine: Any) -> None:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         data = json.dumps(body).encode()
         slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
-        until(lambda: metric(engine, "vllm:num_requests_running") == 4)
-        status, answer, _ = post(engine.url + "/v1/completions", {"prompt": "y", "max_tokens": 5})
+        until(lambda: metric(engine, "vllm:num_requests_running") == 4, "four sequences run")
+        status, _, answer = call(engine.url + "/v1/completions", {"prompt": "y", "max_tokens": 5})
         assert (status, answer["object"]) == (200, "text_completion")
-        until(lambda: metric(engine, "vllm:num_requests_running") == 0, 60)
+        until(lambda: metric(engine, "vllm:num_requests_running") == 0, "no request runs", 60)
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         slow.settimeout(30)
         received = b""
