@@ -150,7 +150,13 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if type(obj) is not dict or attribute in _DICT_ATTRIBUTES:
             return super().getattr(obj, attribute)
         item = obj.get(attribute, _NO_ITEM)
-        return self.undefined(obj=obj, name=attribute) if item is _NO_ITEM else item
+        return _no_item(attribute) if item is _NO_ITEM else item
+
+
+@lru_cache(maxsize=256)
+def _no_item(name: str) -> jinja2.Undefined:
+    """What a dictionary without the item gives: of the dictionary it says only what it is."""
+    return jinja2.Undefined(obj={}, name=name)
 
 
 def _environment() -> _Environment:
