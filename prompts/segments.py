@@ -16,6 +16,7 @@ a plain full encode. Memory is bounded in bytes, least recently used first.
 from __future__ import annotations
 
 import json
+import operator
 import re
 import sys
 import threading
@@ -55,11 +56,17 @@ class SegmentPlan:
     suffix: tuple[int, ...] | None
     anchors: frozenset[str] = frozenset()
     """Cuts at which a known beginning may end: no other added token can reach across one from before it."""
+    splitter: re.Pattern[str] | None = None
+    """`pattern` in a group, where every token that it finds is a cut."""
     words: WordEncoder | None = None
     """Encodes short ASCII texts, where the tokenizer is of a kind that it knows."""
 
     def split(self, text: str) -> list[str]:
         """The segments of `text`, in order; their concatenation is `text`."""
+        if self.splitter is not None:
+            before, *parts = self.splitter.split(text)  # token, text, token, text ...
+            segments = list(map(operator.add, parts[::2], parts[1::2]))
+            return [before, *segments] if before else segments
         starts = [m.start() for m in self.pattern.finditer(text) if m.group() in self.cuts]
         if not starts or starts[0] != 0:
             starts.insert(0, 0)
@@ -242,7 +249,10 @@ def plan_segments(hf: HfTokenizer) -> SegmentPlan | str:
     contents = [token["content"] for token in literal]
     anchors = frozenset(cut for cut in cuts if not any(content.find(cut, 1) >= 0 for content in contents))
     words = plan_words(hf, spec, _SAMPLES + _WORD_SAMPLES)
-    plan = SegmentPlan(pattern, cuts, prefix, suffix, anchors, words if isinstance(words, WordEncoder) else None)
+    splitter = re.compile(f"({pattern.pattern})") if cuts.issuperset(contents) else None
+    plan = SegmentPlan(
+        pattern, cuts, prefix, suffix, anchors, splitter, words if isinstance(words, WordEncoder) else None
+    )
     wrong = _self_check(hf, plan, [token["content"] for token in spec["added_tokens"]])
     return plan if wrong is None else wrong
 
