@@ -41,6 +41,8 @@ class AskedPrompt:
 
     def keys(self, chunk_tokens: int) -> list[int]:
         """The keys of its chunks of so many tokens."""
+        if len(self.ids) <= chunk_tokens:
+            return []
         keys = self._keys.get(chunk_tokens)
         if keys is None:
             keys = self._keys[chunk_tokens] = self._index.chunk_keys(self.ids, self.scope, chunk_tokens)
