@@ -1,0 +1,8 @@
+"""Makes stream_world.py importable for the tests here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))
