@@ -73,14 +73,20 @@ class Totals:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A request's place in the order."""
+    """A request's place in the order, and when it next needs more than a token."""
 
     seq: Sequence
     order: tuple[int, float, int]
+    stops: frozenset[int]
+    """Tokens that end it."""
+    length_max: int
+    """Tokens, prompt and output together, at which it ends."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     reported: bool = False
     """Its first output, which carries the facts about the prompt, has been made."""
     aborted: bool = False
+    plain_until: int = 0
+    """Decodes of positions before this one need no memory and finish no block: the cache is not asked."""
 
     def __lt__(self, other: _Entry) -> bool:
         return self.order < other.order
@@ -141,7 +147,10 @@ class Scheduler:
                 "(prompt and output together)"
             )
         seq = Sequence(request=request, token_ids=list(request.token_ids), prompt_len=length, arrival_s=now)
-        entry = _Entry(seq, (request.priority, now, self._arrivals))
+        params = request.params
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.config.eos_token_ids)
+        length_max = self.token_limit if params.max_tokens is None else length + params.max_tokens
+        entry = _Entry(seq, (request.priority, now, self._arrivals), stops, min(self.token_limit, length_max))
         self._arrivals += 1
         self._entries[request.request_id] = entry
         self._arrived.append(entry)
@@ -167,20 +176,14 @@ class Scheduler:
         """Decide the next step. A plan with chunks must be applied or failed; one without asks for nothing."""
         assert self._plan is None, "schedule() before the last plan was applied or failed"
         self._compare_arrivals()
-        planned, preempted = self._continue_running()
-        budget = self.config.max_num_batched_tokens
-        size = self.cache.block_size
-        for _, chunk in planned:
-            count = chunk.end - chunk.start
-            budget -= count
-            if count > 1 or chunk.end % size == 0:  # else it finishes no block
-                self.cache.reserve(chunk.seq, chunk.end)
-        if not preempted:
+        preemptions = self.totals.preemptions
+        planned, budget = self._continue_running()
+        if self.totals.preemptions == preemptions:
             self._admit(planned, budget)
-        plan = StepPlan(chunks=[chunk for _, chunk in planned])
+        plan = StepPlan(chunks=list(planned.values()))
         if planned:
             self.cache.fill(plan)
-            self._planned, self._plan = [entry for entry, _ in planned], plan
+            self._planned, self._plan = list(planned), plan
         return plan
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
@@ -190,17 +193,26 @@ class Scheduler:
         entries, self._planned, self._plan = self._planned, [], None
         self.cache.commit(plan.chunks)
         outputs: list[RequestOutput] = []
-        for index, (entry, chunk) in enumerate(zip(entries, plan.chunks)):
+        for index, (entry, chunk, token) in enumerate(zip(entries, plan.chunks, result.sampled)):  # the hot loop
             if entry.aborted:
                 self._remove(entry)
                 continue
-            if chunk.seq.request.params.prompt_logprobs is not None and chunk.start < chunk.seq.prompt_len:
-                self._collect_prompt_logprobs(entry, result.prompt_logprobs.get(index))
+            if not entry.reported and entry.seq.request.params.prompt_logprobs is not None:
+                entry.prompt_logprobs += result.prompt_logprobs.get(index, ())
             if not chunk.samples:
                 continue
-            token = result.sampled[index]
             assert token is not None, f"chunk {index} samples, but the result holds no token for it"
-            outputs.append(self._append(entry, token, result.logprobs.get(index)))
+            seq = entry.seq
+            seq.token_ids.append(token)
+            output = RequestOutput(request_id=seq.request.request_id, token_ids=[token])
+            if not entry.reported:
+                self._report_prompt(entry, output)
+            if len(seq.token_ids) >= entry.length_max or token in entry.stops:
+                self._finish(entry, token, output)
+            outputs.append(output)
+            if result.logprobs and (logprobs := result.logprobs.get(index)) is not None:
+                output.logprobs = [logprobs]
+        self.totals.generated_tokens += len(outputs)
         return outputs
 
     def fail(self, plan: StepPlan, message: str) -> list[RequestOutput]:
@@ -213,14 +225,10 @@ class Scheduler:
             self._remove(entry)
             if entry.aborted:
                 continue
-            del self._entries[entry.seq.request.request_id]
+            name = entry.seq.request.request_id
+            del self._entries[name]
             outputs.append(
-                RequestOutput(
-                    request_id=entry.seq.request.request_id,
-                    token_ids=[],
-                    finish_reason=FinishReason.ERROR,
-                    error=message,
-                )
+                RequestOutput(request_id=name, token_ids=[], finish_reason=FinishReason.ERROR, error=message)
             )
         if self.cache.distrust_moved():
             for entry in self._running[::-1]:
@@ -241,21 +249,24 @@ class Scheduler:
                 for seq in prefills:
                     self.cache.plan_common(seq, entry.seq)
 
-    def _continue_running(self) -> tuple[list[tuple[_Entry, Chunk]], bool]:
-        """Chunks for running sequences, decodes before prefills; and whether somebody had to be preempted."""
-        budget = self.config.max_num_batched_tokens
+    def _continue_running(self) -> tuple[dict[_Entry, Chunk], int]:
+        """Chunks for running sequences, decodes before prefills; and what is left of the budget."""
         size = self.cache.block_size
         chunks: dict[_Entry, Chunk] = {}
         prefills: list[_Entry] = []
-        preemptions = self.totals.preemptions
+        asking: list[_Entry] = []
         for entry in list(self._running):
             seq = entry.seq
             start = seq.computed
-            if len(seq.token_ids) - start > 1:
-                prefills.append(entry)
-            elif (seq.block_tables and start < len(seq.block_tables[0]) * size) or self._grow(entry, start + 1, chunks):
+            if start < entry.plain_until:
                 chunks[entry] = Chunk(seq, start, start + 1, True)
-        budget -= len(chunks)
+            elif len(seq.token_ids) - start > 1:
+                prefills.append(entry)
+            elif self._grow(entry, start + 1, chunks):
+                chunks[entry] = Chunk(seq, start, start + 1, True)
+                entry.plain_until = (start // size + 1) * size - 1
+                asking.append(entry)
+        budget = self.config.max_num_batched_tokens - len(chunks)
         for entry in prefills:
             seq = entry.seq
             if budget < 1 or seq not in self.cache:  # preempted meanwhile
@@ -263,8 +274,12 @@ class Scheduler:
             end = self.cache.clip(seq, min(len(seq.token_ids), seq.computed + budget))
             if self._grow(entry, end, chunks):
                 chunks[entry] = Chunk(seq, seq.computed, end, end == len(seq.token_ids))
+                asking.append(entry)
                 budget = self.config.max_num_batched_tokens - sum(c.end - c.start for c in chunks.values())
-        return list(chunks.items()), self.totals.preemptions > preemptions
+        for entry in asking:
+            if entry in chunks:  # not preempted meanwhile
+                self.cache.reserve(entry.seq, chunks[entry].end)
+        return chunks, budget
 
     def _grow(self, entry: _Entry, end: int, chunks: dict[_Entry, Chunk]) -> bool:
         """Find memory for `entry` up to `end`, preempting from the end of the order; False if it went itself."""
@@ -283,11 +298,12 @@ class Scheduler:
         self._running.remove(entry)
         self.cache.release(entry.seq)
         entry.seq.preemptions += 1
+        entry.plain_until = 0
         entry.prompt_logprobs.clear()
         self.totals.preemptions += 1
         insort(self._waiting, entry)
 
-    def _admit(self, planned: list[tuple[_Entry, Chunk]], budget: int) -> None:
+    def _admit(self, planned: dict[_Entry, Chunk], budget: int) -> None:
         """Start waiting requests, in order, while budget, seats and memory last.
 
         Passed over, for now, is only who would compute what a running sequence is about to compute anyway.
@@ -295,7 +311,7 @@ class Scheduler:
         index = 0
         least = 1  # of the budget, to take in another one
         if (enough := self.config.enough_prompt_tokens) is not None:
-            prompt_tokens = sum(c.end - c.start for _, c in planned if c.end - c.start > 1)
+            prompt_tokens = sum(c.end - c.start for c in planned.values() if c.end - c.start > 1)
             least = max(1, budget + prompt_tokens - enough + 1)
         while (
             index < min(len(self._waiting), _COMPARED_MAX)
@@ -330,50 +346,32 @@ class Scheduler:
                 self.totals.prompt_tokens += seq.prompt_len
             chunk = Chunk(seq, seq.computed, end, end == len(seq.token_ids))
             assert all(len(table) >= -(-end // self.cache.block_size) for table in seq.block_tables)
-            planned.append((entry, chunk))
+            planned[entry] = chunk
             budget -= end - seq.computed
 
     # ------------------------------------------------------------------ applying
 
-    def _append(self, entry: _Entry, token: int, logprobs: TokenLogprobs | None) -> RequestOutput:
-        seq = entry.seq
-        request = seq.request
-        seq.token_ids.append(token)
-        self.totals.generated_tokens += 1
-        output = RequestOutput(request_id=request.request_id, token_ids=[token])
-        if logprobs is not None:
-            output.logprobs = [logprobs]
-        if not entry.reported:
-            entry.reported = True
-            output.cached_tokens = seq.cached_tokens
-            if request.params.prompt_logprobs is not None:
-                output.prompt_logprobs = [None, *entry.prompt_logprobs]
-        self._check_stop(seq, token, output)
-        if output.finish_reason is not None:
-            self._remove(entry)
-            del self._entries[request.request_id]
-            self.totals.finished += 1
-        return output
+    def _report_prompt(self, entry: _Entry, output: RequestOutput) -> None:
+        """Put the facts about the prompt into a request's first output."""
+        entry.reported = True
+        output.cached_tokens = entry.seq.cached_tokens
+        if entry.seq.request.params.prompt_logprobs is not None:
+            output.prompt_logprobs = [None, *entry.prompt_logprobs]
 
-    def _check_stop(self, seq: Sequence, token: int, output: RequestOutput) -> None:
-        params = seq.request.params
-        output_len = len(seq.token_ids) - seq.prompt_len
-        if output_len >= params.min_tokens:
-            if token in self.config.eos_token_ids and not params.ignore_eos:
-                output.finish_reason = FinishReason.STOP
-                return
-            if token in params.stop_token_ids:
-                output.finish_reason = FinishReason.STOP
+    def _finish(self, entry: _Entry, token: int, output: RequestOutput) -> None:
+        """End a request if its last token does so: a token to stop at comes before the length."""
+        params = entry.seq.request.params
+        if token in entry.stops and entry.seq.output_len >= params.min_tokens:
+            output.finish_reason = FinishReason.STOP
+            if params.ignore_eos or token not in self.config.eos_token_ids:
                 output.stop_token_id = token
-                return
-        if len(seq.token_ids) >= self.token_limit or (
-            params.max_tokens is not None and output_len >= params.max_tokens
-        ):
+        elif len(entry.seq.token_ids) >= entry.length_max:
             output.finish_reason = FinishReason.LENGTH
-
-    def _collect_prompt_logprobs(self, entry: _Entry, found: list[TokenLogprobs] | None) -> None:
-        if not entry.reported and found is not None:
-            entry.prompt_logprobs.extend(found)
+        else:
+            return
+        self._remove(entry)
+        del self._entries[entry.seq.request.request_id]
+        self.totals.finished += 1
 
     def _remove(self, entry: _Entry) -> None:
         """Take a request out of the queue it is in and give its blocks back."""
@@ -395,6 +393,7 @@ class Scheduler:
         for entry in self._running:
             assert entry.seq in self.cache
             assert 0 <= entry.seq.computed < len(entry.seq.token_ids)
+            assert entry.plain_until < len(entry.seq.block_tables[0]) * self.cache.block_size
         for entry in self._waiting:
             assert entry.seq not in self.cache
             assert entry.seq.computed == 0

@@ -73,7 +73,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top: list[tuple[int, float]]
 
 
-class RequestOutput(msgspec.Struct, kw_only=True):
+class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """What one step added to one request. `finish_reason` is set exactly once, on the last output."""
 
     request_id: str
@@ -113,8 +113,7 @@ class Sequence:
         return len(self.token_ids) - self.prompt_len
 
 
-@dataclass(slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, gc=False):
     """One sequence's share of a step: compute the positions [start, end) of `seq.token_ids`."""
 
     seq: Sequence

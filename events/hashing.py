@@ -54,6 +54,8 @@ def unpack_token_ids(packed: bytes) -> list[int]:
 
 
 def _pack_keys(extra_keys: tuple[str, ...]) -> bytes:
+    if not extra_keys:
+        return b""
     encoded = [key.encode() for key in extra_keys]
     return b"".join(_u32(len(key)) + key for key in encoded)
 

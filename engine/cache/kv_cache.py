@@ -13,38 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import zip_longest
 
+from engine.cache.chain import Chain
 from engine.cache.checkpoints import Checkpoints
 from engine.cache.event_log import StepEvents
-from engine.cache.nodes import HashBlock, Node
+from engine.cache.naming import BlockNames
+from engine.cache.nodes import Node
 from engine.cache.pool import Block, UnitPool
 from engine.cache.prefix import FULL, PrefixTree
 from engine.cache.spec import CacheSpec
+from engine.cache.windows import Windows
 from engine.types import BlockId, Chunk, Sequence, StepPlan
-from events.hashing import chain_hashes, hash_keys, pack_token_ids, wire_keys
 
 UNREAD = BlockId(0)
 """What a sliding-window table holds for positions before the window: any valid block, since no kernel may read it."""
-
-
-class Chain:
-    """The cache's part of a running sequence, parallel to `seq.block_tables`."""
-
-    __slots__ = ("blocks", "committed", "detached", "merges", "nodes", "window_starts")
-
-    def __init__(self, kinds: int) -> None:
-        self.blocks: list[list[Block[Node] | None]] = [[] for _ in range(kinds)]
-        """Blocks held, by group and position; None where a sliding window has passed."""
-        self.nodes: list[Node] = []
-        """Node of every named block: those of [0, committed) are computed, the rest are of this step."""
-        self.committed = 0
-        self.merges: list[tuple[int, int, Block[Node]]] = []
-        """(group, index, the identical block): redirected at commit. A reference to it is held until then."""
-        self.detached = False
-        """Its further blocks stay unnamed: the cache was reset under it, or a hash collided."""
-        self.window_starts = [0] * kinds
-        """First block still held of each group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +54,19 @@ class KVCache:
         self.enable_prefix_caching = enable_prefix_caching
         self._groups = range(len(spec.groups))
         per_unit = [spec.blocks_per_unit(g) for g in self._groups] + [1] * (spec.state is not None)
-        # Blocks that a query at the first position of a block still sees behind it; None: all of them.
-        self._window_blocks = [
-            None if g.sliding_window is None else -(-(g.sliding_window - 1) // spec.block_size) for g in spec.groups
-        ]
-        self._step_blocks = None if step_tokens_max is None else -(-step_tokens_max // spec.block_size) + 1
-        self._has_windows = any(w is not None for w in self._window_blocks)
+        self._windows = Windows(spec, step_tokens_max)
         self.tree = PrefixTree(spec, lambda block: self.pool.drop(block))
         state_kind = None if spec.state is None else len(spec.groups)
         self.pool: UnitPool[Node] = UnitPool(unit_count, per_unit, self.tree.forget, state_kind)
         self._checkpoints: Checkpoints | None = None
         if state_kind is not None:
             self._checkpoints = Checkpoints(state_kind, spec.block_size, self.pool, self.tree, self._allocate)
-        self._state_kind = state_kind
         self._moves: list[tuple[int, BlockId, BlockId]] = []
         self._moved: list[Block[Node]] = []
         self._chains: dict[Sequence, Chain] = {}
-        self._names: dict[Sequence, list[HashBlock]] = {}
+        self._finishing: list[Sequence] = []
+        """Those of which the step being planned names blocks."""
+        self._names = BlockNames(spec.block_size)
         self._matched: dict[Sequence, list[Node]] = {}
         """What `match` found last for each sequence that waits."""
 
@@ -108,15 +86,11 @@ class KVCache:
     @property
     def token_capacity(self) -> int:
         """Tokens that one sequence alone can hold."""
-        low, high = 0, (len(self.pool.units) * self.pool.blocks_per_unit[FULL] + 1) * self.block_size
-        while high - low > 1:  # fits(low), not fits(high)
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._fits_alone(middle) else (low, middle)
-        return low
+        return self._windows.token_capacity(len(self.pool.units), self.pool.blocks_per_unit)
 
     def has_spare(self, spare_blocks: int) -> bool:
         """Whether so many more tokens' worth of blocks could be live beside what is live now."""
-        return self.pool.can_allocate(self._demand(spare_blocks))
+        return self.pool.can_allocate(self._windows.demand(spare_blocks))
 
     def match(self, seq: Sequence) -> list[Node]:
         """The nodes of the longest known prefix of `seq`, early sharing included; changes nothing.
@@ -127,7 +101,7 @@ class KVCache:
         if not self.enable_prefix_caching or seq.request.params.prompt_logprobs is not None:
             return []
         count = (len(seq.token_ids) - 1) // self.block_size
-        names = self._name_blocks(seq, count)
+        names = self._names.of(seq, count)
         nodes = self._matched.setdefault(seq, [])
         self.tree.match(names if len(names) == count else names[:count], nodes)
         return nodes
@@ -137,9 +111,9 @@ class KVCache:
         if not self.enable_prefix_caching or seq.request.params.prompt_logprobs is not None:
             return False
         known = self.match(seq)
-        names = self._name_blocks(seq, count := (len(seq.token_ids) - 1) // self.block_size)
+        names = self._names.of(seq, count := (len(seq.token_ids) - 1) // self.block_size)
         if self._checkpoints is not None:
-            return self._checkpoints.planned_ahead(names[:count], self._usable(known))
+            return self._checkpoints.planned_ahead(names[:count], self._windows.resumable(known))
         return len(known) < count and self._is_coming(len(known), names[len(known)].hash)
 
     # ------------------------------------------------------------------ a sequence's blocks
@@ -151,14 +125,14 @@ class KVCache:
         """
         assert seq not in self._chains
         known = self.match(seq)
-        nodes = known[: self._usable(known)]
+        nodes = known[: self._windows.resumable(known)]
         shared = sum(node.blocks[FULL].refs > 0 for node in nodes)  # type: ignore[union-attr]
         if not self.has_spare(-(-len(seq.token_ids) // self.block_size) - shared + spare_blocks):
             return False
         chain = Chain(len(self._groups))
         seq.block_tables = [[] for _ in self._groups]
         for g in self._groups:
-            window = self._window_blocks[g]
+            window = self._windows.blocks[g]
             start = 0 if window is None else max(0, len(nodes) - window)
             held: list[Block[Node] | None] = [None] * start
             for node in nodes[start:]:
@@ -175,11 +149,11 @@ class KVCache:
         seq.computed = len(nodes) * self.block_size
         if self._checkpoints is not None:
             if not self._checkpoints.start(seq, nodes[-1] if nodes else None):
-                self._release_blocks(self._chains.pop(seq))
+                self._chains.pop(seq).release(self.pool)
                 seq.block_tables, seq.computed = [], 0
                 return False
             if self.enable_prefix_caching:
-                names = self._name_blocks(seq, last := (len(seq.token_ids) - 1) // self.block_size)
+                names = self._names.of(seq, last := (len(seq.token_ids) - 1) // self.block_size)
                 for stop in {len(known), last} - {0}:
                     self._checkpoints.plan(seq, stop, names[stop - 1].hash)
         self._matched.pop(seq, None)
@@ -190,7 +164,7 @@ class KVCache:
         if self._checkpoints is None or not self.enable_prefix_caching:
             return
         low, high = 0, min(len(seq.token_ids) - 1, len(other.token_ids) - 1) // self.block_size
-        ours, theirs = self._name_blocks(seq, high), self._name_blocks(other, high)
+        ours, theirs = self._names.of(seq, high), self._names.of(other, high)
         while low < high:  # chained hashes: equal at i means equal up to i; a collision costs a checkpoint only
             middle = (low + high + 1) // 2
             low, high = (middle, high) if ours[middle - 1].hash == theirs[middle - 1].hash else (low, middle - 1)
@@ -229,7 +203,8 @@ class KVCache:
         chain = self._chains[seq]
         if finished <= len(chain.nodes) or chain.detached or not self.enable_prefix_caching:
             return
-        names = self._name_blocks(seq, finished)
+        self._finishing.append(seq)
+        names = self._names.of(seq, finished)
         for index in range(len(chain.nodes), finished):
             node = self.tree.ensure(names[index], chain.nodes[-1] if chain.nodes else None)
             if node is None:
@@ -255,25 +230,26 @@ class KVCache:
             self._checkpoints.fill(plan)
 
     def commit(self, chunks: list[Chunk]) -> None:
-        """The step's compute is done: announce what it finished, merge what it finished twice, advance `computed`."""
+        """The step's compute is done: announce what it finished, merge what it finished twice, advance `computed`.
+
+        Most chunks of a step are decodes that finish no block: only those that do are looked at, but for what windows
+        leave and states.
+        """
         for chunk in chunks:
-            seq = chunk.seq
+            chunk.seq.computed = chunk.end
+        for seq in self._finishing:
             chain = self._chains[seq]
-            nodes = chain.nodes
-            if len(nodes) > chain.committed:
-                for g in self._groups:
-                    for node in nodes[chain.committed :]:
-                        block = node.blocks[g]
-                        if block is not None and block.pending and chain.blocks[g][node.depth] is block:
-                            self.tree.commit(block)
-                chain.committed = len(nodes)
-            if chain.merges:
-                self._merge(seq, chain)
-            seq.computed = chunk.end
-            if self._has_windows:
-                self._pass_windows(seq, chain)
-            if self._checkpoints is not None:
-                self._checkpoints.commit(seq, chunk.start, chunk.end)
+            for block in chain.pending():
+                self.tree.commit(block)
+            chain.committed = len(chain.nodes)
+            self._merge(seq, chain)
+        self._finishing.clear()
+        if self._windows:
+            for chunk in chunks:
+                self._pass_windows(chunk.seq, self._chains[chunk.seq])
+        if self._checkpoints is not None:
+            for chunk in chunks:
+                self._checkpoints.commit(chunk.seq, chunk.start, chunk.end)
         self._moved.clear()
 
     def abandon(self, chunks: list[Chunk]) -> None:
@@ -281,15 +257,13 @@ class KVCache:
         if self._checkpoints is not None:
             for chunk in reversed(chunks):
                 self._checkpoints.abandon(chunk.seq)
+        self._finishing.clear()
         chains = [self._chains[chunk.seq] for chunk in chunks]
         for chain in chains:
-            self._unpin_merges(chain)
+            chain.unpin_merges(self.pool)
         for chain in reversed(chains):
-            for node in reversed(chain.nodes[chain.committed :]):
-                for g in reversed(self._groups):
-                    block = node.blocks[g]
-                    if block is not None and block.pending and chain.blocks[g][node.depth] is block:
-                        self.tree.withdraw(block)
+            for block in reversed(list(chain.pending())):
+                self.tree.withdraw(block)
             del chain.nodes[chain.committed :]
 
     def release(self, seq: Sequence) -> None:
@@ -299,7 +273,7 @@ class KVCache:
         assert len(chain.nodes) == chain.committed, "released in the middle of a step"
         if self._checkpoints is not None:
             self._checkpoints.release(seq)
-        self._release_blocks(chain)
+        chain.release(self.pool)
         seq.block_tables = []
         seq.computed = 0
 
@@ -318,7 +292,7 @@ class KVCache:
 
     def forget_names(self, seq: Sequence) -> None:
         """Drop the memorised hashes of a request that is gone for good."""
-        self._names.pop(seq, None)
+        self._names.forget(seq)
         self._matched.pop(seq, None)
 
     # ------------------------------------------------------------------ the whole cache
@@ -332,7 +306,7 @@ class KVCache:
             chain.detached = True
             chain.nodes = []
             chain.committed = 0
-            self._unpin_merges(chain)
+            chain.unpin_merges(self.pool)
 
     def take_events(self) -> StepEvents:
         """What became resident and what left since the last call, in order; the events are made when they are read."""
@@ -370,7 +344,7 @@ class KVCache:
         """Whether the prompt of a running sequence has this block at `index`, later than in the step being planned."""
         for seq, chain in self._chains.items():
             if len(chain.nodes) <= index and not chain.detached:
-                names = self._names.get(seq, ())
+                names = self._names.known(seq)
                 if index < len(names) and names[index].hash == hash_:
                     return True
         return False
@@ -389,80 +363,10 @@ class KVCache:
             assert block is not None, "a compaction that made no room"
         return block
 
-    def _release_blocks(self, chain: Chain) -> None:
-        for column in zip_longest(*(reversed(blocks) for blocks in reversed(chain.blocks))):
-            for block in column:
-                if block is not None:
-                    self.pool.release(block)
-
-    def _fits_alone(self, token_count: int) -> bool:
-        units = sum(
-            -(-count // n)
-            for count, n in zip(self._demand(-(-token_count // self.block_size)), self.pool.blocks_per_unit)
-        )
-        return units <= len(self.pool.units)
-
-    def _demand(self, blocks: int) -> list[int]:
-        """Blocks of every kind that a sequence of so many blocks holds at once at most."""
-        counts = [
-            blocks if window is None or self._step_blocks is None else min(blocks, window + self._step_blocks)
-            for window in self._window_blocks
-        ]
-        return counts + [1] * (self.spec.state is not None)
-
-    def _name_blocks(self, seq: Sequence, count: int) -> list[HashBlock]:
-        """Names of at least the first `count` blocks of `seq`; each is hashed once in a request's life."""
-        names = self._names.setdefault(seq, [])
-        known, size, request = len(names), self.block_size, seq.request
-        if count <= known:
-            return names
-        lora, salt = request.lora_name, request.cache_salt
-        packed = pack_token_ids(seq.token_ids[known * size : count * size])
-        stride = len(packed) // (count - known)
-        hashes = chain_hashes(
-            names[-1].hash if names else None,
-            packed,
-            size,
-            hash_keys(lora, salt, first_block=not known),
-            hash_keys(lora, salt, first_block=False),
-        )
-        first_keys, other_keys = wire_keys(lora, salt, first_block=not known), wire_keys(lora, salt, first_block=False)
-        for index, hash_ in enumerate(hashes):
-            keys = other_keys if index else first_keys
-            names.append(HashBlock(hash_, packed[index * stride : (index + 1) * stride], keys, lora))
-        return names
-
-    def _usable(self, nodes: list[Node]) -> int:
-        """The largest count of leading nodes after which every group, and the state, can resume."""
-        count = len(nodes)
-        while count:
-            fewer = self._usable_windows(nodes, count)
-            if self._state_kind is not None:
-                while fewer and not nodes[fewer - 1].has(self._state_kind):
-                    fewer -= 1
-            if fewer == count:
-                break
-            count = fewer
-        return count
-
-    def _usable_windows(self, nodes: list[Node], count: int) -> int:
-        for g in self._groups:
-            window = self._window_blocks[g]
-            if window is None:
-                continue
-            while count:
-                missing = next(
-                    (i for i in range(count - 1, max(0, count - window) - 1, -1) if not nodes[i].blocks[g]), None
-                )
-                if missing is None:
-                    break
-                count = missing
-        return count
-
     def _pass_windows(self, seq: Sequence, chain: Chain) -> None:
         """Release the blocks that no query from position `seq.computed` on can see."""
         for g in self._groups:
-            window = self.spec.groups[g].sliding_window
+            window = self._windows.tokens[g]
             if window is None:
                 continue
             start = max(0, seq.computed - window + 1) // self.block_size
@@ -474,11 +378,6 @@ class KVCache:
                 held[index] = None
                 table[index] = UNREAD
             chain.window_starts[g] = max(chain.window_starts[g], min(start, len(held)))
-
-    def _unpin_merges(self, chain: Chain) -> None:
-        for _, _, block in chain.merges:
-            self.pool.release(block)
-        chain.merges.clear()
 
     def _merge(self, seq: Sequence, chain: Chain) -> None:
         for g, index, known in chain.merges:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 import time
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import msgspec
@@ -150,6 +152,38 @@ def test_publisher_keeps_the_shadow_also_of_dropped_batches(seed: int, queue_max
         assert publisher.stats.published == count
     finally:
         publisher.close()
+
+
+class MadeWhenRead(Collection[Event]):
+    """Events as an engine hands them over; keeps which threads read them, and what the first reader got."""
+
+    def __init__(self, make: Callable[[], list[Event]]) -> None:
+        self._make = make
+        self.readers: list[str] = []
+
+    def __len__(self) -> int:
+        return 1
+
+    def __contains__(self, event: object) -> bool:
+        return event in self._make()
+
+    def __iter__(self) -> Iterator[Event]:
+        self.readers.append(threading.current_thread().name)
+        return iter(self._make())
+
+
+def test_events_are_made_once_and_on_the_publishers_thread() -> None:
+    steps = [MadeWhenRead(lambda name=name: [stored(name, name - 1 or None)]) for name in range(1, 200)]  # type: ignore[misc]
+    config = KVEventsConfig(enable_kv_cache_events=True, endpoint="inproc://made-when-read")
+    publisher = EventPublisher(config, 3)
+    for step in steps:
+        publisher.publish(step)
+    publisher.close()
+    assert {reader for step in steps for reader in step.readers} == {"kv-events-3"}
+    assert [len(step.readers) for step in steps] == [1] * len(steps)
+    payloads = [entry.payload() for entry in publisher._ring.since(0)]
+    assert [decode_batch(payload).batch.events for payload in payloads] == [list(step) for step in steps]
+    assert publisher._shadow.keys() == {(0, GPU, name) for name in range(1, 200)}
 
 
 def test_every_start_has_its_own_epoch() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from events import block_hash, block_hashes, hash_keys, wire_keys
-from events.hashing import ROOT
+from events.hashing import ROOT, pack_token_ids, unpack_token_ids
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 key_tuples = st.lists(st.text(max_size=4), max_size=2).map(tuple)
@@ -61,6 +61,13 @@ def test_different_inputs_have_different_names(inputs: list[tuple[int | None, li
 def test_token_ids_out_of_range(bad: list[int]) -> None:
     with pytest.raises(ValueError, match=r"\[0, 2\^32\)"):
         block_hash(None, bad)
+
+
+@given(tokens)
+def test_packed_token_ids_are_read_back(token_ids: list[int]) -> None:
+    packed = pack_token_ids(token_ids)
+    assert packed == b"".join(token_id.to_bytes(4, "little") for token_id in token_ids)
+    assert unpack_token_ids(packed) == token_ids
 
 
 def test_keys_of_a_request() -> None:

@@ -17,6 +17,7 @@ from engine.cache.kv_cache import UNREAD, KVCache
 from engine.cache.nodes import HashBlock, Node
 from engine.cache.pool import UnitPool
 from engine.cache.prefix import PrefixTree
+from engine.cache.windows import Windows
 from events.hashing import unpack_token_ids
 
 _spec = importlib.util.spec_from_file_location("lockstep", Path(__file__).with_name("test_pool_lockstep.py"))
@@ -140,11 +141,11 @@ def window_left_a_block_early(patch: Patch) -> None:
 
 
 def window_blocks_not_needed_for_a_hit(patch: Patch) -> None:
-    patch.setattr(KVCache, "_usable_windows", lambda self, nodes, count: count)
+    patch.setattr(Windows, "usable", lambda self, nodes, count: count)
 
 
 def state_not_needed_for_a_hit(patch: Patch) -> None:
-    patch.setattr(KVCache, "_usable", lambda self, nodes: self._usable_windows(nodes, len(nodes)))
+    patch.setattr(Windows, "resumable", lambda self, nodes: self.usable(nodes, len(nodes)))
 
 
 def checkpoint_of_the_block_before(patch: Patch) -> None:
@@ -224,7 +225,7 @@ def weak_hashes(patch: Patch) -> None:
         tokens = unpack_token_ids(packed)
         return [sum(tokens[i * size : (i + 1) * size]) % 4 for i in range(len(tokens) // size)]
 
-    patch.setattr("engine.cache.kv_cache.chain_hashes", bad)
+    patch.setattr("engine.cache.naming.chain_hashes", bad)
 
 
 MUTANTS: list[Callable[[Patch], None]] = [

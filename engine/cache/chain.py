@@ -1,0 +1,49 @@
+"""The cache's part of a running sequence: which blocks it holds, and which nodes of the prefix tree name them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import zip_longest
+
+from engine.cache.nodes import Node
+from engine.cache.pool import Block, UnitPool
+
+
+class Chain:
+    """Parallel to `seq.block_tables`."""
+
+    __slots__ = ("blocks", "committed", "detached", "merges", "nodes", "window_starts")
+
+    def __init__(self, kinds: int) -> None:
+        self.blocks: list[list[Block[Node] | None]] = [[] for _ in range(kinds)]
+        """Blocks held, by group and position; None where a sliding window has passed."""
+        self.nodes: list[Node] = []
+        """Node of every named block: those of [0, committed) are computed, the rest are of this step."""
+        self.committed = 0
+        self.merges: list[tuple[int, int, Block[Node]]] = []
+        """(group, index, the identical block): redirected at commit. A reference to it is held until then."""
+        self.detached = False
+        """Its further blocks stay unnamed: the cache was reset under it, or a hash collided."""
+        self.window_starts = [0] * kinds
+        """First block still held of each group."""
+
+    def release(self, pool: UnitPool[Node]) -> None:
+        """Give the blocks held back, the last position of every group first, so that it is evicted first."""
+        for column in zip_longest(*(reversed(blocks) for blocks in reversed(self.blocks))):
+            for block in column:
+                if block is not None:
+                    pool.release(block)
+
+    def unpin_merges(self, pool: UnitPool[Node]) -> None:
+        """Keep the own blocks after all."""
+        for _, _, block in self.merges:
+            pool.release(block)
+        self.merges.clear()
+
+    def pending(self) -> Iterator[Block[Node]]:
+        """The blocks that the step being computed fills and names, parents first: by group, then by position."""
+        for group, own in enumerate(self.blocks):
+            for node in self.nodes[self.committed :]:
+                block = node.blocks[group]
+                if block is not None and block.pending and own[node.depth] is block:
+                    yield block

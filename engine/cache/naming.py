@@ -1,0 +1,51 @@
+"""Names of sequences' blocks: each is hashed once in a request's life.
+
+Refuses to know what is cached under a name. Invariant: the names of a sequence are those of its leading full blocks,
+and hash everything that decides whether their KV can be reused (`events.hashing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+from engine.cache.nodes import HashBlock
+from engine.types import Sequence
+from events.hashing import chain_hashes, hash_keys, pack_token_ids, wire_keys
+
+
+class BlockNames:
+    """What the blocks of each sequence are called."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._names: dict[Sequence, list[HashBlock]] = {}
+
+    def of(self, seq: Sequence, count: int) -> list[HashBlock]:
+        """Names of at least the first `count` blocks."""
+        names = self._names.setdefault(seq, [])
+        known, size, request = len(names), self._block_size, seq.request
+        if count <= known:
+            return names
+        lora, salt = request.lora_name, request.cache_salt
+        packed = pack_token_ids(seq.token_ids[known * size : count * size])
+        stride = len(packed) // (count - known)
+        hashes = chain_hashes(
+            names[-1].hash if names else None,
+            packed,
+            size,
+            hash_keys(lora, salt, first_block=not known),
+            hash_keys(lora, salt, first_block=False),
+        )
+        first_keys, other_keys = wire_keys(lora, salt, first_block=not known), wire_keys(lora, salt, first_block=False)
+        for index, hash_ in enumerate(hashes):
+            keys = other_keys if index else first_keys
+            names.append(HashBlock(hash_, packed[index * stride : (index + 1) * stride], keys, lora))
+        return names
+
+    def known(self, seq: Sequence) -> Items[HashBlock]:
+        """Names that were asked for before."""
+        return self._names.get(seq, ())
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop what is remembered of a request that is gone for good."""
+        self._names.pop(seq, None)

@@ -1,0 +1,76 @@
+"""How much of a prefix a model looks at: all of it, the last blocks where a window slides, and the state at its end.
+
+So how much memory a sequence needs and where one can resume. Pure arithmetic over a `CacheSpec` and the nodes it is
+asked about. Refuses to know who holds which block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.cache.nodes import Node
+from engine.cache.spec import CacheSpec
+
+
+class Windows:
+    """The windows of a model's attention groups, in blocks."""
+
+    def __init__(self, spec: CacheSpec, step_tokens_max: int | None) -> None:
+        """`step_tokens_max` bounds what one step adds to a sequence, and so what a sliding-window group must hold."""
+        self._block_size = size = spec.block_size
+        self.tokens = [group.sliding_window for group in spec.groups]
+        self.blocks = [None if window is None else -(-(window - 1) // size) for window in self.tokens]
+        """Blocks that a query at the first position of a block still sees behind it; None: all of them."""
+        self._sliding = [(g, window) for g, window in enumerate(self.blocks) if window is not None]
+        self._step_blocks = None if step_tokens_max is None else -(-step_tokens_max // size) + 1
+        self._state_kind = None if spec.state is None else len(spec.groups)
+
+    def __bool__(self) -> bool:
+        """Whether any of them slides."""
+        return bool(self._sliding)
+
+    def demand(self, blocks: int) -> list[int]:
+        """Blocks of every kind that a sequence of so many blocks holds at once at most."""
+        counts = [
+            blocks if window is None or self._step_blocks is None else min(blocks, window + self._step_blocks)
+            for window in self.blocks
+        ]
+        return counts + [1] * (self._state_kind is not None)
+
+    def token_capacity(self, unit_count: int, blocks_per_unit: Sequence[int]) -> int:
+        """Tokens that one sequence alone can hold in so many units."""
+
+        def fits(tokens: int) -> bool:
+            counts = self.demand(-(-tokens // self._block_size))
+            return sum(-(-count // n) for count, n in zip(counts, blocks_per_unit)) <= unit_count
+
+        low, high = 0, (unit_count * blocks_per_unit[0] + 1) * self._block_size
+        while high - low > 1:  # fits(low), not fits(high)
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    def resumable(self, nodes: list[Node]) -> int:
+        """The largest number of leading nodes after which every group, and the state, can resume."""
+        count = len(nodes)
+        while count:
+            fewer = self.usable(nodes, count)
+            if self._state_kind is not None:
+                while fewer and not nodes[fewer - 1].has(self._state_kind):
+                    fewer -= 1
+            if fewer == count:
+                break
+            count = fewer
+        return count
+
+    def usable(self, nodes: list[Node], count: int) -> int:
+        """The largest number of leading nodes, up to `count`, after which no window misses a block."""
+        for group, window in self._sliding:
+            while count:
+                missing = next(
+                    (i for i in range(count - 1, max(0, count - window) - 1, -1) if not nodes[i].blocks[group]), None
+                )
+                if missing is None:
+                    break
+                count = missing
+        return count
