@@ -19,6 +19,7 @@ def _load(name: str) -> None:
     spec.loader.exec_module(module)
 
 
+_load("drawn_specs")
 _load("fake_device")
 _load("hand_driver")
 _load("naive_memory")

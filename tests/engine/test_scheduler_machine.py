@@ -2,47 +2,21 @@
 
 from __future__ import annotations
 
+from drawn_specs import specs
 from fake_device import EOS, Bench
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.cache.kv_cache import KVCache
-from engine.cache.spec import FULL_ATTENTION, SLIDING_WINDOW, CacheSpec, GroupSpec, StateSpec
+from engine.cache.spec import CacheSpec
 from engine.scheduler import RequestRefusedError, SchedulerConfig
 from engine.types import StepPlan
 
 
-def group(layers: int, window: int | None = None) -> GroupSpec:
-    """A group whose block of one token takes `layers` times 256 bytes, the alignment of units."""
-    return GroupSpec(
-        kind=FULL_ATTENTION if window is None else SLIDING_WINDOW,
-        layers=tuple(range(layers)),
-        num_kv_heads=1,
-        head_dim=64,
-        dtype_bytes=2,
-        sliding_window=window,
-    )
-
-
-@st.composite
-def specs(draw: st.DrawFn) -> CacheSpec:
-    """Dense, with windows, with state, with both; units of one block or of several."""
-    block_size = draw(st.integers(1, 4))
-    groups = [group(draw(st.integers(1, 2)))]
-    if draw(st.booleans()):
-        groups.append(group(draw(st.integers(1, 3)), window=draw(st.integers(1, 9))))
-    state = None
-    if draw(st.booleans()):
-        state = StateSpec(
-            layers=(9,), state_bytes=draw(st.integers(1, 6)) * block_size * 256 + draw(st.integers(0, 200))
-        )
-    return CacheSpec(block_size=block_size, groups=tuple(groups), state=state)
-
-
 class CoreMachine(RuleBasedStateMachine):
     @initialize(
-        spec=specs(),
+        spec=specs(4, 9),
         units=st.integers(4, 16),
         max_num_seqs=st.integers(1, 4),
         extra_budget=st.integers(0, 20),

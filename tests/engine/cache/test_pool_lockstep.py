@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from drawn_specs import group, specs
 from fake_device import EventChecker, resident_in
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,35 +18,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from naive_memory import NaiveCache
 
 from engine.cache.kv_cache import KVCache
-from engine.cache.spec import FULL_ATTENTION, SLIDING_WINDOW, CacheSpec, GroupSpec, StateSpec
+from engine.cache.spec import CacheSpec, StateSpec
 from engine.types import Chunk, Request, SamplingParams, Sequence, StepPlan
 
 STEP_TOKENS_MAX = 8
 
 
-def group(layers: int, window: int | None = None) -> GroupSpec:
-    kind = FULL_ATTENTION if window is None else SLIDING_WINDOW
-    return GroupSpec(kind, tuple(range(layers)), num_kv_heads=1, head_dim=64, dtype_bytes=2, sliding_window=window)
-
-
-@st.composite
-def specs(draw: st.DrawFn) -> CacheSpec:
-    block_size = draw(st.integers(1, 3))
-    groups = [group(draw(st.integers(1, 2)))]
-    if draw(st.booleans()):
-        groups.append(group(draw(st.integers(1, 3)), window=draw(st.integers(1, 6))))
-    state = None
-    if draw(st.booleans()):
-        state = StateSpec(
-            layers=(9,), state_bytes=draw(st.integers(1, 5)) * block_size * 256 + draw(st.integers(0, 200))
-        )
-    return CacheSpec(block_size=block_size, groups=tuple(groups), state=state)
-
-
 class PoolMachine(RuleBasedStateMachine):
     """A scheduler that does anything at random, within the contract of KVCache."""
 
-    @initialize(spec=specs(), units=st.integers(3, 12))
+    @initialize(spec=specs(3, 6), units=st.integers(3, 12))
     def start(self, spec: CacheSpec, units: int) -> None:
         self._start(spec, units)
 
