@@ -12,7 +12,7 @@ and which worker comes next: that is the core's, asked through router/proxy.py. 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from router.edge_config import Timeouts
 from router.http_request import Request
@@ -23,29 +23,12 @@ from router.rewrite import answer_head, request_head
 from router.upstream import Target, UpstreamConnection
 
 if TYPE_CHECKING:
+    from router.http_server import ClientConnection
     from router.proxy import Proxy
 
 RETRYABLE = {429: FailureKind.OVERLOADED, 502: FailureKind.SERVER_ERROR, 503: FailureKind.SERVER_ERROR}
 PROGRESS_EVERY = 32
 """Chunks of a stream between two reports of progress to the core."""
-
-
-class Client(Protocol):
-    """What an exchange asks of the connection that its request came in on."""
-
-    def write(self, data: bytes) -> None: ...
-
-    def finish(self, *, keep_alive: bool) -> None:
-        """The answer is complete."""
-
-    def cut(self) -> None:
-        """Close without completing the answer, so that the client notices."""
-
-    def plain_socket(self) -> int:
-        """Its number, for writing past the connection; -1 where it is encrypted, or bytes still wait to be written."""
-
-    def refuse(self, status: int, code: str, message: str, retry_after_s: float | None) -> None:
-        """Answer with an error of our own; nothing was written for this request before."""
 
 
 class Exchange:
@@ -76,7 +59,9 @@ class Exchange:
         "usage",
     )
 
-    def __init__(self, proxy: Proxy, client: Client, request: Request, request_id: str, trace_id: bytes) -> None:
+    def __init__(
+        self, proxy: Proxy, client: ClientConnection, request: Request, request_id: str, trace_id: bytes
+    ) -> None:
         self._proxy = proxy
         self.client = client
         self.request = request

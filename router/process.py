@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import random
-import resource
 import signal
 import socket
-import ssl
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +43,7 @@ from router.relay import make_relay
 from router.remote_tokenizer import RemoteTokenizer
 from router.server import TICK_S, Listener, RouterApp
 from router.siblings import Share, Siblings
+from router.system import raise_file_limit, settle_heap, tls_context
 from router.tokenizing import PromptReader
 from router.upstream import UpstreamPool
 
@@ -349,33 +347,6 @@ class RouterProcess:
         for listener in self._listeners:
             listener.abort()
         await asyncio.sleep(0)
-
-
-def settle_heap() -> None:
-    """Take what start-up made out of the garbage collector's sight, and let it look less often.
-
-    Requests leave no cycles behind, so what it would look for hardly exists.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
-
-
-def raise_file_limit() -> None:
-    """Two sockets a request: take as many file descriptors as we may."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def tls_context(files: tuple[Path, Path] | None) -> ssl.SSLContext | None:
-    """Raises OSError or ssl.SSLError for files that are no certificate and key."""
-    if files is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*files)
-    return context
 
 
 def _always(connection: ClientConnection, request: Request) -> bool:

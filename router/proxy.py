@@ -14,8 +14,9 @@ import msgspec
 
 from router.core import RouterCore
 from router.edge_config import Timeouts
-from router.exchange import Client, Exchange
+from router.exchange import Exchange
 from router.http_request import Request
+from router.http_server import ClientConnection
 from router.messages import Decision, FailureKind, Forward, Instruction, Refuse, RouteRequest, WorkerLost
 from router.metrics import Metrics
 from router.relay import StreamRelay
@@ -58,7 +59,7 @@ class Proxy:
         self._targets: dict[str, tuple[str, Target]] = {}
         self._count = 0
 
-    def open(self, client: Client, request: Request, trace_id: bytes) -> Exchange:
+    def open(self, client: ClientConnection, request: Request, trace_id: bytes) -> Exchange:
         """Begin the life of a complete request."""
         self._count += 1
         exchange = Exchange(self, client, request, f"r{self._count}", trace_id)
