@@ -1,8 +1,9 @@
 """Decode steps that are recorded once for each padded batch size and replayed: a CUDA graph instead of its launches.
 
-Owns the inputs of fixed shape that a recorded step reads. A graph is recorded when its size is first needed, shares
-its memory with the others, and is never recorded again; a batch that fits no size is computed as usual. How recording
-works is an argument, so that all of this but the recording itself is tested without a GPU.
+Owns the inputs of fixed shape that a recorded step reads. A graph is recorded ahead, or when its size is first needed,
+shares its memory with the others, and is never recorded again; a batch that fits no size is computed as usual, and so
+is one whose size cannot be recorded. How recording works is an argument, so that all of this but the recording itself
+is tested without a GPU.
 
 Invariant: rows past the batch are padding with no slot, no context and no state, so they change nothing.
 """

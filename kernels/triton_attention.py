@@ -89,13 +89,13 @@ def decode_attention(
     q_ptr, out_ptr, part_ptr, part_scale_ptr, cache_ptr, table_ptr, lens_ptr, q_token, q_head, table_block,
     layer_row, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (sequences, kv heads, SPLITS): the query heads of one KV head over one part of a sequence's context.
+    """Grid (sequences, kv heads, splits): the query heads of one KV head over one part of a sequence's context.
 
-    With one split the result goes to out [sequences, heads, dim], else to part [sequences, heads, SPLITS, dim] and its
-    log2 of the softmax's sum to part_scale [sequences, heads, SPLITS], for `join_splits`.
+    Without SPLIT the result goes to out [sequences, heads, dim], else to part [sequences, heads, splits, dim] and its
+    log2 of the softmax's sum to part_scale [sequences, heads, splits], for `join_splits`.
     """
     seq = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -104,15 +104,16 @@ def decode_attention(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(context - WINDOW, 0)
-    share = tl.cdiv(tl.cdiv(context - first, SPLITS), BLOCK_N) * BLOCK_N
+    splits = tl.num_programs(2)
+    share = tl.cdiv(tl.cdiv(context - first, splits), BLOCK_N) * BLOCK_N
     start = first + split * share
     end = tl.minimum(start + share, context)
 
     heads = tl.num_programs(1) * GROUP
     member = tl.arange(0, BLOCK_M)
-    if SPLITS > 1:  # noqa: SIM102 - known when it is compiled
+    if SPLIT:  # noqa: SIM102 - known when it is compiled
         if start >= end:  # a short context has fewer parts: `join_splits` passes over those without weight
-            place = (seq * heads + kv_head * GROUP + member) * SPLITS + split
+            place = (seq * heads + kv_head * GROUP + member) * splits + split
             tl.store(part_scale_ptr + place, tl.zeros((BLOCK_M,), tl.float32) - float("inf"), member < GROUP)
             return
     dim = tl.arange(0, BLOCK_D)
@@ -130,26 +131,28 @@ def decode_attention(
         )  # fmt: skip
     total = tl.where(total > 0.0, total, 1.0)
     acc = acc / total[:, None]
-    if SPLITS == 1:
-        tl.store(out_ptr + (seq * heads + head[:, None]) * DIM + dim[None, :], acc.to(out_ptr.dtype.element_ty), used)
-    else:
-        place = (seq * heads + head) * SPLITS + split
+    if SPLIT:
+        place = (seq * heads + head) * splits + split
         tl.store(part_ptr + place[:, None] * DIM + dim[None, :], acc, used)
         tl.store(part_scale_ptr + place, peak + tl.log2(total), member < GROUP)
+    else:
+        tl.store(out_ptr + (seq * heads + head[:, None]) * DIM + dim[None, :], acc.to(out_ptr.dtype.element_ty), used)
 
 
-@triton.jit
-def join_splits(out_ptr, part_ptr, part_scale_ptr, DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Grid (sequences, heads): the parts of one head's context as one, each weighed by its softmax sum."""
+@triton.jit(do_not_specialize=["splits"])
+def join_splits(
+    out_ptr, part_ptr, part_scale_ptr, splits, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Grid (sequences, heads): the up to BLOCK parts of one head's context as one, each weighed by its softmax sum."""
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    split = tl.arange(0, SPLITS)
+    split = tl.arange(0, BLOCK)
     dim = tl.arange(0, BLOCK_D)
-    scale = tl.load(part_scale_ptr + row * SPLITS + split)
+    scale = tl.load(part_scale_ptr + row * splits + split, mask=split < splits, other=float("-inf"))
     peak = tl.max(scale, 0)
     weight = tl.exp2(scale - tl.where(peak == float("-inf"), 0.0, peak))
     used = dim < DIM
     here = used[None, :] & (weight > 0.0)[:, None]
-    part = tl.load(part_ptr + (row * SPLITS + split[:, None]) * DIM + dim[None, :], mask=here, other=0.0)
+    part = tl.load(part_ptr + (row * splits + split[:, None]) * DIM + dim[None, :], mask=here, other=0.0)
     total = tl.sum(weight, 0)
     out = tl.sum(part * weight[:, None], 0) / tl.where(total > 0.0, total, 1.0)
     tl.store(out_ptr + row * DIM + dim, out.to(out_ptr.dtype.element_ty), used)

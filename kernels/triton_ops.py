@@ -35,8 +35,6 @@ from kernels.triton_recurrent import causal_conv, gated_delta, state_space
 
 LOG2_E = 1.4426950408889634
 SPLITS_MAX = 64
-SPLIT_KEYS_MIN = 256
-"""A part of a context is not made shorter than this."""
 DRAW_BLOCK = 4096
 """Logits that a program takes at one time."""
 PROGRAMS_PER_PROCESSOR = 4
@@ -62,23 +60,20 @@ class TritonKernels:
     # attention
 
     def plan_attention(self, batch: Ragged, block_table: IntArray, kv: PagedKV, window: int | None) -> AttentionPlan:
-        splits = self._splits(batch.decode_count, block_table.shape[1], kv, window)
+        splits = self._splits(batch.decode_count, kv)
         return plan_attention(batch, block_table, kv, window, self.device, splits)
 
     def fixed_decode_plan(self, sequences: int, blocks: int, kv: PagedKV, window: int | None) -> AttentionPlan:
         """A plan that a captured decode step reads: of fixed shape, to be refilled each step."""
-        return fixed_decode_plan(sequences, blocks, window, self.device, self._splits(sequences, blocks, kv, window))
+        return fixed_decode_plan(sequences, blocks, window, self.device, self._splits(sequences, kv))
 
     def refill_decode_plan(self, plan: AttentionPlan, batch: Ragged, block_table: IntArray, kv: PagedKV) -> None:
         refill_decode_plan(plan, batch, block_table, kv)
 
-    def _splits(self, sequences: int, blocks: int, kv: PagedKV, window: int | None) -> int:
-        """A power of two: enough programs to fill the device, as far as the longest context has keys for them."""
-        context = blocks * kv.block_size
-        context = context if window is None else min(context, window)
+    def _splits(self, sequences: int, kv: PagedKV) -> int:
+        """A power of two: enough programs to fill the device. Whatever the contexts are: short ones leave parts out."""
         wanted = PROGRAMS_PER_PROCESSOR * self._processors // max(1, sequences * kv.num_kv_heads)
-        most = max(1, min(wanted, context // SPLIT_KEYS_MIN, SPLITS_MAX))
-        return 1 << (most.bit_length() - 1)
+        return 1 << (max(1, min(wanted, SPLITS_MAX)).bit_length() - 1)
 
     def attention(
         self,
@@ -135,12 +130,12 @@ class TritonKernels:
             q, out, part, part_scale, kv.buffer, plan.table, plan.lens, q.stride(0), q.stride(1), plan.table.shape[1],
             layer_row, scale * LOG2_E,
             GROUP=group, DIM=dim, ROW=kv.row_elems, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
-            SPLITS=plan.splits, BLOCK_M=power_of_two(group, 16), BLOCK_N=block_n, BLOCK_D=block_d,
+            SPLIT=plan.splits > 1, BLOCK_M=power_of_two(group, 16), BLOCK_N=block_n, BLOCK_D=block_d,
             PRECISION=self._precision(q), WIDE=self._interpreted, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         if plan.splits > 1:
             attention_kernels.join_splits[(count, heads)](
-                out, part, part_scale, DIM=dim, SPLITS=plan.splits, BLOCK_D=block_d
+                out, part, part_scale, plan.splits, DIM=dim, BLOCK=SPLITS_MAX, BLOCK_D=block_d
             )
 
     def _prefill(
@@ -209,9 +204,9 @@ class TritonKernels:
         return out
 
     def _rows_per_program(self, rows: int, block: int) -> int:
-        """Some thousand elements a program, but no fewer programs than the device can run at once."""
+        """Some thousand elements a program where there are many rows, else one row: few variants to compile."""
         most = max(1, (1 << 15 if self._interpreted else 2048) // block)
-        return power_of_two(max(1, min(most, rows // self._processors)))
+        return most if rows >= most * self._processors else 1
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
         rows = row_view(x)

@@ -73,7 +73,7 @@ def twin(kv: PagedKV) -> PagedKV:
 @pytest.mark.parametrize("window", [None, 700])
 def test_decode_over_split_contexts(rng, window):
     ops = select(DEVICE, "triton")
-    ops._processors = 132  # as on a large device: contexts are split
+    ops._processors = 20  # as on a device that has some: contexts are split, some into parts that they do not have
     lens = [1, 17, rng.randrange(513, 1200)]
     kv, table = filled_pool(torch.float32, lens, 2, 16)
     q, k, v = torch.randn(3, 6, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -34,3 +35,18 @@ def test_kernels_compile_for_hopper(dtype, tmp_path):
     assert {facts["kernel"] for facts in found} == KERNELS
     if dtype != "float32":
         assert max(facts.get("stack_bytes", 0) for facts in found) <= SPILLS_MAX
+
+
+@pytest.mark.parametrize("family", ["qwen3", "nemotron_h"])
+def test_mixed_steps_compile_nothing_new(family):
+    """A kernel that is compiled when traffic comes costs a second of everybody's time."""
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    environment = dict(os.environ, PYTHONPATH=str(HERE.parents[1]))
+    environment.pop("TRITON_INTERPRET", None)
+    call = [sys.executable, str(HERE / "count_variants.py"), family, str(seed)]
+    done = subprocess.run(call, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["known"] >= 8
+    assert found["more"] == []
