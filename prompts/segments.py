@@ -20,6 +20,7 @@ import operator
 import re
 import sys
 import threading
+import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -42,6 +43,8 @@ _BEGINNINGS_SHARE = 4
 """One part in so many of the memory is for beginnings of long texts."""
 _KEPT_BEFORE_END = 3
 """A beginning ends so many segments before its text does: a chat's last turn and the opening of the answer."""
+_CHARS_AT_ONCE, _PAUSE_S = 8_192, 1e-6
+"""Characters of new text that are encoded by words before other threads get a turn."""
 _RANDOM_STATE_KEYS = ("dropout",)
 
 
@@ -183,8 +186,15 @@ class SegmentCache:
         made: dict[str, bytes] = {}
         left = unique
         if self._plan.words is not None:
-            by_words = {segment: self._by_words(self._plan.words, segment) for segment in unique}
-            made = {segment: ids for segment, ids in by_words.items() if ids is not None}
+            since = 0
+            for segment in unique:
+                since += len(segment)
+                if since > _CHARS_AT_ONCE:
+                    time.sleep(_PAUSE_S)  # words are found under the interpreter's lock: others may have it now
+                    since = len(segment)
+                ids = self._by_words(self._plan.words, segment)
+                if ids is not None:
+                    made[segment] = ids
             left = [segment for segment in unique if segment not in made]
         if left:
             encodings = self._hf.encode_batch_fast(left, add_special_tokens=False)

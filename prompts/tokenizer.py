@@ -3,7 +3,7 @@
 Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json, the chat template's files and the eos ids of
 generation_config.json and config.json. Needs neither torch nor transformers, so a router can run it; ids equal those
 of transformers' `PreTrainedTokenizerFast` on the same files (so bos and eos come from tokenizer.json's post-processor,
-and a config's `add_bos_token` means nothing beside it). Thread-safe; encoding releases the GIL.
+and a config's `add_bos_token` means nothing beside it). Thread-safe; the library's encoding releases the GIL.
 """
 
 from __future__ import annotations
