@@ -126,7 +126,7 @@ def _inside(
     on: Assembled, run: Run, prompts: Callable[[int, int], list[list[int]]], outputs: int, ratios: list[float]
 ) -> EventsCost:
     cache, core = on.core.scheduler.cache, on.core
-    log, clock_s = cache.tree._log, _clock_s()
+    log, clock_s = cache.tree.log, _clock_s()
     timed = [Timed(function, clock_s) for function in (log.stored, log.removed, cache.take_events, core._publish)]
     log.stored, log.removed, cache.take_events = timed[:3]  # type: ignore[method-assign, assignment]
     batches: list[Collection[Event]] = []

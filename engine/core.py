@@ -125,5 +125,5 @@ class EngineCore:
 
     def _publish_events(self) -> None:
         events = self.scheduler.cache.take_events()
-        if events:
+        if events is not None:
             self._publish(events)

@@ -50,8 +50,12 @@ class EventLog:
     def cleared(self) -> None:
         self._notes.append(None)
 
-    def take(self) -> StepEvents:
-        notes, self._notes = self._notes, []
+    def take(self) -> StepEvents | None:
+        """What was noted since the last call; None for nothing, as after most steps."""
+        notes = self._notes
+        if not notes:
+            return None
+        self._notes = []
         return StepEvents(notes, self)
 
 

@@ -308,9 +308,9 @@ class KVCache:
             chain.committed = 0
             chain.unpin_merges(self.pool)
 
-    def take_events(self) -> StepEvents:
-        """What became resident and what left since the last call, in order; the events are made when they are read."""
-        return self.tree.take_events()
+    def take_events(self) -> StepEvents | None:
+        """What became resident and what left since the last call, in order; made when it is read. None for nothing."""
+        return self.tree.log.take()
 
     def check_invariants(self) -> None:
         self.pool.check_invariants()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from engine.cache.event_log import EventLog, StepEvents
+from engine.cache.event_log import EventLog
 from engine.cache.nodes import HashBlock, Node
 from engine.cache.pool import Block
 from engine.cache.spec import CacheSpec
@@ -31,7 +31,7 @@ class PrefixTree:
         self._nodes: dict[int, Node] = {}
         self._kinds = len(spec.groups) + (spec.state is not None)
         self._drop = drop
-        self._log = EventLog(spec)
+        self.log = EventLog(spec)
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -89,7 +89,7 @@ class PrefixTree:
         assert block.kind == FULL or block.node.has(FULL), "announced before its prefix"
         assert block.node.parent is None or block.node.parent.has(FULL), "announced before its parent"
         block.pending = False
-        self._log.stored(block.kind, block.node)
+        self.log.stored(block.kind, block.node)
 
     def withdraw(self, block: Block[Node]) -> None:
         """Unname a pending block: its content never came. Children go first."""
@@ -111,7 +111,7 @@ class PrefixTree:
         for victim in doomed:
             assert victim.node is not None
             assert not victim.pending
-            self._log.removed(victim.kind, victim.node)
+            self.log.removed(victim.kind, victim.node)
             self._unname(victim)
             self._drop(victim)
 
@@ -120,7 +120,7 @@ class PrefixTree:
         assert block.kind != FULL
         assert block.node is not None
         assert not block.pending
-        self._log.removed(block.kind, block.node)
+        self.log.removed(block.kind, block.node)
         self._unname(block)
 
     def clear(self) -> list[Block[Node]]:
@@ -130,11 +130,8 @@ class PrefixTree:
             block.node = None
             block.pending = False
         self._nodes.clear()
-        self._log.cleared()
+        self.log.cleared()
         return blocks
-
-    def take_events(self) -> StepEvents:
-        return self._log.take()
 
     def _unname(self, block: Block[Node]) -> None:
         node = block.node

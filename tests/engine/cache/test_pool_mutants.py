@@ -42,7 +42,7 @@ Patch = pytest.MonkeyPatch
 
 def eviction_without_cascade(patch: Patch) -> None:
     def forget(self: PrefixTree, block: Any) -> None:
-        self._log.removed(block.kind, block.node)
+        self.log.removed(block.kind, block.node)
         block.node.children = {}
         self._unname(block)
         self._drop(block)
@@ -69,7 +69,7 @@ def announced_when_reserved(patch: Patch) -> None:
 
     def attach(self: PrefixTree, node: Node, block: Any) -> None:
         real(self, node, block)
-        self._log.stored(block.kind, node)
+        self.log.stored(block.kind, node)
 
     patch.setattr(PrefixTree, "attach", attach)
     patch.setattr(PrefixTree, "commit", lambda self, block: setattr(block, "pending", False))
