@@ -18,7 +18,7 @@ from router.edge_config import Timeouts
 from router.http_request import Request
 from router.http_response import LengthBody, ResponseHead, UpstreamProtocolError
 from router.messages import Decision, FailureKind, Instruction, Refuse, RouteRequest, Usage, WorkerLost
-from router.progress import PYTHON_READS, Progress
+from router.progress import Progress
 from router.rewrite import answer_head, request_head
 from router.upstream import Target, UpstreamConnection
 
@@ -247,7 +247,7 @@ class Exchange:
         if progress.reads % PROGRESS_EVERY == 0 and self.in_core:
             proxy.core.progress(self.request_id, progress.reads)
         connection = self._connection
-        if progress.reads >= PYTHON_READS and payload is None and connection is not None and not self._paused:
+        if progress.may_leave and payload is None and connection is not None and not self._paused:
             progress.hand_over(self, connection, self.client.plain_socket(), body)
 
     def _complete(self, head: ResponseHead, *, reusable: bool) -> None:

@@ -19,12 +19,14 @@ TAIL_READS = 4
 """How much of the end of an answer is kept to find its `usage`: so many reads, so much of each."""
 PYTHON_READS = 2
 """Reads of a stream before it is handed to the native relay: an answer of one or two is not worth it."""
+STINT_READS = 16
+"""A stream that came back after fewer (its worker splits lines, or its client is slow) stays for as many."""
 
 
 class Progress:
     """Of one answer."""
 
-    __slots__ = ("_before", "_native", "_stream", "_tail", "last_byte_s", "reads")
+    __slots__ = ("_before", "_native", "_stream", "_tail", "_wanted_reads", "last_byte_s", "reads")
 
     def __init__(self, native: StreamRelay | None, now: float) -> None:
         self._native = native
@@ -32,6 +34,8 @@ class Progress:
         """Its name in the native relay while that has the stream, else 0."""
         self._before = 0
         """`reads` when it was handed over."""
+        self._wanted_reads = PYTHON_READS
+        """Not to be handed over before."""
         self._tail: deque[bytes] = deque(maxlen=TAIL_READS)
         self.reads = 0
         """Reads that were passed on: about as many as there were chunks."""
@@ -46,6 +50,11 @@ class Progress:
     def usage(self) -> Usage | None:
         """What the answer cost, as its end says."""
         return find_usage(b"".join(self._tail))
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether it is time to try `hand_over`."""
+        return self._native is not None and self.reads >= self._wanted_reads
 
     def hand_over(self, exchange: Relayed, connection: UpstreamConnection, client: int, body: Body) -> None:
         """Let the native relay go on, if this is the middle of a chunked body and both ends are plain sockets.
@@ -69,6 +78,8 @@ class Progress:
         left, reads, last_s, tail = self._native.take(self._stream)
         self._stream = 0
         self.reads = self._before + reads
+        if reads < STINT_READS:
+            self._wanted_reads = self.reads + STINT_READS
         self.last_byte_s = max(self.last_byte_s, last_s)
         self._tail.extend(tail)
         if isinstance(body, ChunkedBody):

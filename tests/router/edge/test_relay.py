@@ -233,6 +233,31 @@ def test_a_client_that_does_not_read_stops_its_worker_and_loses_nothing(edge: An
     edge.run(scenario())
 
 
+def test_a_worker_that_splits_its_lines_is_not_handed_over_at_every_chunk(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        script, reader, writer = await begin(edge, make_post)
+        times = 0
+        add = edge.relay.add
+
+        def counted(*arguments: Any) -> int:
+            nonlocal times
+            times += 1
+            return int(add(*arguments))
+
+        edge.relay.add = counted
+        for _ in range(40):
+            for piece in (b"a", b"\r\n0123456789\r\n"):
+                script.pieces.put_nowait(piece)
+                assert await reader.readexactly(len(piece)) == piece
+        assert 1 <= times <= 6
+        script.pieces.put_nowait(b"0\r\n\r\n")
+        script.pieces.put_nowait(None)
+        assert await reader.readexactly(5) == b"0\r\n\r\n"
+        writer.close()
+
+    edge.run(scenario())
+
+
 def test_a_silent_worker_runs_into_the_idle_timeout_and_a_talking_one_does_not(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
         script, reader, writer = await begin(edge, make_post, timeouts=Timeouts(idle_s=0.4))
