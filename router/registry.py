@@ -193,7 +193,8 @@ class Registry:
             )
         if request.role is not None and all(request.role not in w.spec.roles for w in serving):
             return Refuse(request.request_id, 404, "unknown_role", f"No worker has the role {request.role!r}.")
-        return Refuse(request.request_id, 503, "no_worker", f"No worker of model {request.model!r} is up.", 1.0)
+        of_model = f" of model {request.model!r}" if request.model else ""
+        return Refuse(request.request_id, 503, "no_worker", f"No worker{of_model} is up.", 1.0)
 
     def _refuse_pinned(self, request: RouteRequest) -> Refuse:
         worker_id = request.worker or ""
