@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import jinja2
@@ -256,7 +257,8 @@ def test_what_is_written_short_means_the_same(source):
         environment.code_generator_class = generator
         messages = [{"role": "user", "first": "F", "items": 3}, {"role": "tool", "keys": None, "length": 9}]
         try:
-            return environment.from_string(source).render(messages=messages)
+            text = environment.from_string(source).render(messages=messages)
+            return re.sub(r"0x[0-9a-f]+", "0x", text)  # a method's text holds where it lies
         except jinja2.TemplateError as error:
             return type(error), str(error)
 
