@@ -24,7 +24,9 @@ import router.core, router.exchange, router.metrics
 found = {module.__file__ for module in (router.core, router.exchange, router.metrics)}
 assert not [file for file in found if not file.startswith(HOME) or file.endswith(".py")], found
 import pytest
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *TESTS]))
+# What earlier tests left to the garbage collector is looked at where the sources are tested.
+ignored = "ignore::pytest.PytestUnraisableExceptionWarning"
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", ignored, *TESTS]))
 """
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
