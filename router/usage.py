@@ -10,6 +10,8 @@ from router.messages import Usage
 # A quotation mark inside a JSON string is escaped, so generated text can never look like this key.
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _SPACE = frozenset(b" \t\r\n")
+_DIGITS_MAX = 9
+"""A count of more digits is not believed."""
 
 
 def find_usage(tail: bytes) -> Usage | None:
@@ -42,7 +44,7 @@ def _count(tail: bytes, at: int, key: bytes) -> int | None:
     at = _skip(tail, at + 1)
     end, value = number_at(tail, at)
     after = _skip(tail, end)
-    if end == at or after >= len(tail) or tail[after] not in b",}":
+    if not 0 < end - at <= _DIGITS_MAX or after >= len(tail) or tail[after] not in b",}":
         return None
     return value
 
