@@ -6,10 +6,9 @@ Invariant: a block is a sequence of `name:value CRLF` lines that match `LINES`, 
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterable, Iterator
-from typing import ClassVar, Generic, TypeVar
+from collections.abc import Iterable
+from typing import Generic, TypeVar
 
 TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 LINES = rb"(?:" + TOKEN + rb":[\t -~\x80-\xff]*\r\n)*"
@@ -41,7 +40,7 @@ class HeaderBlock:
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
         self._values: dict[bytes, bytes | None] = {}
-        self._kept: dict[int, bytes] = {}
+        self._kept: dict[Dropping, bytes] = {}
         self._lower = b"\n" + raw.lower()  # so that every line starts after a line feed
 
     @classmethod
@@ -78,7 +77,7 @@ class HeaderBlock:
 
     def without(self, dropped: Dropping) -> bytes:
         """The lines that `dropped` does not name, nor a `Connection` header here."""
-        known = self._kept.get(dropped.key)
+        known = self._kept.get(dropped)
         if known is not None:
             return known
         kept = dropped.pattern.sub(b"", self.raw)
@@ -88,19 +87,17 @@ class HeaderBlock:
             options = {value.strip(b" \t") for value in values} - _PLAIN_OPTIONS - _NEVER_DROPPED
             if options:
                 kept = _lines_of(options).sub(b"", kept)
-        self._kept[dropped.key] = kept
+        self._kept[dropped] = kept
         return kept
 
 
 class Dropping:
-    """Names of headers that are not passed on. Make few, once: every block remembers what is left of it for each."""
+    """Names of headers that are not passed on. Make few, once: every block remembers what is left of it for each, by
+    the object, because a pattern's hash is computed anew each time."""
 
-    __slots__ = ("key", "pattern")
-    _made: ClassVar[Iterator[int]] = itertools.count()
+    __slots__ = ("pattern",)
 
     def __init__(self, names: Iterable[bytes]) -> None:
-        self.key = next(Dropping._made)
-        """Stands for this object in a block's memory: a pattern's hash is computed anew each time."""
         self.pattern = _lines_of(names)
 
 

@@ -41,7 +41,6 @@ class StreamRelay:
         self._native = Relay()
         self._streams: dict[int, Relayed] = {}
         loop.add_reader(self._native.fileno(), self._run)
-        self._loop = loop
 
     def add(self, exchange: Relayed, upstream: int, client: int, left: int) -> int:
         """Take a stream over: the sockets' numbers, and where its body stands (ChunkedBody.left). Its name here.
@@ -80,9 +79,6 @@ class StreamRelay:
             else:
                 assert why == ENDED
                 exchange.ended()
-
-    def close(self) -> None:
-        self._loop.remove_reader(self._native.fileno())
 
 
 def make_relay(loop: asyncio.AbstractEventLoop) -> StreamRelay | None:
