@@ -1,6 +1,6 @@
 """Compile the router's byte path with mypyc: the same modules, from the same sources, in half the CPU time.
 
-    python router/native/compile.py --out DIR [--fast | --check]
+    python router/native/compile.py --out DIR [--fast]
 
 Called by CMake when a wheel is built. Editable installations are not compiled, so that edited sources count. Where
 mypyc or a C compiler is missing, it says so and succeeds: the modules are then interpreted, with the same results.
@@ -53,8 +53,8 @@ MODULES = (
 """What runs for every request or chunk. Modules of msgspec structs are not among them: msgspec builds those in C."""
 
 
-def compile_modules(out: Path, *, optimise: str = "2", only_check: bool = False) -> int:
-    """Build the modules into `out`/router; how many were built. `only_check`: only whether mypyc can."""
+def compile_modules(out: Path, *, optimise: str = "2") -> int:
+    """Build the modules into `out`/router; how many were built."""
     try:
         from mypyc.build import mypycify
         from setuptools import Distribution
@@ -73,8 +73,6 @@ def compile_modules(out: Path, *, optimise: str = "2", only_check: bool = False)
         flags = ["--no-site-packages", "--ignore-missing-imports", "--follow-imports=silent"]
         flags.append(f"--python-version=3.{sys.version_info[1]}")
         extensions = mypycify([*flags, *files], opt_level=optimise, debug_level="0", group_name="router_compiled")
-        if only_check:
-            return 0
         distribution = Distribution({"name": "router-compiled", "ext_modules": extensions})
         command = distribution.get_command_obj("build_ext")
         command.build_lib = str(out.resolve())
@@ -82,8 +80,6 @@ def compile_modules(out: Path, *, optimise: str = "2", only_check: bool = False)
         command.ensure_finalized()
         command.run()
     except (SystemExit, BaseError, CompileError) as error:
-        if only_check:
-            raise
         print(f"router: not compiled, it will be interpreted: {error}")
         return 0
     finally:
@@ -96,14 +92,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--fast", action="store_true", help="Without optimisation: for tests.")
-    parser.add_argument(
-        "--check", action="store_true", help="Only whether mypyc takes the sources; exits with 1 where not."
-    )
     arguments = parser.parse_args()
     out = arguments.out
     shutil.rmtree(out, ignore_errors=True)  # of an earlier build: what fails to compile must not be found there
     out.mkdir(parents=True)
-    made = compile_modules(out, optimise="0" if arguments.fast else "2", only_check=arguments.check)
+    made = compile_modules(out, optimise="0" if arguments.fast else "2")
     print(f"router: {made} extension modules in {out}")
 
 
