@@ -34,7 +34,7 @@ sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolv
 from engine_events import EventsCost, measure_events  # noqa: E402
 from engine_systems import Figures, HfGenerate, HttpSystem, System, engine_serve  # noqa: E402
 
-from engine.tiny_model import PRESETS, builtin_model  # noqa: E402
+from engine.tiny.model import PRESETS, builtin_model  # noqa: E402
 
 
 def machine() -> dict[str, Any]:

@@ -30,7 +30,7 @@ from device_timing import captured, copy_rate, machine  # noqa: E402
 from kernel_cases import TINY, Bench, Prepared, Shape, expected  # noqa: E402
 
 from engine.llm import LLM  # noqa: E402
-from engine.tiny_model import Recipe, cached_model  # noqa: E402
+from engine.tiny.model import Recipe, cached_model  # noqa: E402
 from engine.types import SamplingParams  # noqa: E402
 from kernels import Kernels, select  # noqa: E402
 

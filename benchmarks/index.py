@@ -38,7 +38,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import index_load as load  # noqa: E402
 
 from router.index import make_index  # noqa: E402
-from router.view import PrefixIndex, Scope  # noqa: E402
+from router.index.protocol import PrefixIndex, Scope  # noqa: E402
 
 SCOPE = Scope("m")
 WORKERS = 64

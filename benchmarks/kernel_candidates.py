@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import triton_ops
+from kernels.triton import backend as triton_ops
 
 DECODE_TILES = ((32, 4, 4), (64, 8, 4), (128, 4, 3), (128, 8, 4))
 """(keys, warps, stages). One stage more or less gives the same machine code."""
@@ -28,7 +28,7 @@ Call = Callable[[], torch.Tensor]
 
 
 def with_constant(call: Call, name: str, value: Any) -> Call:
-    """The call with another value of a constant or function of `kernels.triton_ops`."""
+    """The call with another value of a constant or function of `kernels.triton.backend`."""
 
     def changed() -> torch.Tensor:
         usual = getattr(triton_ops, name)

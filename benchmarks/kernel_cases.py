@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import Kernels, PagedKV, Ragged, sampling
-from kernels.reference import ReferenceKernels
+from kernels.reference.backend import ReferenceKernels
 
 BLOCK_SIZE = 16
 Call = Callable[[], torch.Tensor]

@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT))
 from proxy_parts.load import closed_loop, cpu_seconds, streams  # noqa: E402
 from proxy_parts.peers import PEERS, install_ourselves, peer_command  # noqa: E402
 
-from engine.tiny_tokenizer import write_tokenizer  # noqa: E402
+from engine.tiny.tokenizer import write_tokenizer  # noqa: E402
 from prompts.routing import parse_routing  # noqa: E402
 from prompts.tokenizer import Tokenizer  # noqa: E402
 

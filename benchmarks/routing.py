@@ -35,7 +35,7 @@ from routing_sim.report import print_table, write_plot  # noqa: E402
 from routing_sim.runs import BOUNDS, EXTRA, POLICIES, Calibration, Options, Score, Setting, absolute, relative, run  # noqa: E402
 from routing_sim.workload import Workload, read_trace, synthetic  # noqa: E402
 
-from router.config import ServiceModel  # noqa: E402
+from router.decide.config import ServiceModel  # noqa: E402
 
 _WORKLOADS: dict[str, Workload] = {}
 

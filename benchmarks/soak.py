@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 from proxy import Bodies, machine, program, question  # noqa: E402
 from proxy_parts.peers import install_ourselves  # noqa: E402
 
-from engine.tiny_tokenizer import write_tokenizer  # noqa: E402
+from engine.tiny.tokenizer import write_tokenizer  # noqa: E402
 
 
 def resident_mb(pid: int) -> float:

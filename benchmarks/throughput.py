@@ -35,10 +35,10 @@ from throughput_shapes import SHAPES  # noqa: E402
 
 from engine.cache.kv_cache import KVCache  # noqa: E402
 from engine.core import EngineCore  # noqa: E402
-from engine.decode_graphs import CudaCapture  # noqa: E402
-from engine.loader import random_weights  # noqa: E402
+from engine.execution.decode_graphs import CudaCapture  # noqa: E402
+from engine.execution.runner import ModelRunner, unit_stride_bytes  # noqa: E402
 from engine.models import HfConfig, build_model  # noqa: E402
-from engine.runner import ModelRunner, unit_stride_bytes  # noqa: E402
+from engine.models.loader import random_weights  # noqa: E402
 from engine.scheduler import Scheduler, SchedulerConfig  # noqa: E402
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId  # noqa: E402
 from kernels import select  # noqa: E402

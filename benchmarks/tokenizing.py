@@ -102,7 +102,7 @@ def main(tokens: int, rounds: int, model: Path | None, json_file: Path | None) -
     """Time a full encode against the segment cache."""
     with tempfile.TemporaryDirectory() as scratch:
         if model is None:
-            from engine.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
+            from engine.tiny.tokenizer import VOCAB_SIZE, write_tokenizer
 
             write_tokenizer(Path(scratch), VOCAB_SIZE, max_position=2**20)
         folder = model or Path(scratch)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from engine.config import __version__
+
 if TYPE_CHECKING:
     from engine.llm import LLM, CompletionOutput, RequestOutput
     from engine.types import SamplingParams
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
 
 

@@ -10,8 +10,15 @@ from typing import Any
 
 import click
 
-from engine import __version__
-from engine.config import DEFAULT_BLOCK_SIZE, DTYPES, ConfigError, EngineConfig, ServerConfig, default_kv_events
+from engine.config import (
+    DEFAULT_BLOCK_SIZE,
+    DTYPES,
+    ConfigError,
+    EngineConfig,
+    ServerConfig,
+    __version__,
+    default_kv_events,
+)
 from events.config import KVEventsConfig
 from events.errors import EventsError
 
@@ -119,7 +126,7 @@ def serve_command(model: str | None, **flags: Any) -> None:
         except ValueError as error:
             raise click.ClickException(str(error)) from error
         return
-    from engine.server import serve
+    from engine.http.server import serve
 
     sys.exit(serve(engine_config, server_config))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from events.config import KVEventsConfig
 
+__version__ = "0.1.0"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEFAULT_BLOCK_SIZE = 16
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from engine.scheduler import Scheduler
-from engine.types import Request, RequestOutput, StepPlan, StepResult
+from engine.types import Request, SequenceOutput, StepPlan, StepResult
 from events import Event
 
 log = logging.getLogger(__name__)
@@ -73,12 +73,12 @@ class EngineCore:
         """Queue a request. Raises RequestRefusedError, a ValueError, for one that can never be served."""
         self.scheduler.add(request, now)
 
-    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+    def abort(self, request_ids: Iterable[str]) -> list[SequenceOutput]:
         """End requests; their last outputs (finish_reason ABORT). Unknown or finished ids are passed over."""
         outputs = (self.scheduler.abort(request_id) for request_id in request_ids)
         return [output for output in outputs if output is not None]
 
-    def step(self, now: float) -> list[RequestOutput]:
+    def step(self, now: float) -> list[SequenceOutput]:
         """Plan, compute and apply one step; what it added to each request. Raises RunnerLost."""
         plan = self.scheduler.schedule()
         if not plan.chunks:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from engine.assembly import count_units, locate, resolve_device
+from engine.assembly import locate
 from engine.cache.layouts import report, waste
 from engine.cache.spec import CacheSpec
 from engine.config import EngineConfig
-from engine.loader import resolve_dtype
+from engine.execution.runner import unit_stride_bytes
+from engine.execution.sizing import count_units, resolve_device
 from engine.models import HfConfig, Shard, build_model
-from engine.runner import unit_stride_bytes
+from engine.models.loader import resolve_dtype
 
 PROMPTS = (100, 1_000, 10_000)
 

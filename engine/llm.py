@@ -18,11 +18,11 @@ from typing import Any
 
 import msgspec
 
+from engine.api.choice import Choice, new_choice
+from engine.api.detokenizer import DetokenizerFactory
+from engine.api.params import ModelLimits, check_params, check_prompt, fit_max_tokens
 from engine.assembly import Assembled, assemble, locate
-from engine.choice import Choice, new_choice
 from engine.config import EngineConfig
-from engine.detokenizer import DetokenizerFactory
-from engine.openai_params import ModelLimits, check_params, check_prompt, fit_max_tokens
 from engine.types import Request, SamplingParams, TokenLogprobs
 from events.config import KVEventsConfig
 from prompts import ChatRequest, RequestError, Tokenizer

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import msgspec
 
 from engine.core import EngineStats
-from engine.types import Request, RequestOutput
+from engine.types import Request, SequenceOutput
 from events.publisher import PublisherStats
 from events.sources import EventSource, GroupInfo
 
@@ -69,7 +69,7 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
 
 
 class Outputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
-    outputs: list[RequestOutput]
+    outputs: list[SequenceOutput]
     stats: EngineStats | None = None
     events: PublisherStats | None = None
     """With `stats`, where events are published."""

@@ -21,8 +21,8 @@ from engine.types import (
     Chunk,
     FinishReason,
     Request,
-    RequestOutput,
     Sequence,
+    SequenceOutput,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -60,7 +60,7 @@ class RequestRefusedError(ValueError):
 
 
 @dataclass(slots=True)
-class Totals:
+class SchedulerTotals:
     """Counters since the start."""
 
     preemptions: int = 0
@@ -98,7 +98,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, cache: KVCache) -> None:
         self.config = config
         self.cache = cache
-        self.totals = Totals()
+        self.totals = SchedulerTotals()
         self.token_limit = min(config.max_model_len, cache.token_capacity)
         """The longest sequence, prompt and output together, that can ever be held."""
         self._entries: dict[str, _Entry] = {}
@@ -156,7 +156,7 @@ class Scheduler:
         self._arrived.append(entry)
         insort(self._waiting, entry)
 
-    def abort(self, request_id: str) -> RequestOutput | None:
+    def abort(self, request_id: str) -> SequenceOutput | None:
         """End a request at any time; None where it is not known (any more).
 
         While a step is being computed its blocks stay (others of the step may share them); `apply` frees them.
@@ -168,7 +168,7 @@ class Scheduler:
             entry.aborted = True
         else:
             self._remove(entry)
-        return RequestOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
+        return SequenceOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
 
     # ------------------------------------------------------------------ a step
 
@@ -186,13 +186,13 @@ class Scheduler:
             self._planned, self._plan = list(planned), plan
         return plan
 
-    def apply(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
+    def apply(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Take in what the step computed: commits its blocks, appends tokens, ends what is finished."""
         assert plan is self._plan
         assert len(result.sampled) == len(plan.chunks)
         entries, self._planned, self._plan = self._planned, [], None
         self.cache.commit(plan.chunks)
-        outputs: list[RequestOutput] = []
+        outputs: list[SequenceOutput] = []
         for index, (entry, chunk, token) in enumerate(zip(entries, plan.chunks, result.sampled)):  # the hot loop
             if entry.aborted:
                 self._remove(entry)
@@ -204,7 +204,7 @@ class Scheduler:
             assert token is not None, f"chunk {index} samples, but the result holds no token for it"
             seq = entry.seq
             seq.token_ids.append(token)
-            output = RequestOutput(request_id=seq.request.request_id, token_ids=[token])
+            output = SequenceOutput(request_id=seq.request.request_id, token_ids=[token])
             if not entry.reported:
                 self._report_prompt(entry, output)
             if len(seq.token_ids) >= entry.length_max or token in entry.stops:
@@ -215,7 +215,7 @@ class Scheduler:
         self.totals.generated_tokens += len(outputs)
         return outputs
 
-    def fail(self, plan: StepPlan, message: str) -> list[RequestOutput]:
+    def fail(self, plan: StepPlan, message: str) -> list[SequenceOutput]:
         """The step was not computed: end its requests with an error. Nothing of it is announced."""
         assert plan is self._plan
         entries, self._planned, self._plan = self._planned, [], None
@@ -228,7 +228,7 @@ class Scheduler:
             name = entry.seq.request.request_id
             del self._entries[name]
             outputs.append(
-                RequestOutput(request_id=name, token_ids=[], finish_reason=FinishReason.ERROR, error=message)
+                SequenceOutput(request_id=name, token_ids=[], finish_reason=FinishReason.ERROR, error=message)
             )
         if self.cache.distrust_moved():
             for entry in self._running[::-1]:
@@ -351,14 +351,14 @@ class Scheduler:
 
     # ------------------------------------------------------------------ applying
 
-    def _report_prompt(self, entry: _Entry, output: RequestOutput) -> None:
+    def _report_prompt(self, entry: _Entry, output: SequenceOutput) -> None:
         """Put the facts about the prompt into a request's first output."""
         entry.reported = True
         output.cached_tokens = entry.seq.cached_tokens
         if entry.seq.request.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *entry.prompt_logprobs]
 
-    def _finish(self, entry: _Entry, token: int, output: RequestOutput) -> None:
+    def _finish(self, entry: _Entry, token: int, output: SequenceOutput) -> None:
         """End a request if its last token does so: a token to stop at comes before the length."""
         params = entry.seq.request.params
         if token in entry.stops and entry.seq.output_len >= params.min_tokens:

@@ -73,7 +73,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top: list[tuple[int, float]]
 
 
-class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """What one step added to one request. `finish_reason` is set exactly once, on the last output."""
 
     request_id: str

@@ -23,7 +23,7 @@ from events.instructions import (
 from events.publisher import EventPublisher
 from events.sources import EventSource, GroupInfo, default_sources, encode_sources, parse_sources
 from events.stream import StreamState
-from events.stream_types import Join, Phase, StreamConfig, StreamStats
+from events.stream_types import Join, StreamConfig, StreamPhase, StreamStats
 from events.subscriber import Connection, Message, Notice, Subscriber
 from events.types import (
     CPU,
@@ -80,13 +80,13 @@ __all__ = [
     "Message",
     "Notice",
     "Origin",
-    "Phase",
     "RequestReplay",
     "RequestSnapshot",
     "Restarted",
     "Stale",
     "StreamChecker",
     "StreamConfig",
+    "StreamPhase",
     "StreamSource",
     "StreamState",
     "StreamStats",

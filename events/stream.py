@@ -34,7 +34,7 @@ from events.instructions import (
     Stale,
 )
 from events.stream_memory import AppliedBatches, EarlyBatches, digest
-from events.stream_types import Join, Phase, StreamConfig, StreamStats
+from events.stream_types import Join, StreamConfig, StreamPhase, StreamStats
 
 NO_REPLAY = "the publisher offers no replay"
 
@@ -48,7 +48,7 @@ class StreamState:
     def __init__(self, config: StreamConfig | None = None, resume: tuple[int, int] | None = None) -> None:
         self.config = config or StreamConfig()
         self.stats = StreamStats()
-        self.phase = Phase.LIVE
+        self.phase = StreamPhase.LIVE
         self.online = False
         self._next: int | None = None
         self._recent = AppliedBatches(self.config.recent_max)
@@ -91,7 +91,7 @@ class StreamState:
             if self.config.join is Join.LIVE:
                 return []
             return self._rejoin(now)
-        if self.phase in (Phase.SNAPSHOT, Phase.REBUILD):
+        if self.phase in (StreamPhase.SNAPSHOT, StreamPhase.REBUILD):
             return [*self._clear("reconnected while joining"), *self._rejoin(now)]
         return self._repair(now)
 
@@ -110,7 +110,7 @@ class StreamState:
         self._activity_at = now
         if self._next is not None and seq < self._next:
             return self._old(seq, payload, now)
-        if self.phase is Phase.LIVE:
+        if self.phase is StreamPhase.LIVE:
             if self._next is None or seq == self._next:
                 return [self._apply(seq, payload, Origin.LIVE)]
             self._keep(seq, payload)
@@ -129,11 +129,11 @@ class StreamState:
         if self._deadline is None or request_id != self._request_id:
             return []
         self._deadline = now + self.config.request_timeout_s
-        if self.phase is Phase.SNAPSHOT:
+        if self.phase is StreamPhase.SNAPSHOT:
             return self._snapshot_reply(seq, payload)
         if seq >= SNAPSHOT_SEQ:
             return []
-        if self.phase is Phase.REBUILD:
+        if self.phase is StreamPhase.REBUILD:
             return self._rebuild_reply(seq, payload, now)
         return self._repair_reply(seq, payload, now)
 
@@ -142,7 +142,7 @@ class StreamState:
         if self._deadline is None or request_id != self._request_id:
             return []
         self._deadline = None
-        if self.phase is Phase.SNAPSHOT:
+        if self.phase is StreamPhase.SNAPSHOT:
             if self._snapshot_seqs == 1 or (self._snapshot_seqs == 0 and self._snapshot_chunks):
                 self.stats.snapshots += 1
                 if self._next is None:
@@ -150,9 +150,9 @@ class StreamState:
                 return self._synced(now)
             # None offered, or something else came instead of it: the ring is all there is.
             return [*self._clear("no snapshot"), *self._rebuild(now)]
-        if self.phase is Phase.REBUILD and self._next is None:
+        if self.phase is StreamPhase.REBUILD and self._next is None:
             self._next = min(self._early.seqs(), default=0)
-        if self.phase is Phase.REPAIR and self._unverified and not self._tail_check:
+        if self.phase is StreamPhase.REPAIR and self._unverified and not self._tail_check:
             assert self._next is not None
             return self._restarted(f"the publisher does not know seq {self._next - 1}", now)
         return self._synced(now)
@@ -164,13 +164,13 @@ class StreamState:
         self._deadline = None
         self._attempts += 1
         exhausted = self._attempts >= self.config.attempts_max
-        if self.phase is Phase.REPAIR and self._tail_check:
+        if self.phase is StreamPhase.REPAIR and self._tail_check:
             instructions = self._synced(now)
             self._activity_at = now  # nobody confirmed the tail: check again after the next silence
             return instructions
-        if self.phase is Phase.REPAIR:
+        if self.phase is StreamPhase.REPAIR:
             return self._give_up(reason, now) if exhausted else self._repair(now)
-        if self.phase is Phase.SNAPSHOT:
+        if self.phase is StreamPhase.SNAPSHOT:
             if exhausted:
                 self._attempts = 0
                 self._retry_at = now + self.config.retry_s
@@ -197,7 +197,7 @@ class StreamState:
         if self._retry_at is not None and now >= self._retry_at:
             return [*self._clear("asking for a snapshot again"), *self._rejoin(now)]
         silent = self._activity_at is not None and now - self._activity_at >= self.config.tail_check_s
-        if self.phase is Phase.LIVE and silent and self._next is not None and self.config.can_ask:
+        if self.phase is StreamPhase.LIVE and silent and self._next is not None and self.config.can_ask:
             self._activity_at = None
             instructions = self._repair(now)
             self._tail_check = True
@@ -252,11 +252,11 @@ class StreamState:
         """Ask for everything from the last seen batch on, that batch included, to compare it."""
         self._tail_check = False
         if self._next is None:
-            self.phase = Phase.LIVE
+            self.phase = StreamPhase.LIVE
             return []
         if not self.config.can_ask:
             return self._give_up(NO_REPLAY, now)
-        self.phase = Phase.REPAIR
+        self.phase = StreamPhase.REPAIR
         self._unverified = self._next > 0
         return [RequestReplay(self._ask(now), max(0, self._next - 1))]
 
@@ -270,12 +270,12 @@ class StreamState:
         return self._ask_snapshot(now) if self.config.join is Join.SNAPSHOT else self._rebuild(now)
 
     def _ask_snapshot(self, now: float) -> list[Instruction]:
-        self.phase = Phase.SNAPSHOT
+        self.phase = StreamPhase.SNAPSHOT
         self._snapshot_seqs = self._snapshot_chunks = 0
         return [RequestSnapshot(self._ask(now))]
 
     def _rebuild(self, now: float) -> list[Instruction]:
-        self.phase = Phase.REBUILD
+        self.phase = StreamPhase.REBUILD
         return [RequestReplay(self._ask(now), 0)]
 
     def _ask(self, now: float) -> int:
@@ -304,7 +304,7 @@ class StreamState:
             if self._attempts > self.config.attempts_max:
                 return [*instructions, *self._uncovered(f"replay never brings seq {self._next}", now)]
             return [*instructions, *self._repair(now)]
-        if self.phase is not Phase.REPAIR or not self._tail_check:
+        if self.phase is not StreamPhase.REPAIR or not self._tail_check:
             self._activity_at = now
         self._settle()
         return instructions
@@ -338,7 +338,7 @@ class StreamState:
 
     def _settle(self) -> None:
         self._early.forget()
-        self.phase = Phase.LIVE
+        self.phase = StreamPhase.LIVE
         self._deadline = None
         self._attempts = self._rejoins = 0
         self._tail_check = self._unverified = False
@@ -351,7 +351,7 @@ class StreamState:
         if seen is not None:
             return self._restarted(f"seq {seq} is another batch than before", now, seq, payload)
         self._keep(seq, payload)
-        return self._repair(now) if self.phase is Phase.LIVE else []
+        return self._repair(now) if self.phase is StreamPhase.LIVE else []
 
     # Small moves
 
@@ -384,7 +384,7 @@ class StreamState:
         """For tests: raises AssertionError where the state contradicts itself."""
         self._early.check_invariants()
         self._recent.check_invariants()
-        if self.phase is Phase.LIVE:
+        if self.phase is StreamPhase.LIVE:
             assert not self._early
             assert self._deadline is None
         elif self.online:

@@ -17,7 +17,7 @@ class Join(enum.Enum):
     """Take what comes from now on. After a restart or an uncovered gap the ring is replayed all the same."""
 
 
-class Phase(enum.Enum):
+class StreamPhase(enum.Enum):
     LIVE = "live"
     REPAIR = "repair"
     SNAPSHOT = "snapshot"

@@ -265,7 +265,7 @@ class Kernels(Protocol):
         states: torch.Tensor,
         plan: Any,
     ) -> torch.Tensor:
-        """The gated delta rule of `kernels.delta`; q and k are made unit length here.
+        """The gated delta rule of `kernels.reference.delta`; q and k are made unit length here.
 
         q, k: [tokens, key_heads, key_dim]; v: [tokens, value_heads, value_dim], value_heads a multiple of key_heads;
         log_decay, rate: [tokens, value_heads]; states: [units, value_heads, key_dim, value_dim], updated in place.
@@ -284,7 +284,7 @@ class Kernels(Protocol):
         states: torch.Tensor,
         plan: Any,
     ) -> torch.Tensor:
-        """Mamba-2's recurrence of `kernels.ssm`.
+        """Mamba-2's recurrence of `kernels.reference.ssm`.
 
         x: [tokens, heads, head_dim]; dt: [tokens, heads], positive; rate (A, negative) and skip (D): [heads];
         b, c: [tokens, groups, state_dim], heads a multiple of groups; states: [units, heads, head_dim, state_dim],

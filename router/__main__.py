@@ -36,7 +36,7 @@ def main() -> None:
         print(f"router: {problem}", file=sys.stderr)
         sys.exit(1)
     try:
-        from router.cli import main as run
+        from router.app.cli import main as run
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in (*OURS, "router"):
             raise

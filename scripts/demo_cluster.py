@@ -24,7 +24,7 @@ def free_port() -> int:
 
 def make_demo_model(family: str) -> Path:
     """The seeded random checkpoint the demo serves, large enough that prefill costs something; made once a machine."""
-    from engine.tiny_model import cached_model, with_overrides
+    from engine.tiny.model import cached_model, with_overrides
 
     return cached_model(with_overrides("demo", family=family))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from router.config import ServiceModel
+from router.decide.config import ServiceModel
 from routing_sim.engine import Cache, Job, SimWorker
 from routing_sim.workload import SimRequest, Workload
 

@@ -7,12 +7,12 @@ import time
 
 from events.codec import encode_batch
 from events.types import BlockStored, EventBatch
-from router.config import CoreConfig
-from router.core import RouterCore
+from router.decide.config import CoreConfig
+from router.decide.core import RouterCore
+from router.decide.messages import Forward, RouteRequest
+from router.decide.workers import ServedModel, WorkerSpec
 from router.index import make_index
-from router.messages import Forward, RouteRequest
-from router.view import Scope
-from router.workers import ServedModel, WorkerSpec
+from router.index.protocol import Scope
 
 TOKENS, WORKERS, BLOCK = 16_384, 64, 16
 

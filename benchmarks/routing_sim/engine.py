@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from router.config import ServiceModel
+from router.decide.config import ServiceModel
 from routing_sim.workload import BLOCK, SimRequest
 
 BATCH_MAX = 256

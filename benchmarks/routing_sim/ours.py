@@ -11,13 +11,13 @@ from dataclasses import replace
 
 from events.codec import encode_batch
 from events.types import BlockRemoved, BlockStored, EventBatch
-from router.config import CoreConfig, LearnConfig, ServiceModel
-from router.core import RouterCore
+from router.decide.config import CoreConfig, LearnConfig, ServiceModel
+from router.decide.core import RouterCore
+from router.decide.messages import Forward, Instruction, Refuse, ReportedUsage, RouteRequest
+from router.decide.workers import ServedModel, WorkerSpec
+from router.fleet.peers import PeerLoads
 from router.index import make_index
-from router.messages import Forward, Instruction, Refuse, RouteRequest, Usage
-from router.peers import PeerLoads
-from router.view import HolderId, IndexStats, IngestReport, Match, PinId, PrefixIndex, Prompt, Scope, Tokens
-from router.workers import ServedModel, WorkerSpec
+from router.index.protocol import HolderId, IndexStats, IngestReport, Match, PinId, PrefixIndex, Prompt, Scope, Tokens
 from routing_sim.cluster import Cluster
 from routing_sim.workload import BLOCK, SimRequest
 
@@ -142,7 +142,7 @@ class Ours:
         return self._perform(self.core.first_token(str(request.index), now))
 
     def finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[tuple[int, int]]:
-        usage = Usage(request.prompt_tokens, cached_tokens, request.output_tokens)
+        usage = ReportedUsage(request.prompt_tokens, cached_tokens, request.output_tokens)
         return self._perform(self.core.finished(str(request.index), usage, now))
 
     def tick_s(self) -> float | None:

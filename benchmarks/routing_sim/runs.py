@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from router.config import CoreConfig, QueueConfig, ServiceModel
+from router.decide.config import CoreConfig, QueueConfig, ServiceModel
 from routing_sim import peers
 from routing_sim.cluster import Cluster, ClusterConfig, Result, Router
 from routing_sim.ours import Ours, Told

@@ -30,7 +30,7 @@ UNREAD = BlockId(0)
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class CacheUsage:
     units: int
     live_units: int
     """Units that the running sequences need, packed; `live_units / units` is the usage that operators watch."""
@@ -80,8 +80,8 @@ class KVCache:
         return self._chains
 
     @property
-    def usage(self) -> Usage:
-        return Usage(len(self.pool.units), self.pool.live_units, self.pool.free_units)
+    def usage(self) -> CacheUsage:
+        return CacheUsage(len(self.pool.units), self.pool.live_units, self.pool.free_units)
 
     @property
     def token_capacity(self) -> int:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.models import bamba, gemma3, granite, lfm2, llama, qwen2, qwen3, qwen3_5, qwen3_moe
 from engine.models.decoder import CausalLM
+from engine.models.families import bamba, gemma3, granite, lfm2, llama, qwen2, qwen3, qwen3_5, qwen3_moe
 from engine.models.hf_config import HfConfig, ModelError
 from engine.models.shard import Shard
-from engine.models.weights import Scope
+from engine.models.weights import WeightScope
 
 __all__ = ["ARCHITECTURES", "CausalLM", "HfConfig", "ModelError", "Shard", "build_model"]
 
-ARCHITECTURES: dict[str, Callable[[HfConfig, Scope], CausalLM]] = {
+ARCHITECTURES: dict[str, Callable[[HfConfig, WeightScope], CausalLM]] = {
     "BambaForCausalLM": bamba.build_bamba,
     "Gemma3ForCausalLM": gemma3.build,
     "Gemma3ForConditionalGeneration": gemma3.build,
@@ -41,4 +41,4 @@ def build_model(config: HfConfig, shard: Shard | None = None) -> CausalLM:
             f"{config.where}: architecture {config.architecture!r} is not supported; "
             f"supported: {', '.join(sorted(ARCHITECTURES))}"
         )
-    return build(config, Scope(shard=shard or Shard()))
+    return build(config, WeightScope(shard=shard or Shard()))

@@ -14,11 +14,11 @@ import torch
 
 from engine.cache.spec import FULL_ATTENTION, SLIDING_WINDOW, CacheSpec, GroupSpec, StateSpec
 from engine.models.hf_config import HfConfig, ModelError
-from engine.models.layers import Attention, AttentionConfig, Block, GatedMLP, Mixer, Recurrent, RMSNorm, Step
+from engine.models.layers import Attention, AttentionConfig, DecoderBlock, GatedMLP, Mixer, Recurrent, RMSNorm, Step
 from engine.models.rope import RopeConfig, RopeTable
 from engine.models.state import StateLayout
 from engine.models.vocabulary import Vocabulary
-from engine.models.weights import Scope, Weight
+from engine.models.weights import Weight, WeightScope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +56,10 @@ class CausalLM:
 
     def __init__(
         self,
-        root: Scope,
+        root: WeightScope,
         prefix: str,
         config: DecoderConfig,
-        block: Callable[[Scope, int], Block],
+        block: Callable[[WeightScope, int], DecoderBlock],
         *,
         ignored: tuple[str, ...] = (),
         renamed: dict[str, str] | None = None,
@@ -188,14 +188,14 @@ def attention_config(
 
 
 def dense_decoder(
-    root: Scope,
+    root: WeightScope,
     config: HfConfig,
     decoder: DecoderConfig,
     attention: AttentionConfig,
     *,
     windows: Sequence[int | None] | None = None,
     mlp_bias: bool = False,
-    mlp: Callable[[Scope, int], Mixer] | None = None,
+    mlp: Callable[[WeightScope, int], Mixer] | None = None,
     residual_scale: float = 1.0,
 ) -> CausalLM:
     """The plain family: every block is attention and a gated MLP, under Llama's names.
@@ -205,10 +205,10 @@ def dense_decoder(
     """
     config.expect("hidden_act", "silu", "silu")
 
-    def block(scope: Scope, index: int) -> Block:
+    def block(scope: WeightScope, index: int) -> DecoderBlock:
         window = attention.window if windows is None else windows[index]
         size = config.integer("intermediate_size") if mlp is None else 0
-        return Block(
+        return DecoderBlock(
             mixer_norm=RMSNorm(scope, "input_layernorm", decoder.hidden_size, decoder.norm_eps),
             mixer=Attention(scope.sub("self_attn"), replace(attention, window=window)),
             mlp_norm=RMSNorm(scope, "post_attention_layernorm", decoder.hidden_size, decoder.norm_eps),

@@ -14,7 +14,7 @@ import torch
 
 from engine.models.rope import RopeConfig
 from engine.models.shard import Cut, Extent, Shard, size_of
-from engine.models.weights import Scope, Weight
+from engine.models.weights import Weight, WeightScope
 from kernels import Kernels, PagedKV
 
 
@@ -76,7 +76,7 @@ class Linear:
     Where the inputs are cut, each rank has the products of its own inputs, and they are added over the ranks.
     """
 
-    def __init__(self, scope: Scope, outputs: Mapping[str, Extent], inputs: Extent, bias: bool = False) -> None:
+    def __init__(self, scope: WeightScope, outputs: Mapping[str, Extent], inputs: Extent, bias: bool = False) -> None:
         weights, biases, at = [], [], 0
         for name, rows in outputs.items():
             place = (slice(at, at + size_of(rows)),)
@@ -106,7 +106,7 @@ class Linear:
 class RMSNorm:
     """Root mean square norm; `zero_centred` families store the gain minus one."""
 
-    def __init__(self, scope: Scope, name: str, size: int, eps: float, zero_centred: bool = False) -> None:
+    def __init__(self, scope: WeightScope, name: str, size: int, eps: float, zero_centred: bool = False) -> None:
         self.weight = scope.weight(f"{name}.weight", (size,))
         self.eps = eps
         self.zero_centred = zero_centred
@@ -151,7 +151,7 @@ def share_heads(shard: Shard, config: AttentionConfig) -> tuple[AttentionConfig,
 class Attention:
     """Grouped-query attention over the paged cache. `group` and `layer` are its place there, given by the model."""
 
-    def __init__(self, scope: Scope, config: AttentionConfig, projection: Linear | None = None) -> None:
+    def __init__(self, scope: WeightScope, config: AttentionConfig, projection: Linear | None = None) -> None:
         """`projection` replaces the stacked q, k and v projections; it may have more rows after theirs.
 
         `self.config` is that of the heads which this rank holds.
@@ -191,7 +191,7 @@ class Attention:
         return out.reshape(tokens, -1)
 
 
-def _head_norms(scope: Scope, c: AttentionConfig) -> Weight:
+def _head_norms(scope: WeightScope, c: AttentionConfig) -> Weight:
     """The gains of the query and key norms as one [heads + kv_heads, dim], so that one operation norms both."""
     heads, shape = c.num_heads + c.num_kv_heads, (c.head_dim,)
     return scope.assembled(
@@ -216,7 +216,7 @@ class GatedMLP:
 
     def __init__(
         self,
-        scope: Scope,
+        scope: WeightScope,
         hidden_size: int,
         intermediate_size: int,
         bias: bool = False,
@@ -235,7 +235,7 @@ class GatedMLP:
 
 
 @dataclass(slots=True, kw_only=True)
-class Block:
+class DecoderBlock:
     """A pre-norm decoder block: x + mixer(norm(x)), then, if it has an MLP, x + mlp(norm(x)).
 
     The residual travels apart from x, so that adding it and norming the sum is one operation. `post_*` norms, where a

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from engine.models.hf_config import HfConfig, ModelError
 from engine.models.layers import Linear, StateShape, Step
 from engine.models.shard import Cut, Shard
-from engine.models.weights import Scope, Weight
+from engine.models.weights import Weight, WeightScope
 
 
-def _conv_weight(scope: Scope, name: str, channels: Cut, width: int) -> Weight:
+def _conv_weight(scope: WeightScope, name: str, channels: Cut, width: int) -> Weight:
     """A depthwise convolution's [channels, 1, width] as [channels, width]."""
     part = scope.part(f"{name}.weight", (channels, 1, width), take=lambda tensor: tensor[:, 0])
     return scope.assembled((channels, width), [part])
@@ -33,7 +33,7 @@ class DeltaNetConfig:
 class GatedDeltaNet:
     """Short convolution, gated delta rule, gated norm; under Qwen3.5's names."""
 
-    def __init__(self, scope: Scope, config: DeltaNetConfig) -> None:
+    def __init__(self, scope: WeightScope, config: DeltaNetConfig) -> None:
         shard = scope.shard
         keys = shard.split_shared(config.key_heads, "key heads of a delta net", config.key_dim)
         values = shard.split(config.value_heads, "value heads of a delta net", config.value_dim)
@@ -97,7 +97,7 @@ class Mamba2Config:
 class Mamba2:
     """The Mamba-2 mixer, as Bamba, Granite-4-H and Nemotron-H have it: the gate comes before the (grouped) norm."""
 
-    def __init__(self, scope: Scope, config: Mamba2Config) -> None:
+    def __init__(self, scope: WeightScope, config: Mamba2Config) -> None:
         shard = scope.shard
         inner = shard.split(config.heads, "Mamba heads", config.head_dim)
         heads = shard.split(config.heads, "Mamba heads")
@@ -178,7 +178,7 @@ def dt_limits(config: HfConfig) -> tuple[float, float]:
 class ShortConv:
     """LFM2's mixer: a gated short convolution, out(C * conv(B * x))."""
 
-    def __init__(self, scope: Scope, hidden_size: int, conv_width: int, bias: bool) -> None:
+    def __init__(self, scope: WeightScope, hidden_size: int, conv_width: int, bias: bool) -> None:
         self.index = 0
         channels = scope.shard.split(hidden_size, "convolution channels")
         self.channels, self.conv_width = channels.size, conv_width

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.models.layers import Step
-from engine.models.weights import Scope
+from engine.models.weights import WeightScope
 
 
 class RoutedMLP:
@@ -16,7 +16,7 @@ class RoutedMLP:
     """
 
     def __init__(
-        self, scope: Scope, hidden_size: int, expert_size: int, num_experts: int, top_k: int, renormalise: bool
+        self, scope: WeightScope, hidden_size: int, expert_size: int, num_experts: int, top_k: int, renormalise: bool
     ) -> None:
         self.router = scope.weight("gate.weight", (num_experts, hidden_size))
         self.top_k = top_k

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from engine.models.shard import Shard
-from engine.models.weights import Scope, Weight
+from engine.models.weights import Weight, WeightScope
 
 
 class Vocabulary:
     """The rows of this rank: of the embedding, and of the head, which may be the same."""
 
     def __init__(
-        self, body: Scope, root: Scope, embedding: str, head: str | None, vocab_size: int, hidden_size: int
+        self, body: WeightScope, root: WeightScope, embedding: str, head: str | None, vocab_size: int, hidden_size: int
     ) -> None:
         """`head`: the name of its weight under `root`; None where it is the embedding."""
         self._shard: Shard = root.shard

@@ -1,7 +1,7 @@
 """What a model declares about its tensors: their shapes, and the checkpoint tensors each is put together from.
 
-A model's constructor declares through a `Scope`; the loader fills. Nothing is allocated before the loader does it, so
-a model can be built from its config alone (to size the cache, to print its pages).
+A model's constructor declares through a `WeightScope`; the loader fills. Nothing is allocated before the loader does
+it, so a model can be built from its config alone (to size the cache, to print its pages).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.models.shard import Cut, Extent, Shard, size_of, total_of
-from kernels.packed import PackedMatrix, pack_matrix, packed_linear
+from kernels.cpu.packed import PackedMatrix, pack_matrix, packed_linear
 
 Index = tuple[int | slice, ...]
 
@@ -71,7 +71,7 @@ class Weight:
 
 
 @dataclass(slots=True)
-class Scope:
+class WeightScope:
     """A place in the checkpoint's names; all scopes of a model share one list of weights and one shard.
 
     Shapes may have cut dimensions: the checkpoint holds all of them, the model's tensor what the cut says.
@@ -81,8 +81,8 @@ class Scope:
     weights: list[Weight] = field(default_factory=list)
     shard: Shard = field(default_factory=Shard)
 
-    def sub(self, name: str | int) -> Scope:
-        return Scope(f"{self.prefix}{name}.", self.weights, self.shard)
+    def sub(self, name: str | int) -> WeightScope:
+        return WeightScope(f"{self.prefix}{name}.", self.weights, self.shard)
 
     def part(
         self,

@@ -13,7 +13,7 @@ import pytest
 
 from events.codec import encode_batch
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
-from router.view import SILENT_AFTER_STORES, HolderId, Match, PrefixIndex, Scope, Tokens
+from router.index.protocol import SILENT_AFTER_STORES, HolderId, Match, PrefixIndex, Scope, Tokens
 
 MakeIndex = Callable[[], PrefixIndex]
 PROMPT = list(range(100, 300))

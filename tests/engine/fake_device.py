@@ -12,7 +12,7 @@ from collections.abc import Sequence as Tokens
 from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
 from engine.scheduler import Scheduler, SchedulerConfig
-from engine.types import Request, RequestOutput, SamplingParams, StepPlan, StepResult, TokenLogprobs
+from engine.types import Request, SamplingParams, SequenceOutput, StepPlan, StepResult, TokenLogprobs
 from events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 VOCABULARY = 5
@@ -176,8 +176,8 @@ class Bench:
         self.core = EngineCore(Scheduler(config, cache), self.device, self.events)
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
-        self.ends: dict[str, RequestOutput] = {}
-        self.firsts: dict[str, RequestOutput] = {}
+        self.ends: dict[str, SequenceOutput] = {}
+        self.firsts: dict[str, SequenceOutput] = {}
         self.now = 0.0
 
     def add(self, request_id: str, token_ids: list[int], *, max_tokens: int | None = 4, **other: object) -> Request:
@@ -198,7 +198,7 @@ class Bench:
         self.outputs[request_id] = []
         return request
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[SequenceOutput]:
         outputs = self.core.step(self.now)
         for output in outputs:
             assert output.request_id not in self.ends, "an output after the last"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from engine.decode_graphs import Capture
-from engine.loader import load_model
-from engine.runner import ModelRunner
+from engine.execution.decode_graphs import Capture
+from engine.execution.runner import ModelRunner
+from engine.models.loader import load_model
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, StepResult, UnitId
 from kernels import Kernels
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from engine.block_tables import BlockTables
+from engine.execution.block_tables import BlockTables
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence
 
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from hand_driver import Driver
 
-from engine.decode_graphs import CudaCapture, DecodeGraphs
-from engine.tiny_model import Recipe, cached_model
+from engine.execution.decode_graphs import CudaCapture, DecodeGraphs
+from engine.tiny.model import Recipe, cached_model
 from kernels import select
-from kernels.reference import ReferenceKernels
+from kernels.reference.backend import ReferenceKernels
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton's interpreter: set TRITON_INTERPRET=1", allow_module_level=True)

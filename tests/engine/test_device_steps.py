@@ -20,14 +20,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine import runner as runner_module
-from engine import sampler as sampler_module
+from engine.execution import runner as runner_module
+from engine.execution import sampler as sampler_module
+from engine.execution.runner import ModelRunner
 from engine.models import HfConfig, Shard, build_model
-from engine.runner import ModelRunner
-from engine.tiny_model import Recipe, cached_model
+from engine.tiny.model import Recipe, cached_model
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, TokenLogprobs, UnitId
 from kernels.transfer import to_device, upload
-from kernels.triton_ops import TritonKernels
+from kernels.triton.backend import TritonKernels
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton's interpreter: set TRITON_INTERPRET=1", allow_module_level=True)

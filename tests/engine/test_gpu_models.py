@@ -13,12 +13,12 @@ import pytest
 import torch
 from hand_driver import Driver
 
-from engine import logprobs, runner, sampler
-from engine.decode_graphs import CudaCapture
-from engine.tiny_model import Recipe, cached_model
+from engine.execution import logprobs, runner, sampler
+from engine.execution.decode_graphs import CudaCapture
+from engine.tiny.model import Recipe, cached_model
 from engine.types import SamplingParams
 from kernels import select
-from kernels.reference import ReferenceKernels
+from kernels.reference.backend import ReferenceKernels
 
 ON_CPU = os.environ.get("ON_CPU") == "1"
 pytestmark = pytest.mark.gpu

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.loader import load_model
-from engine.profiling import largest_step
-from engine.runner import ModelRunner
-from engine.tiny_model import Recipe, cached_model
+from engine.execution.profiling import largest_step
+from engine.execution.runner import ModelRunner
+from engine.models.loader import load_model
+from engine.tiny.model import Recipe, cached_model
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5", "nemotron_h"])

@@ -10,10 +10,10 @@ from hand_driver import Driver, Oracle
 
 from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
-from engine.loader import load_model
-from engine.runner import ModelRunner
+from engine.execution.runner import ModelRunner
+from engine.models.loader import load_model
 from engine.scheduler import Scheduler, SchedulerConfig
-from engine.tiny_model import Recipe, cached_model
+from engine.tiny.model import Recipe, cached_model
 from engine.types import FinishReason, Request, SamplingParams
 
 RECIPES = {

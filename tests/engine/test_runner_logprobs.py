@@ -8,10 +8,10 @@ import pytest
 import torch
 from hand_driver import Driver, Oracle, random_cuts
 
-from engine import runner as runner_module
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec, StateSpec
-from engine.runner import ModelRunner, unit_stride_bytes, units_for_memory
-from engine.tiny_model import Recipe, cached_model
+from engine.execution import runner as runner_module
+from engine.execution.runner import ModelRunner, unit_stride_bytes, units_for_memory
+from engine.tiny.model import Recipe, cached_model
 from engine.types import SamplingParams
 
 

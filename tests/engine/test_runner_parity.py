@@ -17,9 +17,9 @@ import torch
 from hand_driver import Driver, Oracle, random_cuts
 from safetensors.torch import load_file, save_file
 
-from engine.tiny_model import Recipe, cached_model
+from engine.tiny.model import Recipe, cached_model
 from engine.types import BlockId
-from kernels.reference import ReferenceKernels
+from kernels.reference.backend import ReferenceKernels
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

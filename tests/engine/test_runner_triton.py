@@ -9,9 +9,9 @@ import pytest
 import torch
 from hand_driver import Driver
 
-from engine.tiny_model import Recipe, cached_model
+from engine.tiny.model import Recipe, cached_model
 from kernels import select
-from kernels.reference import ReferenceKernels
+from kernels.reference.backend import ReferenceKernels
 
 RECIPES = {
     "qwen3": Recipe(),

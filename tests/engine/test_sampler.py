@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import sampler as module
-from engine.logprobs import read_logprobs, token_logprobs
-from engine.sampler import Sampler, uniforms
+from engine.execution import sampler as module
+from engine.execution.logprobs import read_logprobs, token_logprobs
+from engine.execution.sampler import Sampler, uniforms
 from engine.types import Request, SamplingParams, Sequence
 from kernels import sampling
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.assembly import CACHE_TOKENS_MAX, count_units, locate, resolve_device
+from engine.assembly import locate
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
 from engine.config import ConfigError, EngineConfig
 from engine.dry_run import describe_cache
+from engine.execution.sizing import CACHE_TOKENS_MAX, count_units, resolve_device
 
 SPEC = CacheSpec(16, (GroupSpec(FULL_ATTENTION, (0, 1), 2, 16, 2),))
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 from aiohttp import ClientConnectionError, ClientSession, web
 
-from engine.server import errors
-from engine.server_generate import STATE
+from engine.http.generate import STATE
+from engine.http.server import errors
 
 
 async def _gone(request: web.Request) -> web.StreamResponse:

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from engine.config import ServerConfig
-from engine.openapi import document
-from engine.server import OPEN_PATHS, build_app
+from engine.http.openapi import document
+from engine.http.server import OPEN_PATHS, build_app
 
 
 @pytest.fixture(scope="module")

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engine.__main__ import shadowed
-from engine.choice import new_choice
+from engine.api.choice import new_choice
+from engine.api.detokenizer import DetokenizerFactory
+from engine.api.params import ModelLimits, sampling_params
 from engine.cli import parse, serve_command, spread_names
-from engine.client import merge
 from engine.config import ConfigError, EngineConfig, default_kv_events, is_loopback
-from engine.detokenizer import DetokenizerFactory
+from engine.http.metrics import Histogram
 from engine.messages import FrameReader, frame
-from engine.metrics import Histogram
-from engine.openai_params import ModelLimits, sampling_params
-from engine.types import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+from engine.process.client import merge
+from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 from prompts import RequestError, parse_chat, parse_completion
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +54,7 @@ def test_frames_survive_any_cutting(payloads: list[bytes], cuts: list[int]) -> N
     assert found == payloads
 
 
-def split_outputs(ids: list[int], cuts: list[int], finish: FinishReason) -> list[RequestOutput]:
+def split_outputs(ids: list[int], cuts: list[int], finish: FinishReason) -> list[SequenceOutput]:
     """As the core gives them: none is empty."""
     outputs, start = [], 0
     for cut in [*cuts, len(ids)]:
@@ -62,7 +62,7 @@ def split_outputs(ids: list[int], cuts: list[int], finish: FinishReason) -> list
         if start == end:
             break
         scores = [TokenLogprobs(token_id, -1.0, 1, []) for token_id in ids[start:end]]
-        outputs.append(RequestOutput(request_id="r", token_ids=ids[start:end], logprobs=scores))
+        outputs.append(SequenceOutput(request_id="r", token_ids=ids[start:end], logprobs=scores))
         start = end
     outputs[0].cached_tokens = 3
     outputs[-1].finish_reason = finish
@@ -97,7 +97,7 @@ def test_a_choice_does_not_depend_on_how_its_tokens_arrive(
 ) -> None:
     params = SamplingParams(stop=tuple(stops), include_stop_str_in_output=include, min_tokens=min_tokens)
 
-    def run(outputs: list[RequestOutput]) -> tuple[Any, ...]:
+    def run(outputs: list[SequenceOutput]) -> tuple[Any, ...]:
         choice = new_choice(0, params, FACTORY, keep=True)
         for output in outputs:
             choice.push(output)
@@ -121,7 +121,7 @@ def test_a_choice_does_not_depend_on_how_its_tokens_arrive(
 def test_a_stop_token_is_counted_and_not_spoken() -> None:
     choice = new_choice(0, SamplingParams(stop_token_ids=(5,)), FACTORY, keep=True)
     piece = choice.push(
-        RequestOutput(request_id="r", token_ids=[70, 5], finish_reason=FinishReason.STOP, stop_token_id=5)
+        SequenceOutput(request_id="r", token_ids=[70, 5], finish_reason=FinishReason.STOP, stop_token_id=5)
     )
     assert (piece.finish_reason, piece.stop_reason, choice.completion_tokens) == ("stop", 5, 2)
     assert choice.text == FACTORY._tokenizer.decode([70])

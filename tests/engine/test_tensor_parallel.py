@@ -18,19 +18,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine import assembly
-from engine.assembly import make_runner, size_cache
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import CacheSpec
 from engine.config import ConfigError, EngineConfig
 from engine.core import EngineCore, Runner, RunnerLost
-from engine.loader import load_model
+from engine.execution import sizing
+from engine.execution.sizing import make_runner, size_cache
 from engine.models import CausalLM, HfConfig, ModelError, Shard, build_model
+from engine.models.loader import load_model
 from engine.models.shard import Cut
-from engine.plans import Planned, PlanReader, PlanWriter
-from engine.ranks import Leader
+from engine.parallel.orders import Planned, PlanReader, PlanWriter
+from engine.parallel.ranks import Leader
 from engine.scheduler import Scheduler, SchedulerConfig
-from engine.tiny_model import Recipe, cached_model
+from engine.tiny.model import Recipe, cached_model
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, TokenLogprobs, UnitId
 
 MODELS = {
@@ -211,7 +211,7 @@ def test_bf16(leader: Leader) -> None:
 def test_the_rank_with_least_memory_sizes_the_cache(
     leader: Leader, monkeypatch: pytest.MonkeyPatch, ours: int, agreed: int
 ) -> None:
-    monkeypatch.setattr(assembly, "count_units", lambda *_: ours)  # of this process; the other counts UNITS
+    monkeypatch.setattr(sizing, "count_units", lambda *_: ours)  # of this process; the other counts UNITS
     assert shared_size(leader) == agreed
 
 
@@ -334,7 +334,7 @@ def test_a_rank_without_memory_for_the_cache_holds_up_nobody(leader: Leader, mon
     def count_units(*_: object) -> int:
         raise ConfigError("the free memory: 5 bytes hold no unit of the cache")
 
-    monkeypatch.setattr(assembly, "count_units", count_units)
+    monkeypatch.setattr(sizing, "count_units", count_units)
     leader.close()  # of a process's leaders one at a time
     leader = Leader(2)
     try:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from engine import tiny_model
-from engine.tiny_model import FAMILIES, PRESETS, Recipe, builtin_model, cached_model, make_model, with_overrides
-from engine.tiny_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, build_tokenizer
+from engine.tiny import model as tiny_model
+from engine.tiny.model import FAMILIES, PRESETS, Recipe, builtin_model, cached_model, make_model, with_overrides
+from engine.tiny.tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, build_tokenizer
 from prompts import Tokenizer, parse_chat
 
 LAYERS = {"nemotron_h": 8}

@@ -16,12 +16,12 @@ from events import (
     Instruction,
     Join,
     Origin,
-    Phase,
     RequestReplay,
     RequestSnapshot,
     Restarted,
     Stale,
     StreamConfig,
+    StreamPhase,
     StreamState,
 )
 
@@ -86,7 +86,7 @@ def test_snapshot_publisher_ends_exact(
     run(world, script)
     world.settle()
     assert world.follower.held == world.publisher.resident
-    assert world.follower.stream.phase is Phase.LIVE
+    assert world.follower.stream.phase is StreamPhase.LIVE
 
 
 @settings(max_examples=300, deadline=None)
@@ -110,7 +110,7 @@ def test_without_replay_only_consecutive_batches_are_held(script: list[tuple[str
     world.connect()
     run(world, script)
     assert world.follower.stream.stats.requests == 0
-    assert world.follower.stream.phase is Phase.LIVE
+    assert world.follower.stream.phase is StreamPhase.LIVE
 
 
 def live_follower(count: int, config: StreamConfig | None = None) -> World:
@@ -204,7 +204,7 @@ def test_publisher_that_never_answers_ends_cleared_and_live() -> None:
     for _ in range(20):
         world.now += 6
         world.follower.perform(world.follower.stream.tick(world.now))
-        if world.follower.stream.phase is Phase.LIVE:
+        if world.follower.stream.phase is StreamPhase.LIVE:
             break
     assert world.follower.held == {7}
     assert world.follower.stream.position is not None

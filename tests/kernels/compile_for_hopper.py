@@ -27,7 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from kernels import PagedKV, Ragged
 from kernels.sampling import Draws
-from kernels.triton_ops import TritonKernels
+from kernels.triton.backend import TritonKernels
 
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_BYTES_MAX = 227 << 10

@@ -28,13 +28,13 @@ transfer.to_device = lambda array, device: torch.from_numpy(array).to(META)
 transfer.overwrite = lambda there, array: None
 transfer.upload = lambda arrays, device: [torch.empty(a.size, dtype=torch.int32, device=META) for a in arrays]
 
-from engine import sampler  # noqa: E402
+from engine.execution import sampler  # noqa: E402
+from engine.execution.profiling import largest_step  # noqa: E402
+from engine.execution.runner import ModelRunner  # noqa: E402
 from engine.models import HfConfig, build_model  # noqa: E402
-from engine.profiling import largest_step  # noqa: E402
-from engine.runner import ModelRunner  # noqa: E402
-from engine.tiny_model import Recipe, cached_model  # noqa: E402
+from engine.tiny.model import Recipe, cached_model  # noqa: E402
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId  # noqa: E402
-from kernels.triton_ops import TritonKernels  # noqa: E402
+from kernels.triton.backend import TritonKernels  # noqa: E402
 
 SEQUENCES_MAX = 64
 LENGTH_MAX = STEP_TOKENS_MAX = 2048

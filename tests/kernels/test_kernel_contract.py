@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import Kernels, PagedKV, Ragged, packed, select
-from kernels.cpu import HAS_NATIVE, CpuKernels
-from kernels.packed import BlockedMatrix, NativeMatrix, has_native_products, pack_matrix, packed_linear
-from kernels.reference import ReferenceKernels
+from kernels import Kernels, PagedKV, Ragged, select
+from kernels.cpu import packed
+from kernels.cpu.backend import HAS_NATIVE, CpuKernels
+from kernels.cpu.packed import BlockedMatrix, NativeMatrix, has_native_products, pack_matrix, packed_linear
+from kernels.reference.backend import ReferenceKernels
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 CPU = torch.device("cpu")
@@ -31,7 +32,7 @@ def ops(request: pytest.FixtureRequest) -> Kernels:
     if request.param == "cpu-torch":  # what serves where the native module was not built
         return CpuKernels(CPU, native=False)
     if request.param == "cpu" and not HAS_NATIVE:
-        pytest.skip("kernels._native was not built")
+        pytest.skip("kernels.cpu._native was not built")
     return select("cpu", request.param)
 
 

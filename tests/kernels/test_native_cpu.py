@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from kernels import PagedKV, Ragged
-from kernels.cpu import HAS_NATIVE, CpuKernels
-from kernels.reference import ReferenceKernels
+from kernels.cpu.backend import HAS_NATIVE, CpuKernels
+from kernels.reference.backend import ReferenceKernels
 
 if not HAS_NATIVE:
-    pytest.skip("kernels._native was not built", allow_module_level=True)
+    pytest.skip("kernels.cpu._native was not built", allow_module_level=True)
 
-from kernels import _native
+from kernels.cpu import _native
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}

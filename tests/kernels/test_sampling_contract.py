@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import sampling, select, triton_ops
+from kernels import sampling, select
 from kernels.sampling import Draws, kept_weights
+from kernels.triton import backend as triton_ops
 
 Draw = Callable[[torch.Tensor, Draws], torch.Tensor]
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kernels import PagedKV, Ragged, select
-from kernels.reference import ReferenceKernels
+from kernels.reference.backend import ReferenceKernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
@@ -191,7 +191,7 @@ def test_flash_attn_gets_gathered_prompts(rng, monkeypatch):
 def varlen_by_reference(
     q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size
 ):
-    from kernels.reference import attend
+    from kernels.reference.backend import attend
 
     assert causal
     assert int(cu_seqlens_q.diff().max()) == max_seqlen_q

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-COMPILE = ROOT / "router" / "native" / "compile.py"
+COMPILE = ROOT / "scripts" / "compile_router.py"
 TESTS = ("edge", "test_core.py", "test_policy.py")
 
 RUN = """
 import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
 sys.path.insert(0, HOME)
-import router.core, router.exchange, router.metrics
-found = {module.__file__ for module in (router.core, router.exchange, router.metrics)}
+import router.decide.core, router.edge.exchange, router.app.metrics_page
+found = {module.__file__ for module in (router.decide.core, router.edge.exchange, router.app.metrics_page)}
 assert not [file for file in found if not file.startswith(HOME) or file.endswith(".py")], found
 import pytest
 # What earlier tests left to the garbage collector is looked at where the sources are tested.

@@ -26,7 +26,7 @@ Start = Callable[..., Program]
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint."""
-    from engine.tiny_model import PRESETS, make_model
+    from engine.tiny.model import PRESETS, make_model
 
     return make_model(tmp_path_factory.mktemp("tiny"), PRESETS["tiny"])
 

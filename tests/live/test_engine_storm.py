@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.tiny_model import Recipe, cached_model
+from engine.tiny.model import Recipe, cached_model
 
 pytestmark = pytest.mark.live
 

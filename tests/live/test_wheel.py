@@ -48,7 +48,7 @@ def test_the_wheel_ships_what_runs_and_nothing_else(wheel: Path) -> None:
         names = content.namelist()
     assert {"engine", "events", "kernels", "prompts", "router"} <= {name.split("/")[0] for name in names}
     assert not [name for name in names if name.startswith(("tests/", "scripts/", "benchmarks/"))]
-    assert "engine/data/tiny_merges.txt" in names
+    assert "engine/tiny/data/tiny_merges.txt" in names
     entry_points = next(name for name in names if name.endswith("entry_points.txt"))
     with zipfile.ZipFile(wheel) as content:
         declared = content.read(entry_points).decode()
@@ -71,7 +71,7 @@ def test_the_router_runs_where_there_is_no_torch(tmp_path: Path) -> None:
     """Importing and starting the router touches neither torch nor transformers."""
     script = (
         "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None; sys.modules['numpy'] = None\n"
-        "import router.process, router.cli\n"
+        "import router.app.process, router.app.cli\n"
         "from router.__main__ import main\n"
         "sys.argv = ['router', 'run', '--help']; main()"
     )

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from router.config import (
+from router.decide.config import (
     CoreConfig,
     HealthConfig,
     LearnConfig,
@@ -20,10 +20,10 @@ from router.config import (
     ServiceModel,
     WorkingSetConfig,
 )
-from router.core import RouterCore
-from router.messages import FailureKind, Forward, Hold, Refuse, RouteRequest, Usage, WorkerLost
-from router.view import HolderId, IndexStats, IngestReport, Match, PinId, Scope
-from router.workers import CacheView, ServedModel, WorkerSpec, WorkerState
+from router.decide.core import RouterCore
+from router.decide.messages import FailureKind, Forward, Hold, Refuse, ReportedUsage, RouteRequest, WorkerLost
+from router.decide.workers import CacheView, ServedModel, WorkerSpec, WorkerState
+from router.index.protocol import HolderId, IndexStats, IngestReport, Match, PinId, Scope
 
 
 class NaiveIndex:
@@ -410,7 +410,7 @@ def test_usage_feeds_the_watchdog() -> None:
     for i in range(50):
         core.route(request(f"r{i}", list(range(i, i + 30))), float(i))
         core.first_token(f"r{i}", i + 0.1)
-        core.finished(f"r{i}", Usage(prompt_tokens=37, cached_tokens=0), i + 0.2)
+        core.finished(f"r{i}", ReportedUsage(prompt_tokens=37, cached_tokens=0), i + 0.2)
     alarms = core.snapshot(60.0).workers[0].alarms
     assert any(alarm.startswith("prompt_tokens:") for alarm in alarms)
 
@@ -484,7 +484,7 @@ class Books(RuleBasedStateMachine):
     def finish(self, data: st.DataObject) -> None:
         request_id = self.pick(data)
         del self.open[request_id]
-        self.apply(self.core.finished(request_id, Usage(10, 5, 3), self.now))
+        self.apply(self.core.finished(request_id, ReportedUsage(10, 5, 3), self.now))
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())

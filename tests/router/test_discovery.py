@@ -10,8 +10,9 @@ import pytest
 from aiohttp import web
 
 from events.errors import DecodeError
-from router.config import ConfigError
-from router.discovery import (
+from router.decide.config import ConfigError
+from router.decide.workers import CacheView, ServedModel
+from router.fleet.discovery import (
     Prober,
     WorkerFacts,
     parse_worker_flag,
@@ -20,7 +21,6 @@ from router.discovery import (
     read_models,
     worker_spec,
 )
-from router.workers import CacheView, ServedModel
 
 
 def test_a_plain_url_is_enough() -> None:

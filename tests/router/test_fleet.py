@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from router.config import ConfigError
-from router.discovery import WorkerFacts, WorkerFlag, normalise_url, parse_worker_flag
-from router.fleet import FleetConfig, Workers, _Member
+from router.decide.config import ConfigError
+from router.fleet.discovery import WorkerFacts, WorkerFlag, normalise_url, parse_worker_flag
+from router.fleet.members import Fleet, FleetConfig, _Member
 
 
 @pytest.mark.parametrize(
@@ -42,10 +42,10 @@ def test_what_can_be_one_is_taken(url: str, normal: str) -> None:
     assert normalise_url(url) == normal
 
 
-def fleet_of(prober: Any, config: FleetConfig | None = None) -> Workers:
+def fleet_of(prober: Any, config: FleetConfig | None = None) -> Fleet:
     nothing = cast(Any, None)
     core = cast(Any, type("Core", (), {"workers": {}}))
-    return Workers(core, prober, nothing, nothing, nothing, config or FleetConfig(), now=lambda: 0.0)
+    return Fleet(core, prober, nothing, nothing, nothing, config or FleetConfig(), now=lambda: 0.0)
 
 
 @pytest.mark.parametrize(

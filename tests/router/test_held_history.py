@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config import QueueConfig
-from router.held import HeldQueue
-from router.history import HistoryCache
+from router.decide.config import QueueConfig
+from router.decide.held import HeldQueue
+from router.decide.history import HistoryCache
 from router.index import make_index
-from router.view import Scope
+from router.index.protocol import Scope
 
 
 @given(

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from router.digest import Digester
 from router.index import ReferenceIndex, make_index
-from router.view import PrefixIndex
+from router.index.digest import Digester
+from router.index.protocol import PrefixIndex
 
 TESTS = Path(__file__).resolve().parent.parent
 

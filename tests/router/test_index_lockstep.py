@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from events.codec import encode_batch
 from events.types import EventBatch
 from router.index import ReferenceIndex, make_index
-from router.view import IngestReport, PrefixIndex, Scope
+from router.index.protocol import IngestReport, PrefixIndex, Scope
 
 TESTS = Path(__file__).resolve().parent.parent
 SCOPE = Scope("m")

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.index import ReferenceIndex, make_index
-from router.view import HolderId, IngestReport, PrefixIndex, Scope
+from router.index.protocol import HolderId, IngestReport, PrefixIndex, Scope
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 

@@ -12,10 +12,10 @@ import pytest
 from aiohttp import web
 
 from events.sources import EventSource
-from router.discovery import WorkerFacts, parse_worker_flag
-from router.feed import SNAPSHOT_VERSION, PeerSnapshot
-from router.fleet import FleetConfig, Workers, _Member
-from router.peer_snapshot import PeerClient
+from router.fleet.discovery import WorkerFacts, parse_worker_flag
+from router.fleet.feed import SNAPSHOT_VERSION, PeerSnapshot
+from router.fleet.members import Fleet, FleetConfig, _Member
+from router.fleet.snapshots import PeerClient
 
 REPLAYS = EventSource(endpoint="tcp://a:1", replay_endpoint="tcp://a:2")
 SNAPSHOTS = EventSource(endpoint="tcp://a:1", replay_endpoint="tcp://a:2", snapshot=True)
@@ -100,7 +100,7 @@ def test_peers_are_asked_again_less_and_less_often(answer: PeerSnapshot | None) 
         parts = Asked(answer)
         config = FleetConfig(peers_s=10.0, peers_s_max=40.0)
         nothing = cast(Any, None)
-        fleet = Workers(
+        fleet = Fleet(
             nothing, nothing, cast(Any, parts), nothing, nothing, config, now=lambda: now[0], peers=cast(Any, parts)
         )
         member = _Member(parse_worker_flag("http://h:1"), "operator", facts=WorkerFacts(True, sources=(REPLAYS,)))

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config import CostConfig, LearnConfig, ServiceModel
-from router.peers import LoadMessage, PeerConfig, PeerLoads, PeerSockets
-from router.target import Target
-from router.tracker import LoadTracker
-from router.view import HolderId
+from router.decide.config import CostConfig, LearnConfig, ServiceModel
+from router.decide.target import Target
+from router.decide.tracker import LoadTracker
+from router.fleet.peers import LoadMessage, PeerConfig, PeerLoads, PeerSockets
+from router.index.protocol import HolderId
 
 
 def tracker() -> tuple[LoadTracker, list[Target]]:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config import CostConfig, LearnConfig, ServiceModel
-from router.policy import KvCost, beta_of, choose_least_requests, choose_sticky, load_seconds, sticky_key
-from router.target import SharedLoad, Target
-from router.tracker import LoadTracker
-from router.view import HolderId, Match
+from router.decide.config import CostConfig, LearnConfig, ServiceModel
+from router.decide.policy import KvCost, beta_of, choose_least_requests, choose_sticky, load_seconds, sticky_key
+from router.decide.target import SharedLoad, Target
+from router.decide.tracker import LoadTracker
+from router.index.protocol import HolderId, Match
 
 CONFIG = CostConfig()
 
@@ -174,7 +174,7 @@ def test_sticky_moves_only_what_it_must() -> None:
 
 
 def test_chance_is_an_argument() -> None:
-    from router.policy import choose_random
+    from router.decide.policy import choose_random
 
     _, targets = tracker_of(4)
     one = [choose_random(targets, random.Random(7)) for _ in range(3)]

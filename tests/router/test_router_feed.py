@@ -13,9 +13,9 @@ from events.publisher import EventPublisher
 from events.sources import EventSource, resolve_endpoint
 from events.stream_types import Join, StreamConfig
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from router.feed import IndexFeed
+from router.fleet.feed import IndexFeed
 from router.index import ReferenceIndex
-from router.view import HolderId, Scope
+from router.index.protocol import HolderId, Scope
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
@@ -285,7 +285,7 @@ class Pair:
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     # Our publisher answers a request for a snapshot whatever it advertises; vLLM's cannot: none is asked for.
-    monkeypatch.setattr("router.worker_stream.StreamConfig", lambda: StreamConfig(join=Join.RING))
+    monkeypatch.setattr("router.fleet.streams.StreamConfig", lambda: StreamConfig(join=Join.RING))
     pair = Pair()
     yield pair
     pair.close()

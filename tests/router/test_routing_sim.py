@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.config import CoreConfig, ServiceModel
+from router.decide.config import CoreConfig, ServiceModel
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config import CostConfig, LearnConfig, ServiceModel
-from router.learn import Observation, PoolSpeeds, SpeedEstimate
-from router.target import Phase, Target
-from router.tracker import LoadTracker
-from router.view import HolderId
+from router.decide.config import CostConfig, LearnConfig, ServiceModel
+from router.decide.learn import Observation, PoolSpeeds, SpeedEstimate
+from router.decide.target import RequestPhase, Target
+from router.decide.tracker import LoadTracker
+from router.index.protocol import HolderId
 
 
 def make(*, learn: bool = False) -> tuple[LoadTracker, Target]:
@@ -25,9 +25,9 @@ def test_a_request_that_does_not_stream_starts_decoding_when_it_should() -> None
     tracker.route("a", target, prompt_tokens=10_000, cached_tokens=0, stream=False, now=0.0)
     due = target.slow * target.prefill_seconds(10_000, 0)
     tracker.advance(due * 0.99)
-    assert tracker.requests["a"].phase is Phase.PREFILL
+    assert tracker.requests["a"].phase is RequestPhase.PREFILL
     tracker.advance(due * 1.01)
-    assert tracker.requests["a"].phase is Phase.DECODE
+    assert tracker.requests["a"].phase is RequestPhase.DECODE
     assert target.queue_s(due * 1.01) == 0.0
     tracker.end("a", due + 1)
     tracker.check_invariants()

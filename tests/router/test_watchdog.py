@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from router.watchdog import Watchdog
+from router.decide.watchdog import Watchdog
 
 
 def finish(dog: Watchdog, i: int, **changes: int | None) -> None:

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config import CoreConfig, LearnConfig, WorkingSetConfig
-from router.core import RouterCore
+from router.decide.config import CoreConfig, LearnConfig, WorkingSetConfig
+from router.decide.core import RouterCore
+from router.decide.messages import Forward, RouteRequest
+from router.decide.workers import ServedModel, WorkerSpec
+from router.decide.working_set import WorkingSets
 from router.index import make_index
-from router.messages import Forward, RouteRequest
-from router.view import Scope
-from router.workers import ServedModel, WorkerSpec
-from router.working_set import WorkingSets
+from router.index.protocol import Scope
 
 SCOPE = Scope("m")
 CHUNK = 4

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from network import Faults, SimPublisher, Wire
 from workers import ForeignWorker, OurWorker, Prompt, Worker, draw_prompt
 
-from events import Apply, Clear, Instruction, Phase, RequestReplay, RequestSnapshot, StreamConfig, StreamState
+from events import Apply, Clear, Instruction, RequestReplay, RequestSnapshot, StreamConfig, StreamPhase, StreamState
 from events.frames import END_SEQ, SNAPSHOT_SEQ
 from events.replies import Message
-from router.view import PrefixIndex, Scope
+from router.index.protocol import PrefixIndex, Scope
 
 MODEL = "model"
 TICK_S = 0.05
@@ -156,7 +156,7 @@ class Cluster:
             entries = 0
             for link in router.links:
                 story = f"seed {self.seed}, {link.node.name} ({link.node.kind.__name__}, ring {link.node.ring_size})"
-                assert link.stream.phase is Phase.LIVE, f"{story}: still in {link.stream.phase}"
+                assert link.stream.phase is StreamPhase.LIVE, f"{story}: still in {link.stream.phase}"
                 exact = link.node.kind.snapshots or link.node.ring_covers_all
                 held = self._check_link(router, link, exact, story)
                 entries += held

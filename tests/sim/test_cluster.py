@@ -9,7 +9,7 @@ from cluster import Cluster
 
 from events import BlockRemoved, BlockStored, EventBatch, Gap, Instruction, StreamState, decode_batch, encode_batch
 from router.index import ReferenceIndex, make_index
-from router.view import HolderId, IngestReport
+from router.index.protocol import HolderId, IngestReport
 
 FRESH_SEEDS = 12
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.loader import load_model
 from engine.models import ARCHITECTURES, ModelError
-from engine.tiny_model import Recipe, cached_model
+from engine.models.loader import load_model
+from engine.tiny.model import Recipe, cached_model
 
 
 @pytest.fixture

@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import uvloop
 
-from router.admin import Admin
-from router.config import CoreConfig
-from router.core import RouterCore
-from router.edge_config import EdgeConfig, Timeouts
-from router.http_request import HttpLimits
-from router.http_server import ClientTimeouts
-from router.metrics import Metrics
-from router.proxy import Proxy
-from router.relay import make_relay
-from router.server import Listener, RouterApp
-from router.tokenizing import PromptReader
-from router.upstream import UpstreamPool
-from router.view import HolderId, IndexStats, IngestReport, Match, PinId, Scope
-from router.workers import ServedModel, WorkerSpec
+from router.app.admin import Admin
+from router.app.server import Listener, RouterApp
+from router.counters import Metrics
+from router.decide.config import CoreConfig
+from router.decide.core import RouterCore
+from router.decide.workers import ServedModel, WorkerSpec
+from router.edge.config import EdgeConfig, Timeouts
+from router.edge.proxy import Proxy
+from router.edge.relay import make_relay
+from router.edge.upstream import UpstreamPool
+from router.http.connection import ClientTimeouts
+from router.http.request import HttpLimits
+from router.index.protocol import HolderId, IndexStats, IngestReport, Match, PinId, Scope
+from router.prompting.reader import PromptReader
 
 
 class EmptyIndex:

@@ -9,10 +9,10 @@ from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any
 
-from engine.tiny_tokenizer import write_tokenizer
+from engine.tiny.tokenizer import write_tokenizer
 from prompts.tokenizer import Tokenizer
-from router.accounting import count_end
-from router.dashboard import Dashboard
+from router.app.accounting import count_end
+from router.app.dashboard import Dashboard
 
 CACHE_BYTES = 40_000
 WARM, MORE = 1000, 1000

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engine.tiny_tokenizer import write_tokenizer
+from engine.tiny.tokenizer import write_tokenizer
 from prompts.tokenizer import Tokenizer
-from router.dashboard import PREFIX_STEP, Dashboard
+from router.app.dashboard import PREFIX_STEP, Dashboard
 
 SHARED = list(range(1000, 1000 + 3 * PREFIX_STEP))
 

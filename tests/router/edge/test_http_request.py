@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.http_request import PIPELINED_MAX, BadRequest, HttpLimits, Request, RequestParser
+from router.http.request import PIPELINED_MAX, BadRequest, HttpLimits, HttpRequest, RequestParser
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\n"
 
 
-def feed(data: bytes, limits: HttpLimits | None = None, cuts: list[int] | None = None) -> list[Request]:
+def feed(data: bytes, limits: HttpLimits | None = None, cuts: list[int] | None = None) -> list[HttpRequest]:
     parser = RequestParser(limits or HttpLimits())
     edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts or []), len(data)]
     for start, end in itertools.pairwise(edges):

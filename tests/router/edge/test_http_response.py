@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http_response import ChunkedBody, UpstreamProtocolError
+from router.http.response import ChunkedBody, UpstreamProtocolError
 
 contents = st.lists(st.binary(min_size=1, max_size=40), max_size=8)
 sizes_as_sent = st.sampled_from(["%x", "%X", "0%x", "%x;name=value", "%x "])

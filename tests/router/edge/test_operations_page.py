@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from router.cli import cli
-from router.metrics import feed_families, render
-from router.openapi import document
+from router.app.cli import cli
+from router.app.metrics_page import feed_families, render
+from router.app.openapi import document
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "operations.md").read_text()
 
@@ -47,7 +47,7 @@ def test_every_metric_is_explained_and_exists(edge: Any, make_post: Any) -> None
 
 
 def test_every_counter_of_event_streams_is_explained() -> None:
-    from router.worker_stream import StreamCounters
+    from router.fleet.streams import StreamCounters
 
     row = next(row for row in PAGE.splitlines() if row.startswith("| `events_NAME_total`"))
     for name in StreamCounters.__slots__:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from router.edge_config import Timeouts
+from router.edge.config import Timeouts
 
 pytestmark = pytest.mark.parametrize("edge", [True, False], indirect=True, ids=["relay", "python"])
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router import relay
-from router.edge_config import Timeouts
-from router.http_response import BETWEEN_CHUNKS, ChunkedBody, UpstreamProtocolError
+from router.edge import relay
+from router.edge.config import Timeouts
+from router.http.response import BETWEEN_CHUNKS, ChunkedBody, UpstreamProtocolError
 
 native = pytest.importorskip("router._relay")
 

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from prompts.routing import parse_routing
-from router.remote_tokenizer import RemoteTokenizer, request_body
+from router.prompting.remote import RemoteTokenizer, request_body
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "one two three"}], "add_generation_prompt": False}
 
@@ -25,7 +25,7 @@ def tokenising(request: Any) -> bytes:
 
 @pytest.mark.parametrize("how", ["answers", "404", "garbage", "hangs"])
 def test_prompts_are_read_by_a_worker_that_can(edge: Any, make_post: Any, how: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr("router.remote_tokenizer.ANSWER_S_MAX", 0.2)
+    monkeypatch.setattr("router.prompting.remote.ANSWER_S_MAX", 0.2)
     able = True
 
     async def script(request: Any, reader: Any, writer: Any) -> None:

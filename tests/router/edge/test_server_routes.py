@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from engine.tiny_tokenizer import write_tokenizer
+from engine.tiny.tokenizer import write_tokenizer
 from prompts.tokenizer import Tokenizer
-from router.http_request import HttpLimits
-from router.http_server import ClientTimeouts
+from router.http.connection import ClientTimeouts
+from router.http.request import HttpLimits
 
 CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}).encode()
 

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.messages import Usage
-from router.usage import find_usage
+from router.decide.messages import ReportedUsage
+from router.edge.usage import find_usage
 
 counts = st.integers(min_value=0, max_value=10**9 - 1) | st.none()
 
@@ -39,7 +39,7 @@ def test_it_is_what_a_json_reader_finds(data: st.DataObject) -> None:
     tail = encode(before, data.draw) + b"\n\ndata: " + encode({"id": text, "usage": usage}, data.draw)
     tail += b"\n\ndata: " + encode(after, data.draw)
     details = usage.get("prompt_tokens_details") or {}
-    expected = Usage(usage.get("prompt_tokens"), details.get("cached_tokens"), usage.get("completion_tokens"))
+    expected = ReportedUsage(usage.get("prompt_tokens"), details.get("cached_tokens"), usage.get("completion_tokens"))
     assert find_usage(tail) == expected
 
 
@@ -50,8 +50,8 @@ def test_there_is_none_without_an_object() -> None:
 
 
 def test_a_count_of_more_than_nine_digits_is_not_believed() -> None:
-    assert find_usage(b'{"usage":{"prompt_tokens":1000000000,"completion_tokens":2}}') == Usage(None, None, 2)
+    assert find_usage(b'{"usage":{"prompt_tokens":1000000000,"completion_tokens":2}}') == ReportedUsage(None, None, 2)
 
 
 def test_a_number_that_the_end_may_have_cut_off_is_not_believed() -> None:
-    assert find_usage(b'{"usage":{"prompt_tokens":12') == Usage(None, None, None)
+    assert find_usage(b'{"usage":{"prompt_tokens":12') == ReportedUsage(None, None, None)

@@ -1,0 +1,1 @@
+"""OpenAI bodies, pure: checked parameters, text from tokens, answers. Knows no socket."""

@@ -1,0 +1,124 @@
+"""One sequence of an answer while it grows: outputs of the core in, text and logprobs that are final out.
+
+Owns detokenising, stop strings, token counts and the finish reason of one choice. Pure: what it decides (a stop string
+ended it, so the core should be told) it returns; the server acts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.api.detokenizer import Detokenizer, DetokenizerFactory, StopStrings
+from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one output added to a choice. `token_ids` and `logprobs` may run ahead of `text`, which can be held back."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    aborts: bool = False
+    """A stop string ended the choice: the core still runs it and must be told."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """`text`, `token_ids`, `logprobs` hold the whole answer so far where `keep` is set, for answers sent at the end."""
+
+    index: int
+    params: SamplingParams
+    detokenizer: Detokenizer
+    keep: bool
+    stops: StopStrings | None = None
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def push(self, output: SequenceOutput) -> Piece:
+        """Take one output of this choice's sequence. Must not be called after it has finished."""
+        assert self.finish_reason is None
+        if output.cached_tokens is not None:
+            self.cached_tokens = output.cached_tokens
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        piece = self._decode(output) if self.stops is not None else self._decode_without_stops(output)
+        self.completion_tokens += len(piece.token_ids)
+        if piece.finish_reason is not None:
+            self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+        if self.keep:
+            self.texts.append(piece.text)
+            self.token_ids.extend(piece.token_ids)
+            self.logprobs.extend(piece.logprobs)
+        return piece
+
+    def _decode_without_stops(self, output: SequenceOutput) -> Piece:
+        token_ids = output.token_ids
+        text = self.detokenizer.push(self._spoken(output))
+        if output.finish_reason is None:
+            return Piece(text, token_ids, output.logprobs or [])
+        text += self.detokenizer.flush()
+        return Piece(text, token_ids, output.logprobs or [], _reason(output.finish_reason), output.stop_token_id)
+
+    def _decode(self, output: SequenceOutput) -> Piece:
+        """Token by token, so that the tokens after the one that completes a stop string are not counted."""
+        assert self.stops is not None
+        texts: list[str] = []
+        spoken = len(self._spoken(output))
+        logprobs = output.logprobs or []
+        for i, token_id in enumerate(output.token_ids):
+            last = output.finish_reason is not None and i == len(output.token_ids) - 1
+            piece = self.detokenizer.push([token_id]) if i < spoken else ""
+            if last:
+                piece += self.detokenizer.flush()
+            if self.completion_tokens + i + 1 <= self.params.min_tokens:
+                texts.append(piece)
+                continue
+            final, stop = self.stops.push(piece)
+            texts.append(final)
+            if stop is not None:
+                taken, scored = output.token_ids[: i + 1], logprobs[: i + 1]
+                aborts = output.finish_reason is None
+                return Piece("".join(texts), taken, scored, FinishReason.STOP.value, stop, aborts=aborts)
+        if output.finish_reason is None:
+            return Piece("".join(texts), output.token_ids, logprobs)
+        if not output.token_ids:
+            texts.append(self.detokenizer.flush())
+        texts.append(self.stops.release())
+        reason = _reason(output.finish_reason)
+        return Piece("".join(texts), output.token_ids, logprobs, reason, output.stop_token_id)
+
+    def _spoken(self, output: SequenceOutput) -> list[int]:
+        """The ids that become text: not the token that ended the sequence, unless it was asked for."""
+        stopped = output.finish_reason is FinishReason.STOP
+        if stopped and output.token_ids and not self.params.include_stop_str_in_output:
+            return output.token_ids[:-1]
+        return output.token_ids
+
+
+def new_choice(
+    index: int, params: SamplingParams, factory: DetokenizerFactory, *, keep: bool, skip_special_tokens: bool = True
+) -> Choice:
+    return Choice(
+        index=index,
+        params=params,
+        detokenizer=factory.new(skip_special_tokens),
+        keep=keep,
+        stops=StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None,
+    )
+
+
+def _reason(reason: FinishReason) -> str:
+    return reason.value

@@ -1,0 +1,122 @@
+"""One HTTP request to a completion endpoint as sequences for the core, and their choices as they grow.
+
+Fans a body with several prompts and n > 1 out into sequences (choice index = prompt * n + sample) and adds up usage.
+Pure: ids, prompts and parameters in, `Request`s out.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+from engine.api.bodies import Usage, usage
+from engine.api.choice import Choice, new_choice
+from engine.api.detokenizer import DetokenizerFactory
+from engine.api.params import ModelLimits, check_prompt, echoes_only, sampling_params
+from engine.types import Request
+from prompts import ChatRequest, CompletionRequest, RequestError, bad_value
+
+MAX_CHOICES = 1024
+"""Sequences that one HTTP request may ask for."""
+
+
+@dataclass(slots=True)
+class Generation:
+    """`prompts[i]` are token ids; `choices[i * n + j]` continues prompt i."""
+
+    id: str
+    model: str
+    body: ChatRequest | CompletionRequest
+    prompts: list[list[int]]
+    n: int
+    choices: list[Choice]
+    requests: list[Request]
+    created: int = field(default_factory=lambda: int(time.time()))
+    echo_only: bool = False
+    by_id: dict[str, Choice] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.by_id = {request.request_id: choice for request, choice in zip(self.requests, self.choices)}
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.body.stream)
+
+    def prompt_of(self, choice: Choice) -> list[int]:
+        return self.prompts[choice.index // self.n]
+
+    def usage(self) -> Usage:
+        """Of all choices so far. A prompt counts once, however many samples continue it."""
+        return usage(
+            sum(map(len, self.prompts)),
+            0 if self.echo_only else sum(choice.completion_tokens for choice in self.choices),
+            sum(choice.cached_tokens for choice in self.choices[:: self.n]),
+        )
+
+    def usage_of(self, choice: Choice) -> Usage:
+        """Of one choice, for `continuous_usage_stats`."""
+        return usage(len(self.prompt_of(choice)), choice.completion_tokens, choice.cached_tokens)
+
+
+def plan_generation(
+    body: ChatRequest | CompletionRequest,
+    prompts: list[list[int]],
+    *,
+    id: str,
+    unique: str,
+    model: str,
+    limits: ModelLimits,
+    factory: DetokenizerFactory,
+) -> Generation:
+    """Check prompts and parameters against the model and lay out the sequences. Raises RequestError.
+
+    `unique` makes the sequences' names unique in the core; `id` is the client's to choose.
+    """
+    param = "messages" if isinstance(body, ChatRequest) else "prompt"
+    prompts = [_truncate(prompt, body, limits) for prompt in prompts]
+    n = body.n or 1
+    if len(prompts) * n > MAX_CHOICES:
+        raise RequestError(
+            f"n: {len(prompts)} prompts x {n} samples, expected at most {MAX_CHOICES} together", param="n"
+        )
+    choices: list[Choice] = []
+    requests: list[Request] = []
+    keep = not body.stream
+    for number, prompt in enumerate(prompts):
+        check_prompt(prompt, limits, param if len(prompts) == 1 else f"{param}[{number}]")
+        params = sampling_params(body, limits, len(prompt))
+        for sample in range(n):
+            index = number * n + sample
+            own = params
+            if sample and params.seed is not None:
+                own = msgspec.structs.replace(params, seed=params.seed + sample)
+            choice = new_choice(
+                index, own, factory, keep=keep, skip_special_tokens=body.skip_special_tokens is not False
+            )
+            choices.append(choice)
+            request = Request(
+                request_id=f"{unique}-{index}",
+                token_ids=prompt,
+                params=own,
+                cache_salt=body.cache_salt,
+                priority=body.priority or 0,
+            )
+            requests.append(request)
+    return Generation(
+        id=id, model=model, body=body, prompts=prompts, n=n, choices=choices, requests=requests,
+        echo_only=echoes_only(body),
+    )  # fmt: skip
+
+
+def _truncate(prompt: list[int], body: ChatRequest | CompletionRequest, limits: ModelLimits) -> list[int]:
+    """vLLM's `truncate_prompt_tokens`: keep the last k tokens; -1 keeps what the model can read."""
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    if keep == 0 or keep > limits.max_model_len:
+        raise bad_value("truncate_prompt_tokens", keep, f"-1, or 1 to max_model_len ({limits.max_model_len})")
+    if keep == -1:
+        keep = limits.max_model_len - 1
+    return prompt[-keep:]

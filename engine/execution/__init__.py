@@ -1,0 +1,1 @@
+"""One step on the device: block tables, the forward pass, CUDA graphs, sampling."""

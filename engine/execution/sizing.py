@@ -1,0 +1,158 @@
+"""Which device a rank computes on, and how much of its memory is the cache."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from engine.cache.spec import CacheSpec
+from engine.config import ConfigError, EngineConfig
+from engine.execution.decode_graphs import CudaCapture
+from engine.execution.profiling import peak_step_bytes
+from engine.execution.runner import ModelRunner, units_for_memory
+from engine.models import CausalLM
+from kernels import select
+
+log = logging.getLogger("engine.sizing")
+
+CACHE_BYTES_MAX = 4 << 30
+"""Cache on a CPU without a flag that sizes it; or a quarter of the free memory, if that is less."""
+CACHE_TOKENS_MAX = 1 << 20
+"""Without a flag a small model does not fill that memory: enough is enough."""
+GPU_MEMORY_SHARE = 0.9
+GPU_STEP_BYTES = 1 << 30
+"""What a step on a GPU is taken to need where it is not measured: in a dry run."""
+GPU_GRAPH_BYTES = 1 << 29
+"""Left for recorded decode steps."""
+
+
+def sequences_max(config: EngineConfig) -> int:
+    """Most sequences that a step may have."""
+    return min(config.max_num_seqs, config.max_num_batched_tokens)
+
+
+def size_cache(
+    config: EngineConfig,
+    model: CausalLM,
+    spec: CacheSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    agree: Callable[[int, torch.device], int] | None = None,
+) -> int:
+    """Units of the cache that there is memory for, on every rank. Raises ConfigError if there are none.
+
+    `agree`: the smallest number of all ranks, which must all be here together; None: one rank.
+    """
+    step_bytes, max_model_len = 0, resolve_max_len(config, model)
+    if device.type == "cuda":
+
+        def profiled(unit_count: int) -> ModelRunner:
+            return make_runner(
+                replace(config, enforce_eager=True), model, spec, unit_count,
+                dtype=dtype, device=device, max_model_len=max_model_len, eos_token_ids=(),
+            )  # fmt: skip
+
+        tokens = config.max_num_batched_tokens
+        try:
+            step_bytes = peak_step_bytes(profiled, spec, tokens, sequences_max(config), max_model_len, device)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(f"--max-num-batched-tokens {tokens}: no memory for so large a step: {error}") from error
+        log.info("the largest step needs %d MiB besides weights and cache", step_bytes >> 20)
+    try:
+        count = count_units(config, spec, device, step_bytes)
+    except ConfigError:
+        if agree is not None:
+            agree(0, device)  # the others wait for it
+        raise
+    if agree is not None and (count := agree(count, device)) < 1:
+        raise ConfigError("another rank has no memory for the cache: see its log")
+    return count
+
+
+def make_runner(
+    config: EngineConfig,
+    model: CausalLM,
+    spec: CacheSpec,
+    unit_count: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    eos_token_ids: tuple[int, ...],
+) -> ModelRunner:
+    """The runner of this process's model; made alike on every rank."""
+    return ModelRunner(
+        model, spec, unit_count, kernels=select(device, config.attention_backend or "auto"), dtype=dtype,
+        device=device, max_model_len=max_model_len, eos_token_ids=eos_token_ids, seed=config.seed,
+        capture=CudaCapture(device) if device.type == "cuda" and not config.enforce_eager else None,
+    )  # fmt: skip
+
+
+def rank_device(config: EngineConfig, rank: int) -> torch.device:
+    """The device of one rank: of several GPUs, each rank's own. Raises ConfigError."""
+    device, size = resolve_device(config.device), config.tensor_parallel_size
+    if size == 1 or device.type == "cpu":
+        return device
+    if ":" in config.device:
+        raise ConfigError(f"--device {config.device!r}: with --tensor-parallel-size {size}, expected cuda or cpu")
+    if (count := torch.cuda.device_count()) < size:
+        raise ConfigError(f"--tensor-parallel-size {size}: expected at most the number of GPUs here ({count})")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+def resolve_device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {wanted!r}: expected auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"--device {wanted!r}: no usable CUDA device here")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {wanted!r}: expected auto, cpu, cuda or cuda:N")
+    return device
+
+
+def count_units(config: EngineConfig, spec: CacheSpec, device: torch.device, step_bytes: int = GPU_STEP_BYTES) -> int:
+    """Units of the cache, from the flags or from the memory that is free. Raises ConfigError if not even one fits.
+
+    `step_bytes`: what a step on a GPU needs besides weights and cache.
+    """
+    per_unit = spec.blocks_per_unit(0)
+    if config.num_gpu_blocks_override is not None:
+        return -(-config.num_gpu_blocks_override // per_unit)
+    if config.kv_cache_memory_bytes is not None:
+        flag, budget = f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}", config.kv_cache_memory_bytes
+        count = units_for_memory(spec, budget)
+    else:
+        flag, budget = "the free memory", _free_memory(device, step_bytes)
+        if device.type == "cpu":
+            budget //= config.tensor_parallel_size  # the ranks share it
+        enough = -(-CACHE_TOKENS_MAX // (spec.block_size * per_unit))
+        count = min(units_for_memory(spec, budget), enough)
+    if count < 1:
+        raise ConfigError(f"{flag}: {budget} bytes hold no unit of the cache ({spec.unit_bytes} bytes)")
+    return count
+
+
+def _free_memory(device: torch.device, step_bytes: int) -> int:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free - (1 - GPU_MEMORY_SHARE) * total - step_bytes - GPU_GRAPH_BYTES)
+    return min(CACHE_BYTES_MAX, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
+
+
+def resolve_max_len(config: EngineConfig, model: CausalLM) -> int:
+    own = model.config.max_positions
+    if config.max_model_len is None:
+        return own
+    if config.max_model_len > own:
+        raise ConfigError(f"--max-model-len {config.max_model_len}: this model was made for at most {own} tokens")
+    return config.max_model_len

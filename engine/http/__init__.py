@@ -1,0 +1,1 @@
+"""The HTTP server of `engine serve`. Knows no torch."""

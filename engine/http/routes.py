@@ -1,0 +1,145 @@
+"""Every endpoint that does not generate: models, health, metrics, the cache's facts, tokenising."""
+
+from __future__ import annotations
+
+import platform
+from typing import Annotated, Any
+
+import msgspec
+from aiohttp import web
+
+from engine.api.bodies import DetokenizeAnswer, ModelCard, ModelList, TokenizeAnswer
+from engine.config import __version__
+from engine.http.generate import STATE
+from engine.http.state import unavailable
+from events.sources import encode_sources
+from prompts import RequestError
+from prompts.schemas import ChatRequest, Message, TokenIdField, decode_json, parse_chat
+
+_JSON = "application/json"
+
+
+def json_response(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type=_JSON)
+
+
+async def models(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    return json_response(ModelList(data=[_card(request, name) for name in state.names]))
+
+
+async def model(request: web.Request) -> web.Response:
+    name = request.match_info["model"]
+    request.app[STATE].check_model(name)
+    return json_response(_card(request, name))
+
+
+def _card(request: web.Request, name: str) -> ModelCard:
+    state = request.app[STATE]
+    return ModelCard(id=name, created=state.created, root=state.info.model_path, max_model_len=state.info.max_model_len)
+
+
+async def health(request: web.Request) -> web.Response:
+    """200 while new requests are taken."""
+    state = request.app[STATE]
+    if state.client.dead is not None:
+        raise unavailable(f"the engine is not running: {state.client.dead}")
+    if state.draining:
+        raise unavailable("the server is shutting down")
+    return web.Response()
+
+
+async def version(request: web.Request) -> web.Response:
+    return json_response({"version": __version__, "engine": "blockcast", "python": platform.python_version()})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    page = request.app[STATE].page.render()
+    return web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+async def kv_event_sources(request: web.Request) -> web.Response:
+    return web.Response(body=encode_sources(request.app[STATE].info.event_sources), content_type=_JSON)
+
+
+async def kv_cache_groups(request: web.Request) -> web.Response:
+    return json_response(request.app[STATE].info.groups)
+
+
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    """Forget all cached prefixes and announce it. Running sequences keep what they hold."""
+    state = request.app[STATE]
+    if state.client.dead is not None:
+        raise unavailable(f"the engine is not running: {state.client.dead}")
+    await state.client.reset_prefix_cache()
+    return web.Response()
+
+
+class TokenizePrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A body of /tokenize with a text; one with `messages` is read as a chat."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class TokenizeChat(msgspec.Struct, frozen=True, kw_only=True):
+    """A body of /tokenize with messages: what /v1/chat/completions would encode."""
+
+    messages: list[Message]
+    model: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    tools: list[Message] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    tokens: Annotated[list[TokenIdField], msgspec.Meta(max_length=4_000_000)]
+    model: str | None = None
+
+
+class _TokenizeProbe(msgspec.Struct):
+    messages: Any = None
+    return_token_strs: bool | None = None
+
+
+_probe_decoder = msgspec.json.Decoder(_TokenizeProbe)
+_prompt_decoder = msgspec.json.Decoder(TokenizePrompt)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    data = await state.body(request)
+    probe = decode_json(_probe_decoder, data)
+    tokenizer = state.tokenizer
+    body: ChatRequest | TokenizePrompt
+    if probe.messages is not None:
+        chat = body = parse_chat(data)
+        state.check_model(body.model)
+        ids = await state.encode(len(data), lambda: tokenizer.chat_ids(chat))
+    else:
+        text = body = decode_json(_prompt_decoder, data)
+        state.check_model(body.model)
+        ids = await state.encode(len(data), lambda: tokenizer.encode(text.prompt, text.add_special_tokens))
+    strings = [tokenizer.id_to_token(i) or "" for i in ids] if probe.return_token_strs else None
+    answer = TokenizeAnswer(count=len(ids), max_model_len=state.info.max_model_len, tokens=ids, token_strs=strings)
+    return json_response(answer)
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    body = decode_json(_detokenize_decoder, await state.body(request))
+    state.check_model(body.model)
+    for index, token_id in enumerate(body.tokens):
+        if token_id >= state.info.vocab_size:
+            raise RequestError(
+                f"tokens[{index}]: got {token_id}, expected token ids below {state.info.vocab_size}",
+                param=f"tokens[{index}]",
+            )
+    text = state.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    return json_response(DetokenizeAnswer(text))

@@ -1,0 +1,290 @@
+"""The HTTP process: routes, errors in OpenAI's form, start and end. The model runs in another process.
+
+`serve` is its whole life: start the core, bind, answer, and on SIGTERM or Ctrl-C finish what is running (new requests
+get 503) and end with status 0. If the core dies, requests in flight get an error, /health says 503, and the process
+ends with status 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from engine.config import EngineConfig, ServerConfig, is_loopback
+from engine.http.generate import STATE, chat_completions, completions
+from engine.http.openapi import document
+from engine.http.routes import (
+    detokenize,
+    health,
+    kv_cache_groups,
+    kv_event_sources,
+    metrics,
+    model,
+    models,
+    reset_prefix_cache,
+    tokenize,
+    version,
+)
+from engine.http.state import RETRY_AFTER_S, ServerState
+from engine.messages import CoreInfo
+from engine.process.client import EngineClient, EngineDead
+from prompts import RequestError, Tokenizer, TokenizerError
+
+log = logging.getLogger("engine.server")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+OPEN_PATHS = frozenset(
+    {"/health", "/ping", "/version", "/metrics", "/kv_event_sources", "/kv_cache/groups", "/openapi.json"}
+)
+"""What needs no API key: probes, and what a router asks a worker before it has any."""
+KEEPALIVE_S = 120.0
+"""An idle connection, or one whose first request does not arrive, is closed after so long."""
+DEATH_GRACE_S = 1.0
+"""Between the core's death and the end of the process: for the last answers to leave."""
+
+
+def build_app(state: ServerState) -> web.Application:
+    app = web.Application(middlewares=[errors], client_max_size=state.config.max_body_bytes)
+    app[STATE] = state
+    app.router.add_post("/v1/chat/completions", chat_completions)
+    app.router.add_post("/v1/completions", completions)
+    app.router.add_get("/v1/models", models)
+    app.router.add_get("/v1/models/{model:.+}", model)
+    app.router.add_get("/health", health)
+    app.router.add_get("/ping", health)
+    app.router.add_post("/ping", health)
+    app.router.add_get("/version", version)
+    app.router.add_get("/metrics", metrics)
+    app.router.add_get("/kv_event_sources", kv_event_sources)
+    app.router.add_get("/kv_cache/groups", kv_cache_groups)
+    app.router.add_post("/reset_prefix_cache", reset_prefix_cache)
+    app.router.add_post("/tokenize", tokenize)
+    app.router.add_post("/detokenize", detokenize)
+    app.router.add_get("/openapi.json", openapi_json)
+    return app
+
+
+async def openapi_json(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    return web.Response(body=document(bool(state.config.api_keys)), content_type="application/json")
+
+
+@web.middleware
+async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Everything that goes wrong becomes OpenAI's error body."""
+    state = request.app[STATE]
+    try:
+        if request.path not in OPEN_PATHS:
+            state.check_key(request.headers.get("Authorization"))
+        return await handler(request)
+    except RequestError as error:
+        return error_response(state, error)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        return error_response(state, _http_error(request, error), allow=error.headers.get("Allow"))
+    except EngineDead as error:
+        return error_response(
+            state, RequestError(str(error), param=None, code="unavailable", status=503, type="server_error")
+        )
+    except ConnectionError:
+        return web.Response(status=499)  # the client has left: nobody reads it, and aiohttp logs no traceback
+    except Exception:
+        log.exception("%s %s failed", request.method, request.path)
+        error_body = RequestError("internal error", param=None, code="internal_error", status=500, type="server_error")
+        return error_response(state, error_body)
+
+
+def error_response(state: ServerState, error: RequestError, allow: str | None = None) -> web.Response:
+    state.metrics.count_refusal(error.status)
+    headers = {}
+    if error.status in (429, 503):
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if allow:
+        headers["Allow"] = allow
+    return web.Response(
+        body=msgspec.json.encode(error.body()), status=error.status, content_type="application/json", headers=headers
+    )
+
+
+def _http_error(request: web.Request, error: web.HTTPException) -> RequestError:
+    if error.status == 404:
+        return RequestError(f"no such path: {request.method} {request.path}", param=None, code="not_found", status=404)
+    if error.status == 405:
+        allowed = ", ".join(sorted(getattr(error, "allowed_methods", ())))
+        message = f"{request.method} {request.path}: expected {allowed}"
+        return RequestError(message, param=None, code="method_not_allowed", status=405)
+    if error.status == 413:
+        limit = request.app[STATE].config.max_body_bytes
+        return RequestError(f"the body is larger than {limit} bytes", param=None, code="body_too_large", status=413)
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    return RequestError(error.text or error.reason, param=None, status=error.status, type=kind)
+
+
+class Server:
+    """One engine serving; `run` returns the exit status."""
+
+    def __init__(self, engine_config: EngineConfig, config: ServerConfig) -> None:
+        self._engine_config = engine_config
+        self._config = config
+        self._stop: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        """Resolved to None by a signal, to the reason by the core's death."""
+        self._signals = 0
+        self._hurry = asyncio.Event()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            listener = bind(self._config.host, self._config.port)
+        except OSError as error:
+            return _fail(f"cannot listen on {self._config.host}:{self._config.port}: {error.strerror or error}")
+        client = await EngineClient.start(self._engine_config, self._on_death)
+        try:
+            return await self._serve(client, listener)
+        finally:
+            listener.close()
+            await client.close()
+
+    async def _serve(self, client: EngineClient, listener: socket.socket) -> int:
+        ready = asyncio.ensure_future(client.ready())
+        waits: list[asyncio.Future[Any]] = [ready, self._stop]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            ready.cancel()
+            return 0  # told to stop while loading
+        try:
+            info = ready.result()
+            tokenizer = await asyncio.get_running_loop().run_in_executor(None, self._load_tokenizer, info)
+        except (EngineDead, TokenizerError) as error:
+            return _fail(str(error))
+        state = ServerState(self._config, client, info, tokenizer)
+        runner = web.AppRunner(
+            build_app(state),
+            handler_cancellation=True,
+            access_log=logging.getLogger("engine.access") if self._config.log_requests else None,
+            shutdown_timeout=1.0,
+            keepalive_timeout=KEEPALIVE_S,
+            max_line_size=16384,
+            max_field_size=16384,
+        )
+        await runner.setup()
+        await web.SockSite(runner, listener, backlog=2048).start()
+        announce(self._engine_config, self._config, state, listener)
+        reason = await self._stop
+        if reason is None:
+            await self._drain(state)
+        else:
+            await asyncio.sleep(DEATH_GRACE_S)
+        await runner.cleanup()
+        state.close()
+        return 0 if reason is None else _fail(reason)
+
+    def _load_tokenizer(self, info: CoreInfo) -> Tokenizer:
+        folder = self._engine_config.tokenizer or info.model_path
+        return Tokenizer.load(Path(folder), chat_template=self._config.chat_template)
+
+    async def _drain(self, state: ServerState) -> None:
+        state.draining = True
+        if not state.active:
+            return
+        timeout_s = self._config.shutdown_timeout_s
+        log.info("finishing %d requests (at most %.0f s; again to stop now)", state.active, timeout_s)
+        idle = asyncio.ensure_future(state.idle())
+        hurry = asyncio.ensure_future(self._hurry.wait())
+        await asyncio.wait({idle, hurry}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in (idle, hurry):
+            task.cancel()
+        if state.active:
+            log.warning("ending with %d requests unfinished", state.active)
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            self._hurry.set()
+        if not self._stop.done():
+            self._stop.set_result(None)
+
+    def _on_death(self, reason: str) -> None:
+        if not self._stop.done():
+            self._stop.set_result(reason)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening address; port 0 lets the system choose. Raises OSError."""
+    family, kind, proto, _, address = socket.getaddrinfo(
+        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    sock = socket.socket(family, kind, proto)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setblocking(False)
+        sock.bind(address)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def announce(engine_config: EngineConfig, config: ServerConfig, state: ServerState, listener: socket.socket) -> None:
+    """The lines a person (or a script) waits for."""
+    info = state.info
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    print(f"model     {', '.join(state.names)} ({info.dtype} on {info.device}, {info.max_model_len} tokens)")
+    if engine_config.model is None:
+        print("          no MODEL was given: this is the built-in random model, its text means nothing")
+    print(f"cache     {info.num_blocks} blocks of {info.block_size} tokens")
+    for source in info.event_sources:
+        replay = f", replay {source.replay_endpoint}" if source.replay_endpoint else ""
+        print(f"events    {source.endpoint}{replay}")
+    if not info.event_sources:
+        print("events    off")
+    if is_loopback(host):
+        print("reach     from this machine only (--host 0.0.0.0 opens the API and the events)")
+    elif not config.api_keys:
+        print("reach     the network, without an API key (--api-key, or keep the network private)")
+    print(f"ready     http://{shown}:{port}", flush=True)
+
+
+def _fail(message: str) -> int:
+    print(f"engine: {message}", file=sys.stderr, flush=True)
+    return 1
+
+
+class _Malformed(logging.Filter):
+    """Bytes that are not HTTP are answered with 400 and are no error of ours: not worth a traceback each."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, HttpProcessingError)
+
+
+def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
+    """Serve until told to stop; the exit status."""
+
+    logging.getLogger("aiohttp.server").addFilter(_Malformed())
+
+    async def main() -> int:
+        return await Server(engine_config, config).run()
+
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main())
+    status: int = uvloop.run(main())
+    return status

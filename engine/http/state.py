@@ -1,0 +1,149 @@
+"""What all handlers share: the loaded model's facts, the client of the core, counters, and who may come in.
+
+Owns admission (model name, queue limit, draining, a dead core) and nothing of how answers look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from aiohttp import web
+
+from engine.api.detokenizer import DetokenizerFactory
+from engine.api.params import ModelLimits
+from engine.config import ServerConfig
+from engine.http.metrics import MetricsPage, ServerMetrics
+from engine.messages import CoreInfo
+from engine.process.client import EngineClient
+from prompts import RequestError, Tokenizer, bad_value
+
+T = TypeVar("T")
+
+ENCODE_INLINE_BYTES = 4096
+"""Bodies up to this size are tokenised on the event loop: a thread would cost more than it frees."""
+RETRY_AFTER_S = 1
+
+
+class ServerState:
+    """One serving HTTP process. Made once the core is ready."""
+
+    def __init__(self, config: ServerConfig, client: EngineClient, info: CoreInfo, tokenizer: Tokenizer) -> None:
+        self.config = config
+        self.client = client
+        self.info = info
+        self.tokenizer = tokenizer
+        self.factory = DetokenizerFactory(tokenizer.hf)
+        self.names = config.served_model_names or (info.model_name,)
+        self.limits = ModelLimits(
+            max_model_len=info.max_model_len, vocab_size=info.vocab_size, default_sampling=info.default_sampling
+        )
+        self.metrics = ServerMetrics()
+        self.page = MetricsPage(self.metrics, lambda: client.stats, lambda: client.events, info, self.names[0])
+        self.created = int(time.time())
+        self.draining = False
+        self.active = 0
+        """Completion requests being answered."""
+        self._names = frozenset(self.names)
+        self._api_keys = tuple(key.encode() for key in config.api_keys)
+        self._numbers = itertools.count()
+        self._encoders = ThreadPoolExecutor(max_workers=2, thread_name_prefix="encode")
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def check_key(self, authorization: str | None) -> None:
+        """Compare a bearer token with the API keys in constant time. Raises RequestError 401."""
+        if not self._api_keys:
+            return
+        scheme, _, given = (authorization or "").partition(" ")
+        token = given.strip().encode() if scheme.lower() == "bearer" else b""
+        matches = [hmac.compare_digest(token, key) for key in self._api_keys]  # all, so that time tells nothing
+        if not any(matches):
+            raise RequestError(
+                "Incorrect or missing API key: expected the header Authorization: Bearer KEY",
+                param=None,
+                code="invalid_api_key",
+                status=401,
+                type="authentication_error",
+            )
+
+    def check_model(self, model: str | None) -> None:
+        """None is the served model. Raises RequestError 404 for another."""
+        if model is not None and model not in self._names:
+            error = bad_value("model", model, f"one of {', '.join(self.names)}")
+            error.status, error.code = 404, "model_not_found"
+            raise error
+
+    def admit(self, sequences: int) -> None:
+        """Whether `sequences` more may enter the engine now. Raises RequestError 503 or 429."""
+        if self.client.dead is not None:
+            raise unavailable(f"the engine is not running: {self.client.dead}")
+        if self.draining:
+            raise unavailable("the server is shutting down")
+        limit = self.config.max_queue
+        if limit is not None and self.client.in_flight + sequences > limit:
+            if sequences > limit:
+                raise RequestError(f"n: {sequences} sequences, expected at most {limit} (--max-queue)", param="n")
+            raise RequestError(
+                f"the engine is full: {self.client.in_flight} sequences are running or waiting, at most {limit} may",
+                param=None,
+                code="queue_full",
+                status=429,
+                type="rate_limit_error",
+            )
+
+    def enter(self) -> None:
+        self.active += 1
+        self._idle.clear()
+
+    def leave(self) -> None:
+        self.active -= 1
+        if not self.active:
+            self._idle.set()
+
+    async def idle(self) -> None:
+        """Wait until no completion request is being answered."""
+        await self._idle.wait()
+
+    async def encode(self, body_bytes: int, work: Callable[[], T]) -> T:
+        """Tokenise: here where it is short, else in a thread, so that a long prompt does not stall the others."""
+        if body_bytes <= ENCODE_INLINE_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._encoders, work)
+
+    def unique_id(self) -> str:
+        """Names a request's sequences in the core."""
+        return format(next(self._numbers), "x")
+
+    async def body(self, request: web.Request) -> bytes:
+        """The request's body. Raises RequestError: 408 where it takes too long, 400 where the client leaves before."""
+        if not request.can_read_body or request.content.is_eof():
+            return await request.read()
+        try:
+            return await asyncio.wait_for(request.read(), self.config.body_timeout_s)
+        except asyncio.TimeoutError:
+            raise RequestError(
+                f"the body did not arrive within {self.config.body_timeout_s:.0f} s",
+                param=None,
+                code="request_timeout",
+                status=408,
+            ) from None
+        except ConnectionError:
+            raise RequestError("the client left before its request was complete", param=None) from None
+
+    def close(self) -> None:
+        self._encoders.shutdown(wait=False, cancel_futures=True)
+
+
+def unavailable(message: str) -> RequestError:
+    return RequestError(message, param=None, code="unavailable", status=503, type="server_error")
+
+
+def random_id() -> str:
+    return uuid.uuid4().hex

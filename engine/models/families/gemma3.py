@@ -1,0 +1,106 @@
+"""Gemma 3, text: sliding-window layers with one full-attention layer in six, each kind with its own rotary base.
+
+Norms are zero-centred and stand on both sides of each branch; embeddings are scaled by sqrt(hidden_size). Of a
+vision-language checkpoint the text model is served; vision weights are ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from engine.models.decoder import CausalLM, DecoderConfig, attention_config
+from engine.models.hf_config import HfConfig, ModelError, layer_types
+from engine.models.layers import Attention, AttentionConfig, DecoderBlock, GatedMLP, RMSNorm, gelu_tanh_and_mul
+from engine.models.rope import RopeConfig
+from engine.models.weights import WeightScope
+
+GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
+FULL_ATTENTION_EVERY = 6
+VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+DEFAULTS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+"""What a published config leaves out."""
+
+
+def build(config: HfConfig, root: WeightScope) -> CausalLM:
+    if "text_config" in config:
+        config = config.sub("text_config")
+    config = HfConfig(DEFAULTS | dict(config.values), config.where)
+    config.expect("hidden_activation", "gelu_pytorch_tanh", "gelu_pytorch_tanh")
+    config.expect("use_bidirectional_attention", False, False)
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if key in config:
+            raise ModelError(f"{config.where}: {key}: {config.values[key]!r} is not supported; expected null")
+    decoder = replace(
+        DecoderConfig.of(config, tie_embeddings=True),
+        zero_centred_norm=True,
+        embedding_scale=math.sqrt(config.integer("hidden_size")),
+    )
+    full = replace(
+        attention_config(config, decoder),
+        qkv_bias=config.get("attention_bias", False),
+        output_bias=config.get("attention_bias", False),
+        qk_norm_eps=decoder.norm_eps,
+        zero_centred_norm=True,
+        scale=config.get("query_pre_attn_scalar", 256.0) ** -0.5,
+    )
+    every = config.get("sliding_window_pattern", FULL_ATTENTION_EVERY)
+    default = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(decoder.num_layers)]
+    kinds = layer_types(
+        config,
+        "layer_types",
+        {"sliding_attention": "sliding", "full_attention": "full"},
+        default,
+        count=decoder.num_layers,
+    )
+    attention = {
+        "full": replace(full, rope=_rope(config, full.head_dim, "full_attention")),
+        "sliding": replace(
+            full, rope=_rope(config, full.head_dim, "sliding_attention"), window=config.integer("sliding_window")
+        ),
+    }
+    size = config.integer("intermediate_size")
+    return CausalLM(
+        root,
+        "model",
+        decoder,
+        lambda scope, index: _block(scope, decoder, attention[kinds[index]], size),
+        ignored=VISION_PREFIXES,
+        renamed=TEXT_PREFIXES,
+    )
+
+
+def _rope(config: HfConfig, head_dim: int, layer_type: str) -> RopeConfig:
+    """A layer kind's rotary setting: its own set in transformers 5; before that, scaling is of the full layers only."""
+    if "rope_parameters" in config:
+        theta = GLOBAL_THETA if layer_type == "full_attention" else LOCAL_THETA
+        return RopeConfig.of(config, head_dim, theta=theta, layer_type=layer_type)
+    if layer_type == "full_attention":
+        return RopeConfig.of(config, head_dim, theta=GLOBAL_THETA)
+    return RopeConfig(head_dim, config.get("rope_local_base_freq", LOCAL_THETA), where=config.where)
+
+
+def _block(scope: WeightScope, decoder: DecoderConfig, attention: AttentionConfig, size: int) -> DecoderBlock:
+    def norm(name: str) -> RMSNorm:
+        return RMSNorm(scope, name, decoder.hidden_size, decoder.norm_eps, zero_centred=True)
+
+    return DecoderBlock(
+        mixer_norm=norm("input_layernorm"),
+        mixer=Attention(scope.sub("self_attn"), attention),
+        post_mixer_norm=norm("post_attention_layernorm"),
+        mlp_norm=norm("pre_feedforward_layernorm"),
+        mlp=GatedMLP(scope.sub("mlp"), decoder.hidden_size, size, activation=gelu_tanh_and_mul),
+        post_mlp_norm=norm("post_feedforward_layernorm"),
+    )

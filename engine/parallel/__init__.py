@@ -1,0 +1,1 @@
+"""Tensor parallelism: one rank leads, the others follow its orders."""

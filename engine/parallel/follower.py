@@ -1,0 +1,177 @@
+"""A follower's process (ranks 1 and up): the leader's plans, computed on this rank's part of the model.
+
+No scheduler, no sampling, no events, no HTTP. Ends when its socket closes. The other end is
+`engine.parallel.ranks.Leader`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from engine.cache.spec import CacheSpec
+from engine.config import EngineConfig
+from engine.execution.runner import ModelRunner
+from engine.execution.sizing import make_runner, rank_device, sequences_max, size_cache
+from engine.messages import FrameReader, frame
+from engine.models import CausalLM, Shard
+from engine.models.loader import load_model
+from engine.parallel.orders import PlanReader
+from engine.parallel.ranks import (
+    GRACE_S,
+    LOOPBACK,
+    Load,
+    Loaded,
+    LoadFailed,
+    Order,
+    Reply,
+    Start,
+    add_up,
+    gather,
+    join,
+    smallest,
+)
+
+log = logging.getLogger("engine.follower")
+
+
+class Follower:
+    """One rank's model and runner."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._shard = Shard(rank, size, add_up, gather)
+        self._config = EngineConfig()
+        self.device = torch.device("cpu")
+        self._model: CausalLM | None = None
+        self._spec: CacheSpec | None = None
+        self._dtype = torch.float32
+        self._runner: ModelRunner | None = None
+        self._plans = PlanReader()
+
+    def load(self, config: EngineConfig, folder: Path) -> Loaded:
+        """Raises what loading raises."""
+        torch.set_num_threads(config.num_threads)
+        self._config = config
+        self.device = rank_device(config, self._shard.rank)
+        self._model, self._dtype = load_model(folder, dtype=config.dtype, device=self.device, shard=self._shard)
+        self._spec = self._model.cache_spec(config.block_size, self._dtype)
+        return Loaded()
+
+    def size_cache(self) -> None:
+        """With the other ranks; the leader says later what came of it."""
+        assert self._model is not None
+        assert self._spec is not None
+        size_cache(self._config, self._model, self._spec, dtype=self._dtype, device=self.device, agree=smallest)
+
+    def obey(self, order: Order) -> None:
+        if isinstance(order, Start):
+            assert self._model is not None
+            assert self._spec is not None
+            self._runner = make_runner(
+                self._config, self._model, self._spec, order.unit_count,
+                dtype=self._dtype, device=self.device, max_model_len=order.max_model_len, eos_token_ids=(),
+            )  # fmt: skip
+            self._runner.record_decode_steps(sequences_max(self._config))
+            self._plans = PlanReader()
+        else:
+            assert not isinstance(order, Load)
+            assert self._runner is not None
+            self._runner.execute(self._plans.read(order))
+
+    def forget_decode_steps(self) -> None:
+        """Before the ranks part; see `ModelRunner`."""
+        if self._runner is not None:
+            self._runner.forget_decode_steps()
+
+
+def main(fd: int, rank: int, size: int, port: int) -> int:
+    """The process's whole life."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    sock = socket.socket(fileno=fd)
+    _end_with(sock)
+    follower = Follower(rank, size)
+    joined = False
+    try:
+        for order in _orders(sock):
+            if not isinstance(order, Load):
+                follower.obey(order)
+                continue
+            level = order.config.log_level.upper()
+            logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s %(name)s (rank {rank}): %(message)s")
+            reply = _load(follower, order)
+            sock.sendall(frame(msgspec.msgpack.encode(reply)))
+            if isinstance(reply, LoadFailed):
+                continue
+            if not joined:
+                store = TCPStore(LOOPBACK, port, size, is_master=False)
+                join(rank, size, store, follower.device)
+                joined = True
+            follower.size_cache()
+    except Exception as error:  # noqa: BLE001 - the last frame of the process; the leader sees it end
+        if _hung_up(sock):
+            return 0  # the leader is gone, and with it the partner of whatever was under way
+        log.error("rank %d of %d fails: %s: %s", rank, size, type(error).__name__, error)
+        traceback.print_exc()
+        return 1
+    if joined:
+        follower.forget_decode_steps()
+        dist.destroy_process_group()
+    return 0
+
+
+def _load(follower: Follower, order: Load) -> Reply:
+    try:
+        return follower.load(order.config, Path(order.folder))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the leader must hear why there is no model
+        if not isinstance(error, (ValueError, OSError)):
+            traceback.print_exc()
+        return LoadFailed(str(error))
+
+
+def _orders(sock: socket.socket) -> Iterator[Order]:
+    """Until the leader closes the socket."""
+    reader = FrameReader()
+    decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+    while True:
+        try:
+            data = sock.recv(1 << 20)
+        except ConnectionError:
+            return
+        if not data:
+            return
+        for payload in reader.feed(data):
+            yield decoder.decode(payload)
+
+
+def _hung_up(sock: socket.socket, timeout_ms: int = 0) -> bool:
+    poll = select.poll()
+    poll.register(sock, 0)  # the end of a connection is reported unasked
+    return bool(poll.poll(timeout_ms))
+
+
+def _end_with(sock: socket.socket) -> None:
+    """End this process soon after its socket is closed, even if it is blocked where a partner is gone."""
+
+    def wait() -> None:
+        while not _hung_up(sock, 60_000):
+            pass
+        time.sleep(GRACE_S)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

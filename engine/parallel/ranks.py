@@ -1,0 +1,311 @@
+"""Several processes compute one model: the leader (rank 0) has its followers repeat each step on their part of it.
+
+The leader is the process that has scheduler, cache and publisher. It starts the followers, sends them each step's plan
+as a small message over a socket, and computes the same plan itself; within a step the ranks meet in all-reduce, and
+where logits are put together.
+Block tables and units mean the same on all ranks, since every rank's cache has the same shape. Only the leader samples.
+
+A rank that fails cannot be made to catch up, so it ends the engine: `RunnerLost`. A follower ends when its socket
+closes, whatever the reason. One machine; gloo between CPUs, NCCL between GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from engine.config import EngineConfig
+from engine.core import Runner, RunnerLost
+from engine.messages import FrameReader, frame
+from engine.models import Shard
+from engine.parallel.orders import Planned, PlanWriter
+from engine.types import StepPlan, StepResult
+
+LOOPBACK = "127.0.0.1"
+COLLECTIVE_TIMEOUT_S = 300.0
+"""Longest wait of one rank for another inside a step: kernels are compiled in a first one."""
+GRACE_S = 5.0
+"""What a process that should end, or a step whose partner is gone, gets before it is ended."""
+
+_BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from engine.parallel.follower import main; sys.exit(main(*map(int, sys.argv[2:])))"
+)
+
+log = logging.getLogger("engine.ranks")
+
+
+# leader -> follower
+class Load(msgspec.Struct, tag="load", array_like=True, frozen=True):
+    """Load the model; answered by `Loaded` or `LoadFailed`."""
+
+    config: EngineConfig
+    folder: str
+
+
+class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
+    """Make the cache: plans follow."""
+
+    unit_count: int
+    max_model_len: int
+
+
+Order = Load | Start | Planned
+
+
+# follower -> leader
+class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
+    """The ranks meet (once), and size the cache together."""
+
+
+class LoadFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
+    message: str
+
+
+Reply = Loaded | LoadFailed
+
+
+def join(rank: int, size: int, store: TCPStore, device: torch.device) -> None:
+    """Meet the other ranks; blocks until all are there."""
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        device_id=device if device.type == "cuda" else None,  # connects now, not in the first step
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+    )
+
+
+def add_up(x: torch.Tensor) -> torch.Tensor:
+    """The sum over the ranks, on every rank; x is consumed."""
+    x = x.contiguous()
+    dist.all_reduce(x)
+    return x
+
+
+def gather(x: torch.Tensor) -> torch.Tensor | None:
+    """On rank 0: the [rows, n] of all ranks side by side, [rows, ranks * n]; elsewhere None."""
+    x = x.contiguous()
+    if dist.get_rank():
+        dist.gather(x, dst=0)
+        return None
+    parts = x.new_empty(dist.get_world_size(), *x.shape)
+    dist.gather(x, list(parts), dst=0)
+    return parts.transpose(0, 1).reshape(x.shape[0], -1)
+
+
+def smallest(count: int, device: torch.device) -> int:
+    """The smallest of the ranks' numbers, on every rank; each waits for the others."""
+    there = torch.tensor(count, dtype=torch.int64, device=device)
+    dist.all_reduce(there, op=dist.ReduceOp.MIN)
+    return int(there.item())
+
+
+class _Follower:
+    """The leader's side of one follower."""
+
+    def __init__(self, rank: int, size: int, port: int) -> None:
+        self.rank = rank
+        self._sock, theirs = socket.socketpair()
+        self._reader = FrameReader()
+        self._decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+        with theirs:
+            arguments = [str(number) for number in (theirs.fileno(), rank, size, port)]
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), *arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+
+    def send(self, data: bytes) -> None:
+        """Raises OSError if the follower is gone."""
+        self._sock.sendall(data)
+
+    def receive(self) -> Reply:
+        """Wait for its answer. Raises RunnerLost if it ends instead."""
+        while True:
+            try:
+                data = self._sock.recv(1 << 16)
+            except ConnectionError:
+                data = b""
+            if not data:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(GRACE_S)
+                raise RunnerLost(self.epitaph())
+            replies = [self._decoder.decode(payload) for payload in self._reader.feed(data)]
+            if replies:
+                assert len(replies) == 1, replies
+                return replies[0]
+
+    def epitaph(self) -> str:
+        status = self.process.poll()
+        if status is None:
+            how = "closed its socket"
+        elif status < 0:
+            how = f"was killed by {signal.Signals(-status).name}"
+        else:
+            how = f"ended with exit status {status}"
+        return f"tensor-parallel rank {self.rank} (process {self.process.pid}) {how}"
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class Leader:
+    """Starts the followers and has them do what rank 0 does. `close` it; there can be one in a process at a time."""
+
+    def __init__(self, size: int) -> None:
+        assert size > 1, size
+        self._size = size
+        listener = socket.create_server((LOOPBACK, 0))  # left to itself, the store listens on every interface
+        port = listener.getsockname()[1]
+        self._store = TCPStore(
+            LOOPBACK, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        self._encoder = msgspec.msgpack.Encoder()
+        self._plans = PlanWriter()
+        self._stepping = threading.Lock()
+        self._joined = False
+        self._closing = False
+        self._lost: str | None = None
+        self._followers: list[_Follower] = []
+        for rank in range(1, size):
+            self._followers.append(_Follower(rank, size, port))
+
+    @property
+    def shard(self) -> Shard:
+        """Rank 0's part of a model."""
+        return Shard(0, self._size, add_up, gather)
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the followers, by rank."""
+        return [follower.process.pid for follower in self._followers]
+
+    def load(self, config: EngineConfig, folder: Path) -> None:
+        """Have the followers load a model, while the caller loads its own part."""
+        self.tell(Load(config, str(folder)))
+
+    def await_loaded(self, device: torch.device) -> None:
+        """Wait for the followers and meet them. Raises RunnerLost, or ValueError with a follower's reason."""
+        for follower in self._followers:
+            reply = follower.receive()
+            if isinstance(reply, LoadFailed):
+                raise ValueError(f"tensor-parallel rank {follower.rank}: {reply.message}")
+        if not self._joined:
+            join(0, self._size, self._store, device)
+            self._joined = True
+
+    def smallest(self, count: int, device: torch.device) -> int:
+        """The smallest of the ranks' numbers. Raises RunnerLost if one of them ends instead."""
+        try:
+            return smallest(count, device)
+        except RuntimeError as error:
+            raise self.lost(error) from error
+
+    def lead(self, runner: Runner, unit_count: int, max_model_len: int) -> LeadingRunner:
+        """A runner of all ranks, from that of rank 0; the followers make theirs."""
+        self.tell(Start(unit_count, max_model_len))
+        self._plans = PlanWriter()
+        return LeadingRunner(self, runner)
+
+    def tell(self, order: Order) -> None:
+        """Send it to every follower. Raises RunnerLost."""
+        data = frame(self._encoder.encode(order))
+        for follower in self._followers:
+            try:
+                follower.send(data)
+            except OSError as error:
+                raise self.lost(error) from error
+
+    def step(self, plan: StepPlan, runner: Runner) -> StepResult:
+        """Have all ranks compute a plan; the result of rank 0. Raises RunnerLost if any of them fails."""
+        with self._stepping:
+            self.tell(self._plans.write(plan))
+            try:
+                return runner.execute(plan)
+            except Exception as error:  # whatever it is, the ranks may now be at different places
+                raise self.lost(error) from error
+
+    def lost(self, error: Exception) -> RunnerLost:
+        """Why the ranks cannot go on: the end of one of them if that is what `error` comes from."""
+        end_s = time.monotonic() + GRACE_S / 2
+        while self._lost is None and time.monotonic() < end_s:
+            self._lost = self._epitaph()
+            if self._lost is None:
+                time.sleep(0.02)
+        if self._lost is None:
+            self._lost = f"a step failed on rank 0 of {self._size}, and the others cannot follow: {error}"
+        return RunnerLost(self._lost)
+
+    def watch(self, on_lost: Callable[[str], None]) -> None:
+        """Call `on_lost`, from a thread, if a follower ends while no step notices it: idle, or blocked for good."""
+        for follower in self._followers:
+            threading.Thread(target=self._await_end, args=(follower, on_lost), daemon=True).start()
+
+    def close(self) -> None:
+        """End the followers; by force where they do not obey. Idempotent."""
+        self._closing = True
+        for follower in self._followers:
+            follower.close()
+        parting = None
+        if self._joined and self._lost is None:
+            # Communicators of NCCL may end only together; should a rank be gone after all, nobody waits for long.
+            parting = threading.Thread(target=dist.destroy_process_group, daemon=True)
+            parting.start()
+        for follower in self._followers:
+            try:
+                follower.process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                log.warning("tensor-parallel rank %d does not end and is killed", follower.rank)
+                follower.process.kill()
+                follower.process.wait()
+        if parting is not None:
+            parting.join(GRACE_S)
+        elif self._joined and dist.get_backend() == "gloo":  # NCCL would wait for the lost
+            dist.destroy_process_group()
+        self._joined = False
+
+    def _await_end(self, follower: _Follower, on_lost: Callable[[str], None]) -> None:
+        follower.process.wait()
+        acquired = self._stepping.acquire(timeout=GRACE_S)  # a step that fails says so itself
+        if self._lost is None and not self._closing:
+            self._lost = self._epitaph() or follower.epitaph()
+            on_lost(self._lost)
+        if acquired:
+            self._stepping.release()
+
+    def _epitaph(self) -> str | None:
+        """Of the follower that is gone; one that was killed before one that then failed."""
+        gone = [(status, f) for f in self._followers if (status := f.process.poll()) is not None]
+        return min(gone, key=lambda entry: entry[0])[1].epitaph() if gone else None
+
+
+class LeadingRunner:
+    """The runner of all ranks, as the core sees it."""
+
+    def __init__(self, leader: Leader, runner: Runner) -> None:
+        self._leader = leader
+        self._runner = runner
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self._leader.step(plan, self._runner)

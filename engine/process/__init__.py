@@ -1,0 +1,1 @@
+"""The core in a process of its own, and the client that speaks to it."""

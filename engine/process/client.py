@@ -1,0 +1,272 @@
+"""The HTTP process's side of the core: send requests, receive their outputs as they come, abort, reset.
+
+Owns the socket to the core process and the streams of the requests in flight. Outputs that a slow reader has not
+taken yet are merged, so what is buffered for a request is bounded by the tokens it may generate. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.core import EngineStats
+from engine.messages import (
+    Abort,
+    Add,
+    Command,
+    CoreInfo,
+    FrameReader,
+    Outputs,
+    Ready,
+    Report,
+    ResetDone,
+    ResetPrefixCache,
+    frame,
+)
+from engine.types import Request, SequenceOutput
+from events.publisher import PublisherStats
+
+_BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from engine.process.core_process import main; sys.exit(main(int(sys.argv[2])))"
+)
+
+log = logging.getLogger("engine.client")
+
+
+class EngineDead(RuntimeError):
+    """The core process has ended or could not start; the message says why."""
+
+
+class OutputStream:
+    """The outputs of the sequences of one HTTP request, in order for each sequence, merged where not taken in time."""
+
+    def __init__(self, client: EngineClient, request_ids: Sequence[str]) -> None:
+        self._client = client
+        self._open = set(request_ids)
+        self._pending: dict[str, SequenceOutput] = {}
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> list[SequenceOutput]:
+        """What has arrived since the last call, at least one output; ends when every sequence has finished."""
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            if not self._open:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        outputs = list(self._pending.values())
+        self._pending.clear()
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._open.discard(output.request_id)
+        return outputs
+
+    def close(self, request_id: str | None = None) -> None:
+        """Want no more of one sequence, or of any: what still runs is aborted. Idempotent."""
+        leaving = [request_id] if request_id is not None else list(self._open)
+        leaving = [name for name in leaving if name in self._open]
+        self._open.difference_update(leaving)
+        for name in leaving:
+            self._pending.pop(name, None)
+        self._client.abort(leaving)
+
+    def deliver(self, output: SequenceOutput) -> None:
+        earlier = self._pending.get(output.request_id)
+        self._pending[output.request_id] = output if earlier is None else merge(earlier, output)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """End the iteration with `error`, after what has already arrived."""
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def merge(first: SequenceOutput, second: SequenceOutput) -> SequenceOutput:
+    """Two consecutive outputs of one sequence as one; changes and returns `first`."""
+    first.token_ids.extend(second.token_ids)
+    if second.logprobs:
+        first.logprobs = (first.logprobs or []) + second.logprobs
+    if first.prompt_logprobs is None:
+        first.prompt_logprobs = second.prompt_logprobs
+    if first.cached_tokens is None:
+        first.cached_tokens = second.cached_tokens
+    first.finish_reason = second.finish_reason
+    first.stop_token_id = second.stop_token_id
+    first.error = second.error
+    return first
+
+
+class EngineClient(asyncio.Protocol):
+    """One core process and its socket. Make with `EngineClient.start`; then `await ready()`."""
+
+    def __init__(self, child: subprocess.Popen[bytes], on_death: Callable[[str], None]) -> None:
+        self._child = child
+        self._on_death = on_death
+        self._reader = FrameReader()
+        self._decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._transport: asyncio.Transport | None = None
+        self._streams: dict[str, OutputStream] = {}
+        self._resets: dict[int, asyncio.Future[None]] = {}
+        self._calls = 0
+        self._ready: asyncio.Future[CoreInfo] = asyncio.get_running_loop().create_future()
+        self._closing = False
+        self.stats: EngineStats | None = None
+        """The last the core told; at most a tenth of a second old while it works."""
+        self.events: PublisherStats | None = None
+        self.dead: str | None = None
+        """Why the core is gone, once it is."""
+
+    @classmethod
+    async def start(cls, config: EngineConfig, on_death: Callable[[str], None]) -> EngineClient:
+        """`on_death` is called once, with the reason, if the core ends without having been told to."""
+        child, sock = start_core(config)
+        return await cls._connect(child, sock, on_death)
+
+    @classmethod
+    async def _connect(
+        cls, child: subprocess.Popen[bytes], sock: socket.socket, on_death: Callable[[str], None]
+    ) -> EngineClient:
+        sock.setblocking(False)
+        _, client = await asyncio.get_running_loop().create_unix_connection(lambda: cls(child, on_death), sock=sock)
+        return client
+
+    async def ready(self) -> CoreInfo:
+        """Wait until the core can serve. Raises EngineDead with the reason if it cannot."""
+        return await asyncio.shield(self._ready)
+
+    @property
+    def in_flight(self) -> int:
+        """Sequences the core has not finished."""
+        return len(self._streams)
+
+    def submit(self, requests: Sequence[Request]) -> OutputStream:
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+        stream = OutputStream(self, [request.request_id for request in requests])
+        for request in requests:
+            assert request.request_id not in self._streams, request.request_id
+            self._streams[request.request_id] = stream
+        self._send(Add(list(requests)))
+        return stream
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Stop sequences and free what they hold; those that are already done are ignored."""
+        running = [request_id for request_id in request_ids if self._streams.pop(request_id, None) is not None]
+        if running and self.dead is None:
+            self._send(Abort(running))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running sequences keep what they hold."""
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+        self._calls += 1
+        call_id = self._calls
+        future = self._resets[call_id] = asyncio.get_running_loop().create_future()
+        self._send(ResetPrefixCache(call_id))
+        try:
+            await future
+        finally:
+            self._resets.pop(call_id, None)
+
+    async def close(self, timeout_s: float = 5.0) -> None:
+        """End the core process; after `timeout_s` by force."""
+        self._closing = True
+        if self._transport is not None:
+            self._transport.close()
+        wait = asyncio.get_running_loop().run_in_executor(None, self._child.wait, timeout_s)
+        try:
+            await wait
+        except subprocess.TimeoutExpired:
+            log.warning("the core process did not end within %.0f s and is killed", timeout_s)
+            self._child.kill()
+            self._child.wait()
+
+    # asyncio.Protocol
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        for payload in self._reader.feed(data):
+            report = self._decoder.decode(payload)
+            if isinstance(report, Outputs):
+                self._take_outputs(report)
+            elif isinstance(report, Ready):
+                self._ready.set_result(report.info)
+            elif isinstance(report, ResetDone):
+                future = self._resets.get(report.call_id)
+                if future is not None and not future.done():
+                    future.set_result(None)
+            else:
+                self._die(report.message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._closing:
+            self._die("the core process ended without a word" + (f": {exc}" if exc else ""))
+
+    def _take_outputs(self, report: Outputs) -> None:
+        if report.stats is not None:
+            self.stats, self.events = report.stats, report.events
+        streams = self._streams
+        for output in report.outputs:
+            stream = streams.get(output.request_id)
+            if stream is None:
+                continue  # aborted here while the step that produced this was running
+            if output.finish_reason is not None:
+                del streams[output.request_id]
+            stream.deliver(output)
+
+    def _send(self, command: Command) -> None:
+        assert self._transport is not None
+        self._transport.write(frame(self._encoder.encode(command)))
+
+    def _die(self, reason: str) -> None:
+        if self.dead is not None:
+            return
+        status = self._child.poll()
+        self.dead = reason if status is None else f"{reason} (exit status {status})"
+        error = EngineDead(self.dead)
+        if not self._ready.done():
+            self._ready.set_exception(error)
+        for stream in set(self._streams.values()):
+            stream.fail(error)
+        self._streams.clear()
+        for future in self._resets.values():
+            if not future.done():
+                future.set_exception(error)
+        self._on_death(self.dead)
+
+
+def start_core(config: EngineConfig) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start the core process; returns it and our end of the socket, on which `Ready` or `Failed` will arrive."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+    ours.sendall(frame(msgspec.msgpack.encode(config)))
+    return process, ours

@@ -1,0 +1,170 @@
+"""The CPU backend: the torch one, with native operations where a step is made of many small ones.
+
+A decoding step of a small model spends its time on entering torch operations, and one over long contexts on copying
+KV rows to where torch can attend to them. The native operations (kernels/native, C++) attend straight over the pool,
+prompts in blocks of queries and decoding sequences a query at a time, and store, normalise, rotate and gate in one
+pass each. Whatever they are not made for (another dtype, an odd head dim) goes to `TorchCpuKernels`, which also serves
+alone where the native module was not built: `native` says which it is.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.cpu.torch_backend import TorchCpuKernels, TorchCpuPlan
+from kernels.interface import IntArray, PagedKV, Ragged
+
+try:
+    from kernels.cpu import _native
+except ImportError:  # no compiler where it was installed
+    HAS_NATIVE = False
+else:
+    HAS_NATIVE = True
+
+SHARED_ELEMS_MIN = 1 << 16
+"""From so many elements on torch's own operations are faster where they have several threads."""
+_BF16 = {torch.bfloat16: True, torch.float32: False}
+
+
+class CpuKernels(TorchCpuKernels):
+    """Implements `interface.Kernels`. One instance serves one step loop: it owns gather buffers."""
+
+    def __init__(self, device: torch.device, native: bool = HAS_NATIVE) -> None:
+        super().__init__(device)
+        self.native = native
+
+    def plan_attention(  # type: ignore[override]
+        self, batch: Ragged, block_table: IntArray, kv: PagedKV, window: int | None
+    ) -> _native.AttentionPlan | TorchCpuPlan:
+        bf16 = _BF16.get(kv.buffer.dtype)
+        if not self.native or bf16 is None or kv.head_dim % 16:
+            return super().plan_attention(batch, block_table, kv, window)
+        row = kv.row_elems
+        layout = _native.Layout(
+            kv.buffer.numel() // row,
+            kv.unit_elems // row,
+            kv.blocks_per_unit,
+            kv.block_size,
+            kv.num_layers,
+            kv.num_kv_heads,
+            kv.head_dim,
+        )
+        return _native.AttentionPlan(batch.query_starts, batch.context_lens, block_table, layout, bf16, window)
+
+    def attention(  # type: ignore[override]
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv: PagedKV,
+        layer: int,
+        plan: _native.AttentionPlan | TorchCpuPlan,
+        scale: float,
+    ) -> torch.Tensor:
+        if isinstance(plan, TorchCpuPlan):
+            return super().attention(q, k, v, kv, layer, plan, scale)
+        assert q.dtype == k.dtype == v.dtype == kv.buffer.dtype
+        tokens, heads, dim = q.shape
+        assert k.shape == v.shape == (tokens, kv.num_kv_heads, dim)
+        q, k, v = _heads_in_rows(q), _heads_in_rows(k), _heads_in_rows(v)
+        out = torch.empty(q.shape, dtype=q.dtype)
+        plan.attend(
+            kv.buffer.data_ptr(),
+            layer,
+            q.data_ptr(),
+            q.stride(0),
+            heads,
+            k.data_ptr(),
+            k.stride(0),
+            v.data_ptr(),
+            v.stride(0),
+            out.data_ptr(),
+            scale,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def _has(self, *tensors: torch.Tensor) -> bool:
+        """Whether the native operations take these tensors, and are the faster ones for the first."""
+        dtype = tensors[0].dtype
+        if not self.native or dtype not in _BF16 or any(x.dtype != dtype for x in tensors[1:]):
+            return False
+        return tensors[0].numel() < SHARED_ELEMS_MIN or torch.get_num_threads() == 1
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False) -> torch.Tensor:
+        if not (2 <= x.dim() <= 3 and self._has(x, weight)):
+            return super().rms_norm(x, weight, eps, zero_centred)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        _norm(x, weight, 0, out, eps, zero_centred)
+        return out
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not (x.dim() == 2 and self._has(x, weight, residual) and residual.is_contiguous()):
+            return super().add_rms_norm(x, residual, weight, eps, zero_centred)
+        assert residual.shape == x.shape
+        out = torch.empty(x.shape, dtype=x.dtype)
+        _norm(x, weight, residual.data_ptr(), out, eps, zero_centred)
+        return out, residual
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+        tokens, heads, dim = x.shape
+        width = cos.shape[-1]
+        if not self._has(x, cos, signed_sin):
+            return super().rotate(x, cos, signed_sin)
+        assert cos.shape == signed_sin.shape == (tokens, width)
+        assert width <= dim
+        assert width % 2 == 0
+        x, cos, signed_sin = _heads_in_rows(x), cos.contiguous(), signed_sin.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype)
+        _native.rotate(
+            _BF16[x.dtype],
+            x.data_ptr(),
+            cos.data_ptr(),
+            signed_sin.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            heads,
+            dim,
+            width,
+            x.stride(0),
+        )
+        return out
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        if not (self._has(x) and x.is_contiguous() and x.shape[-1] % 2 == 0):
+            return super().silu_and_mul(x)
+        size = x.shape[-1] // 2
+        out = torch.empty((*x.shape[:-1], size), dtype=x.dtype)
+        _native.silu_and_mul(_BF16[x.dtype], x.data_ptr(), out.data_ptr(), out.numel() // max(size, 1), size)
+        return out
+
+
+def _heads_in_rows(x: torch.Tensor) -> torch.Tensor:
+    """x: [tokens, heads, dim], copied unless a token's heads lie one behind the other."""
+    dim = x.shape[2]
+    return x if x.stride()[1:] == (dim, 1) else x.contiguous()
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, residual: int, out: torch.Tensor, eps: float, zero: bool) -> None:
+    dim = x.shape[-1]
+    heads = x.shape[1] if x.dim() == 3 else 1
+    if x.stride()[1:] != ((dim, 1) if x.dim() == 3 else (1,)):
+        x = x.contiguous()
+    assert weight.shape == (dim,) or weight.shape == (heads, dim)
+    weight = weight.contiguous()
+    _native.norm(
+        _BF16[x.dtype],
+        x.data_ptr(),
+        weight.data_ptr(),
+        residual,
+        out.data_ptr(),
+        x.shape[0],
+        heads,
+        dim,
+        x.stride(0),
+        dim if weight.dim() == 2 else 0,
+        eps,
+        zero,
+    )

@@ -1,0 +1,295 @@
+// The Python face of the native operations of kernels/cpu/backend.py: what a step's batch means in token rows (`AttentionPlan`, made once
+// a step), the choice of the instruction set, and threads where they pay. Addresses of tensors come as integers: that they
+// are contiguous, of the right type and alive is what kernels/cpu/backend.py checks.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "ops.hpp"
+
+namespace nb = nanobind;
+
+namespace blockcast {
+
+namespace {
+
+using Address = std::uintptr_t;
+using Numbers = nb::ndarray<const i64, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Table = nb::ndarray<const i64, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+constexpr i64 kThreadMultiplications = 4'000'000;  // below that, starting a thread costs more than it gains
+constexpr i64 kThreadWeights = 500'000;  // the same of a matrix, which is read whole however few its rows of x
+
+std::vector<const Variant*> variants() {
+    std::vector<const Variant*> found;
+#ifdef BLOCKCAST_X86_VARIANTS
+    __builtin_cpu_init();
+#ifdef BLOCKCAST_AVX512BF16_VARIANT
+    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+        found.push_back(&avx512bf16_variant);
+    }
+#endif
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq")) {
+        found.push_back(&avx512_variant);
+    }
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&avx2_variant);
+#endif
+    found.push_back(&baseline_variant);
+    return found;
+}
+
+const std::vector<const Variant*> kVariants = variants();
+const Variant* chosen = kVariants.front();
+
+const Ops& ops(bool bf16) { return bf16 ? chosen->bf16 : chosen->fp32; }
+
+template <class T>
+T* at(Address address) {
+    return reinterpret_cast<T*>(address);
+}
+
+// Runs `work` in so many threads, this one included, or in as many as are to be had: each takes what is left to do.
+template <class Work>
+void in_threads(i64 threads, const Work& work) {
+    std::vector<std::thread> others;
+    try {
+        for (i64 i = 1; i < threads; ++i) others.emplace_back(work);
+    } catch (const std::system_error&) {
+        // No more threads to be had: those that run do it all.
+    }
+    work();
+    for (std::thread& other : others) other.join();
+}
+
+// Panels are taken in pieces, some for each thread.
+void multiply(const Product& p, i64 threads) {
+    const i64 panels = (p.outputs + kPanel - 1) / kPanel;
+    threads = std::clamp<i64>(p.outputs * p.inputs / kThreadWeights, 1, threads);
+    const i64 piece = threads == 1 ? panels : std::max<i64>(panels / (4 * threads), 1);
+    std::atomic<i64> next{0};
+    in_threads(threads, [&] {
+        const auto floats = static_cast<std::size_t>(product_scratch_floats(p.rows, p.inputs));
+        const std::unique_ptr<float[]> scratch(new float[floats]);
+        for (i64 begin = next.fetch_add(piece); begin < panels; begin = next.fetch_add(piece)) {
+            chosen->bf16.product(p, begin, std::min(begin + piece, panels), scratch.get());
+        }
+    });
+}
+
+// The blocks of one attention group inside the pool, counted in token rows (kernels/interface.py: PagedKV).
+struct Layout {
+    i64 total_rows, unit_rows, blocks_per_unit, block_size, layers, kv_heads, dim;
+
+    i64 block_rows() const { return 2 * layers * block_size; }
+    i64 row_of(i64 block) const {
+        return block / blocks_per_unit * unit_rows + block % blocks_per_unit * block_rows();
+    }
+};
+
+class AttentionPlan {
+public:
+    // Sequences with several queries attend as spans.
+    AttentionPlan(const Numbers& query_starts, const Numbers& context_lens, const Table& block_table,
+                  const Layout& layout, bool bf16, std::optional<i64> window)
+        : layout_(layout), bf16_(bf16) {
+        const i64 sequences = static_cast<i64>(context_lens.shape(0)), width = static_cast<i64>(block_table.shape(1));
+        if (static_cast<i64>(query_starts.shape(0)) != sequences + 1 ||
+            static_cast<i64>(block_table.shape(0)) < sequences) {
+            throw std::invalid_argument("query_starts, context_lens and block_table: expected n + 1, n and n rows");
+        }
+        if (window && *window < 1) throw std::invalid_argument("window: expected at least 1");
+        const i64 *starts = query_starts.data(), *lens = context_lens.data();
+        slots_.reserve(static_cast<std::size_t>(starts[sequences]));
+        std::vector<std::size_t> queries_from, spans_from;
+        for (i64 i = 0; i < sequences; ++i) {
+            const i64 count = starts[i + 1] - starts[i], blocks = (lens[i] + layout.block_size - 1) / layout.block_size;
+            if (count < 0 || lens[i] < count || blocks > width) {
+                throw std::invalid_argument("sequence " + std::to_string(i) + " of " + std::to_string(lens[i]) +
+                                            " tokens: expected no fewer than its queries, and all its blocks");
+            }
+            const i64* table = block_table.data() + i * width;
+            add_slots(table, lens[i] - count, lens[i]);
+            if (count == 0) continue;
+            const i64 seen = window ? std::min(lens[i], *window) : lens[i];
+            attended_ += count * seen;
+            if (count > 1) {
+                spans_from.push_back(rows_.size());
+                spans_.push_back(Span{starts[i], nullptr, lens[i] - count, count, window.value_or(0)});
+            } else {
+                queries_from.push_back(rows_.size());
+                queries_.push_back(Query{starts[i], nullptr, lens[i] - seen, lens[i]});
+            }
+            for (i64 block = 0; block < blocks; ++block) rows_.push_back(checked(table[block]));
+        }
+        for (std::size_t i = 0; i < queries_.size(); ++i) queries_[i].block_rows = rows_.data() + queries_from[i];
+        for (std::size_t i = 0; i < spans_.size(); ++i) spans_[i].block_rows = rows_.data() + spans_from[i];
+    }
+
+    // Stores k and v of the whole batch, then attends.
+    void attend(Address buffer, i64 layer, Address q, i64 q_stride, i64 heads, Address k, i64 k_stride, Address v,
+                i64 v_stride, Address out, float scale, int threads) const {
+        if (layer < 0 || layer >= layout_.layers || heads % layout_.kv_heads != 0) {
+            throw std::invalid_argument("layer and heads: expected one of the group's, and a multiple of its KV heads");
+        }
+        const nb::gil_scoped_release released;
+        const i64 item = bf16_ ? 2 : 4, row = layout_.kv_heads * layout_.dim * item;
+        char* const keys = at<char>(buffer) + layer * 2 * layout_.block_size * row;
+        char* const values = keys + layout_.block_size * row;
+        store(keys, at<const char>(k), k_stride * item, row);
+        store(values, at<const char>(v), v_stride * item, row);
+        const Attention attention{at<const void>(q), keys, values, at<void>(out), q_stride, heads, layout_.kv_heads,
+                                  layout_.dim, layout_.block_size, scale};
+        const i64 useful = std::min<i64>(threads, attended_ * heads * layout_.dim * 2 / kThreadMultiplications);
+        run(attention, static_cast<int>(std::max<i64>(useful, 1)));
+    }
+
+private:
+    i64 checked(i64 block) const {
+        const i64 row = layout_.row_of(block);
+        if (block < 0 || row + layout_.block_rows() > layout_.total_rows) {
+            throw std::invalid_argument("block " + std::to_string(block) + ": expected one inside the pool");
+        }
+        return row;
+    }
+
+    void add_slots(const i64* table, i64 start, i64 end) {
+        for (i64 position = start; position < end; ++position) {
+            slots_.push_back(checked(table[position / layout_.block_size]) + position % layout_.block_size);
+        }
+    }
+
+    void store(char* rows, const char* from, i64 stride, i64 row) const {
+        for (std::size_t i = 0; i < slots_.size(); ++i) {
+            std::memcpy(rows + slots_[i] * row, from + static_cast<i64>(i) * stride, static_cast<std::size_t>(row));
+        }
+    }
+
+    // An item of work is a KV head of some queries of a span, the longest ones first, or of a single query; taken by
+    // whichever thread is free.
+    void run(const Attention& attention, int threads) const {
+        const i64 group = attention.heads / layout_.kv_heads, some = span_queries(group);
+        std::vector<std::pair<const Span*, i64>> parts;
+        for (const Span& span : spans_) {
+            for (i64 begin = (span.count - 1) / some * some; begin >= 0; begin -= some) parts.emplace_back(&span, begin);
+        }
+        const i64 of_spans = static_cast<i64>(parts.size()) * layout_.kv_heads;
+        // One thread does all the heads of a query in one go.
+        const i64 heads_each = threads == 1 ? layout_.kv_heads : 1, heads_parts = layout_.kv_heads / heads_each;
+        const i64 items = of_spans + static_cast<i64>(queries_.size()) * heads_parts;
+        std::atomic<i64> next{0};
+        const auto work = [&] {
+            std::vector<float> scratch(static_cast<std::size_t>(std::max(
+                parts.empty() ? 0 : span_scratch_floats(group, layout_.dim), scratch_floats(attention.heads, layout_.dim))));
+            for (i64 i = next++; i < items; i = next++) {
+                if (i < of_spans) {
+                    const auto [span, begin] = parts[static_cast<std::size_t>(i / layout_.kv_heads)];
+                    const i64 end = std::min(begin + some, span->count);
+                    ops(bf16_).attend_span(attention, *span, i % layout_.kv_heads, begin, end, scratch.data());
+                } else {
+                    const auto index = static_cast<std::size_t>((i - of_spans) / heads_parts);
+                    const i64 head = (i - of_spans) % heads_parts;
+                    const bool last = threads > 1 || index + 1 == queries_.size();
+                    ops(bf16_).attend(attention, queries_[index], last ? nullptr : &queries_[index + 1], head,
+                                      head + heads_each, scratch.data());
+                }
+            }
+        };
+        in_threads(threads, work);
+    }
+
+    Layout layout_;
+    bool bf16_;
+    std::vector<i64> slots_;  // row of each token's K, layer 0
+    std::vector<i64> rows_;   // row of each block, sequence after sequence
+    std::vector<Query> queries_;
+    std::vector<Span> spans_;
+    i64 attended_ = 0;
+};
+
+void use(const std::string& name) {
+    for (const Variant* variant : kVariants) {
+        if (name == variant->name) {
+            chosen = variant;
+            return;
+        }
+    }
+    throw std::invalid_argument("instruction set '" + name + "': expected one that this CPU has");
+}
+
+void require_products() {
+    if (chosen->bf16.product == nullptr) {
+        throw std::runtime_error(std::string("products: expected an instruction set with fused multiply-add, not ") + chosen->name);
+    }
+}
+
+std::vector<std::string> names() {
+    std::vector<std::string> found;
+    for (const Variant* variant : kVariants) found.emplace_back(variant->name);
+    return found;
+}
+
+}  // namespace
+
+}  // namespace blockcast
+
+NB_MODULE(_native, module) {
+    using namespace blockcast;
+    module.doc() = "Native operations on a CPU (C++). Use kernels.select.";
+
+    module.def("instruction_sets", &names, "Those this CPU has, best first; the first one is used unless `use` says other.");
+    module.def("use", &use, nb::arg("instruction_set"));
+
+    nb::class_<Layout>(module, "Layout")
+        .def(nb::init<i64, i64, i64, i64, i64, i64, i64>(), nb::arg("total_rows"), nb::arg("unit_rows"),
+             nb::arg("blocks_per_unit"), nb::arg("block_size"), nb::arg("layers"), nb::arg("kv_heads"), nb::arg("dim"));
+    nb::class_<AttentionPlan>(module, "AttentionPlan")
+        .def(nb::init<const Numbers&, const Numbers&, const Table&, const Layout&, bool, std::optional<i64>>(),
+             nb::arg("query_starts"), nb::arg("context_lens"), nb::arg("block_table"), nb::arg("layout"),
+             nb::arg("bf16"), nb::arg("window").none())
+        .def("attend", &AttentionPlan::attend);
+
+    module.def("norm", [](bool bf16, Address x, Address weight, Address residual, Address out, i64 tokens, i64 heads,
+                          i64 dim, i64 x_stride, i64 weight_stride, float eps, bool zero_centred) {
+        const nb::gil_scoped_release released;
+        ops(bf16).norm(Norm{at<const void>(x), at<const void>(weight), at<void>(residual), at<void>(out), tokens, heads,
+                            dim, x_stride, weight_stride, eps, zero_centred});
+    });
+    module.def("rotate", [](bool bf16, Address x, Address cos, Address signed_sin, Address out, i64 tokens, i64 heads,
+                            i64 dim, i64 width, i64 x_stride) {
+        const nb::gil_scoped_release released;
+        ops(bf16).rotate(Rotation{at<const void>(x), at<const void>(cos), at<const void>(signed_sin), at<void>(out),
+                                  tokens, heads, dim, width, x_stride});
+    });
+    module.def("has_products", [] { return chosen->bf16.product != nullptr; });
+    module.def("pack_matrix", [](Address weight, i64 outputs, i64 inputs, Address packed) {
+        require_products();
+        const nb::gil_scoped_release released;
+        chosen->bf16.pack_matrix(at<const void>(weight), outputs, inputs, at<void>(packed));
+    });
+    module.def("product", [](Address x, i64 rows, i64 x_stride, Address packed, i64 outputs, i64 inputs, Address bias,
+                             Address out, i64 threads) {
+        require_products();
+        const nb::gil_scoped_release released;
+        multiply(Product{at<const void>(x), at<const void>(packed), at<const void>(bias), at<void>(out), rows, inputs,
+                         outputs, x_stride},
+                 threads);
+    });
+    module.def("silu_and_mul", [](bool bf16, Address x, Address out, i64 tokens, i64 size) {
+        const nb::gil_scoped_release released;
+        ops(bf16).silu_and_mul(at<const void>(x), at<void>(out), tokens, size);
+    });
+}

@@ -1,0 +1,140 @@
+"""Matrices in the layouts that a CPU multiplies fastest, for bf16.
+
+Left in rows, a matrix is repacked inside every multiplication, which with few tokens takes longer than the
+multiplication itself. The native products (kernels/cpu/native/product.hpp) do it where they are the faster ones: with
+older AVX-512 and AVX2, where oneDNN emulates bf16, four times; with AVX512-BF16 and one thread when there are few
+tokens. Elsewhere (AMX, AVX512-BF16 with several threads) it is oneDNN with its blocked formats, and fp32 for very small
+products, which are done sooner than oneDNN is entered. A packed matrix can only be multiplied with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+
+try:
+    from kernels.cpu import _native
+except ImportError:  # no compiler where it was installed
+    HAS_NATIVE = False
+else:
+    HAS_NATIVE = True
+
+SMALL_MATRIX_ELEMS = 160_000
+"""Matrices of at most so many elements are kept in fp32 as well."""
+SMALL_PRODUCTS_MAX = 300_000
+"""Up to so many multiplications fp32 is faster, conversions included: measured on a core with AVX-512 bf16."""
+
+
+PANEL = 64
+"""Outputs that lie together in a native matrix."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeMatrix:
+    panels: torch.Tensor
+    """[panels, inputs / 2, PANEL]: pairs of bf16 as int32, zeros after the last output."""
+    outputs: int
+    inputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockedMatrix:
+    blocked: torch.Tensor
+    """[outputs, inputs] in oneDNN's layout."""
+    plain: torch.Tensor | None
+    """[outputs, inputs] in fp32, of a small matrix."""
+    plain_rows_max: int
+    """Rows of x up to which `plain` is the faster one."""
+
+
+PackedMatrix = NativeMatrix | BlockedMatrix
+
+
+@cache
+def has_fast_bf16() -> bool:
+    """Whether this CPU, and this build of torch, multiply bf16 in hardware."""
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@cache
+def _has_amx() -> bool:
+    """Whether oneDNN multiplies with tiles, several times faster than with vectors."""
+    supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return supported is not None and bool(supported())
+
+
+def multiplies_in_hardware(dtype: torch.dtype) -> bool:
+    """Whether this CPU has instructions that multiply bf16, where that is the dtype: several times its fp32 rate."""
+    return dtype == torch.bfloat16 and (_has_amx() or (HAS_NATIVE and "avx512bf16" in _native.instruction_sets()))
+
+
+def has_native_products() -> bool:
+    """Whether `pack_matrix` packs for the native products now: not where oneDNN has hardware and several threads."""
+    if not HAS_NATIVE or not _native.has_products() or _has_amx():
+        return False
+    return torch.get_num_threads() == 1 or not multiplies_in_hardware(torch.bfloat16)
+
+
+def pack_matrix(weight: torch.Tensor) -> PackedMatrix | None:
+    """[outputs, inputs] packed for `packed_linear`; None where that gains nothing (another dtype, device or CPU)."""
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+        return None
+    outputs, inputs = weight.shape
+    if has_native_products() and inputs % 2 == 0:
+        weight = weight.contiguous()
+        panels = torch.empty(-(-outputs // PANEL), inputs // 2, PANEL, dtype=torch.int32)
+        _native.pack_matrix(weight.data_ptr(), outputs, inputs, panels.data_ptr())
+        return NativeMatrix(panels, outputs, inputs)
+    if not has_fast_bf16():
+        return None
+    with torch.inference_mode():  # the number is a hint of how many rows x will have; the layout is the same for all
+        blocked = cast(torch.Tensor, torch.ops.mkldnn._reorder_linear_weight.default(weight, 16))
+        if weight.numel() > SMALL_MATRIX_ELEMS:
+            return BlockedMatrix(blocked, None, 0)
+        return BlockedMatrix(blocked, weight.float(), SMALL_PRODUCTS_MAX // weight.numel())
+
+
+def packed_linear(x: torch.Tensor, packed: PackedMatrix, bias: torch.Tensor | None) -> torch.Tensor:
+    """x @ W^T + bias, W as `pack_matrix` gave it. x: [tokens, inputs]. Returns [tokens, outputs]."""
+    if isinstance(packed, NativeMatrix):
+        return _native_linear(x, packed, bias)
+    if x.shape[0] <= packed.plain_rows_max:
+        assert packed.plain is not None
+        return F.linear(x.float(), packed.plain, None if bias is None else bias.float()).to(x.dtype)
+    return cast(torch.Tensor, _linear(x, packed.blocked, bias, "none", _NO_SCALARS, ""))
+
+
+def _native_linear(x: torch.Tensor, packed: NativeMatrix, bias: torch.Tensor | None) -> torch.Tensor:
+    tokens, inputs = x.shape
+    assert inputs == packed.inputs
+    assert x.dtype == torch.bfloat16
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out = torch.empty(tokens, packed.outputs, dtype=torch.bfloat16)
+    address = 0
+    if bias is not None:
+        assert bias.shape == (packed.outputs,)
+        assert bias.dtype == torch.bfloat16
+        bias = bias.contiguous()
+        address = bias.data_ptr()
+    _native.product(
+        x.data_ptr(),
+        tokens,
+        x.stride(0),
+        packed.panels.data_ptr(),
+        packed.outputs,
+        inputs,
+        address,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+_linear = torch.ops.mkldnn._linear_pointwise.default
+_NO_SCALARS: list[float] = []

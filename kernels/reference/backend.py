@@ -1,0 +1,194 @@
+"""The reference backend: plain torch, one sequence at a time, any device and any float dtype. Obviously right, slow.
+
+Every other backend is tested against this one. Attention and norms are computed in fp32 (in fp64 for fp64 inputs).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from kernels.interface import IntArray, PagedKV, Ragged, StatePlan, wide
+from kernels.reference.conv import causal_conv
+from kernels.reference.delta import gated_delta
+from kernels.reference.ssm import state_space
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePlan:
+    batch: Ragged
+    block_table: IntArray
+    window: int | None
+
+
+class ReferenceKernels:
+    """Implements `interface.Kernels`."""
+
+    name = "reference"
+    chunked_scans = False
+    """Whether the recurrences of a prompt are computed chunk by chunk or token by token."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def plan_attention(self, batch: Ragged, block_table: IntArray, kv: PagedKV, window: int | None) -> ReferencePlan:
+        return ReferencePlan(batch, block_table, window)
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv: PagedKV,
+        layer: int,
+        plan: ReferencePlan,
+        scale: float,
+    ) -> torch.Tensor:
+        batch = plan.batch
+        k_cache, v_cache = kv.layer_views(layer)
+        spans = list(zip(batch.query_starts[:-1].tolist(), batch.query_starts[1:].tolist(), strict=True))
+        for i, (start, end) in enumerate(spans):
+            units, subs, offsets = self._places(plan, kv, i, int(batch.context_lens[i]) - (end - start))
+            k_cache[units, subs, offsets] = k[start:end]
+            v_cache[units, subs, offsets] = v[start:end]
+        out = torch.empty_like(q)
+        for i, (start, end) in enumerate(spans):
+            first = 0 if plan.window is None else max(0, int(batch.context_lens[i]) - (end - start) - plan.window + 1)
+            units, subs, offsets = self._places(plan, kv, i, first)
+            out[start:end] = attend(
+                q[start:end], k_cache[units, subs, offsets], v_cache[units, subs, offsets], plan.window, scale
+            )
+        return out
+
+    def _places(
+        self, plan: ReferencePlan, kv: PagedKV, sequence: int, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Unit, sub-block and offset of the positions [first, context) of a sequence."""
+        positions = np.arange(first, int(plan.batch.context_lens[sequence]))
+        blocks = plan.block_table[sequence][positions // kv.block_size]
+        places = (blocks // kv.blocks_per_unit, blocks % kv.blocks_per_unit, positions % kv.block_size)
+        units, subs, offsets = (torch.from_numpy(place).to(self.device) for place in places)
+        return units, subs, offsets
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False) -> torch.Tensor:
+        value = x.to(wide(x.dtype))
+        value = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + eps)
+        gain = weight.to(value.dtype)
+        return (value * (gain + 1 if zero_centred else gain)).to(x.dtype)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps, zero_centred), total
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+        width = cos.shape[-1]
+        turned, rest = x[..., :width], x[..., width:]
+        first, second = turned.chunk(2, -1)
+        swapped = torch.cat((second, first), -1)
+        return torch.cat((turned * cos[:, None] + swapped * signed_sin[:, None], rest), -1)
+
+    def norm_and_rotate(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        zero_centred: bool,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+    ) -> torch.Tensor:
+        return self.rotate(self.rms_norm(x, weight, eps, zero_centred), cos, signed_sin)
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def gelu_tanh_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh") * up
+
+    def experts(
+        self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for token in range(x.shape[0]):
+            for expert, weight in zip(chosen[token].tolist(), weights[token], strict=True):
+                out[token] += weight * (down[expert] @ self.silu_and_mul(gate_up[expert] @ x[token]))
+        return out
+
+    def relu_squared(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x).square()
+
+    def norm_then_gate(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        normed = self.rms_norm(x, weight, eps).to(wide(x.dtype))
+        return (normed * F.silu(gate.to(normed.dtype))).to(x.dtype)
+
+    def gate_then_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, groups: int
+    ) -> torch.Tensor:
+        gated = x.to(wide(x.dtype)) * F.silu(gate.to(wide(x.dtype)))
+        parts = gated.reshape(*x.shape[:-1], groups, -1)
+        return self.rms_norm(parts, weight.view(groups, -1), eps).reshape(x.shape).to(x.dtype)
+
+    def plan_state(self, batch: Ragged, units: IntArray) -> StatePlan:
+        return StatePlan.of(batch, units, self.device)
+
+    def causal_conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        tails: torch.Tensor,
+        plan: StatePlan,
+        silu: bool,
+    ) -> torch.Tensor:
+        return causal_conv(x, weight, bias, tails, plan, silu)
+
+    def gated_delta(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        log_decay: torch.Tensor,
+        rate: torch.Tensor,
+        states: torch.Tensor,
+        plan: StatePlan,
+    ) -> torch.Tensor:
+        return gated_delta(q, k, v, log_decay, rate, states, plan, self.chunked_scans)
+
+    def state_space(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        rate: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        skip: torch.Tensor,
+        states: torch.Tensor,
+        plan: StatePlan,
+    ) -> torch.Tensor:
+        return state_space(x, dt, rate, b, c, skip, states, plan, self.chunked_scans)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, scale: float) -> torch.Tensor:
+    """Causal attention of one sequence whose queries are its last positions.
+
+    q: [queries, heads, dim]; k and v: [context, kv_heads, dim]. Returns [queries, heads, dim] in q's dtype.
+    """
+    queries, heads, _ = q.shape
+    context, kv_heads, _ = k.shape
+    dtype = wide(q.dtype)
+    k = k.to(dtype).repeat_interleave(heads // kv_heads, 1)
+    v = v.to(dtype).repeat_interleave(heads // kv_heads, 1)
+    scores = torch.einsum("qhd,khd->hqk", q.to(dtype), k) * scale
+    query_at = torch.arange(context - queries, context, device=q.device)[:, None]
+    key_at = torch.arange(context, device=q.device)[None]
+    seen = key_at <= query_at
+    if window is not None:
+        seen &= key_at > query_at - window
+    weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), -1)
+    return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)

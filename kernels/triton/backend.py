@@ -1,0 +1,389 @@
+"""The Triton backend: every operation of a step as one or two launches over the whole ragged batch.
+
+On CUDA devices; on CPU tensors only under Triton's interpreter (TRITON_INTERPRET=1 before triton is imported), which
+is how the kernels are tested where there is no GPU. Nothing here waits for the device: what varies from step to step
+is uploaded with the plan. Tile sizes come from small fixed tables, so nothing is tuned at run time.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+
+from kernels.interface import IntArray, PagedKV, Ragged
+from kernels.sampling import Draws
+from kernels.triton import attention as attention_kernels
+from kernels.triton import experts as expert_kernels
+from kernels.triton import rows as row_kernels
+from kernels.triton import sampling as sampling_kernels
+from kernels.triton.plan import (
+    AttentionPlan,
+    RecurrentPlan,
+    fixed_decode_plan,
+    fixed_recurrent_plan,
+    plan_attention,
+    plan_recurrent,
+    power_of_two,
+    refill_decode_plan,
+    refill_recurrent_plan,
+)
+from kernels.triton.recurrent import causal_conv, gated_delta, state_space
+
+LOG2_E = 1.4426950408889634
+SPLITS_MAX = 64
+DRAW_BLOCK = 4096
+"""Logits that a program takes at one time."""
+PROGRAMS_PER_PROCESSOR = 4
+"""Decode programs that keep one multiprocessor's memory requests in flight."""
+
+
+class TritonKernels:
+    """Implements `interface.Kernels` for fp32, bf16 and fp16."""
+
+    name = "triton"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._interpreted = device.type == "cpu"
+        if self._interpreted and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(
+                f"attention backend 'triton' on device {device}: expected a CUDA device or TRITON_INTERPRET=1"
+            )
+        if device.index is not None and not self._interpreted:
+            torch.cuda.set_device(device)  # Triton launches on the current device
+        self._processors = 1 if self._interpreted else torch.cuda.get_device_properties(device).multi_processor_count
+
+    # attention
+
+    def plan_attention(self, batch: Ragged, block_table: IntArray, kv: PagedKV, window: int | None) -> AttentionPlan:
+        splits = self._splits(batch.decode_count, kv)
+        return plan_attention(batch, block_table, kv, window, self.device, splits)
+
+    def fixed_decode_plan(self, sequences: int, blocks: int, kv: PagedKV, window: int | None) -> AttentionPlan:
+        """A plan that a captured decode step reads: of fixed shape, to be refilled each step."""
+        return fixed_decode_plan(sequences, blocks, window, self.device, self._splits(sequences, kv))
+
+    def refill_decode_plan(self, plan: AttentionPlan, batch: Ragged, block_table: IntArray, kv: PagedKV) -> None:
+        refill_decode_plan(plan, batch, block_table, kv)
+
+    def _splits(self, sequences: int, kv: PagedKV) -> int:
+        """A power of two: enough programs to fill the device. Whatever the contexts are: short ones leave parts out."""
+        wanted = PROGRAMS_PER_PROCESSOR * self._processors // max(1, sequences * kv.num_kv_heads)
+        return 1 << (max(1, min(wanted, SPLITS_MAX)).bit_length() - 1)
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv: PagedKV,
+        layer: int,
+        plan: AttentionPlan,
+        scale: float,
+    ) -> torch.Tensor:
+        out = self.store_and_decode(q, k, v, kv, layer, plan, scale)
+        if plan.decode_count < q.shape[0]:
+            self._prefill(q, out, kv, layer * kv.layer_rows, plan, scale)
+        return out
+
+    def store_and_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv: PagedKV,
+        layer: int,
+        plan: AttentionPlan,
+        scale: float,
+    ) -> torch.Tensor:
+        """`attention` without its prompts: their rows of the result are not filled yet."""
+        tokens, heads, dim = q.shape
+        assert dim == kv.head_dim
+        assert q.stride(2) == k.stride(2) == v.stride(2) == 1
+        layer_row = layer * kv.layer_rows
+        store = attention_kernels.store_kv
+        store[(tokens,)](
+            k, v, kv.buffer, plan.slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1), layer_row,
+            DIM=dim, ROW=kv.row_elems, BLOCK_SIZE=kv.block_size, BLOCK=power_of_two(kv.row_elems),
+        )  # fmt: skip
+        out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+        if plan.decode_count:
+            self._decode(q, out, kv, layer_row, plan, scale)
+        return out
+
+    def _decode(
+        self, q: torch.Tensor, out: torch.Tensor, kv: PagedKV, layer_row: int, plan: AttentionPlan, scale: float
+    ) -> None:
+        count, (_, heads, dim) = plan.decode_count, q.shape
+        group = heads // kv.num_kv_heads
+        block_d = power_of_two(dim, 16)
+        block_n, warps, stages = decode_tile(block_d, q.element_size())
+        part = part_scale = out
+        if plan.splits > 1:
+            part = torch.empty((count, heads, plan.splits, dim), dtype=torch.float32, device=q.device)
+            part_scale = torch.empty((count, heads, plan.splits), dtype=torch.float32, device=q.device)
+        attention_kernels.decode_attention[(count, kv.num_kv_heads, plan.splits)](
+            q, out, part, part_scale, kv.buffer, plan.table, plan.lens, q.stride(0), q.stride(1), plan.table.shape[1],
+            layer_row, scale * LOG2_E,
+            GROUP=group, DIM=dim, ROW=kv.row_elems, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
+            SPLIT=plan.splits > 1, BLOCK_M=power_of_two(group, 16), BLOCK_N=block_n, BLOCK_D=block_d,
+            PRECISION=self._precision(q), WIDE=self._interpreted, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        if plan.splits > 1:
+            attention_kernels.join_splits[(count, heads)](
+                out, part, part_scale, plan.splits, DIM=dim, BLOCK=SPLITS_MAX, BLOCK_D=block_d
+            )
+
+    def _prefill(
+        self, q: torch.Tensor, out: torch.Tensor, kv: PagedKV, layer_row: int, plan: AttentionPlan, scale: float
+    ) -> None:
+        _, heads, dim = q.shape
+        group = heads // kv.num_kv_heads
+        block_m, block_n, warps, stages = prefill_tile(power_of_two(dim, 16), q.element_size())
+        block_m = max(block_m, power_of_two(group, 16))
+        tile_seq, tile_query = plan.tiles(block_m // group)
+        attention_kernels.prefill_attention[(tile_seq.shape[0], kv.num_kv_heads)](
+            q, out, kv.buffer, plan.table, plan.starts, plan.lens, tile_seq, tile_query, q.stride(0), q.stride(1),
+            plan.table.shape[1], layer_row, scale * LOG2_E, heads,
+            GROUP=group, DIM=dim, ROW=kv.row_elems, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
+            BLOCK_Q=block_m // group, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=power_of_two(dim, 16),
+            PRECISION=self._precision(q), WIDE=self._interpreted, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+
+    def _precision(self, x: torch.Tensor) -> str:
+        """How fp32 products are taken: exactly; 16-bit ones have no choice."""
+        return "ieee" if x.element_size() > 2 else "tf32"
+
+    # row by row
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False) -> torch.Tensor:
+        return self._norm(x, None, weight, eps, "plain", zero_centred)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = residual.contiguous()
+        return self._norm(x, residual, weight, eps, "add", zero_centred), residual
+
+    def norm_then_gate(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self._norm(x, gate, weight, eps, "after")
+
+    def gate_then_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, groups: int
+    ) -> torch.Tensor:
+        parts = (*x.shape[:-1], groups, x.shape[-1] // groups)
+        normed = self._norm(x.view(parts), gate.view(parts), weight.view(groups, -1), eps, "before")
+        return normed.view(x.shape)
+
+    def _norm(
+        self,
+        x: torch.Tensor,
+        other: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        mode: str,
+        zero_centred: bool = False,
+    ) -> torch.Tensor:
+        rows = row_view(x)
+        others = rows if other is None else row_view(other)
+        assert others.shape == rows.shape
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        outer, inner, dim = rows.shape
+        block = power_of_two(dim, 16)
+        per_program = self._rows_per_program(outer * inner, block)
+        row_kernels.norm_rows[(triton.cdiv(outer * inner, per_program),)](
+            rows, others, weight, out, outer * inner, inner, rows.stride(0), rows.stride(1), others.stride(0),
+            others.stride(1), weight.stride(0) if weight.dim() == 2 else 0, eps,
+            DIM=dim, MODE=mode, ZERO_CENTRED=zero_centred, ROWS=per_program, BLOCK=block,
+            num_warps=4 if block <= 4096 else 8,
+        )  # fmt: skip
+        return out
+
+    def _rows_per_program(self, rows: int, block: int) -> int:
+        """Some thousand elements a program where there are many rows, else one row: few variants to compile."""
+        most = max(1, (1 << 15 if self._interpreted else 2048) // block)
+        return most if rows >= most * self._processors else 1
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+        rows = row_view(x)
+        tokens, heads, dim = rows.shape
+        half = cos.shape[-1] // 2
+        block, rest = power_of_two(half, 8), dim - 2 * half
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        per_program = self._rows_per_program(tokens * heads, 2 * block)
+        row_kernels.rotate_rows[(triton.cdiv(tokens * heads, per_program),)](
+            rows, cos, signed_sin, out, tokens * heads, heads, rows.stride(0), rows.stride(1), cos.stride(0),
+            signed_sin.stride(0),
+            DIM=dim, HALF=half, ROWS=per_program, BLOCK=block, BLOCK_REST=power_of_two(rest, 8) if rest else 0,
+        )  # fmt: skip
+        return out
+
+    def norm_and_rotate(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        zero_centred: bool,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+    ) -> torch.Tensor:
+        rows = row_view(x)
+        tokens, heads, dim = rows.shape
+        half = cos.shape[-1] // 2
+        block, rest = power_of_two(half, 8), dim - 2 * half
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        per_program = self._rows_per_program(tokens * heads, 2 * block)
+        row_kernels.norm_and_rotate_rows[(triton.cdiv(tokens * heads, per_program),)](
+            rows, weight, cos, signed_sin, out, tokens * heads, heads, rows.stride(0), rows.stride(1),
+            weight.stride(0) if weight.dim() == 2 else 0, cos.stride(0), signed_sin.stride(0), eps,
+            DIM=dim, HALF=half, ZERO_CENTRED=zero_centred, ROWS=per_program, BLOCK=block,
+            BLOCK_REST=power_of_two(rest, 8) if rest else 0,
+        )  # fmt: skip
+        return out
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        return self._activate(x, False)
+
+    def gelu_tanh_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        return self._activate(x, True)
+
+    def _activate(self, x: torch.Tensor, gelu: bool) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        half = x.shape[-1] // 2
+        out = torch.empty((*x.shape[:-1], half), dtype=x.dtype, device=x.device)
+        block = min(power_of_two(half, 16), 2048)
+        row_kernels.activate_and_mul[(rows.shape[0], triton.cdiv(half, block))](
+            rows, out, rows.stride(0), HALF=half, GELU=gelu, BLOCK=block
+        )
+        return out
+
+    def relu_squared(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dim = x.shape[-1]
+        block = min(power_of_two(dim, 16), 2048)
+        row_kernels.square_relu[(rows.shape[0], triton.cdiv(dim, block))](
+            rows, out, rows.stride(0), DIM=dim, BLOCK=block
+        )
+        return out
+
+    # experts
+
+    def experts(
+        self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Sorting by expert is torch's (argsort, searchsorted: no wait for the device); the products are ours."""
+        tokens, hidden = x.shape
+        top_k, (count, _, size) = chosen.shape[1], down.shape
+        rows = tokens * top_k
+        block_m = power_of_two(min(max(2 * rows // count, 16), 16 if x.element_size() > 2 else 64))
+        order, starts, tile_expert, tile_row = expert_kernels.sort_by_expert(chosen, count, block_m)
+        inner = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+        outputs = torch.empty((tokens, top_k, hidden), dtype=torch.float32, device=x.device)
+        tile = {
+            "BLOCK_M": block_m,
+            "BLOCK_N": 64,
+            "BLOCK_K": 32 if x.element_size() > 2 else 64,
+            "PRECISION": self._precision(x),
+            "WIDE": self._interpreted,
+            "num_warps": 4,
+            "num_stages": 3,
+        }
+        x = x if x.stride(1) == 1 else x.contiguous()
+        expert_kernels.expert_gate_up[(tile_row.shape[0], triton.cdiv(size, 64))](
+            x, gate_up, inner, order, starts, tile_expert, tile_row, x.stride(0), hidden, size, top_k, **tile
+        )
+        expert_kernels.expert_down[(tile_row.shape[0], triton.cdiv(hidden, 64))](
+            inner, down, weights.contiguous(), outputs, order, starts, tile_expert, tile_row, hidden, size, **tile
+        )
+        return outputs.sum(1).to(x.dtype)
+
+    # recurrent
+
+    def plan_state(self, batch: Ragged, units: IntArray) -> RecurrentPlan:
+        return plan_recurrent(batch, units, self.device)
+
+    def fixed_state_plan(self, sequences: int) -> RecurrentPlan:
+        """A plan that a captured decode step reads: of fixed shape, to be refilled each step."""
+        return fixed_recurrent_plan(sequences, self.device)
+
+    def refill_state_plan(self, plan: RecurrentPlan, units: IntArray) -> None:
+        refill_recurrent_plan(plan, units)
+
+    def causal_conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        tails: torch.Tensor,
+        plan: RecurrentPlan,
+        silu: bool,
+    ) -> torch.Tensor:
+        return causal_conv(x, weight, bias, tails, plan, silu)
+
+    def gated_delta(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        log_decay: torch.Tensor,
+        rate: torch.Tensor,
+        states: torch.Tensor,
+        plan: RecurrentPlan,
+    ) -> torch.Tensor:
+        return gated_delta(q, k, v, log_decay, rate, states, plan, self._interpreted)
+
+    def state_space(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        rate: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        skip: torch.Tensor,
+        states: torch.Tensor,
+        plan: RecurrentPlan,
+    ) -> torch.Tensor:
+        return state_space(x, dt, rate, b, c, skip, states, plan, self._interpreted)
+
+    # sampling
+
+    def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+        rows, vocab = logits.shape
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        shift = {torch.bfloat16: 16, torch.float16: 13}.get(logits.dtype, 0)
+        sampling_kernels.draw_rows[(rows,)](
+            logits, draws.temperature, draws.min_p, draws.top_k, draws.top_p, draws.at, out, logits.stride(0), vocab,
+            SHIFT=shift, BLOCK=min(power_of_two(vocab, 128), DRAW_BLOCK), num_warps=16,
+        )  # fmt: skip
+        return out
+
+
+def row_view(x: torch.Tensor) -> torch.Tensor:
+    """x as [outer, inner, dim] with adjacent elements in the last axis, copied only where it cannot be a view."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    if x.dim() == 2:
+        return x[:, None]
+    return x if x.dim() == 3 else x.reshape(-1, *x.shape[-2:])
+
+
+def decode_tile(block_d: int, element_size: int) -> tuple[int, int, int]:
+    """(keys, warps, stages) of a decode tile. Its keys are one tile ahead: four programs keep 128 KiB on their way."""
+    if element_size > 2:
+        return (32, 4, 2)
+    return (32, 4, 3) if block_d > 128 else (64, 4, 4)
+
+
+def prefill_tile(block_d: int, element_size: int) -> tuple[int, int, int, int]:
+    """(rows, keys, warps, stages) of a prefill tile, for the shared memory of a Hopper processor."""
+    if element_size > 2:
+        return (32, 32, 4, 2)
+    if block_d > 128:
+        return (64, 32, 4, 3)
+    return (128, 64, 8 if block_d == 128 else 4, 4)  # one stage is for the block table's entries

@@ -1,0 +1,101 @@
+"""Triton kernels: causal depthwise convolution over a ragged batch, and the tails of inputs it leaves behind.
+
+The same operation as `kernels.reference.conv`. A prompt takes two launches, because every tile reads the old tail
+before any may change it; a decoding token takes one.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def finish(total, bias_ptr, channel, mask, BIAS: tl.constexpr, SILU: tl.constexpr):
+    """Add the bias and apply silu, where asked for."""
+    if BIAS:
+        total += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
+    if SILU:
+        total = total / (1.0 + tl.exp(-total))
+    return total
+
+
+@triton.jit
+def conv_step(
+    x_ptr, weight_ptr, bias_ptr, tails_ptr, units_ptr, out_ptr, x_token, tails_unit, tails_row, channels,
+    WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (sequences, channel blocks): one token each; the tail moves on by one. A negative unit is padding."""
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    unit = tl.load(units_ptr + token).to(tl.int64)
+    mask = channel < tl.where(unit >= 0, channels, 0)
+    tail = tails_ptr + unit * tails_unit + channel
+    x = tl.load(x_ptr + token * x_token + channel, mask=mask, other=0.0)
+    total = x.to(tl.float32) * tl.load(weight_ptr + channel * WIDTH + WIDTH - 1, mask=mask, other=0.0).to(tl.float32)
+    for i in tl.static_range(WIDTH - 1):  # each thread reads its channel's row i before it overwrites row i - 1
+        old = tl.load(tail + i * tails_row, mask=mask, other=0.0)
+        total += old.to(tl.float32) * tl.load(weight_ptr + channel * WIDTH + i, mask=mask, other=0.0).to(tl.float32)
+        if i > 0:
+            tl.store(tail + (i - 1) * tails_row, old, mask=mask)
+    tl.store(tail + (WIDTH - 2) * tails_row, x, mask=mask)
+    total = finish(total, bias_ptr, channel, mask, BIAS, SILU)
+    tl.store(out_ptr + token * channels + channel, total.to(out_ptr.dtype.element_ty), mask=channel < channels)
+
+
+@triton.jit
+def conv_tile(
+    x_ptr, weight_ptr, bias_ptr, tails_ptr, starts_ptr, units_ptr, tile_seq_ptr, tile_token_ptr, out_ptr,
+    x_token, tails_unit, tails_row, channels,
+    WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, channel blocks): TOKENS tokens of a sequence, from token tile_token of the batch on."""
+    tile = tl.program_id(0)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    seq = tl.load(tile_seq_ptr + tile)
+    begin = tl.load(starts_ptr + seq)
+    end = tl.load(starts_ptr + seq + 1)
+    tail = tails_ptr + tl.load(units_ptr + seq).to(tl.int64) * tails_unit
+    token = tl.load(tile_token_ptr + tile) + tl.arange(0, TOKENS)
+    mask = (token < end)[:, None] & (channel < channels)[None, :]
+    total = tl.zeros((TOKENS, BLOCK), tl.float32)
+    for i in tl.static_range(WIDTH):
+        source = token - (WIDTH - 1) + i
+        here = (source >= begin)[:, None]
+        row = source.to(tl.int64)[:, None]
+        x = tl.load(x_ptr + row * x_token + channel[None, :], mask=mask & here, other=0.0)
+        old = tl.load(
+            tail + (row - begin + WIDTH - 1) * tails_row + channel[None, :],
+            mask=mask & (source < begin)[:, None], other=0.0,
+        )  # fmt: skip
+        tap = tl.load(weight_ptr + channel * WIDTH + i, mask=channel < channels, other=0.0).to(tl.float32)
+        total += tl.where(here, x, old).to(tl.float32) * tap[None, :]
+    if BIAS:
+        total += tl.load(bias_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)[None, :]
+    if SILU:
+        total = total / (1.0 + tl.exp(-total))
+    target = out_ptr + token.to(tl.int64)[:, None] * channels + channel[None, :]
+    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["first_seq"])
+def conv_tails(
+    x_ptr, tails_ptr, starts_ptr, units_ptr, x_token, tails_unit, tails_row, channels, first_seq,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (sequences, channel blocks): the last WIDTH - 1 inputs, old tail included, become the tail."""
+    seq = first_seq + tl.program_id(0)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = channel < channels
+    begin = tl.load(starts_ptr + seq)
+    count = tl.load(starts_ptr + seq + 1) - begin
+    tail = tails_ptr + tl.load(units_ptr + seq).to(tl.int64) * tails_unit + channel
+    for i in tl.static_range(WIDTH - 1):  # row i + count is read before any of the rows after i is written
+        source = count + i
+        kept = channel < tl.where(source < WIDTH - 1, channels, 0)  # all channels or none
+        old = tl.load(tail + source * tails_row, mask=kept, other=0.0)
+        row = (begin + source - (WIDTH - 1)).to(tl.int64)
+        x = tl.load(x_ptr + row * x_token + channel, mask=mask & (kept == 0), other=0.0)
+        tl.store(tail + i * tails_row, tl.where(kept, old, x), mask=mask)

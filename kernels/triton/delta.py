@@ -1,0 +1,161 @@
+"""Triton kernels: the gated delta rule of `kernels.reference.delta`, one token at a time and chunk by chunk.
+
+A prompt takes two launches. `prepare_chunks` does what needs no state, in parallel over chunks and heads: with L the
+strictly lower part of the chunk's system and T = (I + L)^-1, it leaves T b v, T b exp(a) k and the masked q k^T.
+`scan_chunks` then carries the state from chunk to chunk with four products each (the WY form of Yang et al., 2024).
+T is built by joining inverses of diagonal blocks of 1, 2, 4, .. rows: [[A, 0], [B, C]]^-1 has -C^-1 B A^-1 below. That
+is as stable as substitution, also where a prompt repeats itself and all keys of a chunk are equal.
+
+Decays are summed in fp64, as in the reference: under fast decay the sums are large and their differences matter.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def delta_step(
+    q_ptr, k_ptr, v_ptr, decay_ptr, rate_ptr, states_ptr, units_ptr, out_ptr,
+    q_token, q_head, k_token, k_head, v_token, v_head, states_unit, heads, scale,
+    GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Grid (sequences, value heads, value blocks): one token each. A negative unit is padding."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    dim_k = tl.arange(0, BLOCK_K)
+    dim_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    unit = tl.load(units_ptr + token).to(tl.int64)
+    in_k = dim_k < tl.where(unit >= 0, KEY, 0)
+    in_v = dim_v < tl.where(unit >= 0, VALUE, 0)
+    k = tl.load(k_ptr + token * k_token + head // GROUP * k_head + dim_k, mask=in_k, other=0.0).to(tl.float32)
+    q = tl.load(q_ptr + token * q_token + head // GROUP * q_head + dim_k, mask=in_k, other=0.0).to(tl.float32)
+    v = tl.load(v_ptr + token * v_token + head * v_head + dim_v, mask=in_v, other=0.0).to(tl.float32)
+    k = k / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
+    q = q / tl.sqrt(tl.sum(q * q, 0) + 1e-6) * scale
+    decay = tl.load(decay_ptr + token * heads + head).to(tl.float32)
+    rate = tl.load(rate_ptr + token * heads + head).to(tl.float32)
+    place = states_ptr + unit * states_unit + head * (KEY * VALUE) + dim_k[:, None] * VALUE + dim_v[None, :]
+    mask = in_k[:, None] & in_v[None, :]
+    state = tl.load(place, mask=mask, other=0.0).to(tl.float32) * tl.exp(decay)
+    told = tl.sum(state * k[:, None], 0)
+    state += k[:, None] * ((v - told) * rate)[None, :]
+    tl.store(place, state.to(states_ptr.dtype.element_ty), mask=mask)
+    out = tl.sum(state * q[:, None], 0)
+    tl.store(out_ptr + (token * heads + head) * VALUE + dim_v, out.to(out_ptr.dtype.element_ty), mask=dim_v < VALUE)
+
+
+@triton.jit
+def prepare_chunks(
+    q_ptr, k_ptr, v_ptr, decay_ptr, rate_ptr, starts_ptr, tile_seq_ptr, tile_token_ptr,
+    new_v_ptr, new_k_ptr, inner_ptr, q_token, q_head, k_token, k_head, v_token, v_head, heads, scale,
+    GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (chunks, value heads). Leaves new_v [tokens, heads, VALUE], new_k [tokens, heads, KEY] and inner
+    [tokens, heads, CHUNK], all fp32; 2 ** LEVELS == CHUNK. Rows of q, k and v are taken BLOCK columns at a time."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    end = tl.load(starts_ptr + tl.load(tile_seq_ptr + tile) + 1)
+    at = tl.arange(0, CHUNK)
+    token = (tl.load(tile_token_ptr + tile) + at).to(tl.int64)
+    real = token < end
+    q_at = (q_ptr + token * q_token + head // GROUP * q_head)[:, None]
+    k_at = (k_ptr + token * k_token + head // GROUP * k_head)[:, None]
+    v_at = (v_ptr + token * v_token + head * v_head)[:, None]
+
+    system = tl.zeros((CHUNK, CHUNK), tl.float32)
+    inner = tl.zeros((CHUNK, CHUNK), tl.float32)
+    q_square = tl.zeros((CHUNK,), tl.float32)
+    k_square = tl.zeros((CHUNK,), tl.float32)
+    for first in range(0, KEY, BLOCK):
+        dim = first + tl.arange(0, BLOCK)
+        mask = real[:, None] & (dim < KEY)[None, :]
+        q = tl.load(q_at + dim[None, :], mask=mask, other=0.0).to(tl.float32)
+        k = tl.load(k_at + dim[None, :], mask=mask, other=0.0).to(tl.float32)
+        system = tl.dot(k, tl.trans(k), system, input_precision=PRECISION)
+        inner = tl.dot(q, tl.trans(k), inner, input_precision=PRECISION)
+        q_square += tl.sum(q * q, 1)
+        k_square += tl.sum(k * k, 1)
+    q_unit = scale / tl.sqrt(q_square + 1e-6)
+    k_unit = 1.0 / tl.sqrt(k_square + 1e-6)
+    rate = tl.load(rate_ptr + token * heads + head, mask=real, other=0.0).to(tl.float32)
+    total = tl.cumsum(tl.load(decay_ptr + token * heads + head, mask=real, other=0.0).to(tl.float64), 0)
+    row = at[:, None]
+    column = at[None, :]
+    between = tl.exp(tl.where(row >= column, (total[:, None] - total[None, :]).to(tl.float32), float("-inf")))
+    between = between * k_unit[None, :]
+    place = token * heads + head
+    tl.store(inner_ptr + place[:, None] * CHUNK + column, inner * between * q_unit[:, None], mask=real[:, None])
+
+    system = system * between * (rate * k_unit)[:, None]
+    inverse = tl.where(row == column, 1.0, 0.0)
+    for level in tl.static_range(LEVELS):
+        same = row // (2 << level) == column // (2 << level)
+        joins = same & (row // (1 << level) % 2 == 1) & (column // (1 << level) % 2 == 0)
+        below = tl.where(joins, system, 0.0)
+        if level == 0:  # the blocks are single ones
+            inverse = inverse - below
+        else:
+            below = tl.dot(inverse, below, input_precision=PRECISION)
+            inverse = inverse - tl.dot(below, inverse, input_precision=PRECISION)
+
+    faded = rate * tl.exp(total.to(tl.float32)) * k_unit
+    for first in range(0, KEY, BLOCK):
+        dim = first + tl.arange(0, BLOCK)
+        mask = real[:, None] & (dim < KEY)[None, :]
+        k = tl.load(k_at + dim[None, :], mask=mask, other=0.0).to(tl.float32) * faded[:, None]
+        new_k = tl.dot(inverse, k, input_precision=PRECISION)
+        tl.store(new_k_ptr + place[:, None] * KEY + dim[None, :], new_k, mask=mask)
+    for first in range(0, VALUE, BLOCK):
+        dim = first + tl.arange(0, BLOCK)
+        mask = real[:, None] & (dim < VALUE)[None, :]
+        v = tl.load(v_at + dim[None, :], mask=mask, other=0.0).to(tl.float32) * rate[:, None]
+        new_v = tl.dot(inverse, v, input_precision=PRECISION)
+        tl.store(new_v_ptr + place[:, None] * VALUE + dim[None, :], new_v, mask=mask)
+
+
+@triton.jit(do_not_specialize=["first_seq"])
+def scan_chunks(
+    q_ptr, k_ptr, decay_ptr, new_v_ptr, new_k_ptr, inner_ptr, states_ptr, starts_ptr, units_ptr, out_ptr,
+    q_token, q_head, k_token, k_head, states_unit, heads, scale, first_seq,
+    GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (sequences, value heads, value blocks): a sequence's chunks in order, its state in registers."""
+    seq = first_seq + tl.program_id(0)
+    head = tl.program_id(1)
+    dim_k = tl.arange(0, BLOCK_K)
+    dim_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_k = dim_k < KEY
+    in_v = dim_v < VALUE
+    unit = tl.load(units_ptr + seq).to(tl.int64)
+    state_at = states_ptr + unit * states_unit + head * (KEY * VALUE) + dim_k[:, None] * VALUE + dim_v[None, :]
+    state = tl.load(state_at, mask=in_k[:, None] & in_v[None, :], other=0.0).to(tl.float32)
+    key_head = head // GROUP
+    at = tl.arange(0, CHUNK)
+    end = tl.load(starts_ptr + seq + 1)
+    for first in range(tl.load(starts_ptr + seq), end, CHUNK):
+        token = (first + at).to(tl.int64)
+        real = token < end
+        mask_k = real[:, None] & in_k[None, :]
+        mask_v = real[:, None] & in_v[None, :]
+        place = (token * heads + head)[:, None]
+        total = tl.cumsum(tl.load(decay_ptr + token * heads + head, mask=real, other=0.0).to(tl.float64), 0)
+        last = tl.min(total, 0)  # decays are not positive, so the sum only falls
+        new_k = tl.load(new_k_ptr + place * KEY + dim_k[None, :], mask=mask_k, other=0.0)
+        update = tl.load(new_v_ptr + place * VALUE + dim_v[None, :], mask=mask_v, other=0.0)
+        update -= tl.dot(new_k, state, input_precision=PRECISION)
+        q = tl.load(q_ptr + token[:, None] * q_token + key_head * q_head + dim_k[None, :], mask_k, 0.0).to(tl.float32)
+        out = tl.dot(q, state, input_precision=PRECISION)
+        out = out * (scale / tl.sqrt(tl.sum(q * q, 1) + 1e-6) * tl.exp(total.to(tl.float32)))[:, None]
+        inner = tl.load(inner_ptr + place * CHUNK + at[None, :], mask=real[:, None], other=0.0)
+        out = tl.dot(inner, update, out, input_precision=PRECISION)
+        tl.store(out_ptr + place * VALUE + dim_v[None, :], out.to(out_ptr.dtype.element_ty), mask=mask_v)
+        k = tl.load(k_ptr + token[:, None] * k_token + key_head * k_head + dim_k[None, :], mask_k, 0.0).to(tl.float32)
+        update = update * (tl.exp((last - total).to(tl.float32)) / tl.sqrt(tl.sum(k * k, 1) + 1e-6))[:, None]
+        state = tl.dot(tl.trans(k), update, state * tl.exp(last.to(tl.float32)), input_precision=PRECISION)
+    tl.store(state_at, state.to(states_ptr.dtype.element_ty), mask=in_k[:, None] & in_v[None, :])

@@ -1,0 +1,102 @@
+"""Triton kernels: the matrix products of a mixture of experts, on tokens sorted by expert.
+
+The rows of one expert are cut into tiles; which expert a tile belongs to is read from device memory, so that the host
+needs not know how the tokens were routed. There are as many tiles as there could be at most; those past the last one
+do nothing.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.attention import dot
+
+
+def sort_by_expert(
+    chosen: torch.Tensor, count: int, block_m: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(order, starts, tile_expert, tile_row), all on the device, as the kernels want them.
+
+    order: [tokens * top_k] choices sorted by expert; starts: [count + 1]; the tiles: as many as there can be at most,
+    those that are not needed beginning past the last row.
+    """
+    experts, order = chosen.reshape(-1).sort(stable=True)
+    rows = experts.shape[0]
+    starts = torch.searchsorted(experts, torch.arange(count + 1, device=chosen.device, dtype=experts.dtype))
+    tiles = (starts.diff() + block_m - 1) // block_m
+    ends = tiles.cumsum(0)
+    tile = torch.arange(rows // block_m + min(rows, count), device=chosen.device)
+    tile_expert = torch.searchsorted(ends, tile, right=True).clamp_(max=count - 1)
+    tile_row = starts[tile_expert] + (tile - (ends - tiles)[tile_expert]) * block_m
+    return order, starts, tile_expert, torch.where(tile < ends[-1], tile_row, rows)
+
+
+@triton.jit
+def expert_gate_up(
+    x_ptr, weight_ptr, out_ptr, order_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr, x_token, hidden, size, top_k,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, column blocks): out[row] = silu(gate(x)) * up(x), rows sorted by expert.
+
+    order: [rows] the (token, choice) of each row; starts: [experts + 1]; weight: [experts, 2 * size, hidden].
+    """
+    tile = tl.program_id(0)
+    expert = tl.load(tile_expert_ptr + tile)
+    end = tl.load(starts_ptr + expert + 1)
+    row = tl.load(tile_row_ptr + tile) + tl.arange(0, BLOCK_M)
+    if tl.load(tile_row_ptr + tile) >= end:
+        return
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, BLOCK_K)
+    token = (tl.load(order_ptr + row, mask=row < end, other=0) // top_k).to(tl.int64)
+    weights = weight_ptr + expert.to(tl.int64) * 2 * size * hidden + column.to(tl.int64)[None, :] * hidden
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for at in range(0, hidden, BLOCK_K):
+        k = at + inner
+        x = tl.load(
+            x_ptr + token[:, None] * x_token + k[None, :], mask=(row < end)[:, None] & (k < hidden)[None, :], other=0.0
+        )
+        mask = (k < hidden)[:, None] & (column < size)[None, :]
+        gate = dot(x, tl.load(weights + k[:, None], mask=mask, other=0.0), gate, PRECISION, WIDE)
+        up = dot(x, tl.load(weights + size * hidden + k[:, None], mask=mask, other=0.0), up, PRECISION, WIDE)
+    out = gate / (1.0 + tl.exp(-gate)) * up
+    target = out_ptr + row.to(tl.int64)[:, None] * size + column[None, :]
+    tl.store(target, out.to(out_ptr.dtype.element_ty), mask=(row < end)[:, None] & (column < size)[None, :])
+
+
+@triton.jit
+def expert_down(
+    x_ptr, weight_ptr, scale_ptr, out_ptr, order_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr, hidden, size,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, column blocks): out[token, choice] = scale[token, choice] * down(x[row]), in fp32.
+
+    x: [rows, size], sorted by expert; weight: [experts, hidden, size]; out: [tokens, top_k, hidden].
+    """
+    tile = tl.program_id(0)
+    expert = tl.load(tile_expert_ptr + tile)
+    end = tl.load(starts_ptr + expert + 1)
+    row = tl.load(tile_row_ptr + tile) + tl.arange(0, BLOCK_M)
+    if tl.load(tile_row_ptr + tile) >= end:
+        return
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, BLOCK_K)
+    weights = weight_ptr + expert.to(tl.int64) * hidden * size + column.to(tl.int64)[None, :] * size
+    out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for at in range(0, size, BLOCK_K):
+        k = at + inner
+        x = tl.load(
+            x_ptr + row.to(tl.int64)[:, None] * size + k[None, :],
+            mask=(row < end)[:, None] & (k < size)[None, :], other=0.0,
+        )  # fmt: skip
+        mask = (k < size)[:, None] & (column < hidden)[None, :]
+        out = dot(x, tl.load(weights + k[:, None], mask=mask, other=0.0), out, PRECISION, WIDE)
+    choice = tl.load(order_ptr + row, mask=row < end, other=0).to(tl.int64)
+    out = out * tl.load(scale_ptr + choice, mask=row < end, other=0.0).to(tl.float32)[:, None]
+    target = out_ptr + choice[:, None] * hidden + column[None, :]
+    tl.store(target, out, mask=(row < end)[:, None] & (column < hidden)[None, :])

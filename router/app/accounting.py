@@ -1,0 +1,57 @@
+"""What is said of a request that ended: counters for `/metrics`, fields for the log."""
+
+from __future__ import annotations
+
+from router.app.server import COMPLETIONS
+from router.counters import Metrics
+from router.decide.core import RouterCore
+from router.edge.exchange import Exchange
+
+
+def count_end(core: RouterCore, metrics: Metrics, exchange: Exchange, now: float) -> None:
+    """Add an ended exchange to the counters."""
+    path = exchange.request.path if exchange.request.path in COMPLETIONS else "other"
+    route, decision, usage = exchange.route, exchange.decision, exchange.usage
+    # Names that clients make up must not become labels.
+    model = route.model if route is not None and core.resolve_model(route.model) is not None else "unknown"
+    metrics.requests[path, model, exchange.outcome] += 1
+    metrics.request_s.observe(now - exchange.started_s)
+    if exchange.first_byte_s is not None:
+        metrics.ttft_s.observe(exchange.first_byte_s - exchange.started_s)
+    if exchange.outcome == "client_gone":
+        metrics.client_disconnects += 1
+    if route is None or decision is None:
+        return
+    metrics.decisions[decision.worker] += 1
+    metrics.routing_s.observe(decision.decided_s - exchange.started_s)
+    if route.token_ids is not None:
+        metrics.prompt_tokens += route.prompt_tokens
+        metrics.predicted_cached_tokens += decision.predicted_cached_tokens
+    if usage is not None:
+        metrics.reported_prompt_tokens += usage.prompt_tokens or 0
+        metrics.reported_cached_tokens += usage.cached_tokens or 0
+
+
+def request_fields(exchange: Exchange, now: float) -> dict[str, object]:
+    """What the log says of a request."""
+    route, decision, usage = exchange.route, exchange.decision, exchange.usage
+    fields: dict[str, object] = {
+        "request_id": exchange.trace_id.decode("latin-1"),
+        "path": exchange.request.path,
+        "outcome": exchange.outcome,
+        "seconds": round(now - exchange.started_s, 4),
+    }
+    if exchange.first_byte_s is not None:
+        fields["first_byte_seconds"] = round(exchange.first_byte_s - exchange.started_s, 4)
+    if route is not None:
+        fields |= {"model": route.model, "prompt_tokens": route.prompt_tokens, "stream": route.stream}
+    if decision is not None:
+        fields |= {
+            "worker": decision.worker,
+            "attempt": decision.attempt,
+            "predicted_cached_tokens": decision.predicted_cached_tokens,
+            "predicted_ttft_seconds": round(decision.predicted_ttft_s, 4),
+        }
+    if usage is not None and usage.cached_tokens is not None:
+        fields["cached_tokens"] = usage.cached_tokens
+    return fields

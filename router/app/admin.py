@@ -1,0 +1,308 @@
+"""The routes that look at or change the router itself: health, models, metrics, workers, explanations.
+
+`/health`, `/metrics` and `/v1/models` are for everybody who reaches the port. The others tell what is cached where and
+change who gets work, so they are answered only where the server says so (`allowed`): on the admin address, or to
+loopback where there is none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+import msgspec
+
+from prompts.errors import RequestError, bad_value
+from prompts.routing import parse_routing
+from router.app.dashboard import Dashboard
+from router.app.metrics_page import Family, core_families, counted_families, feed_families, prompt_families, render
+from router.app.openapi import document
+from router.app.siblings import RELAYED, Report, Siblings, WorkerSums
+from router.counters import Metrics
+from router.decide.core import RouterCore
+from router.decide.messages import Decision, Refuse, RouteRequest
+from router.decide.workers import WorkerState
+from router.fleet.members import Fleet
+from router.http.connection import ClientConnection
+from router.http.request import HttpRequest
+from router.http.routes import Answer, Handler, Routes
+from router.index.protocol import Scope
+from router.prompting.reader import PromptReader, estimate_tokens
+
+HTML = b"text/html; charset=utf-8"
+TEXT = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+class Admin:
+    """The handlers."""
+
+    def __init__(
+        self,
+        core: RouterCore,
+        fleet: Fleet,
+        prompts: PromptReader,
+        metrics: Metrics,
+        *,
+        now: Callable[[], float],
+        version: str,
+        feed_totals: Callable[[], dict[str, dict[str, int]]] = dict,
+        siblings: Siblings | None = None,
+    ) -> None:
+        self._core = core
+        self._fleet = fleet
+        self._prompts = prompts
+        self._metrics = metrics
+        self._now = now
+        self._version = version
+        self._feed_totals = feed_totals
+        self._siblings = siblings
+        self._started = int(time.time())
+        self.draining = False
+        self._routes = Routes()
+        for method, path, handler, public in (
+            ("GET", "/health", self._health, True),
+            ("GET", "/v1/models", self._models, True),
+            ("GET", "/metrics", self._render_metrics, True),
+            ("GET", "/version", self._show_version, True),
+            ("GET", "/openapi.json", self._openapi, True),
+            ("GET", "/workers", self._workers, False),
+            ("POST", "/workers", self._add, False),
+            ("DELETE", "/workers", self._remove, False),
+            ("DELETE", "/workers/*", self._remove, False),
+            ("POST", "/workers/*/drain", self._drain, False),
+            ("POST", "/route", self._route, False),
+            *([("GET", "/report", self._own_report, False)] if siblings is not None else []),
+        ):
+            self._routes.add(method, path, handler, public=public)
+
+    def add_route(self, method: str, path: str, handler: Handler, *, public: bool) -> None:
+        """Serve `path`, in which one segment may be `*`."""
+        self._routes.add(method, path, handler, public=public)
+
+    def show(self, dashboard: Dashboard) -> None:
+        """Serve the dashboard."""
+        self.add_route("GET", "/dashboard", lambda *_: Answer(dashboard.page(), content_type=HTML), public=False)
+        self.add_route("GET", "/dashboard/events", lambda *_: dashboard.watch, public=False)
+
+    def handle(self, connection: ClientConnection, request: HttpRequest, *, allowed: bool) -> None:
+        """Answer, or raise RequestError. `allowed`: whether what is not public is served too."""
+        self._routes.handle(connection, request, allowed=allowed)
+
+    # Handlers -----------------------------------------------------------------------------------------------------
+
+    def _health(self, request: HttpRequest, _: str) -> Answer:
+        states = [worker.state for worker in self._core.workers.values()]
+        up = sum(state is WorkerState.UP for state in states)
+        status = "draining" if self.draining else "ok" if up else "no worker is up"
+        body = {"status": status, "workers": len(states), "workers_up": up}
+        return Answer(msgspec.json.encode(body), 200 if status == "ok" else 503)
+
+    def _show_version(self, request: HttpRequest, _: str) -> Answer:
+        return Answer(msgspec.json.encode({"version": self._version}))
+
+    def _openapi(self, request: HttpRequest, _: str) -> Answer:
+        return Answer(msgspec.json.encode(document(self._version)))
+
+    def _models(self, request: HttpRequest, _: str) -> Answer:
+        """Every model that some worker takes requests for, with the longest context offered."""
+        merged: dict[str, dict[str, Any]] = {}
+        for worker in self._core.workers.values():
+            if worker.state not in (WorkerState.UP, WorkerState.PROBING, WorkerState.DRAINING):
+                continue
+            for name, model in worker.models.items():
+                known = merged.setdefault(
+                    name,
+                    {
+                        "id": name,
+                        "object": "model",
+                        "created": self._started,
+                        "owned_by": "blockcast",
+                        "root": model.base,
+                        "parent": model.base if model.lora else None,
+                        "max_model_len": model.max_model_len,
+                    },
+                )
+                if (model.max_model_len or 0) > (known["max_model_len"] or 0):
+                    known["max_model_len"] = model.max_model_len
+        return Answer(msgspec.json.encode({"object": "list", "data": list(merged.values())}))
+
+    def report(self) -> Report:
+        """What this process did."""
+        snapshot = self._core.snapshot(self._now())
+        segments = self._prompts.cache_stats()
+        return Report(
+            metrics=self._metrics.dump(),
+            in_flight=snapshot.in_flight,
+            held=snapshot.held,
+            counters=dict(snapshot.counters),
+            workers={
+                row.target: WorkerSums(
+                    row.prefilling, row.decoding, row.routed, row.predicted_cached_tokens, row.reported_cached_tokens
+                )
+                for row in snapshot.workers
+            },
+            tokenize_cpu_s=self._prompts.cpu_s,
+            segments={model: (one.hit_tokens, one.miss_tokens, one.used_bytes) for model, one in segments.items()},
+        )
+
+    def _own_report(self, request: HttpRequest, _: str) -> Answer:
+        return Answer(msgspec.json.encode(self.report()))
+
+    def _render_metrics(self, request: HttpRequest, _: str) -> Answer | Coroutine[Any, Any, Answer]:
+        if self._siblings is None:
+            return self._metrics_page(self._metrics, self.report())
+        return self._summed_metrics(self._siblings)
+
+    async def _summed_metrics(self, siblings: Siblings) -> Answer:
+        """The page over all processes; what is gauged of workers and index is this one's view."""
+        report = self.report()
+        metrics = Metrics()
+        metrics.absorb(report.metrics)
+        for other in await siblings.reports():
+            metrics.absorb(other.metrics)
+            report.add(other)
+        return self._metrics_page(metrics, report)
+
+    def _metrics_page(self, metrics: Metrics, report: Report) -> Answer:
+        def families() -> Iterable[Family]:
+            yield from counted_families(metrics)
+            yield from core_families(self._core.snapshot(self._now()), report, self._core.index.stats())
+            yield from prompt_families(report)
+            yield from feed_families(self._feed_totals())
+
+        return Answer(render(families), content_type=TEXT)
+
+    def workers(self, report: Report | None = None) -> dict[str, Any]:
+        """The body of `GET /workers`; `report` has the sums where there are several processes."""
+        snapshot = self._core.snapshot(self._now())
+        rows = []
+        for row in snapshot.workers:
+            values = dataclasses.asdict(row)
+            if report is not None and row.target in report.workers:
+                values |= msgspec.structs.asdict(report.workers[row.target])
+            values["events"] = self._fleet.details(row.worker_id)
+            worker = self._core.workers.get(row.worker_id)
+            bases = {model.base for model in worker.models.values()} if worker is not None else set()
+            values["tokenizer"] = {
+                base: "loaded" if self._prompts.get(base) is not None else self._prompts.problems.get(base, "none")
+                for base in sorted(bases)
+            }
+            rows.append(values)
+        for worker_id, problem in self._fleet.starting().items():
+            rows.append({"worker_id": worker_id, "state": WorkerState.STARTING.value, "state_reason": problem})
+        return {
+            "workers": rows,
+            "in_flight": snapshot.in_flight if report is None else report.in_flight,
+            "held": snapshot.held if report is None else report.held,
+            "counters": snapshot.counters if report is None else report.counters,
+            "index": dataclasses.asdict(self._core.index.stats()),
+        }
+
+    def _workers(self, request: HttpRequest, _: str) -> Answer | Coroutine[Any, Any, Answer]:
+        if self._siblings is None:
+            return Answer(msgspec.json.encode(self.workers()))
+        return self._summed_workers(self._siblings)
+
+    async def _summed_workers(self, siblings: Siblings) -> Answer:
+        report = self.report()
+        for other in await siblings.reports():
+            report.add(other)
+        return Answer(msgspec.json.encode(self.workers(report)))
+
+    async def _pass_on(self, request: HttpRequest) -> None:
+        """Have the other processes do what this one did, unless one of them asked for it."""
+        if self._siblings is not None and request.header(RELAYED) is None:
+            await self._siblings.relay(request.method, request.target.decode("latin-1"), request.body)
+
+    async def _add(self, request: HttpRequest, _: str) -> Answer:
+        settings = _object(request.body)
+        try:
+            worker_id = await self._fleet.add(settings)
+        except ValueError as error:
+            raise RequestError(str(error), param="url") from None
+        await self._pass_on(request)
+        return Answer(msgspec.json.encode({"worker_id": worker_id}), 201)
+
+    async def _remove(self, request: HttpRequest, argument: str) -> Answer:
+        worker_id = argument
+        if not worker_id:
+            settings = _object(request.body)
+            worker_id = str(settings.get("worker_id") or settings.get("url") or "")
+        worker_id = self._known(worker_id, *self._fleet.starting())
+        await self._fleet.remove(worker_id)
+        await self._pass_on(request)
+        return Answer(msgspec.json.encode({"worker_id": worker_id, "removed": True}))
+
+    async def _drain(self, request: HttpRequest, argument: str) -> Answer:
+        """Body, optional: `{"on": false}` to give the worker work again."""
+        on = _object(request.body).get("on", True) if request.body else True
+        if not isinstance(on, bool):
+            raise bad_value("on", on, "true or false")
+        worker_id = self._known(argument)
+        await self._fleet.drain(worker_id, on=on)
+        await self._pass_on(request)
+        return Answer(msgspec.json.encode({"worker_id": worker_id, "draining": on}))
+
+    def _known(self, name: str, *starting: str) -> str:
+        """The id of the worker called `name`, an id or a URL; also of those that were never reached, if they count."""
+        for worker_id, worker in self._core.workers.items():
+            if name in (worker_id, worker.spec.url):
+                return worker_id
+        for worker_id in starting:
+            if name in (worker_id, f"http://{worker_id}"):
+                return worker_id
+        known = ", ".join([*self._core.workers, *starting])
+        raise RequestError(
+            f"worker {name!r}: not known, expected one of {known or 'none at all'}",
+            param="worker_id", code="unknown_worker", status=404,
+        )  # fmt: skip
+
+    async def _route(self, request: HttpRequest, _: str) -> Answer:
+        """Explain where the body, a chat or completion request, would go now. Sends and changes nothing."""
+        path = "/v1/chat/completions" if b'"messages"' in request.body else "/v1/completions"
+        parsed = parse_routing(path, request.body)
+        name = parsed.model
+        if name is None:
+            name = next((model for worker in self._core.workers.values() for model in worker.models), "")
+        served = self._core.resolve_model(name)
+        base = served.base if served is not None else name
+        if self._prompts.asks(base):
+            token_ids, tokenize_s = await self._prompts.ask(parsed, base)
+        else:
+            token_ids, tokenize_s = await self._prompts.run(parsed, self._prompts.get(base))
+        route = RouteRequest(
+            request_id="explained",
+            model=name,
+            scope=Scope(base, parsed.cache_salt, served.lora if served is not None else None),
+            token_ids=token_ids,
+            prompt_tokens=len(token_ids) if token_ids is not None else estimate_tokens(len(request.body)),
+            output_tokens=parsed.max_tokens or 0,
+            stream=parsed.stream,
+            session=parsed.user,
+        )
+        decision = self._core.explain(route, self._now())
+        if isinstance(decision, Refuse):
+            raise RequestError(decision.message, param=None, code=decision.code, status=decision.status)
+        body = explained(decision)
+        body["tokenized"] = token_ids is not None
+        body["tokenize_ms"] = round(tokenize_s * 1e3, 3)
+        return Answer(msgspec.json.encode(body))
+
+
+def explained(decision: Decision) -> dict[str, Any]:
+    """A decision as JSON shows it."""
+    body: dict[str, Any] = msgspec.to_builtins(decision)
+    del body["request_id"], body["decided_s"]
+    return body
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}", param=None) from None
+    if not isinstance(value, dict):
+        raise RequestError("the body is not valid JSON: expected an object", param=None)
+    return value

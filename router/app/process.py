@@ -1,0 +1,372 @@
+"""One process of the router: builds every part, runs the event loop, ends in good order.
+
+Owns the clock, the signals and the periodic work. The parts do not know each other beyond what is handed to them here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+
+from prompts.segments import CACHE_BYTES_DEFAULT
+from router.app.accounting import count_end, request_fields
+from router.app.admin import Admin
+from router.app.dashboard import Dashboard
+from router.app.server import TICK_S, Listener, RouterApp
+from router.app.siblings import Share, Siblings
+from router.app.system import raise_file_limit, settle_heap, tls_context
+from router.counters import Metrics
+from router.decide.config import CoreConfig
+from router.decide.core import RouterCore
+from router.decide.messages import Decision, FailureKind
+from router.edge.config import EdgeConfig
+from router.edge.exchange import Exchange
+from router.edge.proxy import Proxy
+from router.edge.relay import make_relay
+from router.edge.upstream import UpstreamPool
+from router.fleet.discovery import Prober, WorkerFlag
+from router.fleet.feed import IndexFeed
+from router.fleet.members import Fleet, FleetConfig
+from router.fleet.peers import PeerLoads, PeerSockets
+from router.fleet.snapshots import PeerClient, PeerRoutes, ask_seed
+from router.http.connection import ClientConnection
+from router.http.request import HttpRequest
+from router.index import make_index
+from router.prompting.reader import PromptReader
+from router.prompting.remote import RemoteTokenizer
+
+log = logging.getLogger("router")
+
+LOOPBACK = ("127.", "::1", "::ffff:127.")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessConfig:
+    """Everything one process is told."""
+
+    host: str
+    port: int
+    core: CoreConfig
+    edge: EdgeConfig
+    fleet: FleetConfig
+    workers: tuple[WorkerFlag, ...] = ()
+    names: tuple[WorkerFlag, ...] = ()
+    """Hosts that resolve to many workers."""
+    workers_file: Path | None = None
+    tokenizer: str | None = None
+    chat_template: str | None = None
+    segment_cache_bytes: int = CACHE_BYTES_DEFAULT
+    """Of each model, for encoded text."""
+    bind_events: tuple[str, ...] = ()
+    """Addresses for publishers that connect instead of bind."""
+    peers: tuple[str, ...] = ()
+    """Addresses where other routers of the same workers publish their load."""
+    peer_bind: str | None = None
+    """Where this router publishes its own."""
+    snapshot_urls: tuple[str, ...] = ()
+    """Admin addresses of routers from whose knowledge this one starts."""
+    worker_api_key: str | None = None
+    admin: tuple[str, int] | None = None
+    """Address of the admin routes; None serves them to loopback on the main one."""
+    tls: tuple[Path, Path] | None = None
+    """(certificate, key)."""
+    index: str = "auto"
+    tokenize_threads: int = field(default_factory=lambda: max(1, min(8, os.cpu_count() or 1)))
+    seed: int = 0
+    log_decisions: float = 0.0
+    """Share of requests whose decisions are logged with every candidate's terms."""
+    log_share: float = 0.0
+    """Share of requests that get a line in the log."""
+    announce: bool = True
+    """Print the address on stdout once requests are taken."""
+    share: Share | None = None
+    """Which process of several this is."""
+
+
+class RouterProcess:
+    """`await RouterProcess(config, version).run()` serves until SIGTERM or SIGINT."""
+
+    def __init__(self, config: ProcessConfig, version: str) -> None:
+        self._config = config
+        self._version = version
+        self._now = time.monotonic  # uvloop's own clock stands still within a turn of the loop
+        self._stop = asyncio.Event()
+        self._executor = ThreadPoolExecutor(config.tokenize_threads, thread_name_prefix="tokenize")
+        seed, self._snapshot_urls = ask_seed(config.snapshot_urls)
+        self._index = make_index(config.index, seed)  # type: ignore[arg-type]
+        self._core = RouterCore(self._index, config.core, seed=config.seed)
+        self._metrics = Metrics()
+        self._pool = UpstreamPool(connect_s_max=config.edge.timeouts.connect_s)
+        key = config.worker_api_key
+        self._proxy = Proxy(
+            self._core,
+            self._pool,
+            self._metrics,
+            now=self._now,
+            timeouts=config.edge.timeouts,
+            worker_authorization=None if key is None else f"Bearer {key}".encode(),
+            relay=make_relay(asyncio.get_running_loop()),
+        )
+        self._proxy.log_share = config.log_decisions
+        self._prompts = PromptReader(
+            self._executor,
+            override=config.tokenizer,
+            chat_template=config.chat_template,
+            cache_bytes=config.segment_cache_bytes,
+        )
+        self._feed = IndexFeed(self._index, on_connection=self._stream_changed)
+        self._listeners: list[Listener] = []
+        self._peers: PeerSockets | None = None
+        self._loop = asyncio.get_running_loop()
+        self._swept_s = 0.0
+        self._fleet: Fleet
+        self._admin: Admin
+        self._dashboard: Dashboard
+
+    async def run(self) -> None:
+        """Raises OSError where an address cannot be had, ConfigError for a bad workers file."""
+        raise_file_limit()
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self._executor.shutdown, wait=False, cancel_futures=True)
+            stack.callback(self._pool.close)
+            self._start_feed()
+            stack.callback(self._feed.close)
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            siblings = None if self._config.share is None else Siblings(self._config.share)
+            if siblings is not None:
+                stack.push_async_callback(siblings.close)
+            self._assemble(session, siblings)
+            stack.push_async_callback(self._fleet.close)
+            port = await self._listen()
+            self._start_fleet()
+            self._peers = self._meet_peers()
+            if self._peers is not None:
+                stack.callback(self._peers.close)
+            beat = self._loop.create_task(self._beat())
+            stack.callback(beat.cancel)
+            settle_heap()
+            self._announce(port)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._loop.add_signal_handler(number, self._signalled)
+            waiting = self._loop.create_task(self._stop.wait())
+            done, _ = await asyncio.wait({waiting, beat}, return_when=asyncio.FIRST_COMPLETED)
+            if beat in done:
+                beat.result()
+            self._admin.draining = True
+            await self._drain()
+
+    # Building -----------------------------------------------------------------------------------------------------
+
+    def _start_feed(self) -> None:
+        self._feed.start()
+        for endpoint in self._config.bind_events:
+            log.info("publishers may connect to %s", self._feed.bind(endpoint))
+
+    def _assemble(self, session: aiohttp.ClientSession, siblings: Siblings | None) -> None:
+        config, proxy = self._config, self._proxy
+        key = config.worker_api_key
+        headers = {"Authorization": f"Bearer {key}"} if key is not None else None
+        prober = Prober(session, headers=headers)
+        self._prompts.remote = RemoteTokenizer(session, headers)
+        others = PeerClient(session, self._snapshot_urls)
+        self._fleet = Fleet(
+            self._core, prober, self._feed, self._prompts, proxy.perform, config.fleet, now=self._now, peers=others
+        )
+        self._admin = Admin(
+            self._core,
+            self._fleet,
+            self._prompts,
+            self._metrics,
+            now=self._now,
+            version=self._version,
+            feed_totals=self._feed.totals,
+            siblings=siblings,
+        )
+        self._dashboard = Dashboard(self._core, proxy, self._prompts, self._admin.workers)
+        self._admin.show(self._dashboard)
+        routes = PeerRoutes(self._index.seed, self._feed.snapshot)
+        self._admin.add_route("GET", "/peer", routes.index, public=False)
+        self._admin.add_route("GET", "/peer/*", routes.stream, public=False)
+        proxy.on_worker_lost.append(self._feed.lost)
+        proxy.on_failure.append(self._attempt_failed)
+        proxy.on_end.append(self._ended)
+
+    async def _listen(self) -> int:
+        """Open every address; the main one's port."""
+        config = self._config
+        tls = tls_context(config.tls)
+        shared = config.share is not None
+        main = self._listener(self._may_administer)
+        port = await main.start(config.host, config.port, tls, reuse_port=shared)
+        if config.admin is not None:
+            admin_port = await self._listener(_always).start(*config.admin, tls, reuse_port=shared)
+            log.info("admin routes on %s:%d", config.admin[0], admin_port)
+        if config.share is not None:
+            await self._listener(_always).start_unix(config.share.control(config.share.index))
+        return port
+
+    def _listener(self, serves_admin: object) -> Listener:
+        app = RouterApp(
+            self._core,
+            self._proxy,
+            self._prompts,
+            self._metrics,
+            self._config.edge,
+            self._admin,
+            serves_admin=serves_admin,  # type: ignore[arg-type]
+        )
+        listener = Listener(app, self._config.edge)
+        self._listeners.append(listener)
+        return listener
+
+    def _start_fleet(self) -> None:
+        for flag in self._config.workers:
+            self._fleet.watch(flag, origin="operator")
+        for name in self._config.names:
+            self._fleet.follow_name(name)
+        if self._config.workers_file is not None:
+            self._fleet.follow_file(self._config.workers_file)
+
+    def _meet_peers(self) -> PeerSockets | None:
+        """Share load with other routers where the operator named any. Raises OSError."""
+        if not self._config.peers and self._config.peer_bind is None:
+            return None
+        loads = PeerLoads(self._core.tracker, f"{socket.gethostname()}/{os.getpid()}")
+        sockets = PeerSockets(loads, self._config.peer_bind, self._config.peers)
+        if sockets.address is not None and self._config.share is None:
+            log.info("other routers may follow this one's load with --peer %s", sockets.address)
+        return sockets
+
+    def _announce(self, port: int) -> None:
+        scheme = "https" if self._config.tls is not None else "http"
+        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
+        log.info("policy %s, listening on %s://%s:%d", self._config.core.policy, scheme, host, port)
+        if self._config.announce:
+            print(f"router listening on {scheme}://{host}:{port}", flush=True)
+
+    # While it runs ------------------------------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        """Call `_turn` every tick, as a plain callback: a task would wake the loop twice. Ends by an exception."""
+        ended: asyncio.Future[None] = self._loop.create_future()
+
+        def turn() -> None:
+            if ended.done():
+                return
+            try:
+                self._turn()
+            except Exception as error:  # noqa: BLE001  whatever it is, the process ends with it
+                ended.set_exception(error)
+            else:
+                self._loop.call_later(TICK_S, turn)
+
+        turn()
+        await ended
+
+    def _turn(self) -> None:
+        """The core's clock, every timeout, idle connections."""
+        core, proxy = self._core, self._proxy
+        now = self._now()
+        if self._peers is not None:
+            self._peers.beat(now)
+        due = core.next_tick()
+        if due is not None and due <= now:
+            proxy.perform(core.tick(now))
+        if now - self._swept_s < self._config.edge.timeouts.sweep_s:
+            return
+        self._swept_s = now
+        proxy.sweep(now)
+        self._pool.close_idle(now)
+        for listener in self._listeners:
+            listener.sweep(now)
+        self._dashboard.beat(now)
+        self._metrics.keep_workers(core.workers)
+        for worker_id in core.workers:
+            core.watchdog.events(worker_id, self._feed.stored_blocks(worker_id))
+
+    def _stream_changed(self, worker_id: str, up: bool) -> None:
+        """A subscription broke off, maybe because its worker died. On the feed's thread."""
+        if not up:
+            self._loop.call_soon_threadsafe(self._fleet.suspect, worker_id)
+
+    def _attempt_failed(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
+        if decision is not None:
+            log.warning("attempt on %s failed (%s): %s", decision.worker, kind.value, reason)
+            self._fleet.suspect(decision.worker)
+
+    def _ended(self, exchange: Exchange) -> None:
+        now = self._now()
+        count_end(self._core, self._metrics, exchange, now)
+        share = self._config.log_share
+        if share and (share >= 1 or random.random() < share):
+            fields = request_fields(exchange, now)
+            log.info("request %s", " ".join(f"{k}={v}" for k, v in fields.items()), extra={"fields": fields})
+
+    def _may_administer(self, connection: ClientConnection, request: HttpRequest) -> bool:
+        """On the main address: nobody where there is an admin address, else who comes from this very machine.
+
+        A request that a local reverse proxy passed on shows it in a header and counts as foreign.
+        """
+        if self._config.admin is not None or not connection.peer.startswith(LOOPBACK):
+            return False
+        return not any(request.header(name) for name in (b"x-forwarded-for", b"forwarded", b"x-real-ip", b"via"))
+
+    # Ending -------------------------------------------------------------------------------------------------------
+
+    def _signalled(self) -> None:
+        if self._stop.is_set():
+            log.warning("second signal: %d requests are cut off", len(self._proxy.exchanges))
+            for listener in self._listeners:
+                listener.abort()
+        self._stop.set()
+
+    async def _drain(self) -> None:
+        """No new requests; those in flight have `shutdown_s` to end."""
+        for listener in self._listeners:
+            listener.stop_listening()
+        deadline_s = self._now() + self._config.edge.shutdown_s
+        if self._proxy.exchanges:
+            log.info("shutting down: %d requests in flight", len(self._proxy.exchanges))
+        while any(listener.busy for listener in self._listeners):
+            if self._now() > deadline_s:
+                log.warning("%d requests were not done in time and are cut off", len(self._proxy.exchanges))
+                break
+            await asyncio.sleep(0.02)
+        for listener in self._listeners:
+            listener.abort()
+        await asyncio.sleep(0)
+
+
+def _always(connection: ClientConnection, request: HttpRequest) -> bool:
+    return True
+
+
+def run_process(config: ProcessConfig, version: str) -> None:
+    """Run on uvloop where it is installed."""
+    sys.setswitchinterval(0.0005)  # encoding threads must not hold the event loop for the default 5 ms
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(_run(config, version))
+        return
+    if sys.version_info >= (3, 12):
+        asyncio.run(_run(config, version), loop_factory=uvloop.new_event_loop)
+    else:
+        uvloop.install()
+        asyncio.run(_run(config, version))
+
+
+async def _run(config: ProcessConfig, version: str) -> None:
+    await RouterProcess(config, version).run()

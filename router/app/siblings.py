@@ -1,0 +1,125 @@
+"""Several processes of one router on one port: what each asks of the others, over Unix sockets in a private folder.
+
+Every process is equal: each keeps the whole index and answers any request. Two things need the others: sums
+(`/metrics`, `/workers`) and changes of the list of workers, which the process that got them passes on. Load in flight
+is shared by router/fleet/peers.py, between these processes as between routers on different machines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+log = logging.getLogger("router")
+
+RELAYED = b"x-blockcast-relayed"
+"""Marks a change that came from a sibling and goes no further."""
+ANSWER_S_MAX = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which of the processes this one is."""
+
+    index: int
+    count: int
+    folder: Path
+
+    def control(self, index: int) -> Path:
+        """Unix socket of the control routes of a process."""
+        return self.folder / f"control-{index}"
+
+    def load(self, index: int) -> str:
+        """Where a process publishes its load."""
+        return f"ipc://{self.folder}/load-{index}"
+
+    @property
+    def others(self) -> list[int]:
+        return [index for index in range(self.count) if index != self.index]
+
+
+class WorkerSums(msgspec.Struct):
+    """One target's figures that add up over processes."""
+
+    prefilling: int = 0
+    decoding: int = 0
+    routed: int = 0
+    predicted_cached_tokens: int = 0
+    reported_cached_tokens: int = 0
+
+    def add(self, other: WorkerSums) -> None:
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+class Report(msgspec.Struct):
+    """What one process did, or several together."""
+
+    metrics: dict[str, Any]
+    in_flight: int
+    held: int
+    counters: dict[str, int]
+    workers: dict[str, WorkerSums]
+    tokenize_cpu_s: float
+    segments: dict[str, tuple[int, int, int]]
+    """model -> (tokens found, tokens encoded, bytes) of its segment cache."""
+
+    def add(self, other: Report) -> None:
+        """All but `metrics`, which router/app/metrics_page.py adds up."""
+        self.in_flight += other.in_flight
+        self.held += other.held
+        self.counters = dict(Counter(self.counters) + Counter(other.counters))
+        for name, sums in other.workers.items():
+            self.workers.setdefault(name, WorkerSums()).add(sums)
+        self.tokenize_cpu_s += other.tokenize_cpu_s
+        for model, (hits, misses, used) in other.segments.items():
+            mine = self.segments.get(model, (0, 0, 0))
+            self.segments[model] = (mine[0] + hits, mine[1] + misses, mine[2] + used)
+
+
+class Siblings:
+    """The other processes, as seen from one."""
+
+    def __init__(self, share: Share) -> None:
+        self._share = share
+        self._sessions: dict[int, aiohttp.ClientSession] = {}
+
+    async def reports(self) -> list[Report]:
+        """Those of the others that answer in time."""
+        answers = await asyncio.gather(*(self._ask(index, "GET", "/report") for index in self._share.others))
+        return [msgspec.json.decode(answer, type=Report) for answer in answers if answer is not None]
+
+    async def relay(self, method: str, path: str, body: bytes) -> None:
+        """Have every other process do the same."""
+        await asyncio.gather(*(self._ask(index, method, path, body) for index in self._share.others))
+
+    async def _ask(self, index: int, method: str, path: str, body: bytes = b"") -> bytes | None:
+        session = self._sessions.get(index)
+        if session is None:
+            connector = aiohttp.UnixConnector(str(self._share.control(index)))
+            session = self._sessions[index] = aiohttp.ClientSession(connector=connector)
+        timeout = aiohttp.ClientTimeout(total=ANSWER_S_MAX)
+        headers = {RELAYED.decode(): str(self._share.index)}
+        try:
+            async with session.request(
+                method, f"http://sibling{path}", data=body, timeout=timeout, headers=headers
+            ) as answer:
+                data = await answer.read()
+                if answer.status >= 400:
+                    log.warning("process %d answers %s %s with %d", index, method, path, answer.status)
+                    return None
+                return data
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            log.warning("process %d does not answer %s %s: %s", index, method, path, error or type(error).__name__)
+            return None
+
+    async def close(self) -> None:
+        for session in self._sessions.values():
+            await session.close()

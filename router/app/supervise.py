@@ -1,0 +1,114 @@
+"""`--processes N`: a parent that holds the port, starts N equal processes and starts again those that die.
+
+The parent serves nothing. It binds the port first, so that the number is known and taken before any child listens, and
+forks before there is a thread or an event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from router.app.process import ProcessConfig
+from router.app.siblings import Share
+
+log = logging.getLogger("router")
+
+RESTART_S_MIN = 1.0
+"""Between two starts of the same process."""
+
+
+def supervise(config: ProcessConfig, count: int, run: Callable[[ProcessConfig], None]) -> int:
+    """Run `count` processes until SIGTERM or SIGINT; the exit status. Raises OSError where the port is taken."""
+    holder = hold_port(config.host, config.port)
+    port = holder.getsockname()[1]
+    folder = Path(tempfile.mkdtemp(prefix="blockcast-router-"))
+    children: dict[int, int] = {}
+    started_s: dict[int, float] = {}
+    stopping: list[int] = []
+
+    def start(index: int) -> None:
+        share = Share(index, count, folder)
+        own = replace(
+            config,
+            port=port,
+            share=share,
+            announce=False,
+            seed=config.seed + index,
+            peer_bind=share.load(index),
+            peers=tuple(share.load(other) for other in share.others),
+        )
+        pid = os.fork()
+        if pid == 0:
+            holder.close()
+            status = 1
+            try:
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    signal.signal(number, signal.SIG_DFL)
+                run(own)
+                status = 0
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        children[pid] = index
+        started_s[index] = time.monotonic()
+
+    def stop(number: int, frame: object) -> None:
+        stopping.append(number)
+        for pid in children:
+            os.kill(pid, signal.SIGTERM)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    try:
+        for index in range(count):
+            start(index)
+        _await_controls(folder, count, stopping)
+        if not stopping:
+            host = f"[{config.host}]" if ":" in config.host else config.host
+            scheme = "https" if config.tls is not None else "http"
+            print(f"router listening on {scheme}://{host}:{port}", flush=True)
+        while children:
+            pid, status = os.wait()
+            index = children.pop(pid)
+            if stopping:
+                continue
+            log.error("process %d ended with status %d and is started again", index, os.waitstatus_to_exitcode(status))
+            time.sleep(max(0.0, started_s[index] + RESTART_S_MIN - time.monotonic()))
+            if not stopping:
+                start(index)
+    finally:
+        holder.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def hold_port(host: str, port: int) -> socket.socket:
+    """A socket that is bound and never listens: connections go to those that listen beside it. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    holder = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind((host, port))
+    except OSError:
+        holder.close()
+        raise
+    return holder
+
+
+def _await_controls(folder: Path, count: int, stopping: list[int]) -> None:
+    """Until every process listens, or a signal came, or a minute passed."""
+    end_s = time.monotonic() + 60.0
+    while not stopping and time.monotonic() < end_s:
+        if all((folder / f"control-{index}").exists() for index in range(count)):
+            return
+        time.sleep(0.02)

@@ -1,0 +1,112 @@
+"""What the byte path counts: plain numbers, whose update costs a dict access and an addition.
+
+Refuses to know Prometheus' form (router/app/metrics_page.py).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Container
+from typing import Any
+
+LATENCY_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+OVERHEAD_BOUNDS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 1.0)
+
+
+class Histogram:
+    """Cumulative on export, plain counts while observing."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound, cumulative count) pairs, the last bound infinite."""
+        out: list[tuple[str, float]] = []
+        running = 0
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts):
+            running += count
+            out.append((bound, float(running)))
+        return out
+
+
+COUNTED = (
+    "requests",
+    "decisions",
+    "failures",
+    "prompt_tokens",
+    "predicted_cached_tokens",
+    "reported_prompt_tokens",
+    "reported_cached_tokens",
+    "client_disconnects",
+    "http_errors",
+    "request_s",
+    "ttft_s",
+    "routing_s",
+    "tokenize_s",
+)
+"""The attributes of Metrics."""
+
+
+class Metrics:
+    """The numbers of one process."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, str, str]] = Counter()
+        """(route, model, outcome) of every request that ended."""
+        self.decisions: Counter[str] = Counter()
+        self.failures: Counter[tuple[str, str]] = Counter()
+        self.prompt_tokens = 0
+        self.predicted_cached_tokens = 0
+        self.reported_prompt_tokens = 0
+        self.reported_cached_tokens = 0
+        self.client_disconnects = 0
+        self.http_errors: Counter[str] = Counter()
+        self.request_s = Histogram(LATENCY_BOUNDS_S)
+        self.ttft_s = Histogram(LATENCY_BOUNDS_S)
+        self.routing_s = Histogram(OVERHEAD_BOUNDS_S)
+        self.tokenize_s = Histogram(OVERHEAD_BOUNDS_S)
+
+    def dump(self) -> dict[str, Any]:
+        """As JSON can carry it, for another process to `absorb`."""
+        values: dict[str, Any] = {}
+        for name in COUNTED:
+            value = getattr(self, name)
+            if isinstance(value, Counter):
+                values[name] = [[list(key) if isinstance(key, tuple) else key, count] for key, count in value.items()]
+            elif isinstance(value, Histogram):
+                values[name] = [value.counts, value.total]
+            else:
+                values[name] = value
+        return values
+
+    def absorb(self, dump: dict[str, Any]) -> None:
+        """Add what another process counted."""
+        for name in COUNTED:
+            value, other = getattr(self, name), dump[name]
+            if isinstance(value, Counter):
+                for key, count in other:
+                    value[tuple(key) if isinstance(key, list) else key] += count
+            elif isinstance(value, Histogram):
+                value.counts = [mine + theirs for mine, theirs in zip(value.counts, other[0])]
+                value.total += other[1]
+            else:
+                setattr(self, name, value + other)
+
+    def keep_workers(self, known: Container[str]) -> None:
+        """Drop the counts of workers that are known no more: addresses come and go for as long as the router runs."""
+        for worker_id in [worker_id for worker_id in self.decisions if worker_id not in known]:
+            del self.decisions[worker_id]
+        for key in [key for key in self.failures if key[0] and key[0] not in known]:
+            del self.failures[key]
+
+    def attempt_failed(self, worker: str, kind: str) -> None:
+        self.failures[worker, kind] += 1

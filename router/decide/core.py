@@ -1,0 +1,397 @@
+"""The router's core, sans IO: stimuli in, instructions out.
+
+Every method that changes state takes `now` (seconds of one monotonic clock, never going back) and returns the
+instructions that follow from it, in order; the shell performs them. Single-threaded: the shell calls it from one
+thread; the index behind it may be fed by another.
+
+A request's life: `route` -> Forward (in flight), Hold (kept in the reordering queue) or Refuse (forgotten at once). In
+flight it ends by `finished`, `aborted` or `failed`, the last of which may start another attempt. Held it ends by a
+Forward, a Refuse or `aborted`, at the latest one tick after its deadline. Invariants: a request is held or in flight,
+never both; in flight it has exactly one entry in the tracker and at most one pin; when all have ended, every counter of
+load is zero and no pin outlives its grace.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+
+from router.decide.choose import Chooser, Chosen
+from router.decide.config import CoreConfig
+from router.decide.held import HeldQueue
+from router.decide.live import Live, place_in_line
+from router.decide.messages import (
+    Decision,
+    FailureKind,
+    Forward,
+    Hold,
+    Instruction,
+    Refuse,
+    ReportedUsage,
+    RouteRequest,
+    WorkerLost,
+)
+from router.decide.promised import Promised
+from router.decide.registry import Registry
+from router.decide.retry import RetryBudget, gave_up
+from router.decide.status import CoreSnapshot, Ledger
+from router.decide.tracker import LoadTracker
+from router.decide.watchdog import Watchdog
+from router.decide.workers import ServedModel, Worker, WorkerSpec, WorkerState
+from router.decide.working_set import WorkingSets
+from router.index.protocol import PrefixIndex
+
+
+class RouterCore:
+    """Chooses a worker for each request and keeps the books. See the module's docstring."""
+
+    def __init__(self, index: PrefixIndex, config: CoreConfig, *, seed: int = 0) -> None:
+        self.config = config
+        self.index = index
+        self.tracker = LoadTracker(config.service, config.cost, config.learn)
+        self.working_sets = WorkingSets(config.working_set)
+        self.registry = Registry(index, self.tracker, self.working_sets, config)
+        self.watchdog = Watchdog()
+        self.counters: Counter[str] = Counter()
+        self._chooser = Chooser(index, self.registry, self.tracker, self.working_sets, config, random.Random(seed))
+        self._live: dict[str, Live] = {}
+        self._held = HeldQueue(config.queue)
+        self._reorders = config.queue.enabled and config.policy == "kv"
+        self._next_try_s = 0.0
+        self._promised = Promised(index, self.registry.histories, self.working_sets, config)
+        self._retries = RetryBudget(config.retry)
+        self._ledger = Ledger(self.watchdog)
+
+    # Workers -----------------------------------------------------------------------------------------------------
+    @property
+    def workers(self) -> dict[str, Worker]:
+        """worker_id -> worker. Read only."""
+        return self.registry.workers
+
+    def add_worker(self, spec: WorkerSpec, now: float, *, up: bool = True) -> Worker:
+        """Register a worker and its holders in the index, or update what is known of it (same worker_id)."""
+        if self.registry.remakes_targets(spec):
+            self._promised.pins.release_holders(self.registry.workers[spec.worker_id].holders)
+        return self.registry.add(spec, up=up)
+
+    def remove_worker(self, worker_id: str, now: float) -> list[Instruction]:
+        """Forget it at once. Its requests in flight stay known until the edge reports their end."""
+        worker = self.registry.workers.get(worker_id)
+        if worker is None:
+            return []
+        self._promised.pins.release_holders(worker.holders)
+        self._ledger.forget(worker_id, self.registry.targets_of(worker_id))
+        self.registry.remove(worker_id)
+        return self._try_held(now)
+
+    def worker_up(self, worker_id: str, now: float) -> list[Instruction]:
+        """A health check succeeded."""
+        worker = self.registry.workers.get(worker_id)
+        if worker is None or not self.registry.breaker.success(worker):
+            return []
+        self.registry.changed()
+        return self._try_held(now)
+
+    def worker_down(self, worker_id: str, now: float, reason: str) -> list[Instruction]:
+        """A health check failed for good: out of the candidates at once, and out of the index (WorkerLost)."""
+        worker = self.registry.workers.get(worker_id)
+        if worker is None or worker.state is WorkerState.DRAINING:
+            return []
+        was_down = worker.state in (WorkerState.DOWN, WorkerState.PROBING)
+        self.registry.breaker.down(worker, now, reason)
+        self.registry.changed()
+        if was_down:
+            return []
+        return [self._lost(worker), *self._try_held(now)]
+
+    def drain(self, worker_id: str, now: float, *, on: bool = True) -> list[Instruction]:
+        """Stop (or resume) giving a worker new work; what it has goes on. Raises KeyError where it is unknown."""
+        worker = self.registry.workers[worker_id]
+        worker.state = WorkerState.DRAINING if on else WorkerState.UP
+        worker.state_reason = "drained by an operator" if on else ""
+        self.registry.changed()
+        return self._try_held(now)
+
+    def resolve_model(self, name: str) -> ServedModel | None:
+        """What a client's model name means (base model, LoRA), or None where no worker serves it."""
+        return self.registry.resolve_model(name)
+
+    # A request's life --------------------------------------------------------------------------------------------
+    def route(self, request: RouteRequest, now: float, *, explain: bool = False) -> Forward | Hold | Refuse:
+        """Place a new request. `explain` fills the decision's candidates. The request id must not be live."""
+        assert request.request_id not in self._live, f"request {request.request_id} is already known"
+        if len(self._live) >= self.config.requests_max:
+            self.counters["refused"] += 1
+            return Refuse(request.request_id, 429, "too_many_requests", "The router is full.", 1.0)
+        self._retries.arrived()
+        live = Live(request, now, explain=explain)
+        self._live[request.request_id] = live
+        placed = self._place(live, now)
+        return self._refuse(live, placed) if isinstance(placed, Refuse) else placed
+
+    def explain(self, request: RouteRequest, now: float) -> Decision | Refuse:
+        """What `route` would decide, with every candidate's terms. Changes no book."""
+        candidates = self.registry.candidates(request, frozenset())
+        if isinstance(candidates, Refuse):
+            return candidates
+        choice = self._chooser.choose(request, candidates, now, peek=True)
+        return self._chooser.decision(request, choice, now, explain=True)
+
+    def first_token(self, request_id: str, now: float) -> list[Instruction]:
+        """The first byte of the answer's content came (call it for streams only)."""
+        live = self._live.get(request_id)
+        if live is None or live.decision is None:
+            return []
+        live.first_token_seen = True
+        flight = self.tracker.first_token(request_id, now)
+        if flight is None:
+            return []
+        self.registry.alive(live.decision.worker)
+        return self._try_held(now)
+
+    def progress(self, request_id: str, output_tokens: int) -> None:
+        """Tokens generated so far, where the edge counts them (SSE chunks): refines the decode load."""
+        self.tracker.progress(request_id, output_tokens)
+
+    def finished(self, request_id: str, usage: ReportedUsage | None, now: float) -> list[Instruction]:
+        """The whole answer was passed on."""
+        live = self._live.pop(request_id, None)
+        if live is None or live.decision is None:
+            return []
+        self.counters["finished"] += 1
+        self._end_attempt(live, now, computed=True, reported_cached=usage.cached_tokens if usage is not None else None)
+        self.registry.alive(live.decision.worker)
+        if usage is not None:
+            self._ledger.finished(live.request, live.decision, usage, self.registry.workers.get(live.decision.worker))
+        return self._try_held(now)
+
+    def aborted(self, request_id: str, now: float) -> list[Instruction]:
+        """The client left, held or in flight; the edge cancels upstream by itself."""
+        live = self._live.pop(request_id, None)
+        if live is None:
+            return []
+        self.counters["aborted"] += 1
+        if live.decision is None:
+            self._held.drop(request_id)
+            return []
+        self._end_attempt(live, now, computed=live.first_token_seen)
+        return self._try_held(now)
+
+    def failed(self, request_id: str, kind: FailureKind, now: float) -> list[Instruction]:
+        """An attempt failed. Before the first byte the request gets another worker while tries and budget last: the
+        first Forward, Hold or Refuse is about it. After the first byte (STREAM) it is forgotten without one."""
+        live = self._live.get(request_id)
+        if live is None or live.decision is None:
+            return []
+        worker_id = live.decision.worker
+        self._end_attempt(live, now, computed=live.first_token_seen)
+        instructions: list[Instruction] = []
+        worker = self.registry.workers.get(worker_id)
+        if worker is not None and kind is not FailureKind.OVERLOADED:
+            fatal = kind is FailureKind.CONNECT
+            went_down = self.registry.breaker.failure(worker, now, reason=f"{kind.value} failure", fatal=fatal)
+            self.registry.changed()
+            if went_down and fatal:
+                instructions.append(self._lost(worker))
+        elif worker is not None and worker.probe == request_id:
+            worker.probe = None
+            self.registry.changed()
+        if kind is FailureKind.STREAM or live.first_token_seen:
+            del self._live[request_id]
+            self.counters["failed"] += 1
+            return instructions + self._try_held(now)
+        live.decision = None
+        live.tried |= {worker_id}
+        live.attempt += 1
+        instructions.insert(0, self._retry(live, kind, now))
+        return instructions + self._try_held(now)
+
+    def tick(self, now: float) -> list[Instruction]:
+        """Deadlines, held requests, grace periods, breakers. Call at `next_tick()` or a little later."""
+        self.tracker.advance(now)
+        self._promised.pins.tick(now)
+        for worker in self.registry.workers.values():
+            if worker.state is WorkerState.DOWN and now >= worker.open_until_s:
+                self.registry.breaker.half_open(worker, now)
+                self.registry.changed()
+        instructions: list[Instruction] = []
+        for request_id, refuse in self._held.due(now):
+            instructions.append(self._expire(self._live[request_id], now, refuse=refuse))
+        return instructions + self._try_held(now)
+
+    def next_tick(self) -> float | None:
+        """When `tick` will next have something to do; None while nothing is pending."""
+        times = [w.open_until_s for w in self.registry.workers.values() if w.state is WorkerState.DOWN]
+        released_s = self._promised.pins.next_release()
+        if released_s is not None:
+            times.append(released_s)
+        if len(self._held):
+            times.append(self._next_try_s)
+            deadline = self._held.next_deadline()
+            if deadline is not None:
+                times.append(deadline)
+        return min(times, default=None)
+
+    # Placing -----------------------------------------------------------------------------------------------------
+    def _place(
+        self,
+        live: Live,
+        now: float,
+        *,
+        ahead: Mapping[str, float] | None = None,
+        may_hold: bool = True,
+    ) -> Forward | Hold | Refuse:
+        """Choose, then commit or hold. `ahead`: what is held and goes first, by target; None: to be found out. On a
+        Refuse the caller calls `_refuse`, or finds another answer."""
+        self.tracker.advance(now)
+        candidates = self.registry.candidates(live.request, live.tried)
+        if isinstance(candidates, Refuse):
+            return candidates
+        choice = self._chooser.choose(live.request, candidates, now, ahead=ahead, held_s=self._held.prefill_s)
+        if may_hold and self._reorders:
+            if ahead is None and len(self._held):
+                ahead = self._held.ahead_of(**place_in_line(live, choice))
+                self._chooser.choose_again(choice, ahead)
+            target = choice.cost.targets[choice.winner]
+            wait_s = target.slow * target.queue_s(now)
+            if wait_s > self.config.queue.hold_above_s:
+                return self._hold(live, choice, now)
+        self._held.drop(live.request.request_id)
+        return self._commit(live, choice, now)
+
+    def _commit(self, live: Live, choice: Chosen, now: float) -> Forward:
+        """Send it: count it, pin its prefix, remember its session."""
+        request = live.request
+        decision = self._chooser.decision(
+            request, choice, now, explain=live.explain, attempt=live.attempt, waited_s=now - live.arrived_s
+        )
+        target = choice.cost.targets[choice.winner]
+        self._chooser.rotate()
+        self.tracker.route(
+            request.request_id,
+            target,
+            prompt_tokens=request.prompt_tokens,
+            cached_tokens=decision.predicted_cached_tokens,
+            stream=request.stream,
+            now=now,
+        )
+        if choice.prompt is not None:
+            cached_share = decision.predicted_cached_tokens / max(request.prompt_tokens, 1)
+            self._promised.sent(request.request_id, target, choice.prompt, now, cached_share=cached_share)
+        if request.session is not None and self.config.session_affinity:
+            self._chooser.sessions.put(request.session, target.name, now)
+        worker = self.registry.workers[target.worker_id]
+        if worker.state is WorkerState.PROBING:
+            worker.probe = request.request_id
+            self.registry.changed()
+        live.decision = decision
+        self._ledger.routed(target)
+        self.counters["routed"] += 1
+        return Forward(request.request_id, decision)
+
+    # The reordering queue ----------------------------------------------------------------------------------------
+    def _hold(self, live: Live, choice: Chosen, now: float) -> Hold | Refuse:
+        request, config = live.request, self.config.queue
+        known = request.request_id in self._held
+        target = choice.cost.targets[choice.winner]
+        if not known and self._held.full:
+            wait_s = target.slow * target.queue_s(now)
+            return Refuse(request.request_id, 429, "queue_full", "The router's queue is full.", max(1.0, wait_s))
+        deadline_s = request.deadline_s if request.deadline_s is not None else live.arrived_s + config.wait_s_max
+        self._held.put(
+            request.request_id,
+            target=target.name,
+            prefill_s=target.prefill_seconds(request.prompt_tokens, choice.cost.cached[choice.winner]),
+            **place_in_line(live, choice),
+            deadline_s=deadline_s,
+            refuse=request.deadline_s is not None,
+        )
+        if not known:
+            self.counters["held"] += 1
+            if len(self._held) == 1:
+                self._next_try_s = now + config.tick_s
+        return Hold(request.request_id, deadline_s, len(self._held))
+
+    def _try_held(self, now: float) -> list[Instruction]:
+        """Try the first few held requests again; each that is placed or refused yields an instruction."""
+        config = self.config.queue
+        if not len(self._held):
+            return []
+        self.tracker.advance(now)
+        self._next_try_s = now + config.tick_s
+        instructions: list[Instruction] = []
+        ahead: dict[str, float] = {}
+        for request_id in self._held.first(config.tries):
+            if not self.tracker.any_free(config.hold_above_s, now):
+                break
+            live = self._live[request_id]
+            placed = self._place(live, now, ahead=ahead)
+            if isinstance(placed, Refuse):
+                placed = self._refuse(live, placed)
+            if isinstance(placed, Hold):
+                target, prefill_s = self._held.held_for(request_id)
+                ahead[target] = ahead.get(target, 0.0) + prefill_s
+            else:
+                instructions.append(placed)
+        return instructions
+
+    def _expire(self, live: Live, now: float, *, refuse: bool) -> Forward | Refuse:
+        """A held request's deadline came."""
+        self._held.drop(live.request.request_id)
+        if refuse:
+            message = "The request's deadline passed while it waited in the router."
+            return self._refuse(live, Refuse(live.request.request_id, 503, "deadline", message, 1.0))
+        self.counters["deadline_forwards"] += 1
+        placed = self._place(live, now, may_hold=False)
+        assert not isinstance(placed, Hold)
+        return self._refuse(live, placed) if isinstance(placed, Refuse) else placed
+
+    # Ends --------------------------------------------------------------------------------------------------------
+    def _retry(self, live: Live, kind: FailureKind, now: float) -> Forward | Hold | Refuse:
+        if self._retries.take(live.attempt):
+            placed = self._place(live, now)
+            if not isinstance(placed, Refuse):
+                self.counters["retried"] += 1
+                return placed
+        return self._refuse(live, gave_up(live.request.request_id, kind, self.registry.retry_after_s(now)))
+
+    def _refuse(self, live: Live, refusal: Refuse) -> Refuse:
+        self._held.drop(live.request.request_id)
+        self._live.pop(live.request.request_id, None)
+        self.counters["refused"] += 1
+        return refusal
+
+    def _end_attempt(self, live: Live, now: float, *, computed: bool, reported_cached: int | None = None) -> None:
+        """Take an attempt off the books. What was computed stays pinned for a grace period: its events are coming."""
+        self.tracker.end(live.request.request_id, now, reported_cached=reported_cached)
+        self._promised.pins.end(live.request.request_id, now, computed=computed)
+
+    def _lost(self, worker: Worker) -> WorkerLost:
+        for target in self.registry.targets_of(worker.worker_id):
+            self._promised.lost(target)
+        return WorkerLost(worker.worker_id)
+
+    # Seeing ------------------------------------------------------------------------------------------------------
+    def snapshot(self, now: float) -> CoreSnapshot:
+        """What `/workers` and `/metrics` show. Changes nothing but estimated first tokens."""
+        self.tracker.advance(now)
+        rows = [
+            self._ledger.row(worker, target, self.tracker, now)
+            for worker in self.registry.workers.values()
+            for target in self.registry.targets_of(worker.worker_id)
+        ]
+        return CoreSnapshot(rows, len(self._held), len(self._live) - len(self._held), dict(self.counters))
+
+    def check_invariants(self) -> None:
+        """Books agree with each other; called by tests after every stimulus."""
+        self.tracker.check_invariants()
+        self._held.check_invariants()
+        for request_id, live in self._live.items():
+            held = request_id in self._held
+            assert held == (live.decision is None), f"{request_id} is held={held} with decision {live.decision}"
+            assert held != (request_id in self.tracker.requests), f"{request_id}: held and in flight, or neither"
+        assert set(self.tracker.requests) <= set(self._live)
+        assert self._promised.pins.requests <= set(self.tracker.requests)
+        self._promised.pins.check_invariants()
+        self.working_sets.check_invariants()

@@ -1,0 +1,304 @@
+"""Learning how fast a worker is from the first tokens the router sees. Pure arithmetic; the tracker feeds it.
+
+The time between two first tokens of a busy worker is modelled as
+
+    seconds = a * u  +  b * q  +  o * s  +  k * z
+
+u: uncached prompt tokens; q: sum of L^2 - h^2; s: engine steps (uncached / step budget, at least one); z: what running
+decodes add to s steps by the prior's constants. Each term is scaled by its prior, so the unknowns are four ratios that
+are 1 on a worker which is exactly as assumed. They are found by least squares with exponential forgetting, ridge terms
+that tie the first to the pool's and the lesser three to the first (a worker of half speed is slower in everything),
+lower bounds, and weights that trust a fast observation more than a slow one: an interval can be long for reasons that
+are not the worker's speed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from router.decide.config import LearnConfig, ServiceModel
+
+_RATIO_MIN, _RATIO_MAX = 1e-3, 1e3
+_COUPLING = (0.0, 0.8, 0.4, 1.6)
+"""Strength, in observations, of the ties from quadratic, step and decode ratios to the prefill ratio."""
+_SHARE_MIN = 0.1
+"""No ratio is less than this part of the typical one: some prefill rate and some step time there must be."""
+_POOL_MEMORY = 8.0
+"""The pool's half-life, in those of a worker."""
+_JUDGED_AFTER = 12
+_DIFFERENT, _ALIKE = math.log(1.25), math.log(1.12)
+"""A worker leaves the pool's model beyond the first factor and returns to it below the second."""
+_REFRESH = math.log(1.02)
+"""The pool's model in use is renewed when it is off by more."""
+_ALONE_WEIGHT = 0.3
+"""Observations that the prior counts as where there is no pool to be pulled to: it may be off by any factor."""
+_RECENT = 15
+"""Intervals, relative to what the model expected, whose median is what outliers are measured from."""
+
+
+Ratios = tuple[float, float, float, float]
+"""(prefill, quadratic, step, decode) relative to the prior."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One interval in which a worker did nothing but this prefill work."""
+
+    elapsed_s: float
+    uncached_tokens: float
+    quadratic: float
+    """Sum of L^2 - h^2 over the prompts, tokens^2."""
+    steps: float
+    decode_requests: float
+    decode_context: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What an observation added to an estimate."""
+
+    features: tuple[float, float, float, float]
+    elapsed_s: float
+    weight: float
+    number: int
+
+
+class SpeedEstimate:
+    """What is known of one worker's speed. `ratios` times the prior's constants are the estimate."""
+
+    __slots__ = (
+        "_a",
+        "_b",
+        "_centre",
+        "_config",
+        "_keep",
+        "_prior",
+        "_pull",
+        "_recent",
+        "_typical_ratio",
+        "observations",
+        "ratios",
+    )
+
+    def __init__(self, prior: ServiceModel, config: LearnConfig, *, centre: Ratios = (1.0, 1.0, 1.0, 1.0)) -> None:
+        self._prior = prior
+        self._config = config
+        self._centre: Ratios = (1.0, 1.0, 1.0, 1.0)
+        self._keep = 0.5 ** (1.0 / config.half_life)
+        self._a = [[0.0] * 4 for _ in range(4)]
+        self._b = [0.0] * 4
+        self._recent: list[float] = []
+        self._pull = _ALONE_WEIGHT
+        self._typical_ratio = 1.0
+        self.ratios = [1.0] * 4
+        self.observations = 0
+
+    def recentre(self, centre: Ratios, *, firmly: bool) -> None:
+        """What the pool is like: where this worker is pulled to while little is known of it. Not `firmly`: it is known
+        to be different."""
+        self._centre = centre
+        self._pull = self._config.prior_weight if firmly else _ALONE_WEIGHT
+
+    def observe(self, seen: Observation) -> Lesson | None:
+        """Take in one interval and solve again: about 30 us. What it returns can be given to `revise`."""
+        features = self._features(seen)
+        expected_prior = features[0] + features[1] + features[2] + features[3]
+        if not self._config.enabled or seen.elapsed_s <= 0.0 or expected_prior <= 0.0:
+            return None
+        self.observations += 1
+        expected = sum(r * f for r, f in zip(self.ratios, features))
+        self._recent.append(seen.elapsed_s / expected)
+        if len(self._recent) > _RECENT:
+            del self._recent[0]
+        # Outliers are judged against what is usual lately, not against a model that may still be far off.
+        typical = sorted(self._recent)[len(self._recent) // 2]
+        expected *= typical
+        self._typical_ratio = expected / expected_prior
+        prior = self._prior
+        granule = self._typical_ratio * (prior.prefill_s_per_token * prior.step_tokens * 0.25 + prior.step_s)
+        scale = expected + granule
+        error = (seen.elapsed_s - expected) / scale
+        trust = 1.0
+        if error > 1.0:
+            trust = 1.0 / (error * error)
+        elif error < -0.75:
+            trust = 0.75 / -error
+        weight = trust / (scale * scale)
+        self._add(features, seen.elapsed_s, weight)
+        self._solve()
+        return Lesson(features, seen.elapsed_s, weight, self.observations)
+
+    def revise(self, lesson: Lesson, seen: Observation) -> None:
+        """The interval's work was other than was thought: put the truth in the lesson's place, faded as much."""
+        faded = lesson.weight * self._keep ** (self.observations - lesson.number)
+        features = self._features(seen)
+        for i in range(4):
+            for j in range(4):
+                self._a[i][j] += faded * (features[i] * features[j] - lesson.features[i] * lesson.features[j])
+            self._b[i] += faded * (features[i] * seen.elapsed_s - lesson.features[i] * lesson.elapsed_s)
+        self._solve()
+
+    def model(self) -> ServiceModel:
+        """The constants to predict with; `prefill_s_per_token` errs low while little was seen."""
+        prior, (ra, rb, ro, rk) = self._prior, self.ratios
+        low = 1.0
+        if self._config.enabled:
+            low -= (1.0 - self._config.err_low) / (1.0 + self.observations / 50.0)
+        a = prior.prefill_s_per_token * ra * low
+        quadratic = prior.prefill_s_per_token * rb * low / prior.quadratic_tokens  # a / Lq
+        return ServiceModel(
+            prefill_s_per_token=a,
+            quadratic_tokens=a / quadratic,
+            step_s=prior.step_s * ro,
+            decode_request_s=prior.decode_request_s * rk,
+            decode_context_s=prior.decode_context_s * rk,
+            step_tokens=prior.step_tokens,
+        )
+
+    def _features(self, seen: Observation) -> tuple[float, float, float, float]:
+        prior = self._prior
+        a = prior.prefill_s_per_token
+        decode = prior.decode_request_s * seen.decode_requests + prior.decode_context_s * seen.decode_context
+        return (
+            a * seen.uncached_tokens,
+            a * seen.quadratic / (2.0 * prior.quadratic_tokens),
+            prior.step_s * seen.steps,
+            decode * seen.steps,
+        )
+
+    def _add(self, features: tuple[float, float, float, float], elapsed_s: float, weight: float) -> None:
+        keep = self._keep
+        for i, fi in enumerate(features):
+            row = self._a[i]
+            for j, fj in enumerate(features):
+                row[j] = row[j] * keep + weight * fi * fj
+            self._b[i] = self._b[i] * keep + weight * fi * elapsed_s
+
+    def _solve(self) -> None:
+        """The ridge problem's normal equations, solved exactly; what falls below its bound is fixed there."""
+        # An observation adds about half of 1 / ratio^2 to the diagonal, so that strengths count observations.
+        unit = 0.5 / self._typical_ratio**2
+        centre = self._centre
+        matrix = [row[:] for row in self._a]
+        right = self._b[:]
+        matrix[0][0] += unit * self._pull
+        right[0] += unit * self._pull * centre[0]
+        for j in range(1, 4):  # strength * (ratio_j - shape * ratio_0)^2
+            strength, shape = unit * _COUPLING[j], centre[j] / centre[0]
+            matrix[j][j] += strength
+            matrix[0][0] += strength * shape * shape
+            matrix[0][j] -= strength * shape
+            matrix[j][0] -= strength * shape
+        floor = [max(_RATIO_MIN, _SHARE_MIN * self._typical_ratio)] * 4
+        fixed: dict[int, float] = {}
+        while True:
+            ratios = _solve_with(matrix, right, fixed)
+            low = [i for i in range(4) if i not in fixed and ratios[i] < floor[i]]
+            if not low:
+                break
+            worst = min(low, key=lambda i: ratios[i] - floor[i])
+            fixed[worst] = floor[worst]
+        self.ratios = [min(ratio, _RATIO_MAX) for ratio in ratios]
+
+
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """What one interval taught the pool and the worker it was seen on."""
+
+    in_pool: Lesson | None
+    own: SpeedEstimate
+    in_own: Lesson | None
+
+
+class PoolSpeeds:
+    """The speeds of the workers that serve one model.
+
+    All intervals go into one estimate for the pool; each worker has one of its own, pulled to the pool's. A worker is
+    taken to be like the pool until its own estimate differs clearly: the price compares workers, with prefill weighed
+    up under load, so a few per cent of noise between equal workers would send everything to the luckiest.
+    """
+
+    def __init__(self, prior: ServiceModel, config: LearnConfig) -> None:
+        self._prior = prior
+        self._config = config
+        self._pool = SpeedEstimate(prior, replace(config, half_life=config.half_life * _POOL_MEMORY))
+        self._pool_model = self._pool.model()
+        self._members: dict[str, SpeedEstimate] = {}
+        self._different: set[str] = set()
+
+    def join(self, name: str) -> None:
+        """A worker has come; it is like the pool until it shows otherwise."""
+        self._members[name] = SpeedEstimate(self._prior, self._config)
+
+    def leave(self, name: str) -> None:
+        """A worker has gone."""
+        self._members.pop(name, None)
+        self._different.discard(name)
+
+    def model(self, name: str) -> ServiceModel:
+        """What to predict this worker with."""
+        return self._members[name].model() if name in self._different else self._pool_model
+
+    def observations(self, name: str) -> int:
+        """Intervals seen of this worker."""
+        return self._members[name].observations
+
+    def observe(self, name: str, seen: Observation) -> tuple[list[str], Taught]:
+        """Take in one interval of one worker; (those whose model changed, what to give to `correct`)."""
+        own = self._members[name]
+        in_pool = self._pool.observe(seen)
+        a, b, o, k = self._pool.ratios
+        own.recentre((a, b, o, k), firmly=name not in self._different)
+        taught = Taught(in_pool, own, own.observe(seen))
+        return self._judge(name), taught
+
+    def correct(self, name: str, taught: Taught, seen: Observation) -> list[str]:
+        """An interval turned out to be of other work than was thought; returns those whose model changed."""
+        if taught.in_pool is not None:
+            self._pool.revise(taught.in_pool, seen)
+        if taught.in_own is not None and self._members.get(name) is taught.own:
+            taught.own.revise(taught.in_own, seen)
+        return self._judge(name) if name in self._members else []
+
+    def _judge(self, name: str) -> list[str]:
+        own = self._members[name]
+        changed = set()
+        apart = abs(math.log(_reference_s(own.model()) / _reference_s(self._pool.model())))
+        was_different = name in self._different
+        if own.observations >= _JUDGED_AFTER and apart > (_ALIKE if was_different else _DIFFERENT):
+            self._different.add(name)
+            changed.add(name)
+        elif was_different:
+            self._different.discard(name)
+            changed.add(name)
+        latest = self._pool.model()
+        if abs(math.log(_reference_s(latest) / _reference_s(self._pool_model))) > _REFRESH:
+            self._pool_model = latest
+            changed.update(self._members.keys() - self._different)
+        return sorted(changed)
+
+
+def _reference_s(model: ServiceModel) -> float:
+    """Time of a typical prefill (2,048 tokens after 6,144 cached), to compare two workers by one number."""
+    quadratic = (8192.0**2 - 6144.0**2) / (2.0 * model.quadratic_tokens)
+    return model.prefill_s_per_token * (2048.0 + quadratic) + model.step_s
+
+
+def _solve_with(matrix: list[list[float]], right: list[float], fixed: dict[int, float]) -> list[float]:
+    """Gaussian elimination of a positive definite system in which some unknowns are given."""
+    free = [i for i in range(len(right)) if i not in fixed]
+    rows = [[matrix[i][j] for j in free] + [right[i] - sum(matrix[i][k] * v for k, v in fixed.items())] for i in free]
+    count = len(free)
+    for i in range(count):
+        pivot = rows[i]
+        for r in range(i + 1, count):
+            factor = rows[r][i] / pivot[i]
+            if factor:
+                for c in range(i, count + 1):
+                    rows[r][c] -= factor * pivot[c]
+    found = dict(fixed)
+    for i in range(count - 1, -1, -1):
+        row = rows[i]
+        found[free[i]] = (row[count] - sum(row[j] * found[free[j]] for j in range(i + 1, count))) / row[i]
+    return [found[i] for i in range(len(right))]

@@ -1,0 +1,159 @@
+"""What goes into the router's core and what comes out: requests, stimuli's facts, decisions, instructions. Values only.
+
+The core never sees a socket: the HTTP edge turns bytes into these, and performs the instructions it gets back.
+All times are seconds of one monotonic clock that the caller owns.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from router.index.protocol import Scope
+
+
+@dataclass(slots=True)
+class RouteRequest:
+    """One request that needs a worker. `model` is the name the client asked for, `scope.model` its base model."""
+
+    request_id: str
+    model: str
+    scope: Scope
+    token_ids: Sequence[int] | None
+    """The prompt; None where it could not be tokenised here: then only load decides."""
+    prompt_tokens: int
+    """len(token_ids), or an estimate where they are None."""
+    output_tokens: int = 256
+    """Estimate of what will be generated (max_tokens, or a default): for eligibility by context length only."""
+    stream: bool = True
+    """Whether the first token will be seen as it comes; otherwise its time is estimated."""
+    priority: int = 0
+    """Lower is served earlier, as in vLLM; only the reordering queue looks at it."""
+    worker: str | None = None
+    """The worker the client pinned the request to, or None."""
+    session: str | None = None
+    """Key of session affinity and of the `sticky` policy, or None."""
+    role: str | None = None
+    """Role label a worker must carry, or None for any."""
+    deadline_s: float | None = None
+    """Absolute time after which a held request is refused; None takes the queue's default."""
+
+
+class ReportedUsage(msgspec.Struct, frozen=True, gc=False):
+    """What the engine's answer said it cost; None where it did not say."""
+
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class FailureKind(str, enum.Enum):
+    """How an attempt ended before its first byte reached the client (STREAM: after it)."""
+
+    CONNECT = "connect"
+    """Refused, unreachable, name unknown: the worker never saw the request."""
+    RESET = "reset"
+    """The connection broke before an answer began."""
+    TIMEOUT = "timeout"
+    """No first byte in time."""
+    SERVER_ERROR = "server_error"
+    """502 or 503 from the worker."""
+    OVERLOADED = "overloaded"
+    """429 from the worker: alive, but full."""
+    STREAM = "stream"
+    """The answer broke after its first byte was passed on: nothing can be retried."""
+
+
+class Terms(msgspec.Struct, frozen=True, gc=False):
+    """What one candidate's price is made of; docs/routing.md's symbols. Seconds unless the name says tokens."""
+
+    worker: str
+    cached_tokens: int
+    """h: usable cached prefix, requests in flight included."""
+    resident_tokens: int
+    """The part of h that events (or the approximate index) vouch for."""
+    prefill_s: float
+    """P: uncached prefill on an otherwise idle worker."""
+    queue_s: float
+    """Q: prefill routed there before and not yet done."""
+    held_s: float
+    """Prefill that the router holds for it and will send before this request."""
+    slow: float
+    """Factor by which running decodes stretch a prefill."""
+    load_s: float
+    """Time to fetch the part of h that lies on slower tiers."""
+    crowding_s: float
+    """What will be computed again because the worker lacks room for all that lives there."""
+    utilisation: float
+    """U: prefill seconds routed there per second, averaged over a minute."""
+    beta: float
+    decode_requests: int
+    ttft_s: float
+    """The prediction: slow * (Q + held + P) + load."""
+    cost: float
+    """The price; the lowest wins."""
+
+
+class Decision(msgspec.Struct):
+    """Where one attempt of a request goes, and why."""
+
+    request_id: str
+    worker: str
+    rank: int | None
+    """Data-parallel rank whose cache matched best, where the worker has several; else None."""
+    attempt: int
+    """0 for the first, counted up by retries."""
+    prompt_tokens: int
+    predicted_cached_tokens: int
+    predicted_ttft_s: float
+    terms: Terms
+    decided_s: float
+    waited_s: float = 0.0
+    """How long the reordering queue held it."""
+    candidates: list[Terms] = []
+    """Every candidate's terms, cheapest first; filled only where an explanation was asked for."""
+    not_eligible: dict[str, str] = {}
+    """worker -> why it was not a candidate; filled with `candidates`."""
+
+
+class Forward(msgspec.Struct, frozen=True):
+    """Send the request to the decision's worker now."""
+
+    request_id: str
+    decision: Decision
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Keep the request; a later instruction will forward or refuse it, by `deadline_s` plus one tick."""
+
+    request_id: str
+    deadline_s: float
+    position: int
+    """Requests held, this one included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Answer the client with this HTTP status; the core has forgotten the request."""
+
+    request_id: str
+    status: int
+    code: str
+    """Stable machine-readable reason: no_worker, unknown_model, unknown_worker, context_length_exceeded, queue_full,
+    too_many_requests, deadline, upstream_failed, upstream_overloaded, upstream_timeout."""
+    message: str
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """A worker died: drop its entries from the index and resynchronise its stream when it returns (the feed's job)."""
+
+    worker_id: str
+
+
+Instruction = Forward | Hold | Refuse | WorkerLost

@@ -1,0 +1,204 @@
+"""Choosing a target. Pure functions: what is known goes in, an index into the candidates comes out.
+
+The `kv` cost is in seconds: the predicted time to the first token, with uncached prefill weighed up as the pool fills
+(beta), and a small price on how much was routed to a target lately. docs/routing.md explains each term. Time and chance
+are arguments.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import xxhash
+
+from router.decide.config import CostConfig
+from router.decide.messages import Terms
+from router.decide.target import Target
+from router.index.protocol import Match
+
+STICKY_TOKENS = 256
+"""Without a session key, `sticky` goes by this many first tokens of the prompt."""
+
+
+def beta_of(utilisation: float, backlogs: float, config: CostConfig) -> float:
+    """How much more a second of new prefill weighs than a second of waiting, because it also delays whoever comes next.
+
+    In a queue with one server, work that is added delays every arrival until the backlog is worked off: as many as
+    arrive per second, times the backlog, over 1 - utilisation. With `backlogs` = the queue over the mean prefill of a
+    request, arrivals times backlog are utilisation * backlogs; the added work itself counts for 1. The queue is the
+    shortest of the candidates', as who comes later can go there: where one worker has a backlog and another is idle,
+    prefill on the idle one is cheap.
+    """
+    ratio = min(utilisation, 2.0) * (1.0 + backlogs) / max(1.0 - utilisation, 0.1)
+    return min(max(config.beta_scale * ratio, config.beta_min), config.beta_max)
+
+
+def load_seconds(match: Match, config: CostConfig) -> float:
+    """Time to fetch the part of a match that lies on slower tiers."""
+    if match.tokens <= match.gpu_tokens:
+        return 0.0
+    return sum(tokens * rate for tokens, rate in zip(match.tier_tokens, config.load_s_per_token))
+
+
+class KvCost:
+    """The cost of sending one prompt to each of several targets at one moment.
+
+    `cached[i]` is h of `targets[i]` in tokens; `loads[i]` its load seconds, or `loads` is None where all are zero;
+    `ahead[i]` seconds of prefill that the router holds for it and will send before this prompt, or None; `crowding[i]`
+    seconds that will be computed again for want of room there, or None where there is room everywhere; `held_s` seconds
+    of prefill that the router holds in all: they wait like what the targets were sent.
+    """
+
+    __slots__ = (
+        "ahead",
+        "beta",
+        "cached",
+        "config",
+        "crowding",
+        "factor",
+        "loads",
+        "prompt_tokens",
+        "targets",
+        "waits",
+    )
+
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        cached: Sequence[int],
+        loads: Sequence[float] | None,
+        *,
+        prompt_tokens: int,
+        utilisation_factor: float,
+        now: float,
+        config: CostConfig,
+        held_s: float = 0.0,
+    ) -> None:
+        self.targets = targets
+        self.cached = cached
+        self.loads = loads
+        self.ahead: Sequence[float] | None = None
+        self.crowding: Sequence[float] | None = None
+        self.prompt_tokens = prompt_tokens
+        self.factor = utilisation_factor
+        self.config = config
+        utilisation, work, arrivals, shortest = 0.0, 0.0, 0.0, math.inf
+        waits: list[float] = []
+        self.waits = waits
+        for target in targets:
+            wait = target.waiting_s
+            if wait:  # as `Target.queue_s`, written out: this loop is a good part of what a decision costs
+                progress = (now - target.busy_since_s) / target.slow
+                if progress > target.progress_max_s:
+                    progress = target.progress_max_s
+                if progress > 0.0:
+                    wait -= progress
+            waits.append(wait)
+            if wait * target.slow < shortest:
+                shortest = wait * target.slow
+            work += target.utilisation_scaled
+            arrivals += target.arrivals_scaled
+            if target.peer is not None:
+                utilisation += target.peer.utilisation
+        count = len(targets)
+        mean_prefill = work / arrivals if arrivals > 0.0 else 0.0
+        backlogs = (shortest + held_s / count) / mean_prefill if mean_prefill > 0.0 else 0.0
+        self.beta = beta_of((utilisation + work * utilisation_factor) / count, backlogs, config)
+
+    def choose(self, rotation: int) -> int:
+        """The cheapest candidate; of several within `tie_s`, the `rotation`-th in turn."""
+        config, length = self.config, self.prompt_tokens
+        weight, decode_weight, tie_s = 1.0 + self.beta, config.decode_weight, config.tie_s
+        utilisation_weight = config.utilisation_weight * self.factor
+        loads, ahead, crowding = self.loads, self.ahead, self.crowding
+        square = length * length
+        best, ties = float("inf"), []
+        # The formula of `terms`, written out: see above.
+        for i, (target, hit, wait) in enumerate(zip(self.targets, self.cached, self.waits)):
+            prefill = target.prefill_rate * (length - hit) + target.quadratic_rate * (square - hit * hit)
+            cost = weight * prefill + wait
+            if ahead is not None:
+                cost += ahead[i]
+            cost = target.slow * cost + utilisation_weight * target.utilisation_scaled
+            if target.peer is not None:
+                cost += config.utilisation_weight * target.peer.utilisation
+            if decode_weight:
+                cost += decode_weight * prefill * target.decode_requests
+            if loads is not None:
+                cost += loads[i]
+            if crowding is not None:
+                cost += crowding[i]
+            if cost < best - tie_s:
+                best, ties = cost, [i]
+            elif cost <= best + tie_s:
+                ties.append(i)
+                best = min(best, cost)
+        return ties[rotation % len(ties)]
+
+    def terms(self, i: int, resident_tokens: int) -> Terms:
+        """Candidate i's price and what it is made of."""
+        config, target, hit = self.config, self.targets[i], self.cached[i]
+        prefill = target.prefill_seconds(self.prompt_tokens, hit)
+        waiting = self.waits[i]
+        held = self.ahead[i] if self.ahead is not None else 0.0
+        utilisation = target.utilisation_scaled * self.factor
+        decoding = target.decode_requests
+        if target.peer is not None:
+            utilisation += target.peer.utilisation
+            decoding += target.peer.decode_requests
+        load_s = self.loads[i] if self.loads is not None else 0.0
+        crowding_s = self.crowding[i] if self.crowding is not None else 0.0
+        cost = target.slow * (waiting + held + (1.0 + self.beta) * prefill)
+        cost += config.utilisation_weight * utilisation + load_s + crowding_s
+        cost += config.decode_weight * prefill * target.decode_requests
+        return Terms(
+            worker=target.name,
+            cached_tokens=hit,
+            resident_tokens=resident_tokens,
+            prefill_s=prefill,
+            queue_s=waiting,
+            held_s=held,
+            slow=target.slow,
+            load_s=load_s,
+            crowding_s=crowding_s,
+            utilisation=utilisation,
+            beta=self.beta,
+            decode_requests=decoding,
+            ttft_s=target.slow * (waiting + held + prefill) + load_s,
+            cost=cost,
+        )
+
+
+def choose_round_robin(targets: Sequence[Target], rotation: int) -> int:
+    """Each in turn."""
+    return rotation % len(targets)
+
+
+def choose_least_requests(targets: Sequence[Target], rotation: int) -> int:
+    """Fewest requests in flight, other routers' included; ties in turn."""
+    counts = [t.requests + (t.peer.prefill_requests + t.peer.decode_requests if t.peer else 0) for t in targets]
+    fewest = min(counts)
+    ties = [i for i, count in enumerate(counts) if count == fewest]
+    return ties[rotation % len(ties)]
+
+
+def choose_random(targets: Sequence[Target], rng: random.Random) -> int:
+    """Uniformly."""
+    return rng.randrange(len(targets))
+
+
+def sticky_key(session: str | None, token_ids: Sequence[int] | None) -> str | None:
+    """What `sticky` hashes: the session, else how the prompt begins; None where neither is known."""
+    if session is not None:
+        return session
+    if token_ids is None:
+        return None
+    return ",".join(map(str, token_ids[:STICKY_TOKENS]))
+
+
+def choose_sticky(targets: Sequence[Target], key: str) -> int:
+    """Rendezvous hashing (Thaler and Ravishankar, 1998): the same on every router, and a worker that comes or goes
+    moves only its own share of keys."""
+    return max(range(len(targets)), key=lambda i: xxhash.xxh3_64_intdigest(f"{targets[i].name}\0{key}".encode()))

@@ -1,0 +1,235 @@
+"""Who could serve a request: workers, their targets, and eligibility, decided before any cost.
+
+Owns the workers and the pools of candidates for each (model, role), which are rebuilt when a worker changes. Refuses to
+know load and caches beyond creating a target and a holder for each worker or data-parallel rank.
+"""
+
+from __future__ import annotations
+
+from router.decide.config import CoreConfig
+from router.decide.history import HistoryCache
+from router.decide.messages import Refuse, RouteRequest
+from router.decide.target import Target
+from router.decide.tracker import LoadTracker
+from router.decide.workers import (
+    Breaker,
+    CacheView,
+    ServedModel,
+    Worker,
+    WorkerSpec,
+    WorkerState,
+    merge_models,
+    models_of,
+    why_not_usable,
+)
+from router.decide.working_set import WorkingSets
+from router.index.protocol import PrefixIndex
+
+
+class Registry:
+    """Invariant: every worker with a known model has one target a rank; a target's holder exists in the index."""
+
+    def __init__(self, index: PrefixIndex, tracker: LoadTracker, working_sets: WorkingSets, config: CoreConfig) -> None:
+        self._index = index
+        self._tracker = tracker
+        self._working_sets = working_sets
+        self._config = config
+        self.breaker = Breaker(config.health)
+        self.workers: dict[str, Worker] = {}
+        self.histories: dict[str, HistoryCache] = {}
+        """target name -> approximate cache, for targets without events."""
+        self._targets: dict[str, list[Target]] = {}
+        self._pools: dict[tuple[str, str | None], list[Target]] = {}
+        self._context_max: dict[tuple[str, str | None], int | None] = {}
+        self._models: dict[str, ServedModel] | None = None
+
+    # Workers -----------------------------------------------------------------------------------------------------
+    def add(self, spec: WorkerSpec, *, up: bool) -> Worker:
+        """Register a worker or replace what is known of it; its load and, for the same base model, its entries stay."""
+        worker = self.workers.get(spec.worker_id)
+        if worker is None:
+            state = WorkerState.UP if up else WorkerState.STARTING
+            worker = Worker(spec=spec, state=state, models=models_of(spec))
+            self.workers[spec.worker_id] = worker
+            self._targets[spec.worker_id] = []
+            self._make_targets(worker)
+        else:
+            remake = self.remakes_targets(spec)
+            worker.spec, worker.models = spec, models_of(spec)
+            if remake:
+                self._drop_targets(worker)
+                self._make_targets(worker)
+        for target in self._targets[spec.worker_id]:
+            tokens = spec.cache_tokens
+            self._working_sets.set_capacity(target.name, None if tokens is None else tokens // spec.ranks)
+        self.changed()
+        return worker
+
+    def remakes_targets(self, spec: WorkerSpec) -> bool:
+        """Whether `add(spec)` will replace the holders of a known worker, so that pins on them must go first."""
+        worker = self.workers.get(spec.worker_id)
+        if worker is None:
+            return False
+        old = worker.spec
+        return (_base(old), old.ranks, old.cache_view) != (_base(spec), spec.ranks, spec.cache_view)
+
+    def remove(self, worker_id: str) -> Worker | None:
+        """Forget a worker, its targets and holders. Pins on its holders must have been released before."""
+        worker = self.workers.pop(worker_id, None)
+        if worker is not None:
+            self._drop_targets(worker)
+            del self._targets[worker_id]
+            self.changed()
+        return worker
+
+    def changed(self) -> None:
+        """A worker's state changed: pools are rebuilt when they are next asked for."""
+        self._pools.clear()
+        self._context_max.clear()
+        self._models = None
+
+    def alive(self, worker_id: str) -> None:
+        """It answered a request: past failures count no longer."""
+        worker = self.workers.get(worker_id)
+        if worker is None or (not worker.failures and worker.state is WorkerState.UP):
+            return
+        if self.breaker.success(worker):
+            self.changed()
+
+    def targets_of(self, worker_id: str) -> list[Target]:
+        """The worker's targets, one a rank."""
+        return self._targets.get(worker_id, [])
+
+    def resolve_model(self, name: str) -> ServedModel | None:
+        """What a model name means on the workers that are up."""
+        return self.models().get(name)
+
+    def models(self) -> dict[str, ServedModel]:
+        """Every name that can be asked for now. Read only."""
+        if self._models is None:
+            self._models = merge_models(self.workers.values())
+        return self._models
+
+    # Eligibility -------------------------------------------------------------------------------------------------
+    def candidates(self, request: RouteRequest, tried: frozenset[str]) -> list[Target] | Refuse:
+        """Targets that may serve the request, or why there is none."""
+        key = (request.model, request.role)
+        pool = self._pools.get(key)
+        if pool is None:
+            pool = self._build_pool(key)
+        if not pool:
+            return self._refuse(request)
+        context_max = self._context_max[key]
+        whole = request.prompt_tokens + 1
+        if context_max is not None and whole > context_max:
+            pool = [t for t in pool if self._fits(t.worker_id, request.model, whole)]
+            if not pool:
+                return Refuse(
+                    request.request_id,
+                    400,
+                    "context_length_exceeded",
+                    f"The prompt has {request.prompt_tokens} tokens; no worker of {request.model!r} takes so many.",
+                )
+        if request.worker is not None:
+            pool = [t for t in pool if request.worker in (t.worker_id, t.name)]
+            if not pool:
+                return self._refuse_pinned(request)
+        if tried:
+            pool = [t for t in pool if t.worker_id not in tried]
+            if not pool:
+                return Refuse(request.request_id, 502, "upstream_failed", "Every worker that could serve this failed.")
+        return pool
+
+    def why_not(self, request: RouteRequest) -> dict[str, str]:
+        """worker -> why it is no candidate, for explanations."""
+        found: dict[str, str] = {}
+        for worker in self.workers.values():
+            reason = why_not_usable(worker)
+            if request.model not in worker.models:
+                reason = f"does not serve {request.model}"
+            elif request.role is not None and request.role not in worker.spec.roles:
+                reason = f"has no role {request.role}"
+            elif reason is None and not self._fits(worker.worker_id, request.model, request.prompt_tokens + 1):
+                reason = "context too short"
+            elif reason is None and request.worker is not None and request.worker != worker.worker_id:
+                reason = "another worker is pinned"
+            if reason is not None:
+                found[worker.worker_id] = reason
+        return found
+
+    def retry_after_s(self, now: float) -> float:
+        """When a broken worker will next be tried."""
+        waits = [w.open_until_s - now for w in self.workers.values() if w.state is WorkerState.DOWN]
+        return max(1.0, min(waits, default=1.0))
+
+    def _build_pool(self, key: tuple[str, str | None]) -> list[Target]:
+        model, role = key
+        pool: list[Target] = []
+        limits: list[int] = []
+        for worker in self.workers.values():
+            served = worker.models.get(model)
+            if served is None or why_not_usable(worker) is not None:
+                continue
+            if role is not None and role not in worker.spec.roles:
+                continue
+            pool += self._targets[worker.worker_id]
+            if served.max_model_len is not None:
+                limits.append(served.max_model_len)
+        if pool:  # names come from clients: what nobody serves is not remembered
+            self._pools[key] = pool
+            self._context_max[key] = min(limits, default=None)
+        return pool
+
+    def _fits(self, worker_id: str, model: str, tokens: int) -> bool:
+        limit = self.workers[worker_id].models[model].max_model_len
+        return limit is None or tokens <= limit
+
+    def _refuse(self, request: RouteRequest) -> Refuse:
+        serving = [w for w in self.workers.values() if request.model in w.models]
+        if not serving and any(w.state is WorkerState.UP for w in self.workers.values()):
+            names = ", ".join(sorted(self.models())) or "none"
+            return Refuse(
+                request.request_id, 404, "unknown_model", f"No worker serves model {request.model!r}; served: {names}."
+            )
+        if request.role is not None and all(request.role not in w.spec.roles for w in serving):
+            return Refuse(request.request_id, 404, "unknown_role", f"No worker has the role {request.role!r}.")
+        of_model = f" of model {request.model!r}" if request.model else ""
+        return Refuse(request.request_id, 503, "no_worker", f"No worker{of_model} is up.", 1.0)
+
+    def _refuse_pinned(self, request: RouteRequest) -> Refuse:
+        worker_id = request.worker or ""
+        worker = self.workers.get(worker_id)
+        if worker is None:
+            return Refuse(request.request_id, 404, "unknown_worker", f"There is no worker {worker_id!r}.")
+        reason = self.why_not(request).get(worker_id, "not eligible")
+        return Refuse(request.request_id, 503, "no_worker", f"Worker {worker_id!r} cannot take this: {reason}.", 1.0)
+
+    # Targets -----------------------------------------------------------------------------------------------------
+    def _make_targets(self, worker: Worker) -> None:
+        base = _base(worker.spec)
+        if base is None:
+            return
+        for rank in range(worker.spec.ranks):
+            label = rank if worker.spec.ranks > 1 else None
+            name = worker.worker_id if label is None else f"{worker.worker_id}#{rank}"
+            holder = self._index.add_holder(name, base)
+            worker.holders.append(holder)
+            target = self._tracker.add_target(worker.worker_id, label, holder, pool=base)
+            self._targets[worker.worker_id].append(target)
+            if worker.spec.cache_view is CacheView.HISTORY:
+                capacity = (worker.spec.cache_tokens or self._config.history_tokens) // worker.spec.ranks
+                self.histories[name] = HistoryCache(capacity)
+
+    def _drop_targets(self, worker: Worker) -> None:
+        for target in self._targets[worker.worker_id]:
+            self._tracker.remove_target(target.name)
+            self._working_sets.set_capacity(target.name, None)
+            self.histories.pop(target.name, None)
+            self._index.remove_holder(target.holder)
+        worker.holders.clear()
+        self._targets[worker.worker_id].clear()
+
+
+def _base(spec: WorkerSpec) -> str | None:
+    """The model under which the worker's holders stand in the index: one process caches one base model."""
+    return spec.models[0].base if spec.models else None

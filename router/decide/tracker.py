@@ -1,0 +1,343 @@
+"""How busy each worker is, from the router's own bookkeeping: the cost's Q, U, slow, n_dec and ctx.
+
+Owns what is in flight on each target (router/decide/target.py) and what was learned of its speed. Refuses to know why a
+target was chosen, caches, sockets and clocks.
+
+Invariants (`check_invariants`): a target's sums equal the sums over its requests; a request is in exactly one phase;
+after every request ended, every sum is zero.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+from router.decide.config import CostConfig, LearnConfig, ServiceModel
+from router.decide.learn import Observation, PoolSpeeds
+from router.decide.target import InFlight, Interval, RequestPhase, SharedLoad, Target
+from router.index.protocol import HolderId
+
+_MERGE_S = 0.004
+"""First tokens this close together came out of one engine step: one observation."""
+CORRECTED_TOKENS = 64
+"""A prediction that was off by less taught nothing wrong."""
+_RESCALE_WINDOWS = 20.0
+
+
+class LoadTracker:
+    """Bookkeeping at route, first token, finish, failure; learning; the load other routers told of."""
+
+    def __init__(self, service: ServiceModel, cost: CostConfig, learn: LearnConfig) -> None:
+        self._service = service
+        self._cost = cost
+        self._learn = learn
+        self._speeds: dict[str, PoolSpeeds] = {}
+        """pool -> what was learned of its targets; as many as models were ever served."""
+        self.targets: dict[str, Target] = {}
+        self.requests: dict[str, InFlight] = {}
+        self._epoch_s: float | None = None
+        self._estimates: list[tuple[float, str]] = []
+        """Heap of (estimated first token, request) of requests that do not stream."""
+        self._peers: dict[str, dict[str, SharedLoad]] = {}
+        """router -> target name -> load."""
+        self.touched: set[str] = set()
+        """Names of targets whose own load changed since whoever shares it last cleared this."""
+
+    # Targets -----------------------------------------------------------------------------------------------------
+    def add_target(self, worker_id: str, rank: int | None, holder: HolderId, *, pool: str = "") -> Target:
+        """A new target of the workers of one model (`pool`); it starts at their speed."""
+        speeds = self._speeds.get(pool)
+        if speeds is None:
+            speeds = self._speeds[pool] = PoolSpeeds(self._service, self._learn)
+        target = Target(worker_id, rank, holder, speeds, self._cost.progress_cap)
+        self.targets[target.name] = target
+        self._apply_peers(target)
+        return target
+
+    def remove_target(self, name: str) -> None:
+        """Its requests in flight stay known by id until they end; they no longer count anywhere."""
+        target = self.targets.pop(name, None)
+        if target is not None:
+            target.speeds.leave(name)
+        self.touched.discard(name)
+
+    # A request's life --------------------------------------------------------------------------------------------
+    def route(
+        self, request_id: str, target: Target, *, prompt_tokens: int, cached_tokens: int, stream: bool, now: float
+    ) -> InFlight:
+        """Count a request where it was sent."""
+        assert request_id not in self.requests, f"request {request_id} is already in flight"
+        flight = InFlight(
+            request_id,
+            target,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            prefill_s=target.prefill_seconds(prompt_tokens, cached_tokens),
+            routed_s=now,
+            stream=stream,
+        )
+        if not stream:
+            wait_s = target.slow * (target.queue_s(now) + flight.prefill_s)
+            heapq.heappush(self._estimates, (now + wait_s, request_id))
+        self.requests[request_id] = flight
+        self._touch(target)
+        target.prefills[request_id] = flight
+        target.prefill_s += flight.prefill_s
+        target.requests += 1
+        target.requeue()
+        window = self._cost.utilisation_window_s
+        grown = math.exp((now - self._epoch(now)) / window)
+        target.utilisation_scaled += flight.prefill_s / window * grown
+        target.arrivals_scaled += grown / window
+        return flight
+
+    def first_token(self, request_id: str, now: float) -> InFlight | None:
+        """PREFILL -> DECODE, seen; None where the request is unknown or already decoding."""
+        flight = self.requests.get(request_id)
+        if flight is None or flight.phase is RequestPhase.DECODE:
+            return None
+        self._observe(flight, now)
+        self._start_decode(flight, now)
+        return flight
+
+    def progress(self, request_id: str, output_tokens: int) -> None:
+        """A decoding request's context has grown to its prompt plus `output_tokens`."""
+        flight = self.requests.get(request_id)
+        if flight is None or flight.phase is not RequestPhase.DECODE:
+            return
+        context = flight.prompt_tokens + output_tokens
+        flight.target.context_tokens += context - flight.context_tokens
+        flight.context_tokens = context
+        flight.target.refresh()
+
+    def end(self, request_id: str, now: float, *, reported_cached: int | None = None) -> InFlight | None:
+        """Finished, failed or aborted: every count it had goes. None where it is unknown. `reported_cached`: the
+        engine's own figure corrects what was learned from a prediction that was off."""
+        flight = self.requests.pop(request_id, None)
+        if flight is None:
+            return None
+        target = flight.target
+        self._touch(target)
+        target.requests -= 1
+        if flight.phase is RequestPhase.PREFILL:
+            if self._leave_prefill(flight):
+                target.head_since_s = now
+        else:
+            target.decode_requests -= 1
+            target.context_tokens -= flight.context_tokens
+        target.refresh()
+        target.requeue()
+        if reported_cached is not None and flight.interval is not None:
+            self._correct(flight, flight.interval, reported_cached)
+        return flight
+
+    def any_free(self, wait_s_max: float, now: float) -> bool:
+        """Whether there is a target with no longer a wait."""
+        return any(t.slow * t.queue_s(now) <= wait_s_max for t in self.targets.values())
+
+    def _touch(self, target: Target) -> None:
+        if self.targets.get(target.name) is target:
+            self.touched.add(target.name)
+
+    def advance(self, now: float) -> None:
+        """Let requests that do not stream pass their estimated first token. Call before reading any load."""
+        estimates = self._estimates
+        while estimates and estimates[0][0] <= now:
+            at_s, request_id = heapq.heappop(estimates)
+            flight = self.requests.get(request_id)
+            if flight is not None and flight.phase is RequestPhase.PREFILL and not flight.stream:
+                self._start_decode(flight, at_s)
+
+    def _start_decode(self, flight: InFlight, now: float) -> None:
+        target = flight.target
+        self._touch(target)
+        self._leave_prefill(flight)
+        target.head_since_s = max(target.head_since_s, now)
+        flight.phase = RequestPhase.DECODE
+        flight.context_tokens = flight.prompt_tokens
+        target.decode_requests += 1
+        target.context_tokens += flight.context_tokens
+        target.refresh()
+        target.requeue()
+
+    def _leave_prefill(self, flight: InFlight) -> bool:
+        """Take a request's P off; True where it was the oldest."""
+        target = flight.target
+        was_oldest = next(iter(target.prefills)) == flight.request_id
+        del target.prefills[flight.request_id]
+        # Recomputed when empty, so that rounding never accumulates.
+        target.prefill_s = target.prefill_s - flight.prefill_s if target.prefills else 0.0
+        return was_oldest
+
+    # Utilisation -------------------------------------------------------------------------------------------------
+    def utilisation_factor(self, now: float) -> float:
+        """U of a target at `now` = its `utilisation_scaled` * this (plus what peers told)."""
+        return math.exp(-(now - self._epoch(now)) / self._cost.utilisation_window_s)
+
+    def utilisation(self, target: Target, now: float) -> float:
+        """U, other routers' share included."""
+        factor = self.utilisation_factor(now)  # first: it may rescale what it is multiplied with
+        own = target.utilisation_scaled * factor
+        return own + (target.peer.utilisation if target.peer is not None else 0.0)
+
+    def _epoch(self, now: float) -> float:
+        """Decay is kept as one growing factor for all; start over before it overflows."""
+        window = self._cost.utilisation_window_s
+        if self._epoch_s is None:
+            self._epoch_s = now
+        elif now - self._epoch_s > _RESCALE_WINDOWS * window:
+            factor = math.exp(-(now - self._epoch_s) / window)
+            for target in self.targets.values():
+                target.utilisation_scaled *= factor
+                target.arrivals_scaled *= factor
+            self._epoch_s = now
+        return self._epoch_s
+
+    # Learning ----------------------------------------------------------------------------------------------------
+    def _observe(self, flight: InFlight, now: float) -> None:
+        """Time from when the worker turned to this request until its first token: one observation, or part of one."""
+        if not flight.stream:
+            return
+        target = flight.target
+        oldest = next(iter(target.prefills)) == flight.request_id
+        alone = target.peer is None or target.peer.prefill_s <= 0.0
+        uncached = flight.prompt_tokens - flight.cached_tokens
+        quadratic = float(flight.prompt_tokens**2 - flight.cached_tokens**2)
+        interval = target.open_interval
+        if interval is not None and now - interval.end_s <= _MERGE_S:
+            interval.end_s = now
+            interval.uncached_tokens += uncached
+            interval.quadratic += quadratic
+            interval.usable = interval.usable and alone
+            flight.interval = interval
+            return
+        self.learn_pending(target)
+        since = target.head_since_s if target.peer is None else max(target.head_since_s, target.peer.head_since_s)
+        flight.interval = target.open_interval = Interval(
+            start_s=max(since, flight.routed_s),
+            end_s=now,
+            uncached_tokens=uncached,
+            quadratic=quadratic,
+            decode_requests=target.decode_requests,
+            decode_context=target.context_tokens,
+            usable=oldest and alone,
+        )
+
+    def learn_pending(self, target: Target) -> None:
+        """Close the open interval and learn from it."""
+        interval = target.open_interval
+        target.open_interval = None
+        if interval is None or not interval.usable or self.targets.get(target.name) is not target:
+            return  # also when the worker was removed with requests in flight
+        names, interval.taught = target.speeds.observe(target.name, _seen(interval, target))
+        self._renew(target, names)
+
+    def _correct(self, flight: InFlight, interval: Interval, reported_cached: int) -> None:
+        """The engine reused another part of the prompt than was predicted."""
+        cached = min(max(reported_cached, 0), flight.prompt_tokens)
+        if abs(cached - flight.cached_tokens) < CORRECTED_TOKENS:
+            return
+        interval.uncached_tokens += flight.cached_tokens - cached
+        interval.quadratic += float(flight.cached_tokens**2 - cached**2)
+        target = flight.target
+        if interval.taught is not None and self.targets.get(target.name) is target:
+            self._renew(target, target.speeds.correct(target.name, interval.taught, _seen(interval, target)))
+            interval.taught = None  # a lesson is corrected once; steps of several corrected requests are rare
+
+    def _renew(self, target: Target, names: list[str]) -> None:
+        """Give the targets of one pool what was newly learned of them."""
+        for name in names:
+            changed = self.targets.get(name)
+            if changed is not None and changed.speeds is target.speeds:
+                changed.service = changed.speeds.model(name)
+                self._apply_peers(changed)
+
+    # Other routers -----------------------------------------------------------------------------------------------
+    def share(self, target: Target, now: float) -> SharedLoad:
+        """This router's own part of a target's load."""
+        oldest = next(iter(target.prefills.values()), None)
+        factor = self.utilisation_factor(now)
+        return SharedLoad(
+            prefill_s=target.prefill_s,
+            prefill_requests=len(target.prefills),
+            oldest_prefill_s=oldest.prefill_s if oldest else 0.0,
+            oldest_routed_s=oldest.routed_s if oldest else now,
+            head_since_s=target.head_since_s,
+            decode_requests=target.decode_requests,
+            decode_context=target.context_tokens,
+            utilisation=target.utilisation_scaled * factor,
+            updated_s=now,
+            prefill_rate=target.prefill_rate,
+        )
+
+    def set_peer(self, router: str, loads: dict[str, SharedLoad]) -> None:
+        """Replace what `router` has in flight, by target name; an empty dict forgets the router."""
+        names = set(self._peers.get(router, ())) | set(loads)
+        if loads:
+            self._peers[router] = loads
+        else:
+            self._peers.pop(router, None)
+        for name in names:
+            target = self.targets.get(name)
+            if target is not None:
+                self._apply_peers(target)
+
+    def update_peer(self, router: str, name: str, load: SharedLoad) -> None:
+        """Replace what `router` has in flight on one target."""
+        self._peers.setdefault(router, {})[name] = load
+        target = self.targets.get(name)
+        if target is not None:
+            self._apply_peers(target)
+
+    def _apply_peers(self, target: Target) -> None:
+        loads = [known[target.name] for known in self._peers.values() if target.name in known]
+        if not loads:
+            target.peer = None
+        else:
+            # In this router's seconds: work, not time, is what another one can tell.
+            own_rate = target.service.prefill_s_per_token
+            scales = [own_rate / load.prefill_rate if load.prefill_rate else 1.0 for load in loads]
+            busy = [(load, scale) for load, scale in zip(loads, scales) if load.prefill_s > 0.0]
+            oldest, oldest_scale = min(busy or [(loads[0], 1.0)], key=lambda pair: pair[0].oldest_routed_s)
+            target.peer = SharedLoad(
+                prefill_s=sum(load.prefill_s * scale for load, scale in busy),
+                prefill_requests=sum(load.prefill_requests for load in loads),
+                oldest_prefill_s=oldest.oldest_prefill_s * oldest_scale,
+                oldest_routed_s=oldest.oldest_routed_s,
+                head_since_s=max(load.head_since_s for load in loads),
+                decode_requests=sum(load.decode_requests for load in loads),
+                decode_context=sum(load.decode_context for load in loads),
+                utilisation=sum(load.utilisation * scale for load, scale in zip(loads, scales)),
+                updated_s=min(load.updated_s for load in loads),
+            )
+        target.refresh()
+        target.requeue()
+
+    # Truth -------------------------------------------------------------------------------------------------------
+    def check_invariants(self) -> None:
+        """Every sum equals what it sums."""
+        for target in self.targets.values():
+            flights = [f for f in self.requests.values() if f.target is target]
+            decoding = [f for f in flights if f.phase is RequestPhase.DECODE]
+            waiting = [f.request_id for f in flights if f.phase is RequestPhase.PREFILL]
+            assert target.requests == len(flights), f"{target.name}: {target.requests} requests, {len(flights)} known"
+            assert sorted(target.prefills) == sorted(waiting), f"{target.name}: prefills differ"
+            assert math.isclose(target.prefill_s, sum(f.prefill_s for f in target.prefills.values()), abs_tol=1e-6)
+            assert target.decode_requests == len(decoding), f"{target.name}: decode count"
+            derived = (target.slow, target.waiting_s, target.busy_since_s, target.progress_max_s)
+            target.refresh()
+            target.requeue()
+            fresh = (target.slow, target.waiting_s, target.busy_since_s, target.progress_max_s)
+            assert derived == fresh, f"{target.name}: {derived} was not brought up to date, it should be {fresh}"
+            assert target.context_tokens == sum(f.context_tokens for f in decoding), f"{target.name}: context"
+
+
+def _seen(interval: Interval, target: Target) -> Observation:
+    return Observation(
+        elapsed_s=interval.end_s - interval.start_s,
+        uncached_tokens=interval.uncached_tokens,
+        quadratic=interval.quadratic,
+        steps=max(1.0, interval.uncached_tokens / target.service.step_tokens),
+        decode_requests=interval.decode_requests,
+        decode_context=interval.decode_context,
+    )

@@ -1,0 +1,154 @@
+"""The workers a router knows: identity, what they serve, and whether they may be given work.
+
+Owns each worker's state and circuit breaker. Refuses to know sockets (the edge probes and reports), load (the tracker)
+and caches (the index). Invariants: only an UP worker, or one probe at a time on a PROBING one, is eligible.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from router.decide.config import HealthConfig
+from router.index.protocol import HolderId
+
+
+class WorkerState(str, enum.Enum):
+    """UP takes work. STARTING was never reached yet. DRAINING finishes what it has. DOWN is broken; PROBING is DOWN
+    whose pause is over, so that one request may try it."""
+
+    STARTING = "starting"
+    UP = "up"
+    DRAINING = "draining"
+    DOWN = "down"
+    PROBING = "probing"
+
+
+class CacheView(str, enum.Enum):
+    """Where the router's picture of a worker's cache comes from."""
+
+    EVENTS = "events"
+    HISTORY = "history"
+    """No events: what this router sent there, least recently used first out, at the advertised capacity."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One name a worker answers to."""
+
+    name: str
+    base: str
+    """The model whose KV it shares events and index with; equals `name` unless it is an alias or a LoRA."""
+    lora: str | None = None
+    max_model_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What an operator or discovery says about a worker."""
+
+    worker_id: str
+    """Stable name shown everywhere, by default host:port of the URL."""
+    url: str
+    models: tuple[ServedModel, ...] = ()
+    roles: frozenset[str] = frozenset()
+    ranks: int = 1
+    """Data-parallel ranks, each a holder of its own."""
+    cache_view: CacheView = CacheView.EVENTS
+    cache_tokens: int | None = None
+    """Advertised capacity of the KV cache, all ranks together; None where unknown."""
+    block_size: int | None = None
+
+
+@dataclass(slots=True)
+class Worker:
+    """A worker as the core keeps it. `holders[rank]` names its streams in the index."""
+
+    spec: WorkerSpec
+    state: WorkerState
+    models: dict[str, ServedModel]
+    holders: list[HolderId] = field(default_factory=list)
+    failures: int = 0
+    """Consecutive."""
+    open_until_s: float = 0.0
+    open_s: float = 0.0
+    probe: str | None = None
+    """The request that probes it."""
+    state_reason: str = ""
+
+    @property
+    def worker_id(self) -> str:
+        return self.spec.worker_id
+
+
+def models_of(spec: WorkerSpec) -> dict[str, ServedModel]:
+    """Served names of a spec, by name."""
+    return {model.name: model for model in spec.models}
+
+
+class Breaker:
+    """The circuit breaker's rules, over `Worker`s that it mutates and never stores."""
+
+    def __init__(self, config: HealthConfig) -> None:
+        self._config = config
+
+    def failure(self, worker: Worker, now: float, *, reason: str, fatal: bool = False) -> bool:
+        """Count a failure; True where it took the worker down just now."""
+        worker.failures += 1
+        if worker.state is WorkerState.DRAINING:
+            return False
+        limit = self._config.failures_to_open
+        if not fatal and worker.failures < limit and worker.state is WorkerState.UP:
+            return False
+        was_up = worker.state is WorkerState.UP
+        self.down(worker, now, reason)
+        return was_up
+
+    def down(self, worker: Worker, now: float, reason: str) -> None:
+        """Open the breaker: nothing is sent until its pause is over; each further failure doubles the pause."""
+        opened_before = worker.state in (WorkerState.DOWN, WorkerState.PROBING)
+        worker.open_s = min(worker.open_s * 2, self._config.open_s_max) if opened_before else self._config.open_s
+        worker.open_until_s = now + worker.open_s
+        worker.state = WorkerState.DOWN
+        worker.state_reason = reason
+        worker.probe = None
+
+    def success(self, worker: Worker) -> bool:
+        """An answer or a health check came: close the breaker; True where the worker was not up before."""
+        worker.failures = 0
+        worker.probe = None
+        if worker.state in (WorkerState.UP, WorkerState.DRAINING):
+            return False
+        worker.state = WorkerState.UP
+        worker.state_reason = ""
+        worker.open_s = 0.0
+        return True
+
+    def half_open(self, worker: Worker, now: float) -> None:
+        """Let a probe through where the pause is over."""
+        if worker.state is WorkerState.DOWN and now >= worker.open_until_s:
+            worker.state = WorkerState.PROBING
+            worker.probe = None
+
+
+def why_not_usable(worker: Worker) -> str | None:
+    """The reason a worker takes no new work, or None."""
+    if worker.state is WorkerState.UP:
+        return None
+    if worker.state is WorkerState.PROBING:
+        return None if worker.probe is None else "probing"
+    return str(worker.state.value)
+
+
+def merge_models(workers: Iterable[Worker]) -> dict[str, ServedModel]:
+    """Every name some worker not DOWN serves, with the longest context any of them offers."""
+    merged: dict[str, ServedModel] = {}
+    for worker in workers:
+        if worker.state in (WorkerState.DOWN, WorkerState.STARTING):
+            continue
+        for model in worker.models.values():
+            known = merged.get(model.name)
+            if known is None or (model.max_model_len or 0) > (known.max_model_len or 0):
+                merged[model.name] = model
+    return merged

@@ -1,0 +1,433 @@
+"""One request on its way: to the worker the core chose, and the answer back, byte for byte.
+
+Owns the life of an `Exchange`: routed, connected, sent, head, body, done. Refuses to know prompts, prices, HTTP syntax,
+and which worker comes next: that is the core's, asked through router/edge/proxy.py. Rules it keeps:
+
+* An attempt may be repeated only while no byte of an answer went to the client.
+* The client's leaving closes the worker's connection at once; that is how engines learn to stop computing.
+* A slow client stops the reading from its worker, and only that.
+* Every exchange ends exactly once: finished, refused, cut, or given up by the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from router.counters import Metrics
+from router.decide.core import RouterCore
+from router.decide.messages import Decision, FailureKind, Instruction, Refuse, ReportedUsage, RouteRequest, WorkerLost
+from router.edge.config import Timeouts
+from router.edge.progress import Progress
+from router.edge.relay import StreamRelay
+from router.edge.rewrite import answer_head, request_head
+from router.edge.upstream import Endpoint, UpstreamConnection, UpstreamPool
+from router.http.request import HttpRequest
+from router.http.response import LengthBody, ResponseHead, UpstreamProtocolError
+
+if TYPE_CHECKING:
+    from router.http.connection import ClientConnection
+
+RETRYABLE = {429: FailureKind.OVERLOADED, 502: FailureKind.SERVER_ERROR, 503: FailureKind.SERVER_ERROR}
+PROGRESS_EVERY = 32
+"""Chunks of a stream between two reports of progress to the core."""
+
+
+class Carrier:
+    """What an exchange needs of those who know all exchanges: router/edge/proxy.py is it."""
+
+    def __init__(
+        self,
+        core: RouterCore,
+        pool: UpstreamPool,
+        metrics: Metrics,
+        now: Callable[[], float],
+        worker_authorization: bytes | None,
+        relay: StreamRelay | None,
+    ) -> None:
+        self.core = core
+        self.pool = pool
+        self.metrics = metrics
+        self.now = now
+        self.worker_authorization = worker_authorization
+        """Sent to workers instead of the client's `Authorization`, or None to pass that one on."""
+        self.relay = relay
+        """Relays the middle of streams natively; None: exchanges do that themselves."""
+
+    def endpoint(self, worker_id: str) -> Endpoint | None:
+        """Where a worker listens; None where it is known no more."""
+        raise NotImplementedError
+
+    def perform(self, instructions: Iterable[Instruction]) -> None:
+        """Do what the core says."""
+        raise NotImplementedError
+
+    def ended(self, exchange: Exchange) -> None:
+        """An exchange ended, once."""
+        raise NotImplementedError
+
+    def attempt_failed(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
+        """An attempt failed, whether or not it is repeated."""
+        raise NotImplementedError
+
+
+class Exchange:
+    """One request and its answer. Created when the request is complete, even before its prompt is tokenised."""
+
+    __slots__ = (
+        "_connecting",
+        "_connection",
+        "_done",
+        "_head",
+        "_head_buffer",
+        "_paused",
+        "_payload",
+        "_proxy",
+        "client",
+        "decision",
+        "first_byte_s",
+        "in_core",
+        "outcome",
+        "progress",
+        "request",
+        "request_id",
+        "route",
+        "sampled",
+        "sent_s",
+        "started_s",
+        "trace_id",
+        "usage",
+    )
+
+    def __init__(
+        self, proxy: Carrier, client: ClientConnection, request: HttpRequest, request_id: str, trace_id: bytes
+    ) -> None:
+        self._proxy = proxy
+        self.client = client
+        self.request = request
+        self.request_id = request_id
+        """Unique in this process: the core's name for it."""
+        self.trace_id = trace_id
+        """`x-request-id`: the client's where it sent one."""
+        self.started_s = proxy.now()
+        self.route: RouteRequest | None = None
+        """What the core was asked, once the prompt was read."""
+        self.sampled = False
+        """Its decisions are logged with every candidate's terms."""
+        self.in_core = False
+        """The core has the request on its books."""
+        self.decision: Decision | None = None
+        self.sent_s: float | None = None
+        self.first_byte_s: float | None = None
+        self.progress = Progress(proxy.relay, self.started_s)
+        self.usage: ReportedUsage | None = None
+        self.outcome = ""
+        self._connection: UpstreamConnection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._head: ResponseHead | None = None
+        self._head_buffer = b""
+        self._payload: list[bytes] | None = [] if request.http_1_0 else None
+        self._paused = False
+        self._done = False
+
+    @property
+    def done(self) -> bool:
+        return self._done
+
+    # From the core ------------------------------------------------------------------------------------------------
+
+    def forward(self, decision: Decision) -> None:
+        """Start an attempt."""
+        self.decision = decision
+        self._drop_connection()
+        self._head_buffer = b""
+        target = self._proxy.endpoint(decision.worker)
+        if target is None:
+            self._attempt_failed(FailureKind.CONNECT, "the worker was removed")
+            return
+        connection = self._proxy.pool.take(target)
+        if connection is not None:
+            self._send(connection)
+        else:
+            self._connecting = asyncio.get_running_loop().create_task(self._connect(target))
+
+    def refuse(self, status: int, code: str, message: str, retry_after_s: float | None = None) -> None:
+        """End with an error of our own, before any byte of an answer."""
+        if self._end(f"refused_{code}"):
+            self._drop_connection()
+            self.client.refuse(status, code, message, retry_after_s)
+
+    # From the client's side ---------------------------------------------------------------------------------------
+
+    def client_gone(self) -> None:
+        """The client closed its connection: cancel upstream at once."""
+        if not self._end("client_gone"):
+            return
+        self._drop_connection()
+        if self.in_core:
+            self.in_core = False
+            self._proxy.perform(self._proxy.core.aborted(self.request_id, self._proxy.now()))
+
+    def client_paused(self) -> None:
+        """The client reads slower than the worker writes."""
+        self._paused = True
+        if self._connection is not None:
+            self._connection.pause_reading()
+
+    def client_resumed(self) -> None:
+        self._paused = False
+        if self._connection is not None:
+            self._connection.resume_reading()
+
+    # The attempt --------------------------------------------------------------------------------------------------
+
+    async def _connect(self, target: Endpoint) -> None:
+        try:
+            connection = await self._proxy.pool.connect(target)
+        except (OSError, asyncio.TimeoutError) as error:
+            self._connecting = None
+            reason = "connect timed out" if isinstance(error, asyncio.TimeoutError) else str(error)
+            self._attempt_failed(FailureKind.CONNECT, reason)
+            return
+        self._connecting = None
+        if self._done:
+            self._proxy.pool.release(connection, self._proxy.now())
+        else:
+            self._send(connection)
+
+    def _send(self, connection: UpstreamConnection) -> None:
+        assert self.decision is not None
+        self._connection = connection
+        connection.user = self
+        head = request_head(
+            self.request, connection.target, self.trace_id, self.decision.rank, self._proxy.worker_authorization
+        )
+        self.sent_s = self.progress.last_byte_s = self._proxy.now()
+        connection.send(head, self.request.body)
+
+    def upstream_data(self, data: bytes) -> None:
+        """Bytes from the worker."""
+        prefix = b""
+        head = self._head
+        try:
+            if head is None:
+                head, data = self._read_head(data)
+                if head is None:
+                    return
+                prefix = self._accept_head(head)
+                if not prefix:
+                    return
+            self._relay(head, prefix, data)
+        except UpstreamProtocolError as error:
+            self._broken(str(error))
+
+    def _read_head(self, data: bytes) -> tuple[ResponseHead | None, bytes]:
+        """The head of the answer and what came after it, once it is complete."""
+        buffer = self._head_buffer + data if self._head_buffer else data
+        connection = self._connection
+        assert connection is not None
+        while True:
+            found = connection.heads.parse(buffer, self.request.method)
+            if found is None:
+                self._head_buffer = buffer
+                return None, b""
+            head, buffer = found
+            if head.status >= 200:
+                return head, buffer
+            if head.status == 101:
+                raise UpstreamProtocolError("101 to a request that offered no upgrade")
+
+    def _accept_head(self, head: ResponseHead) -> bytes:
+        """The head to send to the client; empty where the attempt is to be repeated elsewhere instead."""
+        kind = RETRYABLE.get(head.status)
+        if kind is not None and self.in_core:
+            self._proxy.metrics.attempt_failed(self.decision.worker if self.decision else "", kind.value)
+            instructions = self._proxy.core.failed(self.request_id, kind, self._proxy.now())
+            if not _gives_up(instructions, self.request_id):
+                self._drop_connection()
+                self._proxy.perform(instructions)
+                return b""
+            # Nobody else can take it: the worker's own words are the best answer. The core has forgotten it.
+            self.in_core = False
+            self._proxy.perform(instructions[1:])
+        self._head = head
+        chunks, keep_alive = self._payload is None, self._keeps_alive(head)
+        return answer_head(head, self.trace_id, self.decision, chunks=chunks, keep_alive=keep_alive)
+
+    def _keeps_alive(self, head: ResponseHead) -> bool:
+        framed = head.chunked or isinstance(head.body, LengthBody)
+        return self.request.keep_alive and framed and self._payload is None
+
+    def _relay(self, head: ResponseHead, prefix: bytes, data: bytes) -> None:
+        """Pass on what belongs to the answer, and notice its first byte and its end."""
+        body = head.body
+        payload = self._payload
+        taken = body.feed(data, payload)
+        proxy = self._proxy
+        now = proxy.now()
+        surplus = taken != len(data)
+        if surplus:
+            data = data[:taken]
+        if payload is None:
+            out = prefix + data if prefix else data
+        else:
+            out = prefix + b"".join(payload)
+            payload.clear()
+        if data and self.first_byte_s is None:
+            self.first_byte_s = now
+            if self.in_core and self.route is not None and self.route.stream and head.status == 200:
+                proxy.perform(proxy.core.first_token(self.request_id, now))
+        if out:
+            self.client.write(out)
+        progress = self.progress
+        progress.note(data, now)
+        if body.done:
+            self._complete(head, reusable=head.keep_alive and not surplus)
+            return
+        if progress.reads % PROGRESS_EVERY == 0 and self.in_core:
+            proxy.core.progress(self.request_id, progress.reads)
+        connection = self._connection
+        if progress.may_leave and payload is None and connection is not None and not self._paused:
+            progress.hand_over(self, connection, self.client.plain_socket(), body)
+
+    def _complete(self, head: ResponseHead, *, reusable: bool) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            if self._paused:
+                connection.resume_reading()
+            if reusable:
+                self._proxy.pool.release(connection, self._proxy.now())
+            else:
+                connection.close()
+        self.usage = self.progress.usage()
+        if not self._end(f"status_{head.status}"):
+            return
+        if self.in_core:
+            self.in_core = False
+            self._proxy.perform(self._proxy.core.finished(self.request_id, self.usage, self._proxy.now()))
+        self.client.finish(keep_alive=self._keeps_alive(head))
+
+    # From the native relay ----------------------------------------------------------------------------------------
+
+    def unread(self, data: bytes) -> None:
+        """Bytes that are more than ordinary chunks."""
+        self._take_back()
+        self.upstream_data(data)
+
+    def unwritten(self, data: bytes) -> None:
+        """Bytes that the client's socket had no room for."""
+        self._take_back()
+        self.client.write(data)
+
+    def ended(self) -> None:
+        """The worker's connection ended, and will say so again when it is read here."""
+        self._take_back()
+
+    def _take_back(self) -> None:
+        self.progress.take_back(self._connection, self._head.body if self._head is not None else None)
+
+    # Ends ---------------------------------------------------------------------------------------------------------
+
+    def upstream_lost(self, reason: str) -> None:
+        """The worker's connection ended."""
+        self._take_back()
+        connection, self._connection = self._connection, None
+        head = self._head
+        if head is not None:
+            try:
+                head.body.finish()
+            except UpstreamProtocolError as error:
+                self._broken(f"{reason}: {error}")
+            else:
+                self._complete(head, reusable=False)
+            return
+        stale = connection is not None and connection.uses > 1 and not self._head_buffer
+        if stale and self.decision is not None:
+            self.forward(self.decision)  # it had been idle and was closed as we wrote: not the worker's fault
+        else:
+            self._attempt_failed(FailureKind.RESET, reason)
+
+    def expire(self, now: float, timeouts: Timeouts) -> None:
+        """End or repeat what took too long. Called for every exchange a few times a second."""
+        if self.progress.catch_up() and self.in_core:
+            self._proxy.core.progress(self.request_id, self.progress.reads)
+        if now - self.started_s > timeouts.total_s:
+            self._time_out(FailureKind.TIMEOUT, f"no complete answer within {timeouts.total_s:g} s", repeat=False)
+        elif self.sent_s is None:
+            return  # waiting for a worker or a connection: the core's and the pool's deadlines apply
+        elif self._head is None:
+            if now - self.sent_s > timeouts.first_byte_s:
+                self._time_out(FailureKind.TIMEOUT, f"no answer within {timeouts.first_byte_s:g} s", repeat=True)
+        elif now - self.progress.last_byte_s > timeouts.idle_s:
+            self._broken(f"no byte for {timeouts.idle_s:g} s")
+
+    def _time_out(self, kind: FailureKind, message: str, *, repeat: bool) -> None:
+        if self._head is not None:
+            self._broken(message)
+        elif repeat:
+            self._drop_connection()
+            self._attempt_failed(kind, message)
+        else:
+            self._forget_in_core(kind)
+            self.refuse(504, "timeout", message)
+
+    def _attempt_failed(self, kind: FailureKind, reason: str) -> None:
+        """Nothing of an answer was passed on: the core says who tries next, or that nobody does."""
+        self.sent_s = None
+        self._proxy.attempt_failed(self.decision, kind, reason)
+        if self.in_core:
+            self._proxy.perform(self._proxy.core.failed(self.request_id, kind, self._proxy.now()))
+        else:
+            self.refuse(502, "bad_gateway", f"the worker did not answer: {reason}")
+
+    def _broken(self, reason: str) -> None:
+        """The answer cannot be completed."""
+        self._drop_connection()
+        if self._head is None:
+            self._attempt_failed(FailureKind.RESET, reason)
+            return
+        if not self._end("broken"):
+            return
+        self._proxy.attempt_failed(self.decision, FailureKind.STREAM, reason)
+        self._forget_in_core(FailureKind.STREAM)
+        self.client.cut()
+
+    def _forget_in_core(self, kind: FailureKind) -> None:
+        """Report a last failure; what the core would do about this very request is not wanted any more."""
+        if not self.in_core:
+            return
+        self.in_core = False
+        now = self._proxy.now()
+        core = self._proxy.core
+        instructions = core.failed(self.request_id, kind, now)
+        if not _gives_up(instructions, self.request_id):
+            instructions = instructions + core.aborted(self.request_id, now)
+        self._proxy.perform(
+            one for one in instructions if isinstance(one, WorkerLost) or one.request_id != self.request_id
+        )
+
+    def _drop_connection(self) -> None:
+        self._take_back()
+        connection, self._connection = self._connection, None
+        self.sent_s = None
+        if connection is not None:
+            connection.close()
+        if self._connecting is not None:
+            self._connecting.cancel()
+            self._connecting = None
+
+    def _end(self, outcome: str) -> bool:
+        """Mark the end; False where it had ended before."""
+        if self._done:
+            return False
+        self._take_back()
+        self._done = True
+        self.outcome = outcome
+        self._proxy.ended(self)
+        return True
+
+
+def _gives_up(instructions: list[Instruction], request_id: str) -> bool:
+    first = instructions[0] if instructions else None
+    return isinstance(first, Refuse) and first.request_id == request_id

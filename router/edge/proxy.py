@@ -1,0 +1,116 @@
+"""All exchanges of a process, and the hands of the core: its instructions become attempts, refusals and waiting.
+
+Owns the names of requests in flight and the connections' targets. Refuses to know what an exchange does with its bytes
+(router/edge/exchange.py) and why the core decides as it does.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from router.counters import Metrics
+from router.decide.core import RouterCore
+from router.decide.messages import Decision, FailureKind, Forward, Instruction, Refuse, RouteRequest, WorkerLost
+from router.edge.config import Timeouts
+from router.edge.exchange import Carrier, Exchange
+from router.edge.relay import StreamRelay
+from router.edge.upstream import Endpoint, UpstreamPool
+from router.http.connection import ClientConnection
+from router.http.request import HttpRequest
+
+log = logging.getLogger("router")
+
+
+class Proxy(Carrier):
+    """All exchanges, and the hands of the core."""
+
+    def __init__(
+        self,
+        core: RouterCore,
+        pool: UpstreamPool,
+        metrics: Metrics,
+        *,
+        now: Callable[[], float],
+        timeouts: Timeouts,
+        worker_authorization: bytes | None = None,
+        relay: StreamRelay | None = None,
+    ) -> None:
+        super().__init__(core, pool, metrics, now, worker_authorization, relay)
+        self.explains = False
+        """Keep every candidate's terms in decisions: while somebody watches."""
+        self.log_share = 0.0
+        """Share of requests whose decisions are logged with every candidate's terms."""
+        self.exchanges: dict[str, Exchange] = {}
+        self.on_end: list[Callable[[Exchange], None]] = []
+        self.on_worker_lost: list[Callable[[str], None]] = []
+        self.on_failure: list[Callable[[Decision | None, FailureKind, str], None]] = []
+        self._timeouts = timeouts
+        self._endpoints: dict[str, tuple[str, Endpoint]] = {}
+        self._count = 0
+
+    def open(self, client: ClientConnection, request: HttpRequest, trace_id: bytes) -> Exchange:
+        """Begin the life of a complete request."""
+        self._count += 1
+        exchange = Exchange(self, client, request, f"r{self._count}", trace_id)
+        self.exchanges[exchange.request_id] = exchange
+        return exchange
+
+    def route(self, exchange: Exchange, route: RouteRequest) -> None:
+        """Ask the core for a worker and do what it says."""
+        if exchange.done:
+            return
+        exchange.route = route
+        exchange.in_core = True
+        exchange.sampled = self.log_share > 0 and random.random() < self.log_share
+        self._do(self.core.route(route, self.now(), explain=self.explains or exchange.sampled))
+
+    def perform(self, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            self._do(instruction)
+
+    def _do(self, instruction: Instruction) -> None:
+        if isinstance(instruction, WorkerLost):
+            for listener in self.on_worker_lost:
+                listener(instruction.worker_id)
+            return
+        exchange = self.exchanges.get(instruction.request_id)
+        if exchange is None:
+            return
+        if isinstance(instruction, Forward):
+            if exchange.sampled:
+                fields = msgspec.to_builtins(instruction.decision)
+                log.info("decision %s", msgspec.json.encode(fields).decode(), extra={"fields": {"decision": fields}})
+            exchange.forward(instruction.decision)
+        elif isinstance(instruction, Refuse):
+            exchange.in_core = False
+            exchange.refuse(instruction.status, instruction.code, instruction.message, instruction.retry_after_s)
+
+    def endpoint(self, worker_id: str) -> Endpoint | None:
+        worker = self.core.workers.get(worker_id)
+        if worker is None:
+            return None
+        known = self._endpoints.get(worker_id)
+        if known is None or known[0] != worker.spec.url:
+            known = self._endpoints[worker_id] = (worker.spec.url, Endpoint.parse(worker.spec.url))
+        return known[1]
+
+    def sweep(self, now: float) -> None:
+        """Enforce the timeouts of all exchanges; call every `sweep_s`."""
+        for exchange in list(self.exchanges.values()):
+            exchange.expire(now, self._timeouts)
+        for worker_id in self._endpoints.keys() - self.core.workers.keys():
+            del self._endpoints[worker_id]
+
+    def ended(self, exchange: Exchange) -> None:
+        del self.exchanges[exchange.request_id]
+        for listener in self.on_end:
+            listener(exchange)
+
+    def attempt_failed(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
+        self.metrics.attempt_failed(decision.worker if decision else "", kind.value)
+        for listener in self.on_failure:
+            listener(decision, kind, reason)

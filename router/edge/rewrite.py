@@ -1,0 +1,62 @@
+"""What changes in heads on their way: a request's to the worker, an answer's to the client. The rest is passed on.
+
+Pure: bytes in, bytes out. Owns which headers are not forwarded and which are added.
+"""
+
+from __future__ import annotations
+
+from router.decide.messages import Decision
+from router.edge.upstream import Endpoint
+from router.http.headers import HOP_BY_HOP, Dropping
+from router.http.request import HttpRequest
+from router.http.response import ResponseHead
+
+_NOT_FORWARDED = (*HOP_BY_HOP, b"host", b"content-length", b"expect", b"x-request-id", b"x-data-parallel-rank")
+_DROPPED = Dropping(_NOT_FORWARDED)
+_DROPPED_WITH_KEY = Dropping((*_NOT_FORWARDED, b"authorization"))
+_NOT_RETURNED = Dropping((*HOP_BY_HOP, b"x-request-id", b"x-blockcast-worker", b"x-blockcast-predicted-cached-tokens"))
+
+
+def request_head(
+    request: HttpRequest, target: Endpoint, trace_id: bytes, rank: int | None, authorization: bytes | None
+) -> bytes:
+    """The head of `request` for a worker. `authorization` stands in for the client's own, unless None."""
+    parts = [
+        request.method.encode(),
+        b" ",
+        target.prefix,
+        request.target,
+        b" HTTP/1.1\r\nhost: ",
+        target.authority,
+        b"\r\nx-request-id: ",
+        trace_id,
+        b"\r\n",
+        request.headers.without(_DROPPED if authorization is None else _DROPPED_WITH_KEY),
+    ]
+    if authorization is not None:
+        parts += (b"authorization: ", authorization, b"\r\n")
+    if rank is not None:
+        parts.append(b"x-data-parallel-rank: %d\r\n" % rank)
+    if request.body or request.method not in ("GET", "HEAD", "DELETE", "OPTIONS"):
+        parts.append(b"content-length: %d\r\n" % len(request.body))
+    parts.append(b"\r\n")
+    return b"".join(parts)
+
+
+def answer_head(
+    head: ResponseHead, trace_id: bytes, decision: Decision | None, *, chunks: bool, keep_alive: bool
+) -> bytes:
+    """The head of a worker's answer for the client. `chunks`: the client understands a chunked body."""
+    parts = [b"HTTP/1.1 ", head.reason_line, b"\r\nx-request-id: ", trace_id]
+    if decision is not None:
+        parts.append(
+            b"\r\nx-blockcast-worker: %b\r\nx-blockcast-predicted-cached-tokens: %d"
+            % (decision.worker.encode(), decision.predicted_cached_tokens)
+        )
+    parts += (b"\r\n", head.headers.without(_NOT_RETURNED))
+    if head.chunked and chunks:
+        parts.append(b"transfer-encoding: chunked\r\n")
+    elif head.length is not None:
+        parts.append(b"content-length: %d\r\n" % head.length)
+    parts.append(b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
+    return b"".join(parts)

@@ -1,0 +1,207 @@
+"""Keep-alive connections to workers, and nothing about what is sent over them.
+
+Owns sockets and their reuse: one request at a time a connection, newest idle connection first (the one least likely to
+have been closed by the other side), idle ones dropped before usual servers drop them. Whoever uses a connection
+implements `UpstreamUser`. Invariant: a connection is idle in the pool, or has exactly one user, or is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from router.http.response import HeadParser
+
+JOIN_BYTES_MAX = 64 * 1024
+"""Up to this size a copy is cheaper than a vectored write."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Endpoint:
+    """Where a worker listens, taken apart once. Compared by identity: one object a worker, and its key in the pool."""
+
+    host: str
+    port: int
+    tls: bool
+    authority: bytes
+    """Value of the `Host` header."""
+    prefix: bytes
+    """Path that stands before every request's path, without its last slash; usually empty."""
+
+    @classmethod
+    def parse(cls, url: str) -> Endpoint:
+        """Raises ValueError where `url` is not http(s)://host[:port][/path]."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"worker url: got {url!r}, expected http(s)://host[:port]")
+        if parts.query or parts.fragment or parts.username:
+            raise ValueError(f"worker url: got {url!r}, expected no query, fragment or user")
+        tls = parts.scheme == "https"
+        port = parts.port or (443 if tls else 80)
+        return cls(
+            parts.hostname,
+            port,
+            tls,
+            parts.netloc.encode("idna" if not parts.netloc.isascii() else "ascii"),
+            parts.path.rstrip("/").encode(),
+        )
+
+
+class UpstreamUser(Protocol):
+    """What a connection tells whoever holds it. None of these may raise."""
+
+    def upstream_data(self, data: bytes) -> None: ...
+
+    def upstream_lost(self, reason: str) -> None:
+        """The connection ended; the user no longer holds it."""
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """One TCP connection to a worker."""
+
+    __slots__ = ("_pool", "_socket", "heads", "idle_since_s", "target", "transport", "user", "uses")
+
+    def __init__(self, pool: UpstreamPool, target: Endpoint) -> None:
+        self._pool = pool
+        self.target = target
+        self.transport: Any = None
+        """An asyncio transport, or uvloop's, which is none by its type."""
+        self.user: UpstreamUser | None = None
+        self.heads = HeadParser()
+        self.uses = 0
+        """Requests sent over it: a connection that breaks on its second use may just have timed out idle."""
+        self._socket = -1
+        self.idle_since_s = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if not self.target.tls:
+                self._socket = sock.fileno()
+
+    def data_received(self, data: bytes) -> None:
+        user = self.user
+        if user is not None:
+            user.upstream_data(data)
+        else:
+            self.close()  # a worker speaks only when asked: what comes now could be taken for the next answer
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.transport = None
+        self._pool.forget(self)
+        user, self.user = self.user, None
+        if user is not None:
+            user.upstream_lost(str(exc) if exc else "closed by the worker")
+
+    def send(self, head: bytes, body: bytes) -> None:
+        """Write one request, in one system call."""
+        assert self.transport is not None
+        self.uses += 1
+        if len(body) <= JOIN_BYTES_MAX:
+            self.transport.write(head + body)
+        else:
+            self.transport.writelines((head, body))
+
+    def plain_socket(self) -> int:
+        """Its number, for reading past the connection; -1 where it is encrypted or closing."""
+        return -1 if self.transport is None or self.transport.is_closing() else self._socket
+
+    def pause_reading(self) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def close(self) -> None:
+        """Give up the connection, and with it whatever the worker is still computing for it."""
+        self.user = None
+        if self.transport is not None:
+            self.transport.abort()
+
+
+class UpstreamPool:
+    """Idle connections by target. `idle_s_max` stays under the 5 s after which uvicorn closes an idle connection."""
+
+    def __init__(self, *, idle_s_max: float = 4.0, idle_max: int = 512, connect_s_max: float = 5.0) -> None:
+        self._idle: dict[Endpoint, list[UpstreamConnection]] = {}
+        self._all: set[UpstreamConnection] = set()
+        self._idle_s_max = idle_s_max
+        self._idle_max = idle_max
+        self._connect_s_max = connect_s_max
+        self._tls = ssl.create_default_context()
+        self.opened = 0
+        """Connections made since the start."""
+
+    def take(self, target: Endpoint) -> UpstreamConnection | None:
+        """The newest idle connection, now the caller's, or None."""
+        idle = self._idle.get(target)
+        while idle:
+            connection = idle.pop()
+            if connection.transport is not None and not connection.transport.is_closing():
+                return connection
+        return None
+
+    async def connect(self, target: Endpoint) -> UpstreamConnection:
+        """Open a connection. Raises OSError (also for TLS and name errors) or asyncio.TimeoutError."""
+        loop = asyncio.get_running_loop()
+
+        def factory() -> UpstreamConnection:
+            return UpstreamConnection(self, target)
+
+        opening = loop.create_connection(factory, target.host, target.port, ssl=self._tls if target.tls else None)
+        _, connection = await asyncio.wait_for(opening, self._connect_s_max)
+        self._all.add(connection)
+        self.opened += 1
+        return connection
+
+    def release(self, connection: UpstreamConnection, now: float) -> None:
+        """Take back a connection whose answer was read to its end."""
+        connection.user = None
+        transport = connection.transport
+        if transport is None or transport.is_closing():
+            return
+        idle = self._idle.setdefault(connection.target, [])
+        if len(idle) >= self._idle_max:
+            connection.close()
+            return
+        connection.idle_since_s = now
+        idle.append(connection)
+
+    def forget(self, connection: UpstreamConnection) -> None:
+        self._all.discard(connection)
+        idle = self._idle.get(connection.target)
+        if idle and connection in idle:
+            idle.remove(connection)
+            if not idle:
+                del self._idle[connection.target]
+
+    def close_idle(self, now: float) -> None:
+        """Close what was idle for too long; call every second or so."""
+        for target in list(self._idle):
+            idle = self._idle[target]
+            old = [connection for connection in idle if now - connection.idle_since_s > self._idle_s_max]
+            for connection in old:
+                idle.remove(connection)
+                connection.close()
+            if not idle:
+                self._idle.pop(target, None)
+
+    def close(self) -> None:
+        for connection in list(self._all):
+            connection.close()
+        self._idle.clear()
+
+    def counts(self) -> tuple[int, int]:
+        """(open connections, idle ones)."""
+        return len(self._all), sum(map(len, self._idle.values()))

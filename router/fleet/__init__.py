@@ -1,0 +1,1 @@
+"""Who the workers are and what they hold: discovery, their event streams, snapshots, other routers."""

@@ -1,0 +1,367 @@
+"""From a worker's HTTP address to everything the router needs to know of it.
+
+Pure readers for what workers answer (`/v1/models`, `/kv_event_sources`, `/server_info`, `/metrics`), the `--worker`
+flag, and one thin asynchronous prober that asks. A worker that answers no event source is tried at vLLM's default port;
+where nobody listens there, its cache is followed by history.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from events.errors import DecodeError
+from events.sources import EventSource, default_sources, parse_sources
+from router.decide.config import ConfigError
+from router.decide.workers import CacheView, ServedModel, WorkerSpec
+
+DEFAULT_EVENT_PORT = 5557
+BODY_BYTES_MAX = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFlag:
+    """One worker as an operator names it. What is given here is not asked for."""
+
+    url: str
+    worker_id: str
+    events: tuple[str, ...] = ()
+    """PUB endpoints, one a data-parallel rank; empty: discover them."""
+    replay: tuple[str, ...] = ()
+    topic: str = ""
+    no_events: bool = False
+    """`events=none`: follow the cache by history."""
+    roles: frozenset[str] = frozenset()
+    cache_tokens: int | None = None
+    reannounces: bool = False
+    """`reannounce=1`: stores may repeat what is held already (EventSource.reannounces)."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """What one probe found."""
+
+    alive: bool
+    reason: str = ""
+    """Why it is not alive."""
+    models: tuple[ServedModel, ...] = ()
+    sources: tuple[EventSource, ...] = ()
+    """Empty: no events."""
+    cache_tokens: int | None = None
+    block_size: int | None = None
+    roots: dict[str, str] = field(default_factory=dict)
+    """model -> what the worker loaded it from: a folder, or a name on a hub."""
+
+    @property
+    def epochs(self) -> tuple[str | None, ...]:
+        """One a source; a change means the publisher restarted."""
+        return tuple(source.epoch for source in self.sources)
+
+
+_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+"""One part of a host's name; with underscores, as containers have them."""
+_ENDPOINT = re.compile(r"tcp://[^\s;,]+:\d{1,5}|(ipc|inproc)://[^\s;,]+")
+_KEYS = ("url", "events", "replay", "topic", "id", "roles", "cache_tokens", "reannounce")
+
+
+def parse_worker_flag(text: str) -> WorkerFlag:
+    """`http://host:8000`, or
+    `url=...,events=tcp://...;tcp://...,replay=...,topic=...,id=...,roles=a;b,cache_tokens=N,reannounce=1`.
+
+    Several ranks are separated by `;`. Raises ConfigError naming the part that is wrong.
+    """
+    values: dict[str, str] = {}
+    if re.match(r"[a-z_]+=", text) is None:
+        values["url"] = text
+    else:
+        for part in text.split(","):
+            key, separator, value = part.partition("=")
+            if not separator:
+                raise ConfigError(f"worker: got {part!r} in {text!r}, expected key=value")
+            if key in values:
+                raise ConfigError(f"worker: {key} is given twice in {text!r}")
+            values[key] = value
+    return worker_flag(values)
+
+
+def worker_flag(values: Mapping[str, str]) -> WorkerFlag:
+    """The same from its parts. Raises ConfigError."""
+    unknown = next((key for key in values if key not in _KEYS), None)
+    if unknown is not None:
+        raise ConfigError(f"worker: {unknown!r} is no key, expected {', '.join(_KEYS)}")
+    if "url" not in values:
+        raise ConfigError("worker: url= is missing")
+    url = normalise_url(values["url"])
+    events, replay = values.get("events", ""), values.get("replay", "")
+    endpoints = () if events in ("", "none") else tuple(events.split(";"))
+    replays = tuple(replay.split(";")) if replay else ()
+    for endpoint in (*endpoints, *replays):
+        if _ENDPOINT.fullmatch(endpoint) is None:
+            raise ConfigError(f"worker: endpoint {endpoint!r}, expected one like tcp://host:5557")
+    if replays and len(replays) != len(endpoints):
+        raise ConfigError(f"worker: {len(replays)} replay endpoints for {len(endpoints)} event endpoints")
+    capacity = values.get("cache_tokens")
+    if capacity is not None and (not capacity.isdigit() or int(capacity) == 0):
+        raise ConfigError(f"worker: cache_tokens={capacity!r}, expected a positive number")
+    if values.get("reannounce", "0") not in ("0", "1"):
+        raise ConfigError(f"worker: reannounce={values['reannounce']!r}, expected 0 or 1")
+    return WorkerFlag(
+        url=url,
+        worker_id=values.get("id") or worker_id_of(url),
+        events=endpoints,
+        replay=replays,
+        topic=values.get("topic", ""),
+        no_events=events == "none",
+        roles=frozenset(filter(None, values.get("roles", "").split(";"))),
+        cache_tokens=int(capacity) if capacity is not None else None,
+        reannounces=values.get("reannounce") == "1",
+    )
+
+
+def normalise_url(url: str) -> str:
+    """An address as given by hand becomes `http://host:port` without a trailing slash. Raises ConfigError."""
+    text = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"worker url: got {url!r}: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or port == 0:
+        raise ConfigError(f"worker url: got {url!r}, expected http://host:port")
+    if parts.username is not None:
+        raise ConfigError(f"worker url: got one with a user in it for {parts.hostname!r}, expected http://host:port")
+    if not _is_host(parts.hostname) or not url.isprintable() or " " in url:
+        raise ConfigError(f"worker url: got {url!r}: nothing can have that address, expected http://host:port")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    where = host if port is None else f"{host}:{port}"
+    return f"{parts.scheme}://{where}{parts.path.rstrip('/')}"
+
+
+def _is_host(host: str) -> bool:
+    """An IP address, or what can be a name: whether it resolves is for the probes to find out."""
+    if ":" in host or host.rpartition(".")[2].isdigit():
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            return False
+        return True
+    try:
+        labels = host.rstrip(".").encode("idna").decode().split(".")
+    except UnicodeError:
+        return False
+    return all(_LABEL.fullmatch(label) for label in labels)
+
+
+def worker_id_of(url: str) -> str:
+    """host:port of a normalised URL: short, stable, unique."""
+    parts = urlsplit(url)
+    default = 443 if parts.scheme == "https" else 80
+    host = f"[{parts.hostname}]" if parts.hostname and ":" in parts.hostname else parts.hostname
+    return f"{host}:{parts.port or default}{parts.path}"
+
+
+def read_models(body: bytes) -> tuple[ServedModel, ...]:
+    """Names of `GET /v1/models`, base model first. Raises DecodeError.
+
+    vLLM names a LoRA's base in `parent` and an alias's checkpoint in `root`: aliases share one cache, so all names
+    without a parent count as the first of them.
+    """
+    cards = _object(body, "/v1/models").get("data")
+    if not isinstance(cards, list):
+        raise DecodeError("/v1/models: `data` is not a list")
+    base: str | None = None
+    plain: list[ServedModel] = []
+    tuned: list[ServedModel] = []
+    for card in cards:
+        name = card.get("id") if isinstance(card, dict) else None
+        if not isinstance(name, str):
+            continue
+        limit = card.get("max_model_len")
+        limit = limit if isinstance(limit, int) and limit > 0 else None
+        parent = card.get("parent")
+        if isinstance(parent, str):
+            tuned.append(ServedModel(name, parent, lora=name, max_model_len=limit))
+        else:
+            base = base or name
+            plain.append(ServedModel(name, base, max_model_len=limit))
+    bases = {model.name: model.base for model in plain}
+    limits = {model.name: model.max_model_len for model in plain}
+    for model in tuned:
+        length = model.max_model_len or limits.get(model.base)
+        plain.append(replace(model, base=bases.get(model.base, model.base), max_model_len=length))
+    return tuple(plain)
+
+
+def read_roots(body: bytes) -> dict[str, str]:
+    """model -> `root` of `GET /v1/models`. Raises DecodeError."""
+    cards = _object(body, "/v1/models").get("data")
+    cards = [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
+    pairs = [(card.get("id"), card.get("root")) for card in cards]
+    return {name: root for name, root in pairs if isinstance(name, str) and isinstance(root, str)}
+
+
+def read_server_info(body: bytes) -> int | None:
+    """Cache capacity in tokens as SGLang's `/server_info` gives it."""
+    value = _object(body, "/server_info").get("max_total_num_tokens")
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def read_cache_capacity(metrics: str) -> int | None:
+    """Cache capacity in tokens from the labels of `vllm:cache_config_info` (or ours), summed over ranks."""
+    total = 0
+    for line in metrics.splitlines():
+        if line.startswith("#") or "cache_config_info{" not in line:
+            continue
+        labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
+        blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
+        if blocks.isdigit() and size.isdigit():
+            total += int(blocks) * int(size)
+    return total or None
+
+
+def read_block_size(metrics: str) -> int | None:
+    """Tokens of the longest cache block from the labels of `vllm:cache_config_info` (or ours)."""
+    found = re.findall(r'^[^#\n]*cache_config_info\{[^\n]*?\bblock_size="(\d+)"', metrics, re.MULTILINE)
+    found += re.findall(
+        r'^[^#\n]*cache_config_info\{[^\n]*effective_attention_block_size="(\d+)"', metrics, re.MULTILINE
+    )
+    return max(map(int, found), default=None)
+
+
+def given_sources(flag: WorkerFlag) -> tuple[EventSource, ...]:
+    """The sources an operator wrote down. Whether they offer snapshots is not known, so other routers are asked too."""
+    return tuple(
+        EventSource(
+            data_parallel_rank=rank,
+            endpoint=endpoint,
+            replay_endpoint=flag.replay[rank] if flag.replay else None,
+            topic=flag.topic,
+        )
+        for rank, endpoint in enumerate(flag.events)
+    )
+
+
+def worker_spec(flag: WorkerFlag, facts: WorkerFacts) -> WorkerSpec:
+    """What the core is told of a worker that was probed."""
+    return WorkerSpec(
+        worker_id=flag.worker_id,
+        url=flag.url,
+        models=facts.models,
+        roles=flag.roles,
+        ranks=max(1, len(facts.sources)),
+        cache_view=CacheView.EVENTS if facts.sources else CacheView.HISTORY,
+        cache_tokens=flag.cache_tokens or facts.cache_tokens,
+        block_size=facts.block_size,
+    )
+
+
+def _object(body: bytes, what: str) -> dict[str, Any]:
+    try:
+        value = json.loads(body)
+    except ValueError as error:
+        raise DecodeError(f"{what}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise DecodeError(f"{what}: got {type(value).__name__}, expected an object")
+    return value
+
+
+class Prober:
+    """Asks workers over HTTP. Every answer is bounded in time and size; a worker's fault never raises."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, *, timeout_s: float = 5.0, headers: dict[str, str] | None = None
+    ):
+        self._session = session
+        self._timeout_s = timeout_s
+        self._headers = headers or {}
+
+    async def healthy(self, url: str) -> str | None:
+        """None where `/health` answers 200; else why not."""
+        try:
+            status, _ = await self._get(f"{url}/health")
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            return f"/health: {type(error).__name__}: {error}"
+        return None if status == 200 else f"/health answers {status}"
+
+    async def probe(self, flag: WorkerFlag) -> WorkerFacts:
+        """Everything about a worker: models, event sources, capacity."""
+        try:
+            status, body = await self._get(f"{flag.url}/v1/models")
+            if status != 200:
+                return WorkerFacts(False, f"/v1/models answers {status}")
+            models, roots = read_models(body), read_roots(body)
+            sources = await self.sources(flag)
+            capacity = await self._capacity(flag.url)
+            block_size = await self._block_size(flag.url, sources)
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, DecodeError) as error:
+            return WorkerFacts(False, f"{type(error).__name__}: {error}")
+        if not models:
+            return WorkerFacts(False, "/v1/models lists no model")
+        return WorkerFacts(True, "", models, sources, capacity, block_size, roots)
+
+    async def sources(self, flag: WorkerFlag) -> tuple[EventSource, ...]:
+        """Where the worker publishes; empty where it does not. Poll it for changes of epoch."""
+        sources = await self._advertised(flag)
+        if not flag.reannounces:
+            return sources
+        return tuple(msgspec.structs.replace(source, reannounces=True) for source in sources)
+
+    async def _advertised(self, flag: WorkerFlag) -> tuple[EventSource, ...]:
+        if flag.no_events:
+            return ()
+        if flag.events:
+            return given_sources(flag)
+        status, body = await self._get(f"{flag.url}/kv_event_sources")
+        if status == 200:
+            return tuple(parse_sources(body, flag.url))
+        host = urlsplit(flag.url).hostname or "127.0.0.1"
+        if await self._listens(host, DEFAULT_EVENT_PORT):
+            return tuple(replace_topic(source, flag.topic) for source in default_sources(host))
+        return ()
+
+    async def _block_size(self, url: str, sources: tuple[EventSource, ...]) -> int | None:
+        """As the sources tell it, else as /metrics does (vLLM)."""
+        if not sources or sources[0].block_size is not None:
+            return sources[0].block_size if sources else None
+        status, body = await self._get(f"{url}/metrics")
+        return read_block_size(body.decode("utf-8", "replace")) if status == 200 else None
+
+    async def _capacity(self, url: str) -> int | None:
+        status, body = await self._get(f"{url}/metrics")
+        capacity = read_cache_capacity(body.decode("utf-8", "replace")) if status == 200 else None
+        if capacity is None:
+            status, body = await self._get(f"{url}/server_info")
+            capacity = read_server_info(body) if status == 200 else None
+        return capacity
+
+    async def _get(self, url: str) -> tuple[int, bytes]:
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        async with self._session.get(url, timeout=timeout, headers=self._headers) as response:
+            body = await response.content.read(BODY_BYTES_MAX + 1)
+            while len(body) <= BODY_BYTES_MAX and not response.content.at_eof():
+                body += await response.content.read(BODY_BYTES_MAX + 1 - len(body))
+            if len(body) > BODY_BYTES_MAX:
+                raise DecodeError(f"{url}: the answer is larger than {BODY_BYTES_MAX} bytes")
+            return response.status, body
+
+    async def _listens(self, host: str, port: int) -> bool:
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), min(1.0, self._timeout_s))
+        except (OSError, asyncio.TimeoutError):
+            return False
+        writer.close()
+        return True
+
+
+def replace_topic(source: EventSource, topic: str) -> EventSource:
+    """The same source, heard on another topic prefix."""
+    return EventSource(data_parallel_rank=source.data_parallel_rank, endpoint=source.endpoint, topic=topic)

@@ -1,0 +1,318 @@
+"""The worker streams' way into the index: what each stream says is applied, in order, to its holder.
+
+Owns which streams are followed, and their records (worker_stream.py); events/feed.py owns the sockets, the thread and
+the healing. The handler runs on the feed's thread, everything else on the caller's; one lock keeps a stream that was
+forgotten from writing into a holder that is gone. A stream id is never used twice, so what was still on its way when
+its stream was replaced is dropped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from events.feed import EventFeed
+from events.feed_sockets import StreamSource
+from events.instructions import Apply, Clear, Gap, Instruction, Malformed, Origin, Restarted
+from events.sources import EventSource
+from events.stream_memory import digest
+from router.fleet.streams import StreamCounters, WorkerStream
+from router.index.protocol import HolderId, PrefixIndex
+
+log = logging.getLogger("router")
+
+SNAPSHOT_VERSION = 2
+
+
+class PeerSnapshot(msgspec.Struct, array_like=True):
+    """One stream as a router knows it, for another that starts late (peer_snapshot.py)."""
+
+    version: int
+    seq: int
+    digest: int
+    """Of the payload of batch `seq`, as events.stream makes it."""
+    since: int
+    """Every batch from this one to `seq` is in it; 0: nothing that is resident is missing."""
+    chunks: list[bytes]
+    """Payloads for an index with the same seed."""
+
+
+class IndexFeed:
+    """Follows the streams of any number of workers into an index."""
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        *,
+        hwm: int = 100_000,
+        on_connection: Callable[[str, bool], None] | None = None,
+    ) -> None:
+        """`on_connection(worker_id, up)` is called on the feed's thread when a subscription comes up or goes down."""
+        self._index = index
+        self._on_connection = on_connection
+        self._lock = threading.Lock()
+        self._streams: dict[str, WorkerStream] = {}
+        """stream id -> stream."""
+        self._workers: dict[str, list[WorkerStream]] = {}
+        self._counters: dict[tuple[str, int], StreamCounters] = {}
+        """(worker, rank) -> counters, kept while the worker is followed."""
+        self._generation = itertools.count()
+        self._feed = EventFeed(self, hwm=hwm)
+
+    # The caller's thread -------------------------------------------------------------------------------------------
+    def start(self) -> None:
+        self._feed.start()
+
+    def close(self) -> None:
+        self._feed.close()
+
+    def bind(self, endpoint: str) -> str:
+        """Listen for publishers that connect to us; each is known by its topic. Returns the bound address.
+
+        A topic belongs to the followed stream whose source names it, or, in the form `kv@HOST...`, to the worker of
+        that host or id. Raises zmq.ZMQError where the endpoint cannot be bound.
+        """
+        return self._feed.bind(endpoint, self._accept)
+
+    def follow(
+        self,
+        worker_id: str,
+        sources: Sequence[EventSource],
+        holders: Sequence[HolderId],
+        snapshots: Mapping[int, PeerSnapshot] | None = None,
+    ) -> None:
+        """Listen to `sources[rank]` for `holders[rank]`, instead of what was followed before. Without a change of
+        address or holder only the epochs are passed on.
+
+        `snapshots`: by rank, what another router knows; a stream starts from it if the worker's replay confirms it.
+        """
+        known = self._workers.get(worker_id, [])
+        wanted = list(zip(sources, holders))
+        if len(known) == len(wanted) and all(s.is_at(source, h) for s, (source, h) in zip(known, wanted)):
+            for stream, (source, _) in zip(known, wanted):
+                stream.source = source
+                self._declare(stream)
+                if source.epoch is not None:
+                    self._feed.epoch(stream.stream_id, source.epoch)
+            return
+        self._drop(worker_id)
+        for stream in known:
+            self._clear(stream)  # the new stream starts from nothing and sends no Clear of its own
+        self._workers[worker_id] = [
+            self._add(worker_id, rank, source, holder, (snapshots or {}).get(rank))
+            for rank, (source, holder) in enumerate(wanted)
+        ]
+
+    def forget(self, worker_id: str) -> None:
+        """Stop listening to a worker."""
+        self._drop(worker_id)
+        self._workers.pop(worker_id, None)
+        for key in [key for key in self._counters if key[0] == worker_id]:
+            del self._counters[key]
+
+    def lost(self, worker_id: str) -> None:
+        """The worker died: clear its entries, and start from a snapshot (or its ring) when its stream comes back."""
+        streams = self._workers.get(worker_id, [])
+        self._drop(worker_id)
+        for stream in streams:
+            self._clear(stream)
+        self._workers[worker_id] = [self._add(worker_id, s.rank, s.source, s.holder) for s in streams]
+
+    def incomplete(self, worker_id: str) -> dict[int, int]:
+        """rank -> the first batch known, for the streams that are in step again and lost what was before: a gap that
+        the worker's replay did not cover, a reconnect, a late start. Without those that offer a snapshot of their own,
+        and without those that could confirm none."""
+        if not self.synced(worker_id):
+            return {}
+        return {
+            stream.rank: (stream.last_seq or 0) + 1 if stream.since is None else stream.since
+            for stream in self._workers[worker_id]
+            if stream.last_seq is not None
+            and stream.since != 0
+            and stream.source.replay_endpoint is not None
+            and not stream.source.snapshot
+        }
+
+    def resume(self, worker_id: str, rank: int, snapshot: PeerSnapshot) -> bool:
+        """Start the stream again from what another router knows, if that goes back further. False: it does not.
+
+        Exact for the same reason as at the first join: the stream is followed from batch `seq` on, and if the worker's
+        own replay does not begin with that very batch, everything is forgotten and the ring is replayed.
+        """
+        if snapshot.since >= self.incomplete(worker_id).get(rank, 0):
+            return False
+        streams = self._workers[worker_id]
+        old = streams[rank]
+        self._feed.remove(old.stream_id)
+        with self._lock:
+            self._streams.pop(old.stream_id, None)
+        self._clear(old)
+        streams[rank] = self._add(worker_id, rank, old.source, old.holder, snapshot)
+        return True
+
+    # Seeing --------------------------------------------------------------------------------------------------------
+    def stored_blocks(self, worker_id: str) -> int:
+        """Blocks the worker announced so far: what the drift watchdog wants to know."""
+        return sum(stream.counters.stored for stream in self._workers.get(worker_id, []))
+
+    def snapshot(self, worker_id: str, rank: int) -> PeerSnapshot | None:
+        """What another router may start from; None where this one is not in step with the stream. Takes the feed's
+        lock for as long as the dump takes."""
+        streams = self._workers.get(worker_id, [])
+        if rank >= len(streams) or not self.synced(worker_id):
+            return None
+        stream = streams[rank]
+        with self._lock:
+            if stream.position is None or stream.since is None or stream.stream_id not in self._streams:
+                return None
+            try:
+                chunks = self._index.dump(stream.holder)
+            except KeyError:
+                return None
+            return PeerSnapshot(SNAPSHOT_VERSION, *stream.position, stream.since, chunks)
+
+    def details(self, worker_id: str) -> dict[str, Any]:
+        """What is known of a worker's streams, for `/workers`."""
+        states = self._feed.states()
+        streams = self._workers.get(worker_id, [])
+        return {"streams": [s.row(states.get(s.stream_id), self._groups(s.holder)) for s in streams]}
+
+    def totals(self) -> dict[str, dict[str, int]]:
+        """worker -> summed counters over its ranks, for `/metrics`."""
+        found: dict[str, dict[str, int]] = {}
+        for worker_id, streams in list(self._workers.items()):
+            sums = found.setdefault(worker_id, dict.fromkeys(StreamCounters.__slots__, 0))
+            for stream in streams:
+                for name in sums:
+                    sums[name] += getattr(stream.counters, name)
+        return found
+
+    def synced(self, worker_id: str) -> bool:
+        """Whether every stream of the worker is connected and has caught up."""
+        states = self._feed.states()
+        streams = self._workers.get(worker_id, [])
+        return bool(streams) and all(
+            s.up and (state := states.get(s.stream_id)) is not None and state.phase.value == "live" for s in streams
+        )
+
+    def _groups(self, holder: HolderId) -> list[dict[str, object]]:
+        try:
+            return self._index.groups(holder)
+        except KeyError:
+            return []
+
+    # Changing what is followed -------------------------------------------------------------------------------------
+    def _add(
+        self, worker_id: str, rank: int, source: EventSource, holder: HolderId, snapshot: PeerSnapshot | None = None
+    ) -> WorkerStream:
+        stream_id = f"{worker_id}#{rank}@{next(self._generation)}"
+        counters = self._counters.setdefault((worker_id, rank), StreamCounters())
+        stream = WorkerStream(worker_id, rank, source, holder, stream_id, counters, topic=source.topic)
+        self._declare(stream)
+        with self._lock:
+            self._streams[stream_id] = stream
+        self._feed.add(stream.address(self._start_from(stream, snapshot)))
+        if source.epoch is not None:
+            self._feed.epoch(stream_id, source.epoch)
+        return stream
+
+    def _start_from(self, stream: WorkerStream, snapshot: PeerSnapshot | None) -> tuple[int, int] | None:
+        """Apply a peer's snapshot; the place in the stream that the worker has to confirm, None without one."""
+        if snapshot is None:
+            return None
+        for chunk in snapshot.chunks:
+            report = self._index.ingest(stream.holder, chunk)
+            stream.counters.snapshots += 1
+            if report.malformed:
+                log.warning("worker %s: a peer's snapshot is not used: %s", stream.worker_id, report.malformed[0])
+                self._clear(stream)
+                return None
+        stream.position = (snapshot.seq, snapshot.digest)
+        stream.last_seq, stream.since = snapshot.seq, snapshot.since
+        return stream.position
+
+    def _declare(self, stream: WorkerStream) -> None:
+        self._index.set_reannounces(stream.holder, stream.source.reannounces)
+        if stream.source.groups:
+            self._index.declare_groups(stream.holder, [msgspec.structs.asdict(g) for g in stream.source.groups])
+
+    def _drop(self, worker_id: str) -> None:
+        for stream in self._workers.get(worker_id, []):
+            self._feed.remove(stream.stream_id)
+            with self._lock:
+                self._streams.pop(stream.stream_id, None)
+
+    def _clear(self, stream: WorkerStream) -> None:
+        stream.position = stream.since = None
+        try:
+            self._index.clear(stream.holder)
+        except KeyError:
+            log.debug("holder of %s is gone already", stream.stream_id)
+
+    def _accept(self, topic: str) -> StreamSource | None:
+        """The stream of a publisher that connected to us (feed's thread)."""
+        with self._lock:
+            streams = list(self._streams.values())
+        names = topic.split("@")[1:2]
+        for stream in streams:
+            host = stream.worker_id.rpartition(":")[0]
+            if stream.source.topic == topic or (names and names[0] in (stream.worker_id, host)):
+                stream.topic = topic
+                return stream.address()
+        return None
+
+    # The feed's thread ---------------------------------------------------------------------------------------------
+    def connection(self, stream_id: str, up: bool) -> None:
+        stream = self._streams.get(stream_id)
+        if stream is not None:
+            stream.up = up
+            if self._on_connection is not None:
+                self._on_connection(stream.worker_id, up)
+
+    def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> None:
+        """Apply one instruction of a stream."""
+        with self._lock:
+            stream = self._streams.get(stream_id)
+            if stream is None:
+                return
+            counters = stream.counters
+            if isinstance(instruction, Apply):
+                self._apply(stream, instruction)
+            elif isinstance(instruction, Clear):
+                self._clear(stream)
+            elif isinstance(instruction, Gap):
+                counters.gaps += 1
+            elif isinstance(instruction, Restarted):
+                counters.restarts += 1
+                log.info("worker %s rank %d restarted: %s", stream.worker_id, stream.rank, instruction.reason)
+            elif isinstance(instruction, Malformed):
+                stream.malformed(instruction.reason)
+
+    def _apply(self, stream: WorkerStream, apply: Apply) -> None:
+        counters = stream.counters
+        try:
+            report = self._index.ingest(stream.holder, apply.payload)
+        except KeyError:
+            return  # the worker was removed and its stream is about to be
+        counters.applied(len(apply.payload), report)
+        for reason in report.malformed:
+            stream.malformed(reason)
+        if apply.origin is Origin.LIVE:
+            stream.last_event_s = time.time()
+        elif apply.origin is Origin.REPLAY:
+            counters.replayed += 1
+        else:
+            counters.snapshots += 1
+        if apply.seq is None or report.cleared:
+            stream.since = 0
+        elif stream.since is None:
+            stream.since = apply.seq
+        if apply.seq is not None:
+            stream.last_seq = apply.seq
+            stream.position = (apply.seq, digest(apply.payload))

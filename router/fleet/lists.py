@@ -1,0 +1,81 @@
+"""Lists of workers kept elsewhere: a file that operators or scripts write, a name that resolves to many addresses.
+
+Owns looking for changes. Refuses to know what a worker does; the fleet is told the whole list each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from router.decide.config import ConfigError
+from router.fleet.discovery import WorkerFlag, parse_worker_flag, worker_id_of
+
+log = logging.getLogger("router")
+
+FILE_S = 1.0
+"""Between two looks at a file."""
+
+Tell = Callable[[list[WorkerFlag]], None]
+
+
+def read_workers_file(path: Path) -> list[WorkerFlag]:
+    """One worker a line, as `--worker` takes it; `#` begins a comment. Raises ConfigError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--workers-file {path}: {error}") from error
+    flags = []
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if text:
+            try:
+                flags.append(parse_worker_flag(text))
+            except ConfigError as error:
+                raise ConfigError(f"{path}:{number}: {error}") from error
+    return flags
+
+
+async def watch_file(path: Path, tell: Tell) -> None:
+    """Tell the list whenever the file has changed; one that cannot be read changes nothing."""
+    stamp = _stamp(path)
+    while True:
+        await asyncio.sleep(FILE_S)
+        latest = _stamp(path)
+        if latest == stamp:
+            continue
+        stamp = latest
+        try:
+            tell(read_workers_file(path))
+        except ConfigError as error:
+            log.error("workers file not applied: %s", error)
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """What changes when a file does; None while it is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+async def watch_name(flag: WorkerFlag, every_s: float, tell: Tell) -> None:
+    """Tell the addresses that the host of `flag` resolves to, one worker each; a failed look-up changes nothing."""
+    parts = urlsplit(flag.url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    while True:
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            log.warning("%s: %s; its workers stay as they are", parts.hostname, error)
+        else:
+            hosts = sorted({str(info[4][0]) for info in found})
+            urls = [f"{parts.scheme}://{f'[{h}]' if ':' in h else h}:{port}{parts.path}" for h in hosts]
+            tell([replace(flag, url=url, worker_id=worker_id_of(url)) for url in urls])
+        await asyncio.sleep(every_s)

@@ -1,0 +1,372 @@
+"""The list of workers as it is lived: probed until they answer, watched while they serve, changed at run time.
+
+Owns one task a worker. Turns what the prober sees into calls of the core (added, up, down) and of the event feed
+(follow, forget). Refuses to know requests: failures seen by traffic go to the core directly; here they only hasten the
+next check of the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from events.errors import EventsError
+from events.sources import EventSource
+from router.decide.config import ConfigError
+from router.decide.core import RouterCore
+from router.decide.messages import FailureKind, Instruction
+from router.decide.workers import WorkerState
+from router.fleet.discovery import Prober, WorkerFacts, WorkerFlag, worker_flag, worker_spec
+from router.fleet.feed import PeerSnapshot
+from router.fleet.lists import read_workers_file, watch_file, watch_name
+from router.fleet.snapshots import PeerClient
+from router.index.protocol import HolderId
+from router.prompting.reader import PromptReader
+
+log = logging.getLogger("router")
+
+NOT_CURED_BY_HEALTH = frozenset(
+    f"{kind.value} failure" for kind in (FailureKind.TIMEOUT, FailureKind.SERVER_ERROR, FailureKind.STREAM)
+)
+"""Reasons of a broken worker whose `/health` may well answer all the time: only a request that succeeds cures it."""
+RESTART_S = 1.0
+"""After a fault of our own in a worker's watch."""
+TOKENIZER_S_MAX = 60.0
+
+
+class StreamFeed(Protocol):
+    """Who listens to the workers' events and fills the index."""
+
+    def follow(
+        self,
+        worker_id: str,
+        sources: Sequence[EventSource],
+        holders: Sequence[HolderId],
+        snapshots: Mapping[int, PeerSnapshot] | None = None,
+    ) -> None:
+        """Listen to `sources[rank]` for `holders[rank]`, instead of what was followed before."""
+
+    def forget(self, worker_id: str) -> None: ...
+
+    def lost(self, worker_id: str) -> None:
+        """The worker died: clear its entries, and resynchronise when its stream comes back."""
+
+    def incomplete(self, worker_id: str) -> dict[int, int]: ...
+    def resume(self, worker_id: str, rank: int, snapshot: PeerSnapshot) -> bool: ...
+    def details(self, worker_id: str) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """Seconds, except `failures_to_down`."""
+
+    health_s: float = 2.0
+    """Between two checks of a worker."""
+    sources_s: float = 10.0
+    """Between two looks at where a worker publishes: a new epoch means that it restarted."""
+    starting_s: float = 0.5
+    """Between two checks of a worker that is down, and the first two probes of one that was never reached."""
+    starting_s_max: float = 5.0
+    """Between two probes of a worker that was never reached: the pause doubles up to this while it says the same."""
+    failures_to_down: int = 2
+    """Failed checks in a row that take a worker out; traffic's own failures do so at once."""
+    names_s: float = 10.0
+    """Between two resolutions of names that stand for many workers."""
+    peers_s: float = 10.0
+    """Before other routers are asked again for the past of a stream that none had; doubles up to `peers_s_max`."""
+    peers_s_max: float = 600.0
+
+
+@dataclass(slots=True)
+class _Member:
+    flag: WorkerFlag
+    origin: str
+    """Who asked for it: `operator`, `file`, or the name it was resolved from."""
+    task: asyncio.Task[None] | None = None
+    wake: asyncio.Event | None = None
+    facts: WorkerFacts | None = None
+    problem: str = ""
+    failures: int = 0
+    """Checks, or probes before it was ever reached, that failed in a row."""
+    starting_pause_s: float = 0.0
+    peers_from_s: float = 0.0
+    """When other routers may be asked for what this one lacks."""
+    peers_pause_s: float = 0.0
+
+
+class Fleet:
+    """All workers of this process."""
+
+    def __init__(
+        self,
+        core: RouterCore,
+        prober: Prober,
+        feed: StreamFeed,
+        prompts: PromptReader,
+        perform: Callable[[Iterable[Instruction]], None],
+        config: FleetConfig,
+        *,
+        now: Callable[[], float],
+        peers: PeerClient | None = None,
+    ) -> None:
+        """`peers`: other routers, to start from what they know of a worker's cache."""
+        self._core = core
+        self._peers = peers
+        self._prober = prober
+        self._feed = feed
+        self._prompts = prompts
+        self._perform = perform
+        self._config = config
+        self._now = now
+        self._members: dict[str, _Member] = {}
+        self._closed = False
+        self._background: set[asyncio.Task[None]] = set()
+
+    # Changes ------------------------------------------------------------------------------------------------------
+
+    async def add(self, settings: dict[str, Any]) -> str:
+        """Add a worker from `{"url": ..., "events": ..., "replay": ..., ...}`; its id. Raises ConfigError."""
+        odd = next((key for key, value in settings.items() if not isinstance(value, (str, int))), None)
+        if odd is not None:
+            raise ConfigError(f"worker: {odd} is {settings[odd]!r}, expected a string")
+        flag = worker_flag({key: str(value) for key, value in settings.items()})
+        self.watch(flag, origin="operator")
+        return flag.worker_id
+
+    def watch(self, flag: WorkerFlag, *, origin: str) -> None:
+        """Start to probe a worker. One with the same id is replaced where its flags differ."""
+        known = self._members.get(flag.worker_id)
+        if known is not None:
+            if known.flag == flag:
+                if known.wake is not None:
+                    known.wake.set()  # whoever names it again expects it to be there
+                return
+            self._stop(known)
+        member = _Member(flag, origin, wake=asyncio.Event())
+        self._members[flag.worker_id] = member
+        self._start(member)
+
+    def _start(self, member: _Member) -> None:
+        if self._members.get(member.flag.worker_id) is not member:
+            return
+        member.task = asyncio.get_running_loop().create_task(self._live(member))
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and not self._closed:
+                _report_crash(task)
+                asyncio.get_running_loop().call_later(RESTART_S, self._start, member)
+
+        member.task.add_done_callback(ended)
+
+    async def remove(self, worker_id: str) -> None:
+        """Forget a worker; what it is answering goes on. Raises KeyError."""
+        member = self._members.pop(worker_id)
+        self._stop(member)
+        self._prompts.forget(member.flag.url)
+        self._feed.forget(worker_id)
+        self._perform(self._core.remove_worker(worker_id, self._now()))
+
+    async def drain(self, worker_id: str, *, on: bool) -> None:
+        self._perform(self._core.drain(worker_id, self._now(), on=on))
+
+    def suspect(self, worker_id: str) -> None:
+        """Traffic to this worker failed: check it now."""
+        member = self._members.get(worker_id)
+        if member is not None and member.wake is not None:
+            member.wake.set()
+
+    async def close(self) -> None:
+        self._closed = True
+        tasks = [*self._background, *(member.task for member in self._members.values() if member.task is not None)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def details(self, worker_id: str) -> dict[str, Any]:
+        """What is known of a worker's events, for `/workers`."""
+        member = self._members.get(worker_id)
+        details = self._feed.details(worker_id)
+        if member is not None and member.problem:
+            details["problem"] = member.problem
+        return details
+
+    def starting(self) -> dict[str, str]:
+        """Workers that were never reached: id -> why not."""
+        return {key: _waiting(m) for key, m in self._members.items() if key not in self._core.workers}
+
+    # Where workers come from --------------------------------------------------------------------------------------
+
+    def follow_file(self, path: Path) -> None:
+        """Keep to a file of `--worker` lines: what it adds is added, what it drops is removed. Raises ConfigError."""
+        self._keep_to("file", read_workers_file(path))
+        self._spawn(watch_file(path, partial(self._keep_to, "file")))
+
+    def follow_name(self, flag: WorkerFlag) -> None:
+        """Keep to the addresses that the host of `flag` resolves to, one worker each."""
+        origin = f"dns {urlsplit(flag.url).hostname}"
+        self._spawn(watch_name(flag, self._config.names_s, partial(self._keep_to, origin)))
+
+    def _keep_to(self, origin: str, flags: list[WorkerFlag]) -> None:
+        """What came from `origin` before and is not among `flags` leaves."""
+        wanted = {flag.worker_id for flag in flags}
+        for worker_id in [key for key, member in self._members.items() if member.origin == origin]:
+            if worker_id not in wanted:
+                log.info("worker %s left %s", worker_id, origin)
+                self._spawn(self.remove(worker_id))
+        for flag in flags:
+            self.watch(flag, origin=origin)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        task.add_done_callback(_report_crash)
+
+    # One worker ---------------------------------------------------------------------------------------------------
+
+    async def _live(self, member: _Member) -> None:
+        """Probe until it answers, then check it for as long as it is ours."""
+        while not await self._join(member):
+            if await self._pause(member, member.starting_pause_s):
+                member.starting_pause_s = 0.0
+        looked_s = self._now()
+        while True:
+            worker = self._core.workers.get(member.flag.worker_id)
+            was_down = worker is not None and worker.state in (WorkerState.DOWN, WorkerState.PROBING)
+            suspected = await self._pause(member, self._config.starting_s if was_down else self._config.health_s)
+            problem = await self._prober.healthy(member.flag.url)
+            if problem is not None:
+                self._unhealthy(member, problem, suspected=suspected)
+                continue
+            member.failures, member.problem = 0, ""
+            if was_down or suspected or self._now() - looked_s >= self._config.sources_s:
+                looked_s = self._now()
+                await self._look_again(member, was_down=was_down)
+            await self._fill_up(member)
+
+    async def _fill_up(self, member: _Member) -> None:
+        """Take from other routers what a gap or a reconnect made this one forget."""
+        if self._peers is None or not self._peers.any or member.facts is None or self._now() < member.peers_from_s:
+            return
+        worker_id = member.flag.worker_id
+        lacking = self._feed.incomplete(worker_id)
+        if not lacking:
+            member.peers_pause_s = 0.0
+            return
+        found = await self._peers.snapshots(worker_id, member.facts.sources, below=lacking)
+        for rank, snapshot in found.items():
+            self._feed.resume(worker_id, rank, snapshot)
+        member.peers_pause_s = _longer(member.peers_pause_s, self._config.peers_s, self._config.peers_s_max)
+        member.peers_from_s = self._now() + member.peers_pause_s
+
+    async def _join(self, member: _Member) -> bool:
+        """Learn what the worker is and register it; False where it does not answer yet."""
+        facts = await self._prober.probe(member.flag)
+        if not facts.alive:
+            if facts.reason != member.problem:
+                log.info("worker %s not there yet: %s", member.flag.worker_id, facts.reason)
+            if facts.reason.partition(":")[0] != member.problem.partition(":")[0]:
+                member.starting_pause_s = 0.0  # something moved: look again soon
+            member.problem = facts.reason
+            member.failures += 1
+            longest_s = self._config.starting_s_max
+            member.starting_pause_s = _longer(member.starting_pause_s, self._config.starting_s, longest_s)
+            return False
+        member.problem, member.failures = "", 0
+        await self._read_tokenizers(member, facts)
+        is_new = member.flag.worker_id not in self._core.workers
+        snapshots = await self._peers.snapshots(member.flag.worker_id, facts.sources) if is_new and self._peers else {}
+        self._register(member, facts, snapshots)
+        log.info(
+            "worker %s is up: %s, %s", member.flag.worker_id, ", ".join(model.name for model in facts.models),
+            f"events from {facts.sources[0].endpoint}" if facts.sources else "no events",
+        )  # fmt: skip
+        return True
+
+    def _register(self, member: _Member, facts: WorkerFacts, snapshots: Mapping[int, PeerSnapshot]) -> None:
+        spec = worker_spec(member.flag, facts)
+        worker = self._core.add_worker(spec, self._now(), up=True)
+        member.facts = facts
+        self._feed.follow(spec.worker_id, facts.sources, worker.holders, snapshots)
+        if worker.state_reason not in NOT_CURED_BY_HEALTH:
+            self._perform(self._core.worker_up(spec.worker_id, self._now()))
+
+    async def _read_tokenizers(self, member: _Member, facts: WorkerFacts) -> None:
+        """Load what the worker's models are tokenised with before it gets its first request."""
+        for base in sorted({model.base for model in facts.models}):
+            await _within(TOKENIZER_S_MAX, self._prompts.learn(base, facts.roots.get(base), member.flag.url))
+
+    async def _look_again(self, member: _Member, *, was_down: bool) -> None:
+        """Another start, other models, other sources? Take over what changed."""
+        if was_down:
+            await self._join(member)
+            return
+        try:
+            sources = await self._prober.sources(member.flag)
+        except (OSError, asyncio.TimeoutError, EventsError, aiohttp.ClientError) as error:
+            member.problem = f"event sources: {error}"
+            return
+        if member.facts is not None and sources != member.facts.sources:
+            log.info("worker %s publishes elsewhere or was restarted", member.flag.worker_id)
+            await self._join(member)
+
+    def _unhealthy(self, member: _Member, problem: str, *, suspected: bool) -> None:
+        """A check failed. After a failure seen by traffic, one is enough."""
+        member.problem = problem
+        member.failures += 1
+        if suspected or member.failures >= self._config.failures_to_down:
+            worker = self._core.workers.get(member.flag.worker_id)
+            if worker is not None and worker.state is WorkerState.UP:
+                log.warning("worker %s is down: %s", member.flag.worker_id, problem)
+            self._perform(self._core.worker_down(member.flag.worker_id, self._now(), problem))
+
+    async def _pause(self, member: _Member, seconds: float) -> bool:
+        """Sleep, unless traffic to the worker fails or its stream breaks off: True then."""
+        assert member.wake is not None
+        await _within(seconds, member.wake.wait())
+        woken = member.wake.is_set()
+        if woken:
+            await asyncio.sleep(0.05)  # a burst of failures asks once
+            member.wake.clear()
+        return woken
+
+    def _stop(self, member: _Member) -> None:
+        if member.task is not None:
+            member.task.cancel()
+
+
+async def _within(seconds: float, work: Coroutine[Any, Any, object]) -> None:
+    """Do `work`, but not for longer. A cancellation always gets through: up to Python 3.11 `asyncio.wait_for` loses one
+    that comes in the moment in which the work is done, and then a worker would be watched for ever."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    finally:
+        task.cancel()
+    if task.done():
+        task.result()
+
+
+def _longer(pause_s: float, first_s: float, max_s: float) -> float:
+    """The pause after one of `pause_s` that did not help."""
+    return min(max(2 * pause_s, first_s), max_s)
+
+
+def _waiting(member: _Member) -> str:
+    """Why a worker that was never reached is not there."""
+    if not member.problem:
+        return "not tried yet"
+    return f"{member.problem} (tried {member.failures} times, again every {member.starting_pause_s:g} s)"
+
+
+def _report_crash(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("the watch over a worker ended by a fault of the router", exc_info=error)

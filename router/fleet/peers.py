@@ -1,0 +1,241 @@
+"""Several routers before the same workers: each tells the others what it has in flight, and counts theirs as load.
+
+`PeerLoads` is pure: messages in, the tracker's view of other routers changed; the tracker's changes in, messages out.
+`PeerSockets` is the shell: one PUB that is bound, one SUB connected to every peer, polled by the router's beat.
+
+A message carries whole states of targets, never differences, so a lost one is repaired by the next about the same
+target or by the full one that every router sends once a heartbeat. Times travel as ages, so clocks need not agree. A
+router that falls silent for `expire_s` no longer counts; one that restarts has a new epoch and replaces what it said.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from router.decide.target import SharedLoad
+from router.decide.tracker import LoadTracker
+
+log = logging.getLogger("router")
+
+TOPIC = b"blockcast-load"
+VERSION = 1
+MESSAGE_BYTES_MAX = 1 << 20
+PEERS_MAX = 64
+
+
+class TargetLoad(msgspec.Struct, array_like=True):
+    """One router's part of one target's load; `_age` fields are seconds before the message was made."""
+
+    target: str
+    prefill_s: float
+    oldest_prefill_s: float
+    oldest_routed_age: float
+    head_since_age: float
+    decode_requests: int
+    decode_context: int
+    utilisation: float
+    prefill_requests: int = 0
+    prefill_rate: float | None = None
+
+
+class LoadMessage(msgspec.Struct, array_like=True):
+    """What one router has in flight. `full`: targets it does not name are idle."""
+
+    version: int
+    router: str
+    epoch: str
+    seq: int
+    full: bool
+    loads: list[TargetLoad]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerConfig:
+    """Seconds."""
+
+    heartbeat_s: float = 0.5
+    """Between two full messages."""
+    expire_s: float = 2.0
+    """Silence after which a router's load is forgotten."""
+
+
+@dataclass(slots=True)
+class _Peer:
+    epoch: str
+    seq: int
+    heard_s: float
+
+
+@dataclass(slots=True)
+class PeerStats:
+    """Counters for `/metrics`."""
+
+    sent: int = 0
+    received: int = 0
+    late: int = 0
+    malformed: int = 0
+    expired: int = 0
+
+
+_DECODER = msgspec.msgpack.Decoder(LoadMessage)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class PeerLoads:
+    """This router's share of the conversation."""
+
+    def __init__(self, tracker: LoadTracker, router: str, config: PeerConfig | None = None) -> None:
+        """`router`: a name unique among the peers."""
+        self._tracker = tracker
+        self._router = router
+        self._config = config or PeerConfig()
+        self._epoch = uuid.uuid4().hex
+        self._seq = 0
+        self._full_at_s: float | None = None
+        self._peers: dict[str, _Peer] = {}
+        self.stats = PeerStats()
+
+    @property
+    def peers(self) -> list[str]:
+        """Names of the routers heard lately."""
+        return sorted(self._peers)
+
+    def outgoing(self, now: float) -> bytes | None:
+        """The message to publish now, if there is anything to say: what changed, or everything once a heartbeat."""
+        tracker = self._tracker
+        full = self._full_at_s is None or now - self._full_at_s >= self._config.heartbeat_s
+        if not full and not tracker.touched:
+            return None
+        tracker.advance(now)
+        names = list(tracker.targets) if full else sorted(tracker.touched)
+        tracker.touched.clear()
+        loads = [self._load(name, now) for name in names if name in tracker.targets]
+        if full:
+            self._full_at_s = now
+            loads = [load for load in loads if load.prefill_s or load.decode_requests or load.utilisation > 1e-6]
+        self._seq += 1
+        self.stats.sent += 1
+        return _ENCODER.encode(LoadMessage(VERSION, self._router, self._epoch, self._seq, full, loads))
+
+    def incoming(self, payload: bytes, now: float) -> None:
+        """A peer's message. What cannot be read is counted and logged once."""
+        try:
+            message = _DECODER.decode(payload)
+        except msgspec.MsgspecError as error:
+            self._malformed(f"{error}")
+            return
+        if message.version != VERSION:
+            self._malformed(f"version {message.version}, expected {VERSION}")
+            return
+        if message.router == self._router:
+            return  # our own, by way of a proxy
+        known = self._peers.get(message.router)
+        if known is None and len(self._peers) >= PEERS_MAX:
+            self._malformed(f"router {message.router!r} is one more than the {PEERS_MAX} that are followed")
+            return
+        if known is not None and known.epoch == message.epoch and message.seq <= known.seq:
+            self.stats.late += 1
+            return
+        restarted = known is None or known.epoch != message.epoch
+        self.stats.received += 1
+        self._peers[message.router] = _Peer(message.epoch, message.seq, now)
+        loads = {load.target: _shared(load, now) for load in message.loads}
+        if message.full or restarted:
+            self._tracker.set_peer(message.router, loads)
+        else:
+            for name, load in loads.items():
+                self._tracker.update_peer(message.router, name, load)
+
+    def expire(self, now: float) -> None:
+        """Forget the load of routers that fell silent."""
+        gone = [name for name, peer in self._peers.items() if now - peer.heard_s > self._config.expire_s]
+        for name in gone:
+            del self._peers[name]
+            self._tracker.set_peer(name, {})
+            self.stats.expired += 1
+            log.warning("peer router %s is silent: its load no longer counts", name)
+
+    def _load(self, name: str, now: float) -> TargetLoad:
+        load = self._tracker.share(self._tracker.targets[name], now)
+        return TargetLoad(
+            name,
+            load.prefill_s,
+            load.oldest_prefill_s,
+            now - load.oldest_routed_s,
+            now - load.head_since_s,
+            load.decode_requests,
+            load.decode_context,
+            load.utilisation,
+            load.prefill_requests,
+            load.prefill_rate,
+        )
+
+    def _malformed(self, reason: str) -> None:
+        if self.stats.malformed == 0:
+            log.warning("a message of a peer router is skipped: %s", reason)
+        self.stats.malformed += 1
+
+
+def _shared(load: TargetLoad, now: float) -> SharedLoad:
+    return SharedLoad(
+        prefill_s=max(0.0, load.prefill_s),
+        prefill_requests=max(0, load.prefill_requests),
+        oldest_prefill_s=max(0.0, load.oldest_prefill_s),
+        oldest_routed_s=now - load.oldest_routed_age,
+        head_since_s=now - load.head_since_age,
+        decode_requests=max(0, load.decode_requests),
+        decode_context=max(0, load.decode_context),
+        utilisation=max(0.0, load.utilisation),
+        updated_s=now,
+        prefill_rate=load.prefill_rate,
+    )
+
+
+class PeerSockets:
+    """The sockets: `bind` is where our messages are published, `connect` where the peers publish theirs."""
+
+    def __init__(self, loads: PeerLoads, bind: str | None, connect: Iterable[str]) -> None:
+        """Raises zmq.ZMQError naming an address that cannot be used."""
+        self._loads = loads
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._pub = self._context.socket(zmq.PUB)
+        self._sub = self._context.socket(zmq.SUB)
+        for socket in (self._pub, self._sub):
+            socket.linger = 0
+            socket.setsockopt(zmq.IPV6, 1)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._sub.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        self._sub.subscribe(TOPIC)
+        self.address: str | None = None
+        if bind is not None:
+            self._pub.bind(bind)
+            endpoint = self._pub.getsockopt(zmq.LAST_ENDPOINT)
+            assert isinstance(endpoint, bytes)
+            self.address = endpoint.rstrip(b"\0").decode()
+        for endpoint_ in connect:
+            self._sub.connect(endpoint_)
+
+    def beat(self, now: float, messages_max: int = 1000) -> None:
+        """Take in what came, say what changed. Never waits. Call it every few milliseconds."""
+        for _ in range(messages_max):
+            try:
+                frames = self._sub.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._loads.incoming(frames[-1], now)
+        self._loads.expire(now)
+        message = self._loads.outgoing(now)
+        if message is not None:
+            self._pub.send_multipart([TOPIC, message], zmq.NOBLOCK)  # a PUB drops rather than waits
+
+    def close(self) -> None:
+        self._pub.close()
+        self._sub.close()
+        self._context.term()

@@ -1,0 +1,139 @@
+"""A router that lacks the past of a stream takes what another one knows: at its start, and after a gap or a reconnect
+that the worker's replay does not cover. For workers that offer no snapshot of their own.
+
+Owns the two routes (`GET /peer`, `GET /peer/WORKER%23RANK`), their bodies, and the asking. A snapshot is the index's
+dump of one stream with the place in the stream it is true for: (seq, digest of that batch). It is applied before the
+stream is followed, and the stream then resumes from that place, which the worker's own replay has to confirm byte for
+byte; where it does not, everything is forgotten and the ring is replayed. So a peer that is behind, or that follows
+another worker of the same name, costs a request and never a false hit. A worker without replay cannot confirm anything:
+its snapshot is not asked for. Dumps hold digests, so a router takes its peer's digest seed when it starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import urllib.request
+from collections.abc import Callable, Iterable, Mapping
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+
+from events.sources import EventSource
+from prompts.errors import RequestError
+from router.fleet.feed import SNAPSHOT_VERSION, PeerSnapshot
+from router.http.request import HttpRequest
+from router.http.routes import Answer
+
+log = logging.getLogger("router")
+
+SEED_S_MAX = 3.0
+SNAPSHOT_S_MAX = 60.0
+SNAPSHOT_BYTES_MAX = 4 << 30
+MSGPACK = b"application/msgpack"
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class _Seed(msgspec.Struct):
+    version: int
+    seed: int
+
+
+Dump = Callable[[str, int], "PeerSnapshot | None"]
+"""(worker, rank) -> what is known; None: nothing that could be proven. May take seconds."""
+
+
+class PeerRoutes:
+    """The serving side. Both routes tell what is cached: they are for the admin address."""
+
+    def __init__(self, seed: int, dump: Dump) -> None:
+        self._seed = seed
+        self._dump = dump
+
+    def index(self, request: HttpRequest, _: str) -> Answer:
+        """GET /peer: the seed of this router's digests."""
+        return Answer(msgspec.json.encode(_Seed(SNAPSHOT_VERSION, self._seed)))
+
+    async def stream(self, request: HttpRequest, argument: str) -> Answer:
+        """GET /peer/WORKER%23RANK: a PeerSnapshot."""
+        worker, _, rank = argument.rpartition("#")
+        if not worker or not rank.isdigit():
+            raise RequestError(f"/peer/{argument}: expected WORKER#RANK, # as %23", param=None, status=400)
+        found = await asyncio.get_running_loop().run_in_executor(None, self._dump, worker, int(rank))
+        if found is None:
+            raise RequestError(
+                f"no snapshot of {argument}: unknown, or not in step with it",
+                param=None,
+                code="no_snapshot",
+                status=404,
+            )
+        return Answer(msgspec.msgpack.encode(found), content_type=MSGPACK)
+
+
+def ask_seed(urls: Iterable[str]) -> tuple[int | None, list[str]]:
+    """The digest seed of the first router that answers at one of `urls`, and the URLs of all that have it.
+
+    (None, []) where nobody answers. Waits up to SEED_S_MAX for each.
+    """
+    found: int | None = None
+    same: list[str] = []
+    for url in urls:
+        try:
+            with _DIRECT.open(f"{url.rstrip('/')}/peer", timeout=SEED_S_MAX) as response:
+                told = msgspec.json.decode(response.read(), type=_Seed)
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            log.info("peer router %s does not tell its seed: %s", url, error)
+            continue
+        if told.version == SNAPSHOT_VERSION and found in (None, told.seed):
+            found = told.seed
+            same.append(url.rstrip("/"))
+    return found, same
+
+
+class PeerClient:
+    """The asking side. `urls`: routers of the same seed, asked in turn. A peer's fault never raises."""
+
+    def __init__(self, session: aiohttp.ClientSession, urls: Iterable[str]) -> None:
+        self._session = session
+        self._urls = list(urls)
+
+    @property
+    def any(self) -> bool:
+        return bool(self._urls)
+
+    async def snapshots(
+        self, worker_id: str, sources: Iterable[EventSource], below: Mapping[int, int] | None = None
+    ) -> dict[int, PeerSnapshot]:
+        """Rank -> what a peer knows, for the streams that can confirm it and that offer no snapshot themselves.
+
+        `below`: only these ranks, and only what goes back further than the batch given for each.
+        """
+        found: dict[int, PeerSnapshot] = {}
+        for rank, source in enumerate(sources):
+            if source.snapshot or source.replay_endpoint is None or (below is not None and rank not in below):
+                continue
+            for url in self._urls:
+                body = await self._get(f"{url}/peer/{quote(f'{worker_id}#{rank}', safe='')}", SNAPSHOT_S_MAX)
+                try:
+                    told = msgspec.msgpack.decode(body, type=PeerSnapshot) if body is not None else None
+                except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                    log.warning("peer router %s: %s", url, error)
+                    continue
+                if told is None or told.version != SNAPSHOT_VERSION:
+                    continue
+                if below is None or told.since < below[rank]:
+                    found[rank] = told
+                    log.info("worker %s rank %d: starting from %s, batch %d", worker_id, rank, url, told.seq)
+                    break
+        return found
+
+    async def _get(self, url: str, seconds: float) -> bytes | None:
+        try:
+            async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=seconds)) as response:
+                if response.status != 200 or (response.content_length or 0) > SNAPSHOT_BYTES_MAX:
+                    return None
+                return await response.read()
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            log.info("peer router %s: %s: %s", url, type(error).__name__, error)
+            return None

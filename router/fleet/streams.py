@@ -1,0 +1,120 @@
+"""One followed stream of a worker: where it is, how far the index has come with it, and what it brought.
+
+Refuses to know the index and the sockets: feed.py moves what is said here.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from events.feed_sockets import StreamSource
+from events.sources import EventSource
+from events.stream import StreamState
+from events.stream_types import StreamConfig
+from router.index.protocol import HolderId, IngestReport
+
+log = logging.getLogger("router")
+
+MALFORMED_KEPT = 3
+"""Messages about malformed events kept for `/workers`; all are counted, the first is logged."""
+
+
+@dataclass(slots=True)
+class StreamCounters:
+    """What one stream brought since it was first followed; sums go on over reconnects and restarts."""
+
+    batches: int = 0
+    bytes: int = 0
+    stored: int = 0
+    removed: int = 0
+    cleared: int = 0
+    parked: int = 0
+    unknown_removals: int = 0
+    unknown_events: int = 0
+    malformed: int = 0
+    gaps: int = 0
+    restarts: int = 0
+    snapshots: int = 0
+    replayed: int = 0
+
+    def applied(self, size: int, report: IngestReport) -> None:
+        """A batch of `size` bytes was ingested."""
+        self.batches += 1
+        self.bytes += size
+        self.stored += report.stored
+        self.removed += report.removed
+        self.cleared += report.cleared
+        self.parked += report.parked
+        self.unknown_removals += report.unknown_removals
+        self.unknown_events += report.unknown_events
+
+
+@dataclass(slots=True)
+class WorkerStream:
+    """One of the followed streams. `stream_id` is used once, so a stream that replaces another is told apart."""
+
+    worker_id: str
+    rank: int
+    source: EventSource
+    holder: HolderId
+    stream_id: str
+    counters: StreamCounters
+    up: bool = False
+    last_seq: int | None = None
+    position: tuple[int, int] | None = None
+    """(seq, digest) of the last batch applied, while the index holds exactly what follows from it."""
+    since: int | None = None
+    """What the index holds follows from this batch and all later ones; 0: it is all that is resident. None: nothing."""
+    last_event_s: float | None = None
+    """Wall clock of the last live batch's arrival."""
+    topic: str = ""
+    problems: list[str] = field(default_factory=list)
+
+    def is_at(self, source: EventSource, holder: HolderId) -> bool:
+        """Whether following `source` for `holder` would change nothing but the epoch."""
+        old = self.source
+        return (old.endpoint, old.replay_endpoint, old.topic, self.holder) == (
+            source.endpoint,
+            source.replay_endpoint,
+            source.topic,
+            holder,
+        )
+
+    def address(self, resume: tuple[int, int] | None = None) -> StreamSource:
+        """Where the feed finds it."""
+        return StreamSource(
+            stream_id=self.stream_id,
+            endpoint=self.source.endpoint,
+            replay_endpoint=self.source.replay_endpoint,
+            topic=self.source.topic or None,
+            config=StreamConfig(),
+            resume=resume,
+        )
+
+    def malformed(self, reason: str) -> None:
+        """Something of it was skipped."""
+        if self.counters.malformed == 0:
+            log.warning("worker %s rank %d: malformed event skipped: %s", self.worker_id, self.rank, reason)
+        self.counters.malformed += 1
+        if len(self.problems) < MALFORMED_KEPT:
+            self.problems.append(reason)
+
+    def row(self, state: StreamState | None, groups: list[dict[str, object]]) -> dict[str, Any]:
+        """For `/workers`."""
+        return {
+            "rank": self.rank,
+            "endpoint": self.source.endpoint,
+            "replay_endpoint": self.source.replay_endpoint,
+            "topic": self.topic,
+            "epoch": self.source.epoch,
+            "reannounces": self.source.reannounces,
+            "up": self.up,
+            "phase": state.phase.value if state is not None else "down",
+            "last_seq": self.last_seq,
+            "last_event_s": self.last_event_s,
+            **{name: getattr(self.counters, name) for name in StreamCounters.__slots__},
+            "problems": list(self.problems),
+            "groups": groups,
+        }

@@ -1,0 +1,1 @@
+"""HTTP and nothing else: parsers, connections, routes. Knows no prompt, no worker and no price."""

@@ -1,0 +1,295 @@
+"""Client connections: requests in order, one at a time, answers with backpressure, deadlines for slow senders.
+
+Owns the sockets of clients. Refuses to know what a request means: an `Application` gets each complete one and answers
+through the connection, or hangs a `Work` on it that does. Invariant: requests of one connection are answered in the
+order they came, each before the next is handed over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Protocol
+
+import msgspec
+
+from prompts.errors import RequestError
+from router.http.request import BadRequest, HttpLimits, HttpRequest, RequestParser
+
+REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
+JSON = b"application/json"
+WRITE_BUFFER_BYTES = 256 * 1024
+"""Answer bytes that wait for a slow client before its worker is not read any more."""
+PARAMS = {"model_not_found": "model", "context_length_exceeded": "messages"}
+"""Which field an error of the core's is about."""
+LINGER_S = 2.0
+"""How long an early error stays readable while the client is still sending."""
+
+
+class Work(Protocol):
+    """What answers the current request of a connection."""
+
+    def client_gone(self) -> None: ...
+
+    def client_paused(self) -> None: ...
+
+    def client_resumed(self) -> None: ...
+
+
+class Application(Protocol):
+    limits: HttpLimits
+
+    def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
+        """Answer `request` now or later."""
+
+    def rejected(self, status: int) -> None:
+        """A connection sent what is no request."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTimeouts:
+    """Seconds."""
+
+    request_s: float = 60.0
+    """From a request's first byte to its last: slow-loris clients are cut off with 408."""
+    keep_alive_s: float = 75.0
+    """Between requests."""
+
+
+class ClientConnection(asyncio.Protocol):
+    """One client's TCP connection."""
+
+    __slots__ = (
+        "_app",
+        "_busy",
+        "_failure",
+        "_keep_alive",
+        "_lingers",
+        "_parser",
+        "_paused_reading",
+        "_registry",
+        "_since_s",
+        "_socket",
+        "_stepping",
+        "_transport",
+        "peer",
+        "tls",
+        "work",
+    )
+
+    def __init__(self, app: Application, registry: set[ClientConnection]) -> None:
+        self._app = app
+        self._registry = registry
+        self._parser = RequestParser(app.limits)
+        self._transport: Any = None
+        """An asyncio transport, or uvloop's, which is none by its type."""
+        self.work: Work | None = None
+        """Set by whoever answers later than `handle`."""
+        self.peer = ""
+        self.tls = False
+        self._busy = False
+        self._stepping = False
+        self._keep_alive = True
+        self._failure: BadRequest | None = None
+        self._paused_reading = False
+        self._lingers = False
+        self._socket = -1
+        self._since_s = time.monotonic()
+
+    # From the event loop ------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket = sock.fileno()
+        peer = transport.get_extra_info("peername")
+        self.peer = peer[0] if isinstance(peer, tuple) else ""
+        self.tls = transport.get_extra_info("sslcontext") is not None
+        self._registry.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._failure is not None or self._lingers:
+            return
+        if not self._busy and not self._parser.midway:
+            self._since_s = time.monotonic()
+        try:
+            self._parser.feed(data)
+        except BadRequest as error:
+            self._failure = error
+        if not self._busy:
+            self._step()
+        elif self._parser.pending and not self._paused_reading:
+            # Sent ahead of its answer: let it wait in the kernel's buffer, so that what is held here stays bounded.
+            self._paused_reading = True
+            if self._transport is not None:
+                self._transport.pause_reading()
+
+    def eof_received(self) -> bool:
+        return False  # a client that stops sending is taken to be gone: see connection_lost
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._transport = None
+        self._registry.discard(self)
+        work, self.work = self.work, None
+        if work is not None:
+            work.client_gone()
+
+    def pause_writing(self) -> None:
+        if self.work is not None:
+            self.work.client_paused()
+
+    def resume_writing(self) -> None:
+        if self.work is not None:
+            self.work.client_resumed()
+
+    # For whoever answers ------------------------------------------------------------------------------------------
+
+    def write(self, data: bytes) -> None:
+        """Send bytes of the current answer."""
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def plain_socket(self) -> int:
+        """Its number, for writing past the connection; -1 where it is encrypted, or bytes still wait to be written."""
+        transport = self._transport
+        if self.tls or transport is None or transport.is_closing() or transport.get_write_buffer_size():
+            return -1
+        return self._socket
+
+    def finish(self, *, keep_alive: bool) -> None:
+        """The current answer is complete."""
+        self.work = None
+        self._busy = False
+        self._since_s = time.monotonic()
+        if not keep_alive or not self._keep_alive:
+            self._close()
+        elif not self._stepping:
+            self._step()
+
+    def cut(self) -> None:
+        """Break off in the middle of an answer. Its missing end tells the client that it is incomplete."""
+        self.work = None
+        self._keep_alive = False
+        if self._transport is not None:
+            self._transport.close()
+
+    def respond(
+        self,
+        status: int,
+        body: bytes,
+        content_type: bytes = JSON,
+        headers: Iterable[tuple[bytes, bytes]] = (),
+        *,
+        keep_alive: bool = True,
+        head_only: bool = False,
+    ) -> None:
+        """Answer the current request at once."""
+        keep_alive = keep_alive and self._keep_alive
+        parts = [b"HTTP/1.1 %d %b\r\ncontent-type: %b" % (status, REASONS.get(status, b"Status"), content_type)]
+        parts += [b"\r\n%b: %b" % header for header in headers]
+        parts.append(b"\r\ncontent-length: %d" % len(body))
+        parts.append(b"\r\n\r\n" if keep_alive else b"\r\nconnection: close\r\n\r\n")
+        if not head_only:
+            parts.append(body)
+        self.write(b"".join(parts))
+        self.finish(keep_alive=keep_alive)
+
+    def respond_error(self, error: RequestError, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        self.respond(error.status, msgspec.json.encode(error.body()), headers=headers)
+
+    def refuse(self, status: int, code: str, message: str, retry_after_s: float | None) -> None:
+        """Answer with an OpenAI-style error of the router's own."""
+        if code == "unknown_model":
+            code = "model_not_found"  # OpenAI's word
+        headers = [] if retry_after_s is None else [(b"retry-after", b"%d" % max(1, round(retry_after_s)))]
+        self.respond_error(
+            RequestError(message, param=PARAMS.get(code), code=code, status=status, type=error_type(status)), headers
+        )
+
+    # For the server -----------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        return not self._busy
+
+    def expire(self, now: float, timeouts: ClientTimeouts) -> None:
+        """Close what waits too long for its client."""
+        waited = now - self._since_s
+        if self._busy or self._transport is None:
+            return
+        if self._lingers:
+            if waited > LINGER_S:
+                self._transport.abort()
+        elif self._parser.midway:
+            if waited > timeouts.request_s:
+                self._failure = BadRequest(408, f"the request was not complete within {timeouts.request_s:g} s")
+                self._step()
+        elif waited > timeouts.keep_alive_s:
+            self._transport.close()
+
+    def close_when_idle(self) -> None:
+        """Shutting down: no further request."""
+        self._keep_alive = False
+        if not self._busy and self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # Inside -------------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Hand over complete requests until one is answered later."""
+        self._stepping = True
+        while not self._busy and self._transport is not None and not self._lingers:
+            request = self._parser.pop()
+            if request is None:
+                break
+            self._busy = True
+            if not request.keep_alive:
+                self._keep_alive = False
+            self._app.handle(self, request)
+        self._stepping = False
+        if self._busy or self._transport is None or self._lingers:
+            return
+        if self._failure is not None:
+            self._reject(self._failure)
+            return
+        if self._paused_reading:
+            self._paused_reading = False
+            self._transport.resume_reading()
+        if self._parser.take_continue():
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _reject(self, error: BadRequest) -> None:
+        self._app.rejected(error.status)
+        self._keep_alive = False
+        self.refuse(error.status, "bad_http", error.message, None)
+
+    def _close(self) -> None:
+        """Close after the answer was read. Closing with unread input would reset the connection under it."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        if self.tls or not (self._failure is not None or self._parser.midway):
+            transport.close()
+            return
+        self._lingers = True
+        transport.write_eof()
+
+
+def error_type(status: int) -> str:
+    """OpenAI's `type` for an error of ours."""
+    if status == 401:
+        return "authentication_error"
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"

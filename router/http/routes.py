@@ -1,0 +1,117 @@
+"""Which handler answers a method and a path, and how its answer reaches the client.
+
+Owns dispatch: paths with one `*`, HEAD, 403, 404 and 405, answers that take time and streams that end when the client
+leaves. Refuses to know what is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+from prompts.errors import RequestError
+from router.http.connection import JSON, ClientConnection, Work
+from router.http.request import HttpRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A complete answer of a handler."""
+
+    body: bytes
+    status: int = 200
+    content_type: bytes = JSON
+
+
+Stream = Callable[[ClientConnection], Work]
+"""Starts an answer that goes on until the client leaves."""
+Handler = Callable[[HttpRequest, str], "Answer | Coroutine[Any, Any, Answer] | Stream"]
+"""(request, what stands for `*` in the path) -> answer."""
+
+
+class _Pending:
+    """An asynchronous handler at work for a connection."""
+
+    def __init__(self, connection: ClientConnection, answer: Coroutine[Any, Any, Answer], head_only: bool) -> None:
+        self._connection = connection
+        self._head_only = head_only
+        self._task = asyncio.get_running_loop().create_task(answer)
+        self._task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[Answer]) -> None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            answer = task.result()
+            self._connection.respond(answer.status, answer.body, answer.content_type, head_only=self._head_only)
+        elif isinstance(error, RequestError):
+            self._connection.respond_error(error)
+        else:
+            self._connection.refuse(500, "internal_error", "the router failed to answer; its log says why", None)
+            raise error
+
+    def client_gone(self) -> None:
+        self._task.cancel()
+
+    def client_paused(self) -> None:
+        """Answers are small."""
+
+    def client_resumed(self) -> None:
+        """Answers are small."""
+
+
+class Routes:
+    """(method, path) -> handler."""
+
+    def __init__(self) -> None:
+        self._routes: dict[tuple[str, str], tuple[Handler, bool]] = {}
+        """(method, path) -> (handler, whether anybody may call it)."""
+
+    def add(self, method: str, path: str, handler: Handler, *, public: bool) -> None:
+        """Serve `path`, in which the second segment may be `*`."""
+        self._routes[method, path] = (handler, public)
+
+    def handle(self, connection: ClientConnection, request: HttpRequest, *, allowed: bool) -> None:
+        """Answer, or raise RequestError. `allowed`: whether what is not public is served too."""
+        head_only = request.method == "HEAD"
+        found, argument = self._find("GET" if head_only else request.method, request.path)
+        if found is None:
+            raise self._unknown(request)
+        handler, public = found
+        if not public and not allowed:
+            raise RequestError(
+                f"{request.path} is served on the admin address only, or to loopback", param=None,
+                code="forbidden", status=403, type="permission_error",
+            )  # fmt: skip
+        answer = handler(request, argument)
+        if isinstance(answer, Answer):
+            connection.respond(answer.status, answer.body, answer.content_type, head_only=head_only)
+        elif asyncio.iscoroutine(answer):
+            connection.work = _Pending(connection, answer, head_only)
+        else:
+            assert callable(answer)
+            connection.work = answer(connection)
+
+    def _find(self, method: str, path: str) -> tuple[tuple[Handler, bool] | None, str]:
+        exact = self._routes.get((method, path))
+        if exact is not None:
+            return exact, ""
+        segments = path.split("/")
+        if len(segments) >= 3:
+            argument = unquote(segments[2])
+            segments[2] = "*"
+            return self._routes.get((method, "/".join(segments))), argument
+        return None, ""
+
+    def _unknown(self, request: HttpRequest) -> RequestError:
+        methods = {method for method, _ in self._routes if self._find(method, request.path)[0] is not None}
+        if methods:
+            return RequestError(
+                f"{request.method} {request.path}: expected {' or '.join(sorted(methods))}", param=None,
+                code="method_not_allowed", status=405,
+            )  # fmt: skip
+        return RequestError(f"{request.path}: there is no such path", param=None, code="not_found", status=404)

@@ -1,0 +1,111 @@
+"""How to read one event: is it well-formed and dense, which tier is it about, what besides tokens tells prompts apart.
+
+Owns the conventions of vLLM and SGLang for tiers, LoRA names, salts and media keys. Refuses to know names and holders.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from router.index.digest import Digester
+from router.index.protocol import CPU, GPU, REMOTE, STORAGE, TIERS
+
+BLOCK_SIZE_MAX = (1 << 24) - 1
+TOKEN_ID_END = 1 << 32
+INT64_END = 1 << 63
+
+_TIER_OF_MEDIUM = {
+    None: GPU,
+    "GPU": GPU,
+    "CPU": CPU,
+    "CPU_PINNED": CPU,
+    "DISK": STORAGE,
+    "STORAGE": STORAGE,
+    "EXTERNAL": REMOTE,
+    "REMOTE": REMOTE,
+}
+_SIGNED: dict[type, tuple[str, ...]] = {
+    BlockStored: ("lora_id", "group_idx", "kv_cache_spec_sliding_window"),
+    BlockRemoved: ("group_idx",),
+}
+
+
+def check_event(event: Event) -> str | None:
+    """Why the event cannot be applied, naming field, value and expectation; None where it can."""
+    if isinstance(event, AllBlocksCleared):
+        return None
+    for field in _SIGNED[type(event)]:
+        value = getattr(event, field)
+        if value is not None and value >= INT64_END:
+            return f"{type(event).__name__}.{field} is {value}: expected less than 2^63"
+    if not isinstance(event, BlockStored):
+        return None
+    if not 0 < event.block_size <= BLOCK_SIZE_MAX:
+        return f"BlockStored.block_size is {event.block_size}: expected 1..{BLOCK_SIZE_MAX}"
+    if len(event.block_hashes) * event.block_size > len(event.token_ids):
+        return (
+            f"BlockStored.token_ids has {len(event.token_ids)} ids: expected at least block_hashes x block_size = "
+            f"{len(event.block_hashes)} x {event.block_size}"
+        )
+    for index, token in enumerate(event.token_ids):
+        if not 0 <= token < TOKEN_ID_END:
+            return f"BlockStored.token_ids[{index}] is {token}: expected 0 <= id < 2^32"
+    return None
+
+
+def is_dense(event: BlockStored) -> bool:
+    """Hash i belongs to tokens [i * block_size, (i + 1) * block_size)."""
+    return bool(event.block_hashes) and len(event.token_ids) == len(event.block_hashes) * event.block_size
+
+
+def tier_index(medium: str | None) -> int:
+    """Index into TIERS. A medium nobody has heard of counts as the slowest."""
+    return TIERS.index(_TIER_OF_MEDIUM.get(medium if medium is None else medium.upper(), REMOTE))
+
+
+def lora_of(event: BlockStored) -> str | None:
+    """The adapter's name; engines that send only a number get a name that no request can have."""
+    if event.lora_name is not None:
+        return event.lora_name
+    return None if event.lora_id is None else f"\0lora_id {event.lora_id}"
+
+
+def _extra_keys(event: BlockStored, index: int) -> list[Any]:
+    """Extra keys of block `index` without the LoRA name, which vLLM repeats on every block."""
+    if event.extra_keys is None or index >= len(event.extra_keys):
+        return []
+    keys = list(event.extra_keys[index] or ())
+    if event.lora_name is not None and event.lora_name in keys:
+        keys.remove(event.lora_name)
+    return keys
+
+
+def salt_of_first(event: BlockStored) -> str | None:
+    """vLLM puts the salt behind the media keys of a prompt's first block: the last plain text."""
+    texts = [key for key in _extra_keys(event, 0) if isinstance(key, str)]
+    return texts[-1] if texts else None
+
+
+def media_of(event: BlockStored, index: int, start: int, digester: Digester) -> list[tuple[int, int]]:
+    """What block `index`, whose first token stands at `start`, mixes into the digest, by absolute position.
+
+    vLLM names a media item as (identifier, offset from the block's start): it counts where it begins, so a negative
+    offset was mixed in by an earlier block. A key without a known position (a bare identifier, an embedding) is mixed
+    in at the block's start: such blocks match no prompt, which costs a miss and never a false hit.
+    """
+    keys = _extra_keys(event, index)
+    if start == 0 and event.cache_salt is None:
+        salt = salt_of_first(event)
+        if salt is not None:
+            keys.reverse()
+            keys.remove(salt)
+            keys.reverse()
+    media = []
+    for key in keys:
+        if isinstance(key, (list, tuple)) and len(key) == 2 and isinstance(key[0], str) and type(key[1]) is int:
+            if key[1] >= 0:
+                media.append((start + key[1], digester.text(key[0])))
+        else:
+            media.append((start, digester.text("opaque", key if isinstance(key, (str, bytes)) else None)))
+    return sorted(media, key=lambda item: item[0])

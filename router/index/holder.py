@@ -1,0 +1,374 @@
+"""What one publisher stream says it holds: names, presences, groups and the runs that wait for their parent.
+
+Owns the meaning of events for one holder. Refuses to know prompts, other holders and how events are encoded.
+
+Invariants
+- A name is known while at least one (group, tier) holds a copy of it, and only then.
+- `blocks[key, length][slot]` = copies held in `slot` of all names that stand for this block; never 0, never empty.
+- A run is parked while neither its parent nor its own first name is known (index_parking.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from events.types import AllBlocksCleared, BlockName, BlockRemoved, BlockStored, Event
+from router.index.digest import Digester
+from router.index.events import is_dense, lora_of, media_of, salt_of_first, tier_index
+from router.index.groups import Group, GroupKey
+from router.index.parking import ParkedRun, Parking, Slot
+from router.index.protocol import SILENT_AFTER_STORES, HolderId, IngestReport
+
+Block = tuple[int, int]
+"""(digest of the prefix that ends with the block, tokens in the block)."""
+
+
+class DumpGroup(Protocol):
+    """What a dump says of a group (index_dump.py)."""
+
+    group_idx: int | None
+    kind: str | None
+    block_size: int | None
+    sliding_window: int | None
+    sparse: bool
+
+
+class Place(NamedTuple):
+    """Where a known name stands: the digest of the prefix it completes and that prefix's length in tokens."""
+
+    key: int
+    end: int
+
+
+@dataclass(slots=True)
+class Held:
+    """Copies of one name in one slot."""
+
+    length: int
+    copies: int
+
+
+@dataclass(slots=True)
+class Name:
+    place: Place
+    held: dict[Slot, Held] = field(default_factory=dict)
+
+
+class Holder:
+    """State of one stream. All methods run under the index's lock."""
+
+    def __init__(self, holder: HolderId, name: str, model: str, digester: Digester) -> None:
+        self.id, self.name, self.model = holder, name, model
+        self.reannounces = False
+        self._digester = digester
+        self.groups: dict[GroupKey, Group] = {}
+        self.names: dict[int, Name] = {}
+        self.blocks: dict[Block, Counter[Slot]] = {}
+        self._full_stores = 0
+        self._batch = 0
+        self._taught: dict[int, Place] = {}
+        self.parking = Parking()
+
+    def check_invariants(self) -> None:
+        """Assert what the module promises; for tests."""
+        blocks: dict[Block, Counter[Slot]] = {}
+        for name in self.names.values():
+            assert name.held, "a known name is held somewhere"
+            for slot, held in name.held.items():
+                assert held.copies > 0
+                blocks.setdefault((name.place.key, held.length), Counter())[slot] += held.copies
+        assert blocks == self.blocks
+        lengths = Counter((slot[0], held.length) for name in self.names.values() for slot, held in name.held.items())
+        assert lengths == Counter({(g.key, n): c for g in self.groups.values() for n, c in g.lengths.items()})
+        self.parking.check_invariants()
+        assert not self._taught
+
+    # -- groups ------------------------------------------------------------------------------------------------
+
+    def declare(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        for group in self.groups.values():
+            group.declared = False
+        for raw in groups:
+            group = self.groups.setdefault(raw.get("group_idx"), Group(raw.get("group_idx")))
+            group.declared = True
+            group.kind = raw.get("kind") or group.kind
+            group.block_size = raw.get("block_size") or group.block_size
+            group.window = raw.get("sliding_window") or group.window
+        self.groups = {key: group for key, group in self.groups.items() if group.declared or group.heard}
+        self._full_stores = 0
+
+    def silent(self, group: Group) -> bool:
+        """Declared, never heard, while full attention spoke often enough that it would have been."""
+        return group.declared and not group.heard and self._full_stores >= SILENT_AFTER_STORES
+
+    def demanding_groups(self) -> list[Group]:
+        """The groups that must all be able to resume at a usable prefix."""
+        return [group for group in self.groups.values() if group.role != "ignored" and not self.silent(group)]
+
+    def clear(self) -> None:
+        """A new life of the stream: nothing is held, and what the events taught about groups is not trusted."""
+        self.forget_blocks()
+        for group in self.groups.values():
+            group.heard = group.sparse = False
+        self.groups = {key: group for key, group in self.groups.items() if group.declared}
+        self._full_stores = 0
+
+    def forget_blocks(self) -> None:
+        self.names.clear()
+        self.blocks.clear()
+        self._taught.clear()
+        self.parking.clear()
+        for group in self.groups.values():
+            group.lengths.clear()
+
+    # -- events ------------------------------------------------------------------------------------------------
+
+    def apply(self, events: Iterable[Event], report: IngestReport) -> None:
+        """Apply one batch. Names are resolved over each stretch between two AllBlocksCleared as a whole, because an
+        event may use names that only a later event of the batch spells out."""
+        self._batch += 1
+        stretch: list[BlockStored | BlockRemoved] = []
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                self._apply_stretch(stretch, report)
+                stretch = []
+                self.forget_blocks()
+                report.cleared += 1
+            else:
+                stretch.append(event)
+        self._apply_stretch(stretch, report)
+        self.parking.expire(self._batch)
+
+    def _apply_stretch(self, events: list[BlockStored | BlockRemoved], report: IngestReport) -> None:
+        spelt = self._teach(events)
+        for index, event in enumerate(events):
+            if isinstance(event, BlockStored):
+                self._store(event, spelt.get(index), report)
+            else:
+                self._remove(event, report)
+        self._taught.clear()
+
+    def _teach(self, events: list[BlockStored | BlockRemoved]) -> dict[int, list[Place]]:
+        """Fill `_taught` with the place of every block that a dense store spells out, in whatever order they come.
+
+        Returns the places of each such store by its index. A store goes where it says itself: `_taught` is for the
+        others, and where two stores of a batch give one name two places, the later word counts.
+        """
+        spelt: dict[int, list[Place]] = {}
+        open_runs = {i: event for i, event in enumerate(events) if isinstance(event, BlockStored) and is_dense(event)}
+        while open_runs:
+            for index, run in open_runs.items():
+                places = self._teach_run(run)
+                if places is not None:
+                    spelt[index] = places
+            left = {index: run for index, run in open_runs.items() if index not in spelt}
+            if len(left) == len(open_runs):
+                break
+            open_runs = left
+        return spelt
+
+    def _teach_run(self, run: BlockStored) -> list[Place] | None:
+        start = self._start_of(run)
+        if start is None:
+            return None
+        first, place = start
+        places = [place] * first
+        for index in range(first, len(run.block_hashes)):
+            place = self._advance(place, run, index)
+            self._taught[self._digester.name(run.block_hashes[index])] = place
+            places.append(place)
+        return places
+
+    def _start_of(self, run: BlockStored) -> tuple[int, Place] | None:
+        """(index of the first block to compute, where it starts), or None where the run hangs in the air."""
+        if run.parent_block_hash is None:
+            salt = run.cache_salt if run.cache_salt is not None else salt_of_first(run)
+            return 0, Place(self._digester.start(self.model, salt, lora_of(run)), 0)
+        place = self._place(run.parent_block_hash)
+        if place is not None:
+            return 0, place
+        place = self._place(run.block_hashes[0]) if run.block_hashes else None
+        return None if place is None else (1, place)
+
+    def _place(self, engine_hash: BlockName) -> Place | None:
+        name = self._digester.name(engine_hash)
+        place = self._taught.get(name)
+        if place is None:
+            known = self.names.get(name)
+            place = None if known is None else known.place
+        return place
+
+    def _advance(self, place: Place, run: BlockStored, index: int) -> Place:
+        size = run.block_size
+        media = media_of(run, index, place.end, self._digester)
+        tokens = run.token_ids[index * size : (index + 1) * size]
+        return Place(self._digester.extend(place.key, tokens, place.end, media)[-1], place.end + size)
+
+    # -- stores ------------------------------------------------------------------------------------------------
+
+    def _store(self, event: BlockStored, places: list[Place] | None, report: IngestReport) -> None:
+        group = self._hear(event)
+        slot = (group.key, tier_index(event.medium))
+        dense = is_dense(event)
+        group.sparse |= not dense
+        names = [self._digester.name(engine_hash) for engine_hash in event.block_hashes]
+        if places is None:
+            placed = self._store_unresolved(event, names, slot, group, report)
+        else:
+            for name, place in zip(names, places):
+                self._add(name, place, slot, event.block_size, group)
+            placed = names
+        report.stored += len(placed)
+        self._wake(placed)
+
+    def _store_unresolved(
+        self, event: BlockStored, names: list[int], slot: Slot, group: Group, report: IngestReport
+    ) -> list[int]:
+        """A sparse store, or a dense one that hangs in the air. Returns the names whose place is known."""
+        dense = is_dense(event)
+        unplaced = [name for name in names if self._place(name) is None]
+        if unplaced and not dense and group.role == "state" and len(names) == 1 and not self._knows_full_attention():
+            self._taught.update(self._place_of_last(event, names[0]))
+            unplaced = [name for name in names if self._place(name) is None]
+        if unplaced and dense:
+            waits = [self._place(name) is None for name in names]
+            awaited = names[0] if event.parent_block_hash is None else self._digester.name(event.parent_block_hash)
+            self.parking.park(ParkedRun(slot, names, waits, event.block_size, awaited, event, self._batch))
+            report.parked += sum(waits)
+        placed = []
+        for name in names:
+            place = self._place(name)
+            if place is not None:
+                self._add(name, place, slot, event.block_size, group)
+                placed.append(name)
+            elif not dense:
+                self.parking.park(ParkedRun(slot, [name], [True], event.block_size, name, None, self._batch))
+                report.parked += 1
+        return placed
+
+    def _hear(self, event: BlockStored) -> Group:
+        group = self.groups.get(event.group_idx)
+        if group is None:
+            group = self.groups[event.group_idx] = Group(event.group_idx)
+        group.heard = True
+        group.kind = event.kv_cache_spec_kind or group.kind
+        group.block_size = event.block_size
+        if event.kv_cache_spec_sliding_window is not None and event.kv_cache_spec_sliding_window > 0:
+            group.window = event.kv_cache_spec_sliding_window
+        if group.teaches:
+            self._full_stores += 1
+        return group
+
+    def _knows_full_attention(self) -> bool:
+        return any(group.teaches for group in self.groups.values())
+
+    def _place_of_last(self, event: BlockStored, name: int) -> dict[int, Place]:
+        """A state event with one hash names the end of its tokens; for models without full attention to say so."""
+        start = self._start_of(event)
+        if start is None or start[0] != 0:
+            return {}
+        key = self._digester.extend(start[1].key, event.token_ids, start[1].end)[-1]
+        return {name: Place(key, start[1].end + len(event.token_ids))}
+
+    def _add(self, name: int, place: Place, slot: Slot, length: int, group: Group) -> None:
+        known = self.names.get(name)
+        if known is not None and known.place != place:
+            self._forget_name(name, known)  # the engine gave the name to another block: the newest word counts
+            known = None
+        if known is None:
+            known = self.names[name] = Name(place)
+            held = None
+        else:
+            held = known.held.get(slot)
+        if held is None:
+            known.held[slot] = Held(length, 1)
+            self._count(place.key, length, slot, +1, group)
+            return
+        if held.length != length:
+            self._count(place.key, held.length, slot, -held.copies, group)
+            self._count(place.key, length, slot, held.copies, group)
+            held.length = length
+        if not self.reannounces:
+            held.copies += 1
+            self.blocks[place.key, length][slot] += 1
+
+    def _count(self, key: int, length: int, slot: Slot, copies: int, group: Group) -> None:
+        """Add (or take away) all `copies` of one name in one slot."""
+        block = self.blocks.setdefault((key, length), Counter())
+        block[slot] += copies
+        group.lengths[length] += 1 if copies > 0 else -1
+        if block[slot] == 0:
+            del block[slot]
+            if not block:
+                del self.blocks[key, length]
+        if group.lengths[length] == 0:
+            del group.lengths[length]
+
+    def _forget_name(self, name: int, known: Name) -> None:
+        for slot, held in known.held.items():
+            self._count(known.place.key, held.length, slot, -held.copies, self.groups[slot[0]])
+        del self.names[name]
+
+    def load(self, described: DumpGroup, tier: int, rows: Iterable[tuple[int, int, int, int, int]]) -> None:
+        """Take over blocks from another index with the same seed: (name, key, end, length, copies) each."""
+        group = self.groups.setdefault(described.group_idx, Group(described.group_idx))
+        group.heard = True
+        group.kind = described.kind or group.kind
+        group.block_size = described.block_size or group.block_size
+        group.window = described.sliding_window or group.window
+        group.sparse |= described.sparse
+        names = []
+        for name, key, end, length, copies in rows:
+            for _ in range(copies):
+                self._add(name, Place(key, end), (group.key, tier), length, group)
+            names.append(name)
+        self._wake(names)
+        self._taught.clear()
+
+    # -- removals ----------------------------------------------------------------------------------------------
+
+    def _remove(self, event: BlockRemoved, report: IngestReport) -> None:
+        slot = (event.group_idx, tier_index(event.medium))
+        for engine_hash in event.block_hashes:
+            name = self._digester.name(engine_hash)
+            known = self.names.get(name)
+            held = None if known is None else known.held.get(slot)
+            if known is None or held is None:
+                if self.parking.cancel(slot, name):
+                    report.removed += 1
+                else:
+                    report.unknown_removals += 1
+                continue
+            report.removed += 1
+            if held.copies > 1:
+                held.copies -= 1
+                self.blocks[known.place.key, held.length][slot] -= 1
+                continue
+            self._count(known.place.key, held.length, slot, -1, self.groups[slot[0]])
+            del known.held[slot]
+            if not known.held:
+                del self.names[name]
+
+    # -- attaching --------------------------------------------------------------------------------------------
+
+    def _wake(self, names: Iterable[int]) -> None:
+        """The places of `names` are known now: attach what waited for them, and what waited for that."""
+        stack = list(names)
+        while stack:
+            for run in self.parking.release(stack.pop()):
+                stack.extend(self._attach(run))
+
+    def _attach(self, parked: ParkedRun) -> list[int]:
+        group = self.groups[parked.slot[0]]
+        if parked.run is not None:
+            self._teach_run(parked.run)
+        attached = []
+        for name, waits in zip(parked.names, parked.waits):
+            place = self._place(name)
+            if waits and place is not None:
+                self._add(name, place, parked.slot, parked.length, group)
+                attached.append(name)
+        return attached

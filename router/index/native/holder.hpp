@@ -1,0 +1,276 @@
+// What one publisher stream says it holds: the native twin of router/index/holder.py and index_parking.py, whose words on
+// the meaning of events hold here too. Owns names, groups and parked runs of one holder. Refuses to know prompts.
+#pragma once
+
+#include <map>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "events.hpp"
+#include "nodes.hpp"
+#include "table.hpp"
+
+namespace blockcast {
+
+constexpr u64 kSilentAfterStores = 8;
+constexpr std::size_t kParkedBlocksMax = 65536;
+constexpr u64 kParkedBatchesMax = 10000;
+constexpr std::size_t kGroupsMax = (kSlotMax + 1) / kTiers;
+
+enum class Role : u8 { Full, Window, Chunk, State, Ignored };
+
+struct Group {
+    std::optional<std::int64_t> key;
+    std::optional<std::string> kind;
+    std::optional<u64> block_size, window;
+    bool declared = false, heard = false, sparse = false;
+    std::vector<std::pair<u32, u64>> lengths;  // (block length, names held), ascending, no zero
+
+    Role role() const { return role_; }
+    bool teaches() const { return teaches_; }
+    void reclassify();  // after every change of kind or window
+    // More or fewer names of a length. True where the length appeared or vanished.
+    bool count(u32 length, int by);
+    u64 names() const;
+
+private:
+    Role role_ = Role::Full;
+    bool teaches_ = true;
+};
+
+// Where a known name stands.
+struct Place {
+    u64 key = 0;
+    u64 end = 0;
+};
+
+// A name in one slot, inline; or, for a name in several slots, the head of a list.
+struct NameEntry {
+    u64 name;
+    u32 node;  // 0 = empty entry
+    u32 meta;  // slot << 24 | copies, or kMany | id of the first Link
+};
+
+struct Link {
+    u32 node, meta, next;
+};
+
+struct NameTraits {
+    static u32 hash_of(u64 name) {
+        name ^= name >> 32;
+        name *= 0xD6E8FEB86659FD93ull;
+        return static_cast<u32>(name >> 32);
+    }
+    static u32 hash(const NameEntry& entry) { return hash_of(entry.name); }
+};
+
+using Links = Pool<Link>;
+using Names = SegmentedTable<NameEntry, NameTraits>;
+
+struct ParkedRun {
+    u32 slot = 0;
+    std::vector<u64> names;
+    std::vector<bool> waits;
+    u32 length = 0;
+    u64 awaits = 0;
+    bool is_run = false;  // else a single sparse name
+    std::vector<u32> tokens;
+    std::vector<ExtraKey> extras;  // their texts are not kept: a parked run does not start a prompt
+    u64 batch = 0;
+};
+
+class Parking {
+public:
+    std::size_t blocks() const { return blocks_; }
+    std::size_t bytes() const { return bytes_; }
+    void clear();
+    void park(ParkedRun run);
+    std::vector<ParkedRun> release(u64 name);
+    bool cancel(u32 slot, u64 name);
+    void expire(u64 batch);
+    bool empty() const { return runs_.empty(); }
+
+private:
+    ParkedRun take(u64 serial);
+    static std::size_t bytes_of(const ParkedRun& run);
+
+    std::map<u64, ParkedRun> runs_;
+    std::unordered_map<u64, std::vector<u64>> awaited_;
+    std::map<std::pair<u32, u64>, std::vector<u64>> names_;
+    std::size_t blocks_ = 0, bytes_ = 0;
+    u64 serial_ = 0;
+};
+
+struct Report {
+    u64 stored = 0, removed = 0, cleared = 0, parked = 0, unknown_removals = 0, unknown_events = 0;
+    std::vector<std::string> malformed;
+};
+
+// What the holders of one model share.
+struct Model {
+    std::string name;
+    std::unordered_map<std::string, u64> starts;  // digest of the empty prefix, by salt and LoRA; bounded
+    std::map<u32, u64> lengths;                   // block lengths in use: how many (holder, group) use each
+};
+
+// Names and links of a holder's past life, waiting to be taken out of the nodes bit by bit.
+struct Estate {
+    Names names;
+    Links links;
+    Seat seat = 0;
+};
+
+class Holder;
+
+// Who sits on which seat. A holder that forgets everything takes a fresh seat at once; what stands under the old one
+// means nothing any more and is cleared away in small steps, so that forgetting a million blocks is no pause.
+class Seats {
+public:
+    explicit Seats(Nodes& nodes) : nodes_(nodes) {}
+
+    Seat take(Holder* owner);
+    void retire(Estate estate);
+    // One small step of clearing away; false where nothing is left to do.
+    bool settle_some();
+    Holder* owner(Seat seat) const { return seat < owners_.size() ? owners_[seat] : nullptr; }
+    std::size_t count() const { return owners_.size(); }
+    std::size_t bytes() const;
+
+private:
+    Nodes& nodes_;
+    std::vector<Holder*> owners_;
+    std::vector<Seat> free_;
+    std::vector<Estate> estates_;
+};
+
+// Places of the names that a batch spells out, by name. A flat table that is reused: an entry counts in its epoch only.
+class Taught {
+public:
+    void clear(std::size_t names);
+    void put(u64 name, const Place& place);
+    const Place* get(u64 name) const;
+    void end() { names_ = 0; }
+
+private:
+    struct Entry {
+        u64 name;
+        Place place;
+        u64 epoch;
+    };
+    std::size_t home(u64 name) const { return (name * 0x9E3779B97F4A7C15ull) >> shift_; }
+    void grow();
+
+    std::vector<Entry> entries_;
+    u64 epoch_ = 0;
+    u32 shift_ = 64;
+    std::size_t names_ = 0;
+};
+
+class Holder {
+public:
+    Holder(u64 id, std::string name, Model* model, const Digester& digester, Pages& pages, Nodes& nodes, Seats& seats)
+        : id(id), name(std::move(name)), model(model), seat(seats.take(this)), digester_(digester), pages_(pages),
+          nodes_(nodes), seats_(seats), names_(pages) {}
+
+    const u64 id;
+    const std::string name;
+    Model* const model;
+    Seat seat;
+    bool reannounces = false;
+    std::vector<Group> groups;  // by ordinal; slot = ordinal * kTiers + tier
+
+    void apply(const Batch& batch, Report& report);
+    // These names are coming: asks for the first of them.
+    void expect(const u64* names, std::size_t count) const {
+        for (std::size_t i = 0; i < std::min(count, kAhead); ++i) names_.prefetch(NameTraits::hash_of(names[i]));
+    }
+    void declare(const std::vector<Group>& declared);
+    // A new life of the stream: also what the events taught about groups is forgotten.
+    void clear();
+    // Leaves the index; the holder is not used afterwards.
+    void leave();
+
+    bool silent(const Group& group) const {
+        return group.declared && !group.heard && full_stores_ >= kSilentAfterStores;
+    }
+    bool demands(const Group& group) const {
+        return (group.declared || group.heard) && group.role() != Role::Ignored && !silent(group);
+    }
+    // The block length at which a prompt in flight will be resumable.
+    u32 cut() const;
+
+    u64 entries() const { return entries_; }
+    std::size_t bytes() const { return names_.bytes() + links_.bytes() + parking_.bytes() + sizeof *this; }
+    std::size_t parked() const { return parking_.blocks(); }
+
+    template <class Visit>  // visit(name, node id, slot, copies)
+    void each_name(Visit visit) const {
+        names_.each([&](const NameEntry& entry) { each_slot(entry, links_, [&](u32 node, u32 meta) {
+            visit(entry.name, node, slot_of(meta), meta & kCopies);
+        }); });
+    }
+
+private:
+    friend class Seats;
+    static constexpr u32 kMany = 1u << 31, kCopies = (1u << 23) - 1;
+    static u32 slot_of(u32 meta) { return meta >> 23 & kSlotMax; }
+
+    template <class Visit>  // visit(node id, meta)
+    static void each_slot(const NameEntry& entry, const Links& links, Visit visit) {
+        if ((entry.meta & kMany) == 0) return visit(entry.node, entry.meta);
+        for (u32 at = entry.meta & ~kMany; at != 0; at = links[at].next) visit(links[at].node, links[at].meta);
+    }
+
+    // Each block touches two random places in memory: its name's, asked for while the payload is read (`expect`), and its
+    // node's, asked for while the tokens are hashed; beyond the first kAhead, that many blocks before they are needed.
+    static constexpr std::size_t kAhead = 32;
+
+    void forget_blocks();
+    void apply_stretch(const Batch& batch, std::size_t begin, std::size_t end, Report& report);
+    void teach(const Batch& batch, std::size_t begin, std::size_t end);
+    bool teach_run(const Batch& batch, std::size_t run);
+    std::optional<Place> place_of(u64 name) const;
+    u64 start_digest(const Text& salt, const Text& lora);
+    u32 hear(const Stored& event);
+    void store(const Batch& batch, std::size_t run, Report& report);
+    void store_unresolved(const Batch& batch, const Stored& event, u32 ordinal, u32 slot, Report& report);
+    void place_last(const Batch& batch, const Stored& event, u64 name);
+    void load(const Digests& digests, Report& report);
+    void wake(const u64* names, std::size_t count);
+    std::vector<u64> attach(const ParkedRun& run);
+
+    NameEntry* find(u64 name) const { return find(names_.spot(NameTraits::hash_of(name)), name); }
+    NameEntry* find(const Names::Spot& spot, u64 name) const {
+        return names_.find(spot, [&](const NameEntry& entry) { return entry.name == name; });
+    }
+    void add(u64 name, const Place& place, u32 slot, u32 length);
+    void again(u32& node, u32& meta, const Place& place, u32 slot, u32 length);
+    bool remove(u64 name, u32 slot);
+    void forget_name(NameEntry* entry);
+    void count_length(u32 slot, u32 length, int by);
+    void count_fresh(u32 slot, u32 length);
+    void adjust_length(u32 slot, u32 length, int by);
+    void settle();
+    u32 ordinal(const std::optional<std::int64_t>& key);
+    std::optional<u32> find_ordinal(const std::optional<std::int64_t>& key) const;
+
+    const Digester& digester_;
+    Pages& pages_;
+    Nodes& nodes_;
+    Seats& seats_;
+    Names names_;
+    Links links_;
+    Parking parking_;
+    Taught taught_;
+    std::vector<Place> places_;    // per name of the batch, where its run has been resolved
+    std::vector<bool> resolved_;   // per stored event of the batch
+    u64 full_stores_ = 0, batch_ = 0, entries_ = 0;
+    // Names that `add` has put into a slot anew and that `groups` and `entries_` do not count yet; 0 between events.
+    u64 fresh_ = 0;
+    u32 fresh_slot_ = 0, fresh_length_ = 0;
+    bool teaching_ = true;
+};
+
+}  // namespace blockcast

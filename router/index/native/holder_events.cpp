@@ -1,0 +1,321 @@
+// What events do to a holder: names are resolved over a whole batch, then presences change in order.
+#include <algorithm>
+
+#include "holder.hpp"
+
+namespace blockcast {
+
+namespace {
+
+constexpr std::size_t kStartsMax = 4096;
+
+// vLLM puts the salt behind the media keys of a prompt's first block: the last plain text.
+const ExtraKey* salt_of_first(const ExtraKey* extras, std::size_t count) {
+    const ExtraKey* salt = nullptr;
+    for (std::size_t i = 0; i < count; ++i) {
+        if (extras[i].block == 0 && extras[i].is_text) salt = &extras[i];
+    }
+    return salt;
+}
+
+// What block `block`, whose first token stands at `start`, mixes in (router/index/events.py: media_of).
+void media_of(const ExtraKey* extras, std::size_t count, u32 block, u64 start, bool event_salt, std::vector<Media>& out) {
+    out.clear();
+    const ExtraKey* salt = start == 0 && block == 0 && !event_salt ? salt_of_first(extras, count) : nullptr;
+    for (std::size_t i = 0; i < count; ++i) {
+        const ExtraKey& key = extras[i];
+        if (key.block != block || &key == salt) continue;
+        if (!key.positioned) {
+            out.push_back(Media{start, key.opaque});
+        } else if (key.offset >= 0) {
+            out.push_back(Media{start + static_cast<u64>(key.offset), key.media});
+        }
+    }
+    std::stable_sort(out.begin(), out.end(), [](const Media& a, const Media& b) { return a.position < b.position; });
+}
+
+}  // namespace
+
+void Holder::apply(const Batch& batch, Report& report) {
+    ++batch_;
+    std::size_t begin = 0;
+    for (std::size_t i = 0; i < batch.events.size(); ++i) {
+        const Event& event = batch.events[i];
+        if (event.kind != Event::Kind::Cleared && event.kind != Event::Kind::Digests) continue;
+        apply_stretch(batch, begin, i, report);
+        begin = i + 1;
+        if (event.kind == Event::Kind::Cleared) {
+            forget_blocks();
+            ++report.cleared;
+        } else {
+            load(batch.digests[event.index], report);
+        }
+    }
+    apply_stretch(batch, begin, batch.events.size(), report);
+    parking_.expire(batch_);
+}
+
+void Holder::apply_stretch(const Batch& batch, std::size_t begin, std::size_t end, Report& report) {
+    if (begin == end) return;
+    teach(batch, begin, end);
+    for (std::size_t i = begin; i < end; ++i) {
+        const Event& event = batch.events[i];
+        if (event.kind == Event::Kind::Stored) {
+            store(batch, event.index, report);
+            continue;
+        }
+        const Removed& removed = batch.removed[event.index];
+        const std::optional<u32> ordinal = find_ordinal(removed.group);
+        const u32 slot = ordinal.value_or(0) * kTiers + removed.tier;
+        for (std::size_t n = 0; n < removed.names.count; ++n) {
+            const u64 name = batch.names[removed.names.begin + n];
+            const bool known = ordinal && (remove(name, slot) || parking_.cancel(slot, name));
+            ++(known ? report.removed : report.unknown_removals);
+        }
+    }
+    taught_.end();
+}
+
+void Holder::teach(const Batch& batch, std::size_t begin, std::size_t end) {
+    std::size_t names = 0, runs = 0;
+    std::vector<std::size_t> open;
+    for (std::size_t i = begin; i < end; ++i) {
+        if (batch.events[i].kind != Event::Kind::Stored) continue;
+        names += batch.stored[batch.events[i].index].names.count;
+        ++runs;
+    }
+    taught_.clear(names);
+    // What a lone run spells out is used by nobody else in the batch, except by what it may set free.
+    teaching_ = runs > 1 || !parking_.empty();
+    if (places_.size() < batch.names.size()) places_.resize(batch.names.size());
+    resolved_.assign(batch.stored.size(), false);
+    for (std::size_t i = begin; i < end; ++i) {
+        const std::size_t run = batch.events[i].index;
+        if (batch.events[i].kind != Event::Kind::Stored || !batch.stored[run].dense()) continue;
+        if (!teach_run(batch, run)) open.push_back(run);
+    }
+    for (std::size_t before = ~std::size_t{0}; !open.empty() && open.size() != before;) {
+        before = open.size();
+        open.erase(std::remove_if(open.begin(), open.end(), [&](std::size_t run) { return teach_run(batch, run); }),
+                   open.end());
+    }
+}
+
+bool Holder::teach_run(const Batch& batch, std::size_t run) {
+    const Stored& event = batch.stored[run];
+    const u64* names = batch.names.data() + event.names.begin;
+    const ExtraKey* extras = batch.extras.data() + event.extras.begin;
+    Place* places = places_.data() + event.names.begin;
+    std::size_t first = 0;
+    Place place;
+    if (!event.has_parent) {
+        const ExtraKey* salt = salt_of_first(extras, event.extras.count);
+        place = Place{start_digest(event.salt ? event.salt : salt ? Text(salt->text) : Text(), event.lora), 0};
+    } else if (const std::optional<Place> parent = place_of(event.parent)) {
+        place = *parent;
+    } else if (const std::optional<Place> own = place_of(names[0])) {
+        place = places[0] = *own;
+        first = 1;
+    } else {
+        return false;
+    }
+    const u32* tokens = batch.tokens.data() + event.tokens.begin;
+    std::vector<Media> media;
+    for (std::size_t i = first; i < event.names.count; ++i) {
+        if (event.extras.count != 0) {
+            media_of(extras, event.extras.count, static_cast<u32>(i), place.end, event.salt.has_value(), media);
+        }
+        place.key = digester_.extend(place.key, tokens + i * event.block_size, event.block_size, place.end, media.data(),
+                                     media.size());
+        place.end += event.block_size;
+        places[i] = place;
+        if (i < kAhead) nodes_.prefetch(Nodes::hash(place.key, event.block_size));
+        if (teaching_) taught_.put(names[i], place);
+    }
+    resolved_[run] = true;
+    return true;
+}
+
+u64 Holder::start_digest(const Text& salt, const Text& lora) {
+    std::string scope = salt ? "s" + std::string(*salt) : "n";
+    scope += lora ? std::string("\0l", 2) + std::string(*lora) : std::string("\0n", 2);
+    const auto known = model->starts.find(scope);
+    if (known != model->starts.end()) return known->second;
+    const u64 start = digester_.text({Text(model->name), salt, lora});
+    if (model->starts.size() >= kStartsMax) model->starts.clear();
+    model->starts.emplace(std::move(scope), start);
+    return start;
+}
+
+u32 Holder::hear(const Stored& event) {
+    const u32 at = ordinal(event.group);
+    Group& group = groups[at];
+    group.heard = true;
+    const bool other_kind = event.kind && !event.kind->empty() && group.kind != event.kind;
+    const bool other_window = event.window && group.window != event.window;
+    if (other_kind) group.kind = std::string(*event.kind);
+    if (other_window) group.window = event.window;
+    if (other_kind || other_window) group.reclassify();
+    group.block_size = event.block_size;
+    if (group.teaches()) ++full_stores_;
+    return at;
+}
+
+void Holder::store(const Batch& batch, std::size_t run, Report& report) {
+    const Stored& event = batch.stored[run];
+    const u32 ordinal = hear(event);
+    const u32 slot = ordinal * kTiers + event.tier;
+    if (!event.dense()) groups[ordinal].sparse = true;
+    if (!resolved_[run]) return store_unresolved(batch, event, ordinal, slot, report);
+    const u64* names = batch.names.data() + event.names.begin;
+    const Place* places = places_.data() + event.names.begin;
+    const std::size_t count = event.names.count;
+    const u32 length = event.block_size;
+    for (std::size_t i = 0; i < count; ++i) {
+        if (i + kAhead < count) {
+            names_.prefetch(NameTraits::hash_of(names[i + kAhead]));
+            nodes_.prefetch(Nodes::hash(places[i + kAhead].key, length));
+        }
+        add(names[i], places[i], slot, length);
+    }
+    settle();
+    report.stored += count;
+    wake(names, count);
+}
+
+// A sparse store, or a dense one that hangs in the air.
+void Holder::store_unresolved(const Batch& batch, const Stored& event, u32 ordinal, u32 slot, Report& report) {
+    const u64* names = batch.names.data() + event.names.begin;
+    const std::size_t count = event.names.count;
+    const bool dense = event.dense();
+    if (!dense && count == 1 && groups[ordinal].role() == Role::State && !place_of(names[0]) &&
+        std::none_of(groups.begin(), groups.end(), [](const Group& group) { return group.teaches(); })) {
+        place_last(batch, event, names[0]);
+    }
+    std::vector<std::optional<Place>> places(count);
+    bool all = true;
+    for (std::size_t i = 0; i < count; ++i) {
+        places[i] = place_of(names[i]);
+        all = all && places[i];
+    }
+    if (dense && !all) {
+        ParkedRun parked;
+        parked.slot = slot;
+        parked.names.assign(names, names + count);
+        for (const auto& place : places) parked.waits.push_back(!place);
+        for (bool waits : parked.waits) report.parked += waits;
+        parked.length = event.block_size;
+        parked.awaits = event.has_parent ? event.parent : names[0];
+        parked.is_run = true;
+        parked.tokens.assign(batch.tokens.begin() + event.tokens.begin,
+                             batch.tokens.begin() + event.tokens.begin + event.tokens.count);
+        parked.extras.assign(batch.extras.begin() + event.extras.begin,
+                             batch.extras.begin() + event.extras.begin + event.extras.count);
+        parked.batch = batch_;
+        parking_.park(std::move(parked));
+    }
+    std::vector<u64> placed;
+    for (std::size_t i = 0; i < count; ++i) {
+        if (places[i]) {
+            add(names[i], *places[i], slot, event.block_size);
+            placed.push_back(names[i]);
+        } else if (!dense) {
+            ParkedRun parked;
+            parked.slot = slot;
+            parked.names = {names[i]};
+            parked.waits = {true};
+            parked.length = event.block_size;
+            parked.awaits = names[i];
+            parked.batch = batch_;
+            parking_.park(std::move(parked));
+            ++report.parked;
+        }
+    }
+    settle();
+    report.stored += placed.size();
+    wake(placed.data(), placed.size());
+}
+
+// A state event with one hash names the end of its tokens; for models without full attention to say so.
+void Holder::place_last(const Batch& batch, const Stored& event, u64 name) {
+    Place start;
+    const ExtraKey* extras = batch.extras.data() + event.extras.begin;
+    if (event.has_parent) {
+        const std::optional<Place> parent = place_of(event.parent);
+        if (!parent) return;
+        start = *parent;
+    } else {
+        const ExtraKey* salt = salt_of_first(extras, event.extras.count);
+        start = Place{start_digest(event.salt ? event.salt : salt ? Text(salt->text) : Text(), event.lora), 0};
+    }
+    const u32* tokens = batch.tokens.data() + event.tokens.begin;
+    taught_.put(name, Place{digester_.extend(start.key, tokens, event.tokens.count), start.end + event.tokens.count});
+}
+
+// The places of `names` are known now: attach what waited for them, and what waited for that.
+void Holder::wake(const u64* names, std::size_t count) {
+    if (parking_.empty()) return;
+    std::vector<u64> stack(names, names + count);
+    while (!stack.empty()) {
+        const u64 name = stack.back();
+        stack.pop_back();
+        for (const ParkedRun& run : parking_.release(name)) {
+            const std::vector<u64> attached = attach(run);
+            stack.insert(stack.end(), attached.begin(), attached.end());
+        }
+    }
+}
+
+std::vector<u64> Holder::attach(const ParkedRun& run) {
+    if (run.is_run) {
+        std::size_t first = 0;
+        std::optional<Place> place = place_of(run.awaits);
+        if (!place) place = place_of(run.names[0]), first = 1;
+        std::vector<Media> media;
+        for (std::size_t i = first; place && i < run.names.size(); ++i) {
+            media_of(run.extras.data(), run.extras.size(), static_cast<u32>(i), place->end, true, media);
+            place = Place{digester_.extend(place->key, run.tokens.data() + i * run.length, run.length, place->end,
+                                           media.data(), media.size()),
+                          place->end + run.length};
+            taught_.put(run.names[i], *place);
+        }
+    }
+    std::vector<u64> attached;
+    for (std::size_t i = 0; i < run.names.size(); ++i) {
+        const std::optional<Place> place = place_of(run.names[i]);
+        if (!run.waits[i] || !place) continue;
+        add(run.names[i], *place, run.slot, run.length);
+        attached.push_back(run.names[i]);
+    }
+    settle();
+    return attached;
+}
+
+void Holder::load(const Digests& digests, Report& report) {
+    if (digests.fingerprint != digester_.fingerprint()) {
+        report.malformed.push_back("BlockDigests.fingerprint is of another seed: this index cannot use it");
+        return;
+    }
+    const u32 at = ordinal(digests.group);
+    Group& group = groups[at];
+    group.heard = true;
+    if (digests.kind && !digests.kind->empty()) group.kind = std::string(*digests.kind);
+    if (digests.block_size.value_or(0)) group.block_size = digests.block_size;
+    if (digests.window.value_or(0)) group.window = digests.window;
+    group.sparse = group.sparse || digests.sparse;
+    group.reclassify();
+    taught_.clear(0);
+    std::vector<u64> names;
+    for (const DigestRow& row : digests.rows) {
+        for (u64 copy = 0; copy < row.copies; ++copy) {
+            add(row.name, Place{row.key, row.end}, at * kTiers + digests.tier, static_cast<u32>(row.length));
+        }
+        settle();
+        names.push_back(row.name);
+    }
+    wake(names.data(), names.size());
+    report.stored += digests.rows.size();
+    taught_.end();
+}
+
+}  // namespace blockcast

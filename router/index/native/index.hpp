@@ -1,0 +1,101 @@
+// The native PrefixIndex: the twin of router/index/__init__.py. Owns the holders, the lock and the life of pins. One writer at a
+// time, any number of readers; every call is atomic.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "holder.hpp"
+#include "match.hpp"
+#include "pins.hpp"
+
+namespace blockcast {
+
+struct UnknownHolder : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+struct ScopeView {
+    std::string_view model;
+    Text salt, lora;
+    std::vector<Media> media;  // ascending by position
+};
+
+// A prompt as the caller has it; `memo` where it will come again.
+struct Tokens {
+    const u32* data;
+    std::size_t count;
+    KeyMemo* memo;
+};
+
+struct Stats {
+    u64 holders, entries, parked, pins, bytes, nodes;
+};
+
+class Index {
+public:
+    explicit Index(u64 seed)
+        : digester_(seed), nodes_(pages_), seats_(nodes_), boundaries_(pin_pages_), checkpoints_(pin_pages_) {}
+
+    const Digester& digester() const { return digester_; }
+
+    u64 add_holder(std::string name, const std::string& model);
+    void remove_holder(u64 holder);
+    void clear(u64 holder);
+    void declare_groups(u64 holder, const std::vector<Group>& groups);
+    void set_reannounces(u64 holder, bool reannounces);
+    Report ingest(u64 holder, const u8* payload, std::size_t size);
+    std::vector<Match> match(const Tokens& prompt, const ScopeView& scope) const;
+    u64 pin(u64 holder, const Tokens& prompt, const ScopeView& scope);
+    // Keys of the prefixes that end at the multiples of `chunk`, the whole prompt left out: its last token is always
+    // computed.
+    std::vector<u64> chunk_keys(const Tokens& prompt, const ScopeView& scope, u64 chunk) const;
+    void unpin(u64 pin);
+    Stats stats() const;
+
+    // visit(const Holder&), under the reader's lock.
+    template <class Visit>
+    void with_holder(u64 holder, Visit visit) const {
+        const std::shared_lock lock(mutex_);
+        visit(*get(holder), nodes_);
+    }
+
+private:
+    struct Pin {
+        Holder* holder;
+        Seat seat;  // the holder's, under which the promises stand
+        std::vector<u64> boundaries;
+        std::optional<u64> checkpoint;
+    };
+
+    Holder* get(u64 holder) const;
+    Query query(const Tokens& prompt, const ScopeView& scope) const;
+    void promise(const Pin& pin);
+    void withdraw(const Pin& pin);
+    void release(const Pin& pin);
+    // The holder has taken a fresh seat (it forgot its blocks): its pins go with it.
+    void move_pins(const Holder& holder);
+
+    mutable std::shared_mutex mutex_;
+    // Taken before mutex_ by whoever changes holders_, a holder's names or pages_, and held while a payload is read into
+    // batch_: reading looks at them and needs no exclusive lock.
+    std::mutex ingest_mutex_;
+    Batch batch_;
+
+    const Digester digester_;
+    Pages pages_, pin_pages_;  // before everything that lives in them
+    Nodes nodes_;
+    Seats seats_;
+    Promises boundaries_, checkpoints_;
+    std::map<std::string, std::unique_ptr<ModelHolders>, std::less<>> models_;
+    std::unordered_map<u64, std::unique_ptr<Holder>> holders_;
+    std::unordered_map<u64, Pin> pins_;
+    u64 next_holder_ = 0, next_pin_ = 0;
+};
+
+}  // namespace blockcast

@@ -1,0 +1,79 @@
+"""Compile the router's byte path with mypyc: the same modules, from the same sources, in half the CPU time.
+
+    python scripts/compile_router.py --out DIR [--fast]
+
+Called by CMake when a wheel is built. Editable installations are not compiled, so that edited sources count. Where
+mypyc or a C compiler is missing, it says so and succeeds: the modules are then interpreted, with the same results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("http", "decide", "edge", "app")
+"""What runs for every request or chunk."""
+NOT_COMPILED = re.compile(r"\(msgspec\.Struct|^import click$", re.MULTILINE)
+
+
+def modules() -> list[str]:
+    """The files to compile: all of these rooms but msgspec structs, which msgspec builds in C, and the command line."""
+    files = [ROOT / "router" / "counters.py"]
+    files += [file for room in ROOMS for file in sorted((ROOT / "router" / room).glob("*.py"))]
+    return [str(file.relative_to(ROOT)) for file in files if not NOT_COMPILED.search(file.read_text())]
+
+
+def compile_modules(out: Path, *, optimise: str = "2") -> int:
+    """Build the modules into `out`/router; how many were built."""
+    try:
+        from mypyc.build import mypycify
+        from setuptools import Distribution
+        from setuptools.errors import BaseError, CompileError
+    except ImportError as error:
+        print(f"router: not compiled, it will be interpreted: {error}")
+        return 0
+    work = Path(tempfile.mkdtemp(prefix="router-mypyc-"))
+    try:
+        left_out = shutil.ignore_patterns("native", "*.so", "*.pyd", "__pycache__")
+        for package in ("router", "prompts", "events"):
+            shutil.copytree(ROOT / package, work / package, ignore=left_out)
+        os.chdir(work)
+        # Without site packages: what is installed where a wheel is built must not change what is built.
+        flags = ["--no-site-packages", "--ignore-missing-imports", "--follow-imports=silent"]
+        flags.append(f"--python-version=3.{sys.version_info[1]}")
+        extensions = mypycify([*flags, *modules()], opt_level=optimise, debug_level="0", group_name="router_compiled")
+        distribution = Distribution({"name": "router-compiled", "ext_modules": extensions})
+        command = distribution.get_command_obj("build_ext")
+        command.build_lib = str(out.resolve())
+        command.build_temp = str(work / "temp")
+        command.ensure_finalized()
+        command.run()
+    except (SystemExit, BaseError, CompileError) as error:
+        print(f"router: not compiled, it will be interpreted: {error}")
+        return 0
+    finally:
+        os.chdir(ROOT)
+        shutil.rmtree(work, ignore_errors=True)
+    return len(list(out.rglob("*.so"))) + len(list(out.rglob("*.pyd")))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--fast", action="store_true", help="Without optimisation: for tests.")
+    arguments = parser.parse_args()
+    out = arguments.out
+    shutil.rmtree(out, ignore_errors=True)  # of an earlier build: what fails to compile must not be found there
+    out.mkdir(parents=True)
+    made = compile_modules(out, optimise="0" if arguments.fast else "2")
+    print(f"router: {made} extension modules in {out}")
+
+
+if __name__ == "__main__":
+    main()
