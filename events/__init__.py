@@ -3,28 +3,30 @@
 from events.checker import StreamChecker
 from events.codec import decode_batch, encode_batch
 from events.config import KVEventsConfig
-from events.discover import discover
 from events.errors import ConfigError, DecodeError, EventsError, InvariantError
 from events.feed import EventFeed, FeedHandler
 from events.feed_sockets import StreamSource
 from events.hashing import BlockHash, block_hash, block_hashes, hash_keys, pack_token_ids, wire_keys
-from events.instructions import (
+from events.publisher import EventPublisher
+from events.sources import EventSource, GroupInfo, default_sources, encode_sources, parse_sources
+from events.stream import StreamState
+from events.stream_types import (
     Apply,
     Clear,
     Gap,
     Instruction,
+    Join,
     Malformed,
     Origin,
     RequestReplay,
     RequestSnapshot,
     Restarted,
     Stale,
+    StreamConfig,
+    StreamPhase,
+    StreamStats,
 )
-from events.publisher import EventPublisher
-from events.sources import EventSource, GroupInfo, default_sources, encode_sources, parse_sources
-from events.stream import StreamState
-from events.stream_types import Join, StreamConfig, StreamPhase, StreamStats
-from events.subscriber import Connection, Message, Notice, Subscriber
+from events.subscriber import Connection, Message, Notice, Subscriber, discover
 from events.types import (
     CPU,
     FULL_ATTENTION,

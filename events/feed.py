@@ -23,8 +23,8 @@ from zmq.utils.monitor import recv_monitor_message
 from events.errors import DecodeError
 from events.feed_sockets import Context, FollowedStream, StreamSource, Subscription, ask
 from events.frames import SNAPSHOT_SEQ, LiveFrame, parse_live, parse_reply
-from events.instructions import Instruction, Malformed, RequestReplay, RequestSnapshot
 from events.stream import StreamState
+from events.stream_types import Instruction, Malformed, RequestReplay, RequestSnapshot
 from events.wake import Bell
 
 logger = logging.getLogger(__name__)

@@ -21,20 +21,23 @@ a new one replaces it. Everything buffered is bounded, and what overflows become
 from __future__ import annotations
 
 from events.frames import SNAPSHOT_SEQ
-from events.instructions import (
+from events.stream_memory import AppliedBatches, EarlyBatches, digest
+from events.stream_types import (
     Apply,
     Clear,
     Gap,
     Instruction,
+    Join,
     Malformed,
     Origin,
     RequestReplay,
     RequestSnapshot,
     Restarted,
     Stale,
+    StreamConfig,
+    StreamPhase,
+    StreamStats,
 )
-from events.stream_memory import AppliedBatches, EarlyBatches, digest
-from events.stream_types import Join, StreamConfig, StreamPhase, StreamStats
 
 NO_REPLAY = "the publisher offers no replay"
 

@@ -7,16 +7,20 @@ slow fills the queue, then ZeroMQ's; what is dropped there shows as a gap and is
 from __future__ import annotations
 
 import queue
+import urllib.error
+import urllib.request
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
+from urllib.parse import urlsplit
 
 from events.codec import decode_batch
 from events.errors import DecodeError
 from events.feed import EventFeed
 from events.feed_sockets import StreamSource
-from events.instructions import Apply, Clear, Gap, Instruction, Malformed, Origin, Restarted, Stale
+from events.sources import EventSource, default_sources, parse_sources
 from events.stream_memory import digest
+from events.stream_types import Apply, Clear, Gap, Instruction, Malformed, Origin, Restarted, Stale
 from events.types import DecodedBatch
 
 
@@ -115,3 +119,25 @@ class Subscriber:
                 return
             except queue.Full:
                 continue
+
+
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Workers are neighbours: a proxy of the environment is not for them."""
+
+
+def discover(worker_url: str, timeout_s: float = 5.0) -> list[EventSource]:
+    """The event sources of the worker at `worker_url`; vLLM's default address if it does not know the path.
+
+    Raises DecodeError if the worker answers something else, OSError if it cannot be reached.
+    """
+    if urlsplit(worker_url).scheme not in ("http", "https"):
+        raise DecodeError(f"worker {worker_url!r}: expected an http:// or https:// URL")
+    try:
+        with _OPENER.open(worker_url.rstrip("/") + "/kv_event_sources", timeout=timeout_s) as response:
+            body: bytes = response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            if error.code in (404, 405):
+                return default_sources(urlsplit(worker_url).hostname or "127.0.0.1")
+            raise DecodeError(f"{error.url} answered {error.code} {error.reason}") from error
+    return parse_sources(body, worker_url)

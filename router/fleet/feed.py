@@ -19,9 +19,9 @@ import msgspec
 
 from events.feed import EventFeed
 from events.feed_sockets import StreamSource
-from events.instructions import Apply, Clear, Gap, Instruction, Malformed, Origin, Restarted
 from events.sources import EventSource
 from events.stream_memory import digest
+from events.stream_types import Apply, Clear, Gap, Instruction, Malformed, Origin, Restarted
 from router.fleet.streams import StreamCounters, WorkerStream
 from router.index.protocol import HolderId, PrefixIndex
 

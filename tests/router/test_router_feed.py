@@ -161,7 +161,7 @@ def test_a_publisher_that_connects_is_known_by_its_topic(index: ReferenceIndex, 
 
 
 def test_what_cannot_be_read_is_counted_and_shown(index: ReferenceIndex, feed: IndexFeed) -> None:
-    from events.instructions import Apply, Malformed, Origin
+    from events.stream_types import Apply, Malformed, Origin
 
     holder = index.add_holder("a", "m")
     feed.follow("a", [EventSource(endpoint="tcp://127.0.0.1:1")], [holder])
