@@ -5,11 +5,14 @@ Changes nothing but chance and the rotation of ties; the core commits what it de
 
 from __future__ import annotations
 
+import hashlib
 import random
+from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from router.decide.books import AskedPrompt, CacheBook
 from router.decide.config import CoreConfig
-from router.decide.history import CHUNK_TOKENS
 from router.decide.messages import Decision, RouteRequest, Terms
 from router.decide.policy import (
     KvCost,
@@ -21,32 +24,11 @@ from router.decide.policy import (
     sticky_key,
 )
 from router.decide.registry import Registry
-from router.decide.sessions import Sessions
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
-from router.decide.working_set import WorkingSets
-from router.index.protocol import PrefixIndex, Prompt, Scope
 
-
-class AskedPrompt:
-    """A request's prompt as the index and the books ask for it: prepared once, cut once."""
-
-    __slots__ = ("_index", "_keys", "ids", "scope")
-
-    def __init__(self, index: PrefixIndex, ids: Prompt, scope: Scope) -> None:
-        self._index = index
-        self.ids = ids
-        self.scope = scope
-        self._keys: dict[int, list[int]] = {}
-
-    def keys(self, chunk_tokens: int) -> list[int]:
-        """The keys of its chunks of so many tokens."""
-        if len(self.ids) <= chunk_tokens:
-            return []
-        keys = self._keys.get(chunk_tokens)
-        if keys is None:
-            keys = self._keys[chunk_tokens] = self._index.chunk_keys(self.ids, self.scope, chunk_tokens)
-        return keys
+NAME_CHARS_MAX = 64
+"""Longer names of sessions, which clients make up, are known by their digest."""
 
 
 class Chosen:
@@ -67,17 +49,15 @@ class Chooser:
 
     def __init__(
         self,
-        index: PrefixIndex,
         registry: Registry,
         tracker: LoadTracker,
-        working_sets: WorkingSets,
+        book: CacheBook,
         config: CoreConfig,
         rng: random.Random,
     ) -> None:
-        self._index = index
         self._registry = registry
         self._tracker = tracker
-        self._working_sets = working_sets
+        self._book = book
         self._config = config
         self._rng = rng
         self._rotation = 0
@@ -99,10 +79,15 @@ class Chooser:
     ) -> Chosen:
         """Price the candidates and pick one by the configured policy. `ahead`: seconds held for each target that go
         before this request. `peek`: leave chance as it is."""
-        prompt = None
+        prompt, loads = None, None
+        cached = resident = [0] * len(candidates)
         if request.token_ids is not None:
-            prompt = AskedPrompt(self._index, self._index.prepare(request.token_ids), request.scope)
-        cached, resident, loads = self._hits(prompt, candidates)
+            prompt = self._book.ask(request.token_ids, request.scope)
+            cached, resident, slower = self._book.hits(prompt, candidates)
+            if slower:
+                loads = [0.0] * len(candidates)
+                for i, match in slower.items():
+                    loads[i] = load_seconds(match, self._config.cost)
         cost = KvCost(
             candidates,
             cached,
@@ -115,7 +100,7 @@ class Chooser:
         )
         if ahead:
             cost.ahead = [ahead.get(target.name, 0.0) for target in candidates]
-        if prompt is not None and self._working_sets.crowded(len(prompt.ids), now):
+        if prompt is not None and self._book.working_sets.crowded(len(prompt.ids), now):
             cost.crowding = self._crowding(request, prompt, candidates, cached)
         winner = self._affine(request, candidates, now)
         if winner is None:
@@ -143,10 +128,10 @@ class Chooser:
         length = request.prompt_tokens
         shares = [tokens / length for tokens in cached]
         keys = prompt.keys(self._config.working_set.chunk_tokens)
-        overflows = self._working_sets.overflows([t.name for t in candidates], shares, keys, len(prompt.ids))
+        overflows = self._book.working_sets.overflows([t.name for t in candidates], shares, keys, len(prompt.ids))
         if not any(overflows):
             return None
-        reuse = self._working_sets.reuse
+        reuse = self._book.working_sets.reuse
         return [reuse * over * target.prefill_seconds(length, 0) for over, target in zip(overflows, candidates)]
 
     def choose_again(self, choice: Chosen, ahead: Mapping[str, float]) -> None:
@@ -162,34 +147,6 @@ class Chooser:
         if name is None:
             return None
         return next((i for i, target in enumerate(candidates) if target.name == name), None)
-
-    def _hits(
-        self, prompt: AskedPrompt | None, candidates: list[Target]
-    ) -> tuple[list[int], list[int], list[float] | None]:
-        """(h, the part of it that is resident, load seconds or None) of every candidate."""
-        if prompt is None:
-            nothing = [0] * len(candidates)
-            return nothing, nothing, None
-        matches = {match.holder: match for match in self._index.match(prompt.ids, prompt.scope)}
-        histories = self._registry.histories
-        keys = prompt.keys(CHUNK_TOKENS) if histories else []
-        cached, resident = [], []
-        loads: list[float] | None = None
-        for i, target in enumerate(candidates):
-            match = matches.get(target.holder)
-            if histories and target.name in histories:
-                hit = usable = histories[target.name].match(keys)
-            elif match is None:
-                hit = usable = 0
-            else:
-                hit, usable = match.pinned_tokens, match.tokens
-                if usable != match.gpu_tokens:
-                    if loads is None:
-                        loads = [0.0] * len(candidates)
-                    loads[i] = load_seconds(match, self._config.cost)
-            cached.append(hit)
-            resident.append(usable)
-        return cached, resident, loads
 
     def decision(
         self,
@@ -222,3 +179,31 @@ class Chooser:
             decision.candidates = sorted(priced, key=lambda t: t.cost)
             decision.not_eligible = self._registry.why_not(request)
         return decision
+
+
+@dataclass(slots=True)
+class Sessions:
+    """session -> (target it was sent to last, last use). Bounded in number and length, oldest use first out."""
+
+    ttl_s: float
+    size_max: int
+    known: OrderedDict[str, tuple[str, float]] = field(default_factory=OrderedDict)
+
+    def get(self, session: str, now: float) -> str | None:
+        """The session's worker, unless it was used too long ago."""
+        entry = self.known.get(_key(session))
+        return entry[0] if entry is not None and now - entry[1] <= self.ttl_s else None
+
+    def put(self, session: str, worker_id: str, now: float) -> None:
+        """The session was sent to a worker."""
+        key = _key(session)
+        self.known[key] = (worker_id, now)
+        self.known.move_to_end(key)
+        while len(self.known) > self.size_max:
+            self.known.popitem(last=False)
+
+
+def _key(session: str) -> str:
+    if len(session) <= NAME_CHARS_MAX:
+        return session
+    return hashlib.blake2b(session.encode("utf-8", "surrogatepass"), digest_size=NAME_CHARS_MAX // 2).hexdigest()

@@ -17,10 +17,10 @@ import random
 from collections import Counter
 from collections.abc import Mapping
 
+from router.decide.books import CacheBook
 from router.decide.choose import Chooser, Chosen
 from router.decide.config import CoreConfig
-from router.decide.held import HeldQueue
-from router.decide.live import Live, place_in_line
+from router.decide.held import HeldQueue, Live, RetryBudget, gave_up
 from router.decide.messages import (
     Decision,
     FailureKind,
@@ -32,14 +32,11 @@ from router.decide.messages import (
     RouteRequest,
     WorkerLost,
 )
-from router.decide.promised import Promised
 from router.decide.registry import Registry
-from router.decide.retry import RetryBudget, gave_up
 from router.decide.status import CoreSnapshot, Ledger
 from router.decide.tracker import LoadTracker
 from router.decide.watchdog import Watchdog
-from router.decide.workers import ServedModel, Worker, WorkerSpec, WorkerState
-from router.decide.working_set import WorkingSets
+from router.decide.workers import Breaker, ServedModel, Worker, WorkerSpec, WorkerState
 from router.index.protocol import PrefixIndex
 
 
@@ -50,16 +47,15 @@ class RouterCore:
         self.config = config
         self.index = index
         self.tracker = LoadTracker(config.service, config.cost, config.learn)
-        self.working_sets = WorkingSets(config.working_set)
-        self.registry = Registry(index, self.tracker, self.working_sets, config)
+        self.book = CacheBook(index, config)
+        self.registry = Registry(index, self.tracker, self.book, Breaker(config.health))
         self.watchdog = Watchdog()
         self.counters: Counter[str] = Counter()
-        self._chooser = Chooser(index, self.registry, self.tracker, self.working_sets, config, random.Random(seed))
+        self._chooser = Chooser(self.registry, self.tracker, self.book, config, random.Random(seed))
         self._live: dict[str, Live] = {}
         self._held = HeldQueue(config.queue)
         self._reorders = config.queue.enabled and config.policy == "kv"
         self._next_try_s = 0.0
-        self._promised = Promised(index, self.registry.histories, self.working_sets, config)
         self._retries = RetryBudget(config.retry)
         self._ledger = Ledger(self.watchdog)
 
@@ -71,16 +67,12 @@ class RouterCore:
 
     def add_worker(self, spec: WorkerSpec, now: float, *, up: bool = True) -> Worker:
         """Register a worker and its holders in the index, or update what is known of it (same worker_id)."""
-        if self.registry.remakes_targets(spec):
-            self._promised.pins.release_holders(self.registry.workers[spec.worker_id].holders)
         return self.registry.add(spec, up=up)
 
     def remove_worker(self, worker_id: str, now: float) -> list[Instruction]:
         """Forget it at once. Its requests in flight stay known until the edge reports their end."""
-        worker = self.registry.workers.get(worker_id)
-        if worker is None:
+        if worker_id not in self.registry.workers:
             return []
-        self._promised.pins.release_holders(worker.holders)
         self._ledger.forget(worker_id, self.registry.targets_of(worker_id))
         self.registry.remove(worker_id)
         return self._try_held(now)
@@ -210,7 +202,7 @@ class RouterCore:
     def tick(self, now: float) -> list[Instruction]:
         """Deadlines, held requests, grace periods, breakers. Call at `next_tick()` or a little later."""
         self.tracker.advance(now)
-        self._promised.pins.tick(now)
+        self.book.tick(now)
         for worker in self.registry.workers.values():
             if worker.state is WorkerState.DOWN and now >= worker.open_until_s:
                 self.registry.breaker.half_open(worker, now)
@@ -223,7 +215,7 @@ class RouterCore:
     def next_tick(self) -> float | None:
         """When `tick` will next have something to do; None while nothing is pending."""
         times = [w.open_until_s for w in self.registry.workers.values() if w.state is WorkerState.DOWN]
-        released_s = self._promised.pins.next_release()
+        released_s = self.book.next_tick()
         if released_s is not None:
             times.append(released_s)
         if len(self._held):
@@ -251,7 +243,7 @@ class RouterCore:
         choice = self._chooser.choose(live.request, candidates, now, ahead=ahead, held_s=self._held.prefill_s)
         if may_hold and self._reorders:
             if ahead is None and len(self._held):
-                ahead = self._held.ahead_of(**place_in_line(live, choice))
+                ahead = self._held.ahead_of(live.request.priority, self._work_s(live, choice), live.arrived_s)
                 self._chooser.choose_again(choice, ahead)
             target = choice.cost.targets[choice.winner]
             wait_s = target.slow * target.queue_s(now)
@@ -278,7 +270,7 @@ class RouterCore:
         )
         if choice.prompt is not None:
             cached_share = decision.predicted_cached_tokens / max(request.prompt_tokens, 1)
-            self._promised.sent(request.request_id, target, choice.prompt, now, cached_share=cached_share)
+            self.book.sent(request.request_id, target, choice.prompt, now, cached_share=cached_share)
         if request.session is not None and self.config.session_affinity:
             self._chooser.sessions.put(request.session, target.name, now)
         worker = self.registry.workers[target.worker_id]
@@ -303,7 +295,9 @@ class RouterCore:
             request.request_id,
             target=target.name,
             prefill_s=target.prefill_seconds(request.prompt_tokens, choice.cost.cached[choice.winner]),
-            **place_in_line(live, choice),
+            priority=request.priority,
+            work_s=self._work_s(live, choice),
+            arrived_s=live.arrived_s,
             deadline_s=deadline_s,
             refuse=request.deadline_s is not None,
         )
@@ -312,6 +306,11 @@ class RouterCore:
             if len(self._held) == 1:
                 self._next_try_s = now + config.tick_s
         return Hold(request.request_id, deadline_s, len(self._held))
+
+    def _work_s(self, live: Live, choice: Chosen) -> float:
+        """P * slow at the choice's winner: what decides a held request's turn, beside its waiting."""
+        target = choice.cost.targets[choice.winner]
+        return target.slow * target.prefill_seconds(live.request.prompt_tokens, choice.cost.cached[choice.winner])
 
     def _try_held(self, now: float) -> list[Instruction]:
         """Try the first few held requests again; each that is placed or refused yields an instruction."""
@@ -365,11 +364,11 @@ class RouterCore:
     def _end_attempt(self, live: Live, now: float, *, computed: bool, reported_cached: int | None = None) -> None:
         """Take an attempt off the books. What was computed stays pinned for a grace period: its events are coming."""
         self.tracker.end(live.request.request_id, now, reported_cached=reported_cached)
-        self._promised.pins.end(live.request.request_id, now, computed=computed)
+        self.book.ended(live.request.request_id, now, computed=computed)
 
     def _lost(self, worker: Worker) -> WorkerLost:
         for target in self.registry.targets_of(worker.worker_id):
-            self._promised.lost(target)
+            self.book.lost(target)
         return WorkerLost(worker.worker_id)
 
     # Seeing ------------------------------------------------------------------------------------------------------
@@ -392,6 +391,4 @@ class RouterCore:
             assert held == (live.decision is None), f"{request_id} is held={held} with decision {live.decision}"
             assert held != (request_id in self.tracker.requests), f"{request_id}: held and in flight, or neither"
         assert set(self.tracker.requests) <= set(self._live)
-        assert self._promised.pins.requests <= set(self.tracker.requests)
-        self._promised.pins.check_invariants()
-        self.working_sets.check_invariants()
+        self.book.check_invariants(set(self.tracker.requests))

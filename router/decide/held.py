@@ -1,4 +1,6 @@
-"""Requests waiting in the router: bounded, in the order they should be tried, each with a deadline.
+"""Requests that the core knows, those that wait in the router, and how often they may be tried again.
+
+Waiting is bounded, in the order the requests should be tried, each with a deadline.
 
 The order of trying is ascending `P * slow - gamma * waited` inside a priority. As every request waits at the same pace,
 `P * slow + gamma * arrived` gives the same order and does not change with time, so a sorted list serves.
@@ -12,10 +14,33 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from router.decide.config import QueueConfig
+from router.decide.config import QueueConfig, RetryConfig
+from router.decide.messages import Decision, FailureKind, Refuse, RouteRequest
 
 AHEAD_MAX = 1024
 """Held requests looked at to see what is ahead of a new one; beyond it the line is long wherever it stands."""
+
+
+_NONE_TRIED: frozenset[str] = frozenset()
+_BUDGET_TIMES = 10.0
+"""The retry budget grows to at most so many times its least."""
+
+
+class Live:
+    """A request that is held or in flight."""
+
+    __slots__ = ("arrived_s", "attempt", "decision", "explain", "first_token_seen", "request", "tried")
+
+    def __init__(self, request: RouteRequest, arrived_s: float, *, explain: bool) -> None:
+        self.request = request
+        self.arrived_s = arrived_s
+        self.attempt = 0
+        self.tried: frozenset[str] = _NONE_TRIED
+        self.decision: Decision | None = None
+        """Set while in flight."""
+        self.first_token_seen = False
+        self.explain = explain
+        """Whether its decisions carry every candidate's terms."""
 
 
 @dataclass(slots=True)
@@ -93,7 +118,7 @@ class HeldQueue:
             heapq.heapify(self._deadlines)
         return True
 
-    def ahead_of(self, *, priority: int, work_s: float, arrived_s: float) -> dict[str, float]:
+    def ahead_of(self, priority: int, work_s: float, arrived_s: float) -> dict[str, float]:
         """target -> seconds of prefill held for it that would be tried before such a request."""
         key = (priority, work_s + self._config.gamma * arrived_s, self._count)
         found: dict[str, float] = {}
@@ -138,3 +163,34 @@ class HeldQueue:
         i = bisect.bisect_left(self._order, (held.key, request_id))
         assert self._order[i][1] == request_id, f"held request {request_id} is not where its key says"
         del self._order[i]
+
+
+class RetryBudget:
+    """Retries that may still be made: each request adds a part of one, so that a storm of failures is not doubled."""
+
+    def __init__(self, config: RetryConfig) -> None:
+        self._config = config
+        self._left = float(config.budget_min)
+        self._most = _BUDGET_TIMES * max(config.budget_min, 1)
+
+    def arrived(self) -> None:
+        """A new request came."""
+        self._left = min(self._left + self._config.budget_ratio, self._most)
+
+    def take(self, attempt: int) -> bool:
+        """Take one retry of a request that was tried `attempt` times; False where there is none left for it."""
+        if attempt >= self._config.attempts_max or self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+
+def gave_up(request_id: str, kind: FailureKind, retry_after_s: float) -> Refuse:
+    """The answer where no other worker could be tried."""
+    status, code = 502, "upstream_failed"
+    if kind is FailureKind.OVERLOADED:
+        status, code = 429, "upstream_overloaded"
+    elif kind is FailureKind.TIMEOUT:
+        status, code = 504, "upstream_timeout"
+    message = f"The worker failed ({kind.value}) and no other could be tried."
+    return Refuse(request_id, status, code, message, retry_after_s)

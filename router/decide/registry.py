@@ -6,14 +6,12 @@ know load and caches beyond creating a target and a holder for each worker or da
 
 from __future__ import annotations
 
-from router.decide.config import CoreConfig
-from router.decide.history import HistoryCache
+from router.decide.books import CacheBook
 from router.decide.messages import Refuse, RouteRequest
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
 from router.decide.workers import (
     Breaker,
-    CacheView,
     ServedModel,
     Worker,
     WorkerSpec,
@@ -22,22 +20,18 @@ from router.decide.workers import (
     models_of,
     why_not_usable,
 )
-from router.decide.working_set import WorkingSets
 from router.index.protocol import PrefixIndex
 
 
 class Registry:
     """Invariant: every worker with a known model has one target a rank; a target's holder exists in the index."""
 
-    def __init__(self, index: PrefixIndex, tracker: LoadTracker, working_sets: WorkingSets, config: CoreConfig) -> None:
+    def __init__(self, index: PrefixIndex, tracker: LoadTracker, book: CacheBook, breaker: Breaker) -> None:
         self._index = index
         self._tracker = tracker
-        self._working_sets = working_sets
-        self._config = config
-        self.breaker = Breaker(config.health)
+        self._book = book
+        self.breaker = breaker
         self.workers: dict[str, Worker] = {}
-        self.histories: dict[str, HistoryCache] = {}
-        """target name -> approximate cache, for targets without events."""
         self._targets: dict[str, list[Target]] = {}
         self._pools: dict[tuple[str, str | None], list[Target]] = {}
         self._context_max: dict[tuple[str, str | None], int | None] = {}
@@ -54,33 +48,22 @@ class Registry:
             self._targets[spec.worker_id] = []
             self._make_targets(worker)
         else:
-            remake = self.remakes_targets(spec)
+            old = worker.spec
+            remake = (_base(old), old.ranks, old.cache_view) != (_base(spec), spec.ranks, spec.cache_view)
             worker.spec, worker.models = spec, models_of(spec)
             if remake:
                 self._drop_targets(worker)
                 self._make_targets(worker)
         for target in self._targets[spec.worker_id]:
-            tokens = spec.cache_tokens
-            self._working_sets.set_capacity(target.name, None if tokens is None else tokens // spec.ranks)
+            self._book.join(target, spec)
         self.changed()
         return worker
 
-    def remakes_targets(self, spec: WorkerSpec) -> bool:
-        """Whether `add(spec)` will replace the holders of a known worker, so that pins on them must go first."""
-        worker = self.workers.get(spec.worker_id)
-        if worker is None:
-            return False
-        old = worker.spec
-        return (_base(old), old.ranks, old.cache_view) != (_base(spec), spec.ranks, spec.cache_view)
-
-    def remove(self, worker_id: str) -> Worker | None:
-        """Forget a worker, its targets and holders. Pins on its holders must have been released before."""
-        worker = self.workers.pop(worker_id, None)
-        if worker is not None:
-            self._drop_targets(worker)
-            del self._targets[worker_id]
-            self.changed()
-        return worker
+    def remove(self, worker_id: str) -> None:
+        """Forget a known worker, its targets and holders."""
+        self._drop_targets(self.workers.pop(worker_id))
+        del self._targets[worker_id]
+        self.changed()
 
     def changed(self) -> None:
         """A worker's state changed: pools are rebuilt when they are next asked for."""
@@ -216,15 +199,11 @@ class Registry:
             worker.holders.append(holder)
             target = self._tracker.add_target(worker.worker_id, label, holder, pool=base)
             self._targets[worker.worker_id].append(target)
-            if worker.spec.cache_view is CacheView.HISTORY:
-                capacity = (worker.spec.cache_tokens or self._config.history_tokens) // worker.spec.ranks
-                self.histories[name] = HistoryCache(capacity)
 
     def _drop_targets(self, worker: Worker) -> None:
         for target in self._targets[worker.worker_id]:
             self._tracker.remove_target(target.name)
-            self._working_sets.set_capacity(target.name, None)
-            self.histories.pop(target.name, None)
+            self._book.leave(target)
             self._index.remove_holder(target.holder)
         worker.holders.clear()
         self._targets[worker.worker_id].clear()

@@ -96,43 +96,33 @@ class Ledger:
 
     def row(self, worker: Worker, target: Target, tracker: LoadTracker, now: float) -> WorkerSnapshot:
         """One target's row of `/workers`."""
-        return _row(worker, target, self._totals.get(target.name, Totals()), tracker, self._watchdog, now)
-
-
-def _row(
-    worker: Worker,
-    target: Target,
-    totals: Totals,
-    tracker: LoadTracker,
-    watchdog: Watchdog,
-    now: float,
-) -> WorkerSnapshot:
-    service, peer = target.service, target.peer
-    return WorkerSnapshot(
-        worker_id=worker.worker_id,
-        target=target.name,
-        url=worker.spec.url,
-        state=worker.state.value,
-        state_reason=worker.state_reason,
-        models=sorted(worker.models),
-        roles=sorted(worker.spec.roles),
-        cache_view=worker.spec.cache_view.value,
-        prefilling=len(target.prefills),
-        decoding=target.decode_requests,
-        peer_prefilling=peer.prefill_requests if peer is not None else 0,
-        peer_decoding=peer.decode_requests if peer is not None else 0,
-        queue_s=target.queue_s(now),
-        utilisation=tracker.utilisation(target, now),
-        slow=target.slow,
-        learned={
-            "prefill_s_per_token": service.prefill_s_per_token,
-            "quadratic_tokens": service.quadratic_tokens,
-            "step_s": service.step_s,
-            "decode_request_s": service.decode_request_s,
-            "observations": target.speeds.observations(target.name),
-        },
-        routed=totals.routed,
-        predicted_cached_tokens=totals.predicted_cached_tokens,
-        reported_cached_tokens=totals.reported_cached_tokens,
-        alarms=watchdog.alarms(worker.worker_id, expects_events=worker.spec.cache_view is CacheView.EVENTS),
-    )
+        totals = self._totals.get(target.name, Totals())
+        service, peer = target.service, target.peer
+        return WorkerSnapshot(
+            worker_id=worker.worker_id,
+            target=target.name,
+            url=worker.spec.url,
+            state=worker.state.value,
+            state_reason=worker.state_reason,
+            models=sorted(worker.models),
+            roles=sorted(worker.spec.roles),
+            cache_view=worker.spec.cache_view.value,
+            prefilling=len(target.prefills),
+            decoding=target.decode_requests,
+            peer_prefilling=peer.prefill_requests if peer is not None else 0,
+            peer_decoding=peer.decode_requests if peer is not None else 0,
+            queue_s=target.queue_s(now),
+            utilisation=tracker.utilisation(target, now),
+            slow=target.slow,
+            learned={
+                "prefill_s_per_token": service.prefill_s_per_token,
+                "quadratic_tokens": service.quadratic_tokens,
+                "step_s": service.step_s,
+                "decode_request_s": service.decode_request_s,
+                "observations": target.speeds.observations(target.name),
+            },
+            routed=totals.routed,
+            predicted_cached_tokens=totals.predicted_cached_tokens,
+            reported_cached_tokens=totals.reported_cached_tokens,
+            alarms=self._watchdog.alarms(worker.worker_id, expects_events=worker.spec.cache_view is CacheView.EVENTS),
+        )

@@ -6,12 +6,13 @@ the native relay. Refuses to know requests, the core and clients.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 
 from router.decide.messages import ReportedUsage
 from router.edge.relay import Relayed, StreamRelay
 from router.edge.upstream import UpstreamConnection
-from router.edge.usage import find_usage
+from router.http.headers import number_at
 from router.http.response import Body, ChunkedBody
 
 TAIL_BYTES = 2048
@@ -21,6 +22,11 @@ PYTHON_READS = 2
 """Reads of a stream before it is handed to the native relay: an answer of one or two is not worth it."""
 STINT_READS = 16
 """A stream that came back after fewer (its worker splits lines, or its client is slow) stays for as many."""
+# A quotation mark inside a JSON string is escaped, so generated text can never look like this key.
+_USAGE = re.compile(rb'"usage"\s*:\s*\{')
+_SPACE = frozenset(b" \t\r\n")
+_DIGITS_MAX = 9
+"""A count of more digits is not believed."""
 
 
 class Progress:
@@ -96,3 +102,45 @@ class Progress:
         further = self._before + reads != self.reads
         self.reads = self._before + reads
         return further
+
+
+def find_usage(tail: bytes) -> ReportedUsage | None:
+    """The last `usage` object that begins in `tail`, the end of an answer; None where there is none."""
+    at = tail.rfind(b'"usage"')
+    while at >= 0:
+        begin = at + 9
+        if tail[at + 7 : begin] != b":{":
+            found = _USAGE.match(tail, at)
+            if found is None:
+                at = tail.rfind(b'"usage"', 0, at)
+                continue
+            begin = found.end()
+        return ReportedUsage(
+            _count(tail, begin, b'"prompt_tokens"'),
+            _count(tail, begin, b'"cached_tokens"'),
+            _count(tail, begin, b'"completion_tokens"'),
+        )
+    return None
+
+
+def _count(tail: bytes, at: int, key: bytes) -> int | None:
+    """The whole number that `key` has after `at`; None where it has none, or where `tail` may have cut it off."""
+    at = tail.find(key, at)
+    if at < 0:
+        return None
+    at = _skip(tail, at + len(key))
+    if at >= len(tail) or tail[at] != 58:  # a colon
+        return None
+    at = _skip(tail, at + 1)
+    end, value = number_at(tail, at)
+    after = _skip(tail, end)
+    if not 0 < end - at <= _DIGITS_MAX or after >= len(tail) or tail[after] not in b",}":
+        return None
+    return value
+
+
+def _skip(tail: bytes, at: int) -> int:
+    """Where the white space at `at` ends."""
+    while at < len(tail) and tail[at] in _SPACE:
+        at += 1
+    return at

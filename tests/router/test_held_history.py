@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.decide.books import HistoryCache
 from router.decide.config import QueueConfig
 from router.decide.held import HeldQueue
-from router.decide.history import HistoryCache
 from router.index import make_index
 from router.index.protocol import Scope
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.decide.books import WorkingSets
 from router.decide.config import CoreConfig, LearnConfig, WorkingSetConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Forward, RouteRequest
 from router.decide.workers import ServedModel, WorkerSpec
-from router.decide.working_set import WorkingSets
 from router.index import make_index
 from router.index.protocol import Scope
 
@@ -144,7 +144,7 @@ def test_a_new_prompt_goes_where_there_is_room_for_it() -> None:
             send(core, f"more{turn}", list(range(200_000, 204_000)), 24.0 + turn, worker="a")
         send(core, "once", list(range(300_000, 304_000)), 26.0, worker="a")
         core.route(RouteRequest("waits", "m", SCOPE, None, 1000, worker="b"), 60.0)
-        reuse = core.working_sets.reuse
+        reuse = core.book.working_sets.reuse
         decision = send(core, "new", list(range(100_000, 106_000)), 60.0).decision
         assert decision.worker == expected
         crowding_s = {t.worker: t.crowding_s for t in decision.candidates or []}
@@ -167,7 +167,7 @@ def test_a_removed_worker_leaves_nothing_behind() -> None:
     core = pool(capacity=8_000)
     sessions(core)
     core.remove_worker("a", 30.0)
-    core.working_sets.check_invariants()
-    assert core.working_sets.need_tokens("a", 30.0) is None
+    core.book.working_sets.check_invariants()
+    assert core.book.working_sets.need_tokens("a", 30.0) is None
     core.worker_down("b", 31.0, "gone")
-    assert core.working_sets.need_tokens("b", 31.0) == 0
+    assert core.book.working_sets.need_tokens("b", 31.0) == 0

@@ -1,0 +1,345 @@
+"""What will be found in each worker's cache: by its events, by what was promised to it, and by what it has room for.
+
+A prompt that was sent to a worker counts as cached there at once. With events, it is **pinned** in the index until they
+came: as long as the request lives, and for a grace period after its end, as the answer races the events. Without
+events, what was sent is all that is known: a **history**, least recently used first out, at the advertised capacity.
+Where the capacity is known, `WorkingSets` says whether there is room for a prompt that wants to come back.
+
+Refuses to know load and prices. Invariants: a request has at most one pin; no pin outlives its grace or its holder.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
+
+from router.decide.config import CoreConfig, WorkingSetConfig
+from router.decide.target import Target
+from router.decide.workers import CacheView, WorkerSpec
+from router.index.protocol import HolderId, Match, PinId, PrefixIndex, Prompt, Scope
+
+CHUNK_TOKENS = 64
+"""Histories are kept in chunks of so many tokens."""
+
+
+class AskedPrompt:
+    """A request's prompt as the index and the books ask for it: prepared once, cut once."""
+
+    __slots__ = ("_index", "_keys", "ids", "scope")
+
+    def __init__(self, index: PrefixIndex, ids: Prompt, scope: Scope) -> None:
+        self._index = index
+        self.ids = ids
+        self.scope = scope
+        self._keys: dict[int, list[int]] = {}
+
+    def keys(self, chunk_tokens: int) -> list[int]:
+        """The keys of its chunks of so many tokens, each the digest of everything up to the chunk's end."""
+        if len(self.ids) <= chunk_tokens:
+            return []
+        keys = self._keys.get(chunk_tokens)
+        if keys is None:
+            keys = self._keys[chunk_tokens] = self._index.chunk_keys(self.ids, self.scope, chunk_tokens)
+        return keys
+
+
+class CacheBook:
+    """What counts as cached where. One a core."""
+
+    def __init__(self, index: PrefixIndex, config: CoreConfig) -> None:
+        self._index = index
+        self._config = config
+        self.working_sets = WorkingSets(config.working_set)
+        self._histories: dict[str, HistoryCache] = {}
+        """target name -> approximate cache, for targets without events."""
+        self._pins: dict[str, tuple[HolderId, PinId]] = {}
+        """Of live requests."""
+        self._grace: deque[tuple[float, HolderId, PinId]] = deque()
+        """(release, ...) of ended requests, in the order of release."""
+
+    # Targets -----------------------------------------------------------------------------------------------------
+    def join(self, target: Target, spec: WorkerSpec) -> None:
+        """A target is new, or more is known of its worker."""
+        tokens = spec.cache_tokens
+        self.working_sets.set_capacity(target.name, None if tokens is None else tokens // spec.ranks)
+        if spec.cache_view is CacheView.HISTORY and target.name not in self._histories:
+            self._histories[target.name] = HistoryCache((tokens or self._config.history_tokens) // spec.ranks)
+
+    def leave(self, target: Target) -> None:
+        """The target is about to go, and its holder with it."""
+        self.working_sets.set_capacity(target.name, None)
+        self._histories.pop(target.name, None)
+        holder = target.holder
+        for request_id in [request_id for request_id, pinned in self._pins.items() if pinned[0] == holder]:
+            self._index.unpin(self._pins.pop(request_id)[1])
+        for _, pinned_to, pin in self._grace:
+            if pinned_to == holder:
+                self._index.unpin(pin)
+        self._grace = deque(entry for entry in self._grace if entry[1] != holder)
+
+    def lost(self, target: Target) -> None:
+        """Its worker died: nothing is cached there any more. Pins stay, as its requests are still to end."""
+        self.working_sets.clear(target.name)
+        history = self._histories.get(target.name)
+        if history is not None:
+            history.clear()
+
+    # A request's life --------------------------------------------------------------------------------------------
+    def ask(self, ids: Sequence[int], scope: Scope) -> AskedPrompt:
+        """Prepare a prompt for the questions below."""
+        return AskedPrompt(self._index, self._index.prepare(ids), scope)
+
+    def hits(self, prompt: AskedPrompt, candidates: Sequence[Target]) -> tuple[list[int], list[int], dict[int, Match]]:
+        """(h, the part of it that events or history vouch for) of every candidate; the matches that reach into slower
+        tiers, by the candidate's place."""
+        matches = {match.holder: match for match in self._index.match(prompt.ids, prompt.scope)}
+        histories = self._histories
+        keys = prompt.keys(CHUNK_TOKENS) if histories else []
+        cached, resident = [], []
+        slower: dict[int, Match] = {}
+        for i, target in enumerate(candidates):
+            match = matches.get(target.holder)
+            if histories and target.name in histories:
+                hit = usable = histories[target.name].match(keys)
+            elif match is None:
+                hit = usable = 0
+            else:
+                hit, usable = match.pinned_tokens, match.tokens
+                if usable != match.gpu_tokens:
+                    slower[i] = match
+            cached.append(hit)
+            resident.append(usable)
+        return cached, resident, slower
+
+    def sent(self, request_id: str, target: Target, prompt: AskedPrompt, now: float, *, cached_share: float) -> None:
+        """A prompt of which `cached_share` (0 to 1) is cached there went to the target."""
+        history = self._histories.get(target.name)
+        if history is not None:
+            history.insert(prompt.keys(CHUNK_TOKENS))
+        else:
+            assert request_id not in self._pins, f"request {request_id} is pinned already"
+            self._pins[request_id] = (target.holder, self._index.pin(target.holder, prompt.ids, prompt.scope))
+        if self.working_sets.follows(target.name):
+            keys = prompt.keys(self._config.working_set.chunk_tokens)
+            self.working_sets.sent(target.name, keys, len(prompt.ids), now, cached_share=cached_share)
+
+    def ended(self, request_id: str, now: float, *, computed: bool) -> None:
+        """The attempt is over. What was not `computed` is promised no longer; of the rest the events are coming."""
+        pinned = self._pins.pop(request_id, None)
+        if pinned is None:
+            return
+        holder, pin = pinned
+        if computed:
+            self._grace.append((now + self._config.pin_grace_s, holder, pin))
+        else:
+            self._index.unpin(pin)
+
+    def tick(self, now: float) -> None:
+        """Release what has outlived its grace."""
+        while self._grace and self._grace[0][0] <= now:
+            self._index.unpin(self._grace.popleft()[2])
+
+    def next_tick(self) -> float | None:
+        """When `tick` has something to do."""
+        return self._grace[0][0] if self._grace else None
+
+    def check_invariants(self, live: set[str]) -> None:
+        """Releases are in order; only what is in flight (`live`) is pinned without an end."""
+        releases = [entry[0] for entry in self._grace]
+        assert releases == sorted(releases)
+        assert set(self._pins) <= live
+        self.working_sets.check_invariants()
+
+
+class HistoryCache:
+    """Which chunks a worker without events probably holds. A key stands for a whole prefix: a chunk evicted before its
+    children leaves them unreachable, and they age out in turn; touching a prompt from its end to its start makes
+    the deepest chunks the oldest."""
+
+    def __init__(self, capacity_tokens: int, chunk_tokens: int = CHUNK_TOKENS) -> None:
+        self.chunk_tokens = chunk_tokens
+        self.capacity = max(1, capacity_tokens // chunk_tokens)
+        self._chunks: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def match(self, keys: Sequence[int]) -> int:
+        """Tokens of the longest known prefix."""
+        for i, key in enumerate(keys):
+            if key not in self._chunks:
+                return i * self.chunk_tokens
+        return len(keys) * self.chunk_tokens
+
+    def insert(self, keys: Sequence[int]) -> None:
+        """The prompt was sent there: its chunks are now the most recently used."""
+        chunks = self._chunks
+        for key in reversed(keys):
+            chunks[key] = None
+            chunks.move_to_end(key)
+        while len(chunks) > self.capacity:
+            chunks.popitem(last=False)
+
+    def clear(self) -> None:
+        """The worker restarted."""
+        self._chunks.clear()
+
+
+class _Need:
+    """One target."""
+
+    __slots__ = ("capacity", "count")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.count = 0
+        """Chunks that live there and were used before."""
+
+
+class WorkingSets:
+    """What each worker's cache is needed for: the prompts sent there last, twice at least, and not long ago (the
+    working set of Denning, 1968).
+
+    A prompt that came back is likely to come back again, longer; one that was not seen for a while is likely over. So
+    the need of a worker is the number of prompt tokens that were used before and whose last use, within `live_s`, was
+    there. Where it exceeds the capacity, prompts that live there push each other out in turn, and each return computes
+    again what the other took: what a new prompt costs its neighbours is not in its own prefill time.
+
+    Shared prefixes count once, and only where they were used last: a session that moves takes its need along. Nothing
+    is assumed of an engine but that it keeps what was used last. Invariants: the chunks are in the order of their last
+    use; a target's `count` is the number of chunks that live there and were used before; `_spare_min` is at most the
+    least of capacity - need.
+    """
+
+    def __init__(self, config: WorkingSetConfig) -> None:
+        self._config = config
+        self._needs: dict[str, _Need] = {}
+        self._chunks: OrderedDict[int, tuple[_Need, float, bool]] = OrderedDict()
+        """key -> (where it was used last, when, whether it counts: it was used before), oldest first."""
+        self._spare_min = 0
+        self._expired_s = 0.0
+        self._reused = 0.0
+        self._computed = 0.0
+
+    # Targets -----------------------------------------------------------------------------------------------------
+    def set_capacity(self, target: str, tokens: int | None) -> None:
+        """How much the target's cache holds; None where that is not known: it is then taken to be always enough."""
+        if tokens is None or not self._config.enabled:
+            self.clear(target)
+            self._needs.pop(target, None)
+        elif target in self._needs:
+            self._needs[target].capacity = tokens
+        else:
+            self._needs[target] = _Need(tokens)
+        self._recount()
+
+    def clear(self, target: str) -> None:
+        """The worker restarted: nothing is cached there any more."""
+        need = self._needs.get(target)
+        if need is None:
+            return
+        for key in [key for key, (home, _, _) in self._chunks.items() if home is need]:
+            del self._chunks[key]
+        need.count = 0
+        self._recount()
+
+    # What is sent ------------------------------------------------------------------------------------------------
+    def follows(self, target: str) -> bool:
+        """Whether `sent` counts for the target: its capacity is known."""
+        return target in self._needs
+
+    def sent(
+        self,
+        target: str,
+        keys: Sequence[int],
+        tokens: int,
+        now: float,
+        *,
+        cached_share: float,
+    ) -> None:
+        """A prompt of so many tokens went to the target, where `cached_share` (0 to 1) of it was cached."""
+        need = self._needs.get(target)
+        if need is None:
+            return
+        keep = 1.0 - 1.0 / self._config.reuse_memory
+        self._reused = self._reused * keep + tokens * cached_share
+        self._computed = self._computed * keep + tokens * (1.0 - cached_share)
+        chunks = self._chunks
+        for key in keys:
+            known = chunks.get(key)
+            if known is None:
+                chunks[key] = (need, now, False)
+                continue
+            if known[2]:
+                known[0].count -= 1
+            need.count += 1
+            chunks[key] = (need, now, True)
+            chunks.move_to_end(key)
+        self._spare_min = min(self._spare_min, self._spare(need))
+
+    @property
+    def reuse(self) -> float:
+        """How many times a computed token is used again, as far as lately seen, at most `reuse_max`."""
+        return min(self._reused / max(self._computed, 1.0), self._config.reuse_max)
+
+    # What the price asks -----------------------------------------------------------------------------------------
+    def crowded(self, tokens: int, now: float) -> bool:
+        """Whether any target may lack room for a prompt of so many tokens: if not, `overflows` is all zero."""
+        if now - self._expired_s >= 1.0:
+            self._expire(now)
+        return tokens > self._spare_min and bool(self._needs)
+
+    def overflows(
+        self, targets: Sequence[str], cached_shares: Sequence[float], keys: Sequence[int], tokens: int
+    ) -> list[float]:
+        """For each target, what share of this prompt would find no room if it lived there: 0 is all has, 1 none. What
+        is cached there now (`cached_shares`, 0 to 1) has found room."""
+        own: Counter[int] = Counter()
+        for key in keys:
+            known = self._chunks.get(key)
+            if known is not None and known[2]:
+                own[id(known[0])] += 1
+        found = []
+        for target, cached_share in zip(targets, cached_shares):
+            need = self._needs.get(target)
+            if need is None or not tokens:
+                found.append(0.0)
+                continue
+            others = (need.count - own[id(need)]) * self._config.chunk_tokens
+            over = max(others + tokens - need.capacity, 0) / tokens
+            found.append(min(over, 1.0 - cached_share))
+        return found
+
+    def need_tokens(self, target: str, now: float) -> int | None:
+        """Tokens that live there and were used before; None where the capacity is not known."""
+        self._expire(now)
+        need = self._needs.get(target)
+        return None if need is None else need.count * self._config.chunk_tokens
+
+    def check_invariants(self) -> None:
+        """Counts agree with what they count; times are in order."""
+        for name, need in self._needs.items():
+            count = sum(1 for home, _, counts in self._chunks.values() if home is need and counts)
+            assert need.count == count, f"{name}: {need.count} chunks counted, {count} live"
+            assert self._spare_min <= self._spare(need), f"{name}: spare {self._spare(need)} < {self._spare_min}"
+        times = [used_s for _, used_s, _ in self._chunks.values()]
+        assert times == sorted(times)
+        assert all(any(home is need for need in self._needs.values()) for home, _, _ in self._chunks.values())
+
+    def _expire(self, now: float) -> None:
+        self._expired_s = now
+        oldest_s = now - self._config.live_s
+        chunks = self._chunks
+        while chunks:
+            key, (need, used_s, counts) = next(iter(chunks.items()))
+            if used_s >= oldest_s:
+                break
+            del chunks[key]
+            need.count -= counts
+        self._recount()
+
+    def _spare(self, need: _Need) -> int:
+        return need.capacity - need.count * self._config.chunk_tokens
+
+    def _recount(self) -> None:
+        self._spare_min = min(map(self._spare, self._needs.values()), default=0)
