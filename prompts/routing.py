@@ -36,9 +36,6 @@ class RoutingRequest(Struct, kw_only=True, frozen=True):
     cache_salt: str | None = None
     priority: int = 0
     stream: bool = False
-    max_tokens: int | None = None
-    """Most tokens the client lets one choice have; None where it sets no limit."""
-    n: int = 1
     user: str | None = None
     scores_prompt: bool = False
     """True where every prompt token gets a logprob: engines then compute the whole prompt and reuse nothing of it."""
@@ -64,9 +61,6 @@ class _Body(Struct):
     cache_salt: Any = None
     priority: Any = None
     stream: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    n: Any = None
     user: Any = None
     prompt_logprobs: Any = None
     echo: Any = None
@@ -87,8 +81,6 @@ def parse_routing(path: str, data: bytes) -> RoutingRequest:
         kind = "chat"
     elif path.endswith("/completions"):
         kind = "completion"
-    limit = _int(body.max_completion_tokens)
-    n = _int(body.n)
     return RoutingRequest(
         kind=kind,
         model=_str(body.model),
@@ -106,8 +98,6 @@ def parse_routing(path: str, data: bytes) -> RoutingRequest:
         cache_salt=_str(body.cache_salt) or None,
         priority=_int(body.priority) or 0,
         stream=body.stream is True,
-        max_tokens=limit if limit is not None else _int(body.max_tokens),
-        n=n if n is not None and n > 0 else 1,
         user=_str(body.user),
         scores_prompt=body.prompt_logprobs is not None or (body.echo is True and _int(body.logprobs) is not None),
         has_media=_has_media(messages),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.app.server import COMPLETIONS
+from router.app.reading import COMPLETIONS
 from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.edge.exchange import Exchange

@@ -11,25 +11,25 @@ import dataclasses
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
+from urllib.parse import parse_qs
 
 import msgspec
 
 from prompts.errors import RequestError, bad_value
-from prompts.routing import parse_routing
 from router.app.dashboard import Dashboard
 from router.app.metrics_page import Family, core_families, counted_families, feed_families, prompt_families, render
 from router.app.openapi import document
+from router.app.reading import Reading
 from router.app.siblings import RELAYED, Report, Siblings, WorkerSums
 from router.counters import Metrics
 from router.decide.core import RouterCore
-from router.decide.messages import Decision, Refuse, RouteRequest
+from router.decide.messages import Decision, Refuse
 from router.decide.workers import WorkerState
 from router.fleet.members import Fleet
 from router.http.connection import ClientConnection
 from router.http.request import HttpRequest
 from router.http.routes import Answer, Handler, Routes
-from router.index.protocol import Scope
-from router.prompting.reader import PromptReader, estimate_tokens
+from router.prompting.reader import PromptReader
 
 HTML = b"text/html; charset=utf-8"
 TEXT = b"text/plain; version=0.0.4; charset=utf-8"
@@ -43,6 +43,7 @@ class Admin:
         core: RouterCore,
         fleet: Fleet,
         prompts: PromptReader,
+        reading: Reading,
         metrics: Metrics,
         *,
         now: Callable[[], float],
@@ -53,6 +54,7 @@ class Admin:
         self._core = core
         self._fleet = fleet
         self._prompts = prompts
+        self._reading = reading
         self._metrics = metrics
         self._now = now
         self._version = version
@@ -260,28 +262,13 @@ class Admin:
         )  # fmt: skip
 
     async def _route(self, request: HttpRequest, _: str) -> Answer:
-        """Explain where the body, a chat or completion request, would go now. Sends and changes nothing."""
-        path = "/v1/chat/completions" if b'"messages"' in request.body else "/v1/completions"
-        parsed = parse_routing(path, request.body)
-        name = parsed.model
-        if name is None:
-            name = next((model for worker in self._core.workers.values() for model in worker.models), "")
-        served = self._core.resolve_model(name)
-        base = served.base if served is not None else name
-        if self._prompts.asks(base):
-            token_ids, tokenize_s = await self._prompts.ask(parsed, base)
-        else:
-            token_ids, tokenize_s = await self._prompts.run(parsed, self._prompts.get(base))
-        route = RouteRequest(
-            request_id="explained",
-            model=name,
-            scope=Scope(base, parsed.cache_salt, served.lora if served is not None else None),
-            token_ids=token_ids,
-            prompt_tokens=len(token_ids) if token_ids is not None else estimate_tokens(len(request.body)),
-            output_tokens=parsed.max_tokens or 0,
-            stream=parsed.stream,
-            session=parsed.user,
-        )
+        """Explain where a request with these headers and this body, sent to `?path=`, would go now. Without a path the
+        body tells whether it is a chat or a completion. Sends and changes nothing."""
+        path = parse_qs(request.target.partition(b"?")[2].decode("latin-1")).get("path")
+        asked = self._reading.asked(request, path[0] if path else None)
+        read = self._reading.tokens(asked)
+        token_ids, tokenize_s = read if isinstance(read, tuple) else await read
+        route = self._reading.route_request(asked, token_ids, "explained", self._now())
         decision = self._core.explain(route, self._now())
         if isinstance(decision, Refuse):
             raise RequestError(decision.message, param=None, code=decision.code, status=decision.status)

@@ -24,7 +24,8 @@ from prompts.segments import CACHE_BYTES_DEFAULT
 from router.app.accounting import count_end, request_fields
 from router.app.admin import Admin
 from router.app.dashboard import Dashboard
-from router.app.server import TICK_S, Listener, RouterApp
+from router.app.reading import Reading
+from router.app.server import TICK_S, RouterApp
 from router.app.siblings import Share, Siblings
 from router.app.system import raise_file_limit, settle_heap, tls_context
 from router.counters import Metrics
@@ -42,6 +43,7 @@ from router.fleet.members import Fleet, FleetConfig
 from router.fleet.peers import PeerLoads, PeerSockets
 from router.fleet.snapshots import PeerClient, PeerRoutes, ask_seed
 from router.http.connection import ClientConnection
+from router.http.listener import Listener
 from router.http.request import HttpRequest
 from router.index import make_index
 from router.prompting.reader import PromptReader
@@ -126,6 +128,7 @@ class RouterProcess:
             chat_template=config.chat_template,
             cache_bytes=config.segment_cache_bytes,
         )
+        self._reading = Reading(self._core, self._prompts)
         self._feed = IndexFeed(self._index, on_connection=self._stream_changed)
         self._listeners: list[Listener] = []
         self._peers: PeerSockets | None = None
@@ -188,6 +191,7 @@ class RouterProcess:
             self._core,
             self._fleet,
             self._prompts,
+            self._reading,
             self._metrics,
             now=self._now,
             version=self._version,
@@ -219,15 +223,14 @@ class RouterProcess:
 
     def _listener(self, serves_admin: object) -> Listener:
         app = RouterApp(
-            self._core,
             self._proxy,
-            self._prompts,
+            self._reading,
             self._metrics,
             self._config.edge,
             self._admin,
             serves_admin=serves_admin,  # type: ignore[arg-type]
         )
-        listener = Listener(app, self._config.edge)
+        listener = Listener(app, self._config.edge.client_timeouts, self._config.edge.connections_max)
         self._listeners.append(listener)
         return listener
 

@@ -104,7 +104,11 @@ class Chooser:
             cost.crowding = self._crowding(request, prompt, candidates, cached)
         winner = self._affine(request, candidates, now)
         if winner is None:
-            winner = self._by_policy(request, candidates, cost, random.Random(0) if peek else self._rng)
+            rng = self._rng
+            if peek:
+                rng = random.Random(0)
+                rng.setstate(self._rng.getstate())
+            winner = self._by_policy(request, candidates, cost, rng)
         return Chosen(cost, winner, prompt, resident)
 
     def _by_policy(self, request: RouteRequest, candidates: list[Target], cost: KvCost, rng: random.Random) -> int:

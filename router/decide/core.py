@@ -123,11 +123,10 @@ class RouterCore:
         return self._refuse(live, placed) if isinstance(placed, Refuse) else placed
 
     def explain(self, request: RouteRequest, now: float) -> Decision | Refuse:
-        """What `route` would decide, with every candidate's terms. Changes no book."""
-        candidates = self.registry.candidates(request, frozenset())
-        if isinstance(candidates, Refuse):
-            return candidates
-        choice = self._chooser.choose(request, candidates, now, peek=True)
+        """What `route` would decide, with every candidate's terms. Changes nothing but estimated first tokens."""
+        choice = self._choose(Live(request, now, explain=True), now, peek=True)
+        if isinstance(choice, Refuse):
+            return choice
         return self._chooser.decision(request, choice, now, explain=True)
 
     def first_token(self, request_id: str, now: float) -> list[Instruction]:
@@ -236,21 +235,39 @@ class RouterCore:
     ) -> Forward | Hold | Refuse:
         """Choose, then commit or hold. `ahead`: what is held and goes first, by target; None: to be found out. On a
         Refuse the caller calls `_refuse`, or finds another answer."""
-        self.tracker.advance(now)
-        candidates = self.registry.candidates(live.request, live.tried)
-        if isinstance(candidates, Refuse):
-            return candidates
-        choice = self._chooser.choose(live.request, candidates, now, ahead=ahead, held_s=self._held.prefill_s)
+        choice = self._choose(live, now, ahead=ahead, in_line=may_hold)
+        if isinstance(choice, Refuse):
+            return choice
         if may_hold and self._reorders:
-            if ahead is None and len(self._held):
-                ahead = self._held.ahead_of(live.request.priority, self._work_s(live, choice), live.arrived_s)
-                self._chooser.choose_again(choice, ahead)
             target = choice.cost.targets[choice.winner]
             wait_s = target.slow * target.queue_s(now)
             if wait_s > self.config.queue.hold_above_s:
                 return self._hold(live, choice, now)
         self._held.drop(live.request.request_id)
         return self._commit(live, choice, now)
+
+    def _choose(
+        self,
+        live: Live,
+        now: float,
+        *,
+        ahead: Mapping[str, float] | None = None,
+        in_line: bool = True,
+        peek: bool = False,
+    ) -> Chosen | Refuse:
+        """Price the candidates. `in_line`: it would have to wait behind what is held."""
+        self.tracker.advance(now)
+        candidates = self.registry.candidates(live.request, live.tried)
+        if isinstance(candidates, Refuse):
+            return candidates
+        choice = self._chooser.choose(
+            live.request, candidates, now, ahead=ahead, held_s=self._held.prefill_s, peek=peek
+        )
+        if in_line and self._reorders and ahead is None and len(self._held):
+            self._chooser.choose_again(
+                choice, self._held.ahead_of(live.request.priority, self._work_s(live, choice), live.arrived_s)
+            )
+        return choice
 
     def _commit(self, live: Live, choice: Chosen, now: float) -> Forward:
         """Send it: count it, pin its prefix, remember its session."""

@@ -26,8 +26,6 @@ class RouteRequest:
     """The prompt; None where it could not be tokenised here: then only load decides."""
     prompt_tokens: int
     """len(token_ids), or an estimate where they are None."""
-    output_tokens: int = 256
-    """Estimate of what will be generated (max_tokens, or a default): for eligibility by context length only."""
     stream: bool = True
     """Whether the first token will be seen as it comes; otherwise its time is estimated."""
     priority: int = 0

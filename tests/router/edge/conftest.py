@@ -12,7 +12,8 @@ import pytest
 import uvloop
 
 from router.app.admin import Admin
-from router.app.server import Listener, RouterApp
+from router.app.reading import Reading
+from router.app.server import RouterApp
 from router.counters import Metrics
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
@@ -22,6 +23,7 @@ from router.edge.proxy import Proxy
 from router.edge.relay import make_relay
 from router.edge.upstream import UpstreamPool
 from router.http.connection import ClientTimeouts
+from router.http.listener import Listener
 from router.http.request import HttpLimits
 from router.index.protocol import HolderId, IndexStats, IngestReport, Match, PinId, Scope
 from router.prompting.reader import PromptReader
@@ -223,13 +225,12 @@ class Edge:
             client_timeouts=client_timeouts or ClientTimeouts(),
             **edge,
         )
+        reading = Reading(self.core, self.prompts)
         self.admin = Admin(
-            self.core, NoFleet(self.core), self.prompts, self.metrics, now=time.monotonic, version="test"
+            self.core, NoFleet(self.core), self.prompts, reading, self.metrics, now=time.monotonic, version="test"
         )
-        self.app = RouterApp(
-            self.core, self.proxy, self.prompts, self.metrics, config, self.admin, serves_admin=lambda c, r: allowed
-        )
-        self.listener = Listener(self.app, config)
+        self.app = RouterApp(self.proxy, reading, self.metrics, config, self.admin, serves_admin=lambda c, r: allowed)
+        self.listener = Listener(self.app, config.client_timeouts, config.connections_max)
         self.port = await self.listener.start("127.0.0.1", 0, None)
         self._tasks.append(asyncio.create_task(self._tick()))
 
