@@ -5,7 +5,7 @@
 No model: token ids only. Ours is the engine's real cache (`engine.cache`: admission, clipped chunks, commit, eviction,
 events). The other two are simulations of their published rules (see `VllmRule`, `SglangRule`), kinder than the real
 programs: whole-memory pools, no fragmentation, no speculative buffers. Requests are served one at a time in the order
-they arrive, by all three; sizes are those of Qwen3.5-4B (32,768 B of KV a token, 51.5 MB a state).
+they arrive, by all three; sizes are those of a model (`--model`, Qwen3.5-4B), built from its config without weights.
 
 The agentic trace is kvcache-tester's (https://github.com/callanjfox/kv-cache-tester, Apache-2.0), one session a line.
 """
@@ -16,7 +16,6 @@ import argparse
 import gzip
 import itertools
 import json
-import platform
 import random
 import sys
 import time
@@ -26,15 +25,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+_HERE = Path(__file__).resolve().parent
+sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE), str(_HERE)]
 
-from engine.cache.kv_cache import KVCache
-from engine.cache.layouts import PUBLISHED, format_table, report, spec_from_config, vllm_block_tokens, waste
-from engine.cache.spec import CacheSpec
-from engine.types import Chunk, Request, SamplingParams, Sequence, StepPlan
-from events import block_hashes
+from hybrid_pages import BLOCK, ROWS, pages_of  # noqa: E402
 
-BLOCK = 16
+from engine.cache.kv_cache import KVCache  # noqa: E402
+from engine.dry_run import Pages  # noqa: E402
+from engine.types import Chunk, Request, SamplingParams, Sequence, StepPlan  # noqa: E402
+from events import block_hashes  # noqa: E402
+
 PREFILL_TOKENS_MAX = 8192
 """Budget of a prefill step, the same for every rule."""
 
@@ -59,7 +59,8 @@ class Rule(Protocol):
 class OurRule:
     """The engine's cache itself."""
 
-    def __init__(self, spec: CacheSpec, memory_bytes: int) -> None:
+    def __init__(self, pages: Pages, memory_bytes: int) -> None:
+        spec = pages.spec
         self.cache = KVCache(spec, memory_bytes // spec.unit_bytes, step_tokens_max=PREFILL_TOKENS_MAX)
         self.refused = 0
         self.hole_share: list[float] = []
@@ -138,10 +139,10 @@ class VllmRule:
     16-token boundary of the prompt, with the partial attention block before it. One LRU list, tails first.
     """
 
-    def __init__(self, spec: CacheSpec, memory_bytes: int) -> None:
-        full = spec.groups[0]
+    def __init__(self, pages: Pages, memory_bytes: int) -> None:
+        spec, full = pages.spec, pages.spec.groups[0]
         assert spec.state is not None
-        self.block = vllm_block_tokens(spec)
+        self.block = pages.vllm_block
         self.page = self.block * full.token_bytes
         self.state_bytes = -(-len(spec.state.layers) // len(full.layers)) * self.page
         self.lru = Lru(memory_bytes - self.state_bytes)  # the running request's own state
@@ -191,7 +192,8 @@ class SglangRule:
 
     STEP, DECODE_STEP, RATIO = 64, 256, 0.9
 
-    def __init__(self, spec: CacheSpec, memory_bytes: int) -> None:
+    def __init__(self, pages: Pages, memory_bytes: int) -> None:
+        spec = pages.spec
         assert spec.state is not None
         kv = memory_bytes / (1 + self.RATIO)
         self.state_bytes = spec.state.state_bytes
@@ -297,7 +299,7 @@ def _expand(runs: list[int], session: int) -> list[int]:
 # ---------------------------------------------------------------------- the table
 
 
-def run(requests: list[Served], spec: CacheSpec, sizes_gb: list[int]) -> dict[str, Any]:
+def run(requests: list[Served], pages: Pages, sizes_gb: list[int]) -> dict[str, Any]:
     prompt_tokens = sum(len(r.prompt) for r in requests)
     best = _unbounded(requests)
     result: dict[str, Any] = {
@@ -309,7 +311,7 @@ def run(requests: list[Served], spec: CacheSpec, sizes_gb: list[int]) -> dict[st
     for size in sizes_gb:
         row: dict[str, float] = {}
         for name, make in (("vllm", VllmRule), ("sglang", SglangRule), ("blockcast", OurRule)):
-            rule: Rule = make(spec, size * 10**9)
+            rule: Rule = make(pages, size * 10**9)
             start = time.perf_counter()
             row[name] = sum(rule.serve(request) for request in requests) / prompt_tokens
             print(f"    {size} GB {name}: {row[name]:.3f} ({time.perf_counter() - start:.1f} s)", file=sys.stderr)
@@ -342,8 +344,10 @@ def main() -> None:
     parser.add_argument("--session-requests-max", type=int, default=60)
     parser.add_argument("--context-max", type=int, default=65_536, help="longer requests of the trace are left out")
     parser.add_argument("--seed", type=int, default=0)
+    hybrids = [row for row in ROWS if pages_of(row).spec.state]
+    parser.add_argument("--model", choices=hybrids, default="Qwen3.5-4B", help="whose sizes (default Qwen3.5-4B)")
     args = parser.parse_args()
-    spec = spec_from_config(PUBLISHED["Qwen3.5-4B"])
+    pages = pages_of(args.model)
     workloads: dict[str, Callable[[], Iterator[Served]]] = {
         "multi_turn": lambda: multi_turn(random.Random(args.seed)),
         "shared_prefix": lambda: shared_prefix(random.Random(args.seed)),
@@ -354,30 +358,16 @@ def main() -> None:
     figures: dict[str, Any] = {}
     for name, make in workloads.items():
         print(f"{name} ...", file=sys.stderr)
-        figures[name] = run(list(make()), spec, args.sizes_gb)
-    specs = {name: spec_from_config(config) for name, config in PUBLISHED.items()}
-    print(
-        f"Python {platform.python_version()}, {platform.machine()}; Qwen3.5-4B sizes; share of prompt tokens cached\n"
-    )
+        figures[name] = run(list(make()), pages, args.sizes_gb)
+    print(f"sizes of {args.model}; share of prompt tokens cached\n")
     print("| workload | memory | vLLM's rule | SGLang's rule | ours | infinite, attention only |\n|" + " --- |" * 6)
     for name, result in figures.items():
         for size, row in result["hit_fraction"].items():
             cells = " | ".join(f"{row[rule]:.3f}" for rule in ("vllm", "sglang", "blockcast"))
             print(f"| {name} | {size} | {cells} | {result['infinite_cache']:.3f} |")
-    print("\n" + format_table(specs))
     if args.json:
-        prompts = (100, 1_000, 10_000)
-        pages = {
-            name: {
-                **{field: getattr(report(s), field) for field in report(s).__slots__},
-                "waste": {str(n): dict(zip(("vllm", "blockcast"), waste(s, n))) for n in prompts},
-            }
-            for name, s in specs.items()
-        }
         arguments = {k: v for k, v in vars(args).items() if k not in ("json", "trace")}
-        args.json.write_text(
-            json.dumps({"arguments": arguments, "workloads": figures, "pages": pages}, indent=1) + "\n"
-        )
+        args.json.write_text(json.dumps({"arguments": arguments, "workloads": figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

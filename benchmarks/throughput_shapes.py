@@ -1,7 +1,6 @@
-"""The model shapes of the throughput benchmark, as the config.json of each: weights are random, sizes are real.
+"""Shapes of published models, as the config.json of each: for the throughput benchmark and the tables of the docs.
 
-Qwen3-0.6B and 8B as published; Qwen3.5-4B and Nemotron-H-8B as published, for hybrid models (their tokens are
-meaningless here, their time is not).
+Weights are random, sizes are real: the tokens are meaningless, their time and their bytes are not.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
         "layer_types": ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(32)],
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-        "dtype": "bfloat16",
+        "mamba_ssm_dtype": "float32", "dtype": "bfloat16",
     },
     "nemotron-h-8b": {
         "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "vocab_size": 131072,
@@ -42,5 +41,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 21504, "max_position_embeddings": 8192, "hybrid_override_pattern": NEMOTRON_PATTERN,
         "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4,
         "layer_norm_epsilon": 1e-5, "dtype": "bfloat16",
+    },
+    "bamba-9b": {
+        "architectures": ["BambaForCausalLM"], "model_type": "bamba", "vocab_size": 128256, "hidden_size": 4096,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
+        "max_position_embeddings": 262144, "attn_layer_indices": [9, 18, 27], "mamba_n_heads": 128, "mamba_d_head": 64,
+        "mamba_n_groups": 1, "mamba_d_state": 128, "mamba_d_conv": 4, "mamba_expand": 2, "rms_norm_eps": 1e-5,
+        "dtype": "bfloat16",
+    },
+    "gemma-3-4b": {
+        "architectures": ["Gemma3ForConditionalGeneration"], "dtype": "bfloat16",
+        "text_config": {
+            "model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "intermediate_size": 10240,
+            "sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        },
     },
 }  # fmt: skip

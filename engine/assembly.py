@@ -148,8 +148,6 @@ def _assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None, leade
     shard = None if leader is None else leader.shard
     model, dtype = load_model(folder, dtype=config.dtype, device=device, shard=shard)
     spec = model.cache_spec(config.block_size, dtype)
-    if not spec.groups:
-        raise ConfigError(f"MODEL {name!r}: no attention layer; models of recurrent layers only are not supported")
     max_model_len = resolve_max_len(config, model)
     agree = None
     if leader is not None:

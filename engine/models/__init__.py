@@ -41,4 +41,7 @@ def build_model(config: HfConfig, shard: Shard | None = None) -> CausalLM:
             f"{config.where}: architecture {config.architecture!r} is not supported; "
             f"supported: {', '.join(sorted(ARCHITECTURES))}"
         )
-    return build(config, WeightScope(shard=shard or Shard()))
+    model = build(config, WeightScope(shard=shard or Shard()))
+    if not model.attentions:
+        raise ModelError(f"{config.where}: no attention layer; models of recurrent layers only are not supported")
+    return model

@@ -12,7 +12,6 @@ import torch
 from engine.assembly import locate
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
 from engine.config import ConfigError, EngineConfig
-from engine.dry_run import describe_cache
 from engine.execution.sizing import CACHE_TOKENS_MAX, count_units, resolve_device
 
 SPEC = CacheSpec(16, (GroupSpec(FULL_ATTENTION, (0, 1), 2, 16, 2),))
@@ -72,9 +71,3 @@ def test_a_device_that_is_not_here_is_named(device: str) -> None:
         pytest.skip("there is a GPU")
     with pytest.raises(ConfigError, match=device):
         resolve_device(device)
-
-
-def test_a_dry_run_tells_the_layout_without_weights() -> None:
-    told = describe_cache(EngineConfig(num_gpu_blocks_override=10))
-    assert "10 units" in told
-    assert "full_attention" in told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,3 +117,9 @@ def test_cache_of_a_hybrid_model() -> None:
     assert spec.state.state_bytes == 24 * (128 * 64 * 128 * 4 + 3 * 10240 * 2)
     assert 0 <= spec.unit_bytes - spec.state.state_bytes < 0.002 * spec.unit_bytes
     assert spec.blocks_per_unit(0) == 390
+
+
+def test_the_family_that_the_docs_show_is_the_one_that_runs() -> None:
+    root = Path(__file__).resolve().parents[3]
+    shown = (root / "docs" / "adding-a-model.md").read_text()
+    assert f"```python\n{(root / 'engine/models/families/granite.py').read_text()}```" in shown

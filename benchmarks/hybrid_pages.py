@@ -1,0 +1,54 @@
+"""The page table of docs/hybrid-cache.md: how published models' caches are laid out, told by the models themselves.
+
+    python benchmarks/hybrid_pages.py
+
+A model is built from its config alone, without weights. One that the engine cannot load has no row.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE), str(_HERE)]
+
+import torch  # noqa: E402
+from throughput_shapes import SHAPES  # noqa: E402
+
+from engine.dry_run import PROMPTS, Pages  # noqa: E402
+from engine.models import HfConfig, build_model  # noqa: E402
+
+BLOCK = 16
+ROWS = {
+    "Qwen3.5-4B": "qwen3.5-4b",
+    "Nemotron-H-8B": "nemotron-h-8b",
+    "Bamba-9B": "bamba-9b",
+    "Gemma-3-4B": "gemma-3-4b",
+}
+
+
+def pages_of(row: str) -> Pages:
+    config = HfConfig(SHAPES[ROWS[row]], row)
+    return Pages.of(config, build_model(config), BLOCK, torch.bfloat16)
+
+
+def page_table() -> str:
+    """In Markdown."""
+    head = ["model", "KV / token", "state", "unit", "blocks / unit", "padding", "vLLM block"]
+    head += [f"waste at {tokens:,} (vLLM, ours)" for tokens in PROMPTS]
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for row in ROWS:
+        pages = pages_of(row)
+        spec = pages.spec
+        blocks = " + ".join(str(spec.blocks_per_unit(g)) for g in range(len(spec.groups)))
+        cells = [row, f"{sum(group.token_bytes for group in spec.groups):,} B"]
+        cells += [f"{spec.state.state_bytes / 1e6:.1f} MB" if spec.state else "-", f"{spec.unit_bytes / 1e6:.2f} MB"]
+        cells += [blocks, f"{spec.padding:.2%}", str(pages.vllm_block)]
+        cells += ["{:.1%}, {:.1%}".format(*pages.waste(tokens)) if spec.state else "-" for tokens in PROMPTS]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(page_table())

@@ -1,0 +1,111 @@
+"""What `--dry-run` and docs/hybrid-cache.md say of models' pages: made by the models, and checked number by number."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.dry_run import Pages, describe_cache
+from engine.models import HfConfig, ModelError, build_model
+from engine.tiny.model import builtin_model
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = (ROOT / "docs" / "hybrid-cache.md").read_text()
+
+# KV bytes of a token, state bytes, blocks a unit, vLLM's block: by hand from the published configs, state in fp32.
+BY_HAND = {
+    "Qwen3.5-4B": (8 * 2 * 4 * 256 * 2, 24 * (32 * 128 * 128 * 4 + 8192 * 3 * 2), [98], 528),
+    "Nemotron-H-8B": (4 * 2 * 8 * 128 * 2, 24 * (128 * 64 * 128 * 4 + 10240 * 3 * 2), [390], 1040),
+    "Bamba-9B": (3 * 2 * 8 * 128 * 2, 29 * (128 * 64 * 128 * 4 + 8448 * 3 * 2), [626], 528),
+    "Gemma-3-4B": (34 * 2 * 4 * 256 * 2, 0, [29, 5], 16),
+}
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> Iterator[ModuleType]:
+    """benchmarks/hybrid_pages.py, which makes the docs' tables."""
+    path, before = ROOT / "benchmarks" / "hybrid_pages.py", list(sys.path)
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location("hybrid_pages", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["hybrid_pages"] = module
+    spec.loader.exec_module(module)
+    yield module
+    sys.path[:] = before
+    del sys.modules["hybrid_pages"]
+
+
+def test_the_page_table_of_the_docs_is_what_the_models_say(benchmark: ModuleType) -> None:
+    table: str = benchmark.page_table()
+    assert f"\n\n{table}\n\n" in DOCS, f"docs/hybrid-cache.md: expected\n{table}"
+    assert f"{benchmark.pages_of('Qwen3.5-4B').vllm_block} tokens for Qwen3.5-4B" in DOCS
+
+
+@pytest.mark.parametrize("name", list(BY_HAND))
+def test_the_numbers_are_those_of_the_published_configs(benchmark: ModuleType, name: str) -> None:
+    token_bytes, state_bytes, blocks, vllm_block = BY_HAND[name]
+    pages: Pages = benchmark.pages_of(name)
+    spec = pages.spec
+    assert sum(group.token_bytes for group in spec.groups) == token_bytes
+    assert (spec.state.state_bytes if spec.state else 0) == state_bytes
+    assert [spec.blocks_per_unit(g) for g in range(len(spec.groups))] == blocks
+    assert pages.vllm_block == vllm_block
+    assert spec.padding < 0.003
+    if spec.state:
+        theirs, ours = pages.waste(100)
+        assert 0.08 < theirs < 0.24
+        assert 0 <= ours < 0.01
+
+
+NEMOTRON: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"], "vocab_size": 8, "hidden_size": 64, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 64, "max_position_embeddings": 64,
+    "hybrid_override_pattern": "M*", "mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 1, "ssm_state_size": 128,
+    "conv_kernel": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("says", "itemsize"),
+    [({}, 4), ({"mamba_ssm_cache_dtype": "bfloat16"}, 2), ({"mamba_ssm_cache_dtype": "float32"}, 4)],
+)
+def test_vllm_keeps_state_as_the_config_says(says: dict[str, str], itemsize: int) -> None:
+    config = HfConfig(NEMOTRON | says)
+    pages = Pages.of(config, build_model(config), 16, torch.bfloat16)
+    assert pages.vllm_state_bytes == 4 * 32 * 128 * itemsize + 3 * (128 + 2 * 128) * 2
+    assert pages.spec.state is not None
+    assert pages.spec.state.state_bytes == 4 * 32 * 128 * 4 + 3 * (128 + 2 * 128) * 2  # ours is fp32 always
+
+
+def test_a_dense_model_has_no_state_and_vllms_plain_block() -> None:
+    config = HfConfig.read(builtin_model("tiny"))
+    pages = Pages.of(config, build_model(config), 16, torch.float32)
+    assert (pages.vllm_state_bytes, pages.vllm_block) == (0, 16)
+    assert pages.waste(16) == (0, 0)
+    assert pages.waste(8) == (0.5, 0.5)
+
+
+def test_a_model_without_attention_is_refused_with_its_name() -> None:
+    with pytest.raises(ModelError, match=r"here: no attention layer"):
+        build_model(HfConfig(NEMOTRON | {"hybrid_override_pattern": "MM"}, "here"))
+
+
+def test_a_dry_run_tells_the_layout_without_weights(tmp_path: Path) -> None:
+    told = describe_cache(EngineConfig(num_gpu_blocks_override=10))
+    assert "10 units" in told
+    assert "full_attention" in told
+    (tmp_path / "config.json").write_text(json.dumps(NEMOTRON | {"dtype": "bfloat16"}))
+    told = describe_cache(EngineConfig(model=str(tmp_path), num_gpu_blocks_override=10))
+    assert "state: 1 layers, 67,840 bytes, 1 a unit" in told
+    assert "inflate its attention block to 544 tokens" in told
