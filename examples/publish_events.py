@@ -1,0 +1,44 @@
+"""Publish cache events without an engine: what a worker of your own would do, so that any subscriber can follow it.
+
+python examples/publish_events.py tcp://*:5557 [tcp://*:5558]     events, and where missed ones are asked for
+"""
+
+import sys
+import time
+
+from events import BlockRemoved, BlockStored, EventPublisher, KVEventsConfig, block_hashes
+
+BLOCK_SIZE = 16
+
+
+def main() -> None:
+    endpoint, *replay = sys.argv[1:]
+    config = KVEventsConfig(
+        enable_kv_cache_events=True, endpoint=endpoint, replay_endpoint=replay[0] if replay else None
+    )
+    publisher = EventPublisher(config)
+    prompt = list(range(4 * BLOCK_SIZE))
+    names = block_hashes(None, prompt, BLOCK_SIZE)
+    try:
+        while True:
+            stored = BlockStored(
+                block_hashes=names,
+                parent_block_hash=None,
+                token_ids=prompt,
+                block_size=BLOCK_SIZE,
+                lora_id=None,
+                medium="GPU",
+                lora_name=None,
+            )
+            publisher.publish([stored])
+            time.sleep(1.0)
+            publisher.publish([BlockRemoved(block_hashes=names[::-1], medium="GPU")])  # the deepest block first
+            time.sleep(1.0)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        publisher.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Keep the set of blocks that a worker holds, from its events: gaps are replayed, a restart begins anew.
+
+python examples/subscribe.py http://127.0.0.1:8000      a worker: it is asked where its events are
+"""
+
+import contextlib
+import sys
+
+from events import BlockRemoved, BlockStored, Clear, Message, StreamSource, Subscriber, discover
+
+
+def main() -> None:
+    url = sys.argv[1]
+    streams = [StreamSource(url, source.endpoint, source.replay_endpoint) for source in discover(url)]
+    held: set[int | bytes] = set()
+    with Subscriber(streams) as subscriber:
+        for item in subscriber:
+            if not isinstance(item, Message):
+                if isinstance(item.what, Clear):
+                    held.clear()
+                print(f"{type(item.what).__name__}: {item.what}", flush=True)
+                continue
+            for event in item.decoded.batch.events:
+                if isinstance(event, BlockStored):
+                    held.update(event.block_hashes)
+                elif isinstance(event, BlockRemoved):
+                    held.difference_update(event.block_hashes)
+                else:
+                    held.clear()
+            print(f"batch {item.seq}: the worker holds {len(held)} blocks", flush=True)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()

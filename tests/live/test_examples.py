@@ -1,0 +1,85 @@
+"""The examples run as their first lines say."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from programs import Program, call, until
+
+from events import StreamSource, Subscriber
+from events.subscriber import Message
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+pytestmark = pytest.mark.live
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    programs: list[subprocess.Popen[str]] = []
+    yield programs
+    for program in programs:
+        program.terminate()
+        program.communicate()
+
+
+def start(name: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=EXAMPLES.parent)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_every_example_has_a_test() -> None:
+    text = Path(__file__).read_text()
+    assert [file.name for file in EXAMPLES.glob("*.py") if f'"{file.name}"' not in text] == []
+
+
+def test_offline_generation_reuses_the_shared_beginning() -> None:
+    program = start("generate_offline.py")
+    said, complaints = program.communicate(timeout=120)
+    assert program.returncode == 0, complaints
+    cached = [int(line.split()[0]) for line in said.splitlines() if "prompt tokens were cached" in line]
+    assert len(cached) == 2
+    assert cached[0] == 0
+    assert cached[1] > 100
+
+
+def test_published_events_reach_a_subscriber(started: list[subprocess.Popen[str]]) -> None:
+    endpoint = f"tcp://*:{free_port()}"
+    started.append(start("publish_events.py", endpoint))
+    seen: set[str] = set()
+    with Subscriber([StreamSource("example", endpoint.replace("*", "127.0.0.1"), None)]) as subscriber:
+
+        def all_seen() -> bool:
+            item = subscriber.get(timeout_s=1.0)
+            if isinstance(item, Message):
+                seen.update(type(event).__name__ for event in item.decoded.batch.events)
+            return seen == {"BlockStored", "BlockRemoved"}
+
+        until(all_seen, lambda: f"only {seen}", 60)
+
+
+def test_a_subscriber_counts_the_blocks_of_an_engine(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
+    engine = Program(tmp_path / "engine.log", "engine", "serve", "--port", "0").await_ready()
+    try:
+        subscriber = start("subscribe.py", engine.url)
+        started.append(subscriber)
+        assert subscriber.stdout is not None
+        assert "up=True" in subscriber.stdout.readline()
+        body = {"prompt": "word " * 200, "max_tokens": 4}
+        assert call(f"{engine.url}/v1/completions", body)[0] == 200
+        said = subscriber.stdout.readline()
+        while "holds 0 blocks" in said or "blocks" not in said:
+            said = subscriber.stdout.readline()
+        assert int(said.split("holds ")[1].split()[0]) >= 12
+    finally:
+        engine.close()
