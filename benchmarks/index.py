@@ -1,6 +1,6 @@
 """The prefix index measured: ingest from payload bytes, match, decision, bytes per entry, longest pause, and peers.
 
-    python benchmarks/index.py --json index.json [--peer dynamo --cache-dir DIR] [--quick] [--index reference]
+    python benchmarks/index.py --json index.json [--peer dynamo --cache-dir DIR] [--quick]
 
 Everything is CPU time of the measuring thread (the machine may be shared); pauses also by the wall clock. Each section
 runs in a process of its own, so that memory and caches of one do not colour the next. JSON keys:
@@ -46,19 +46,19 @@ PEER_PACKAGES = {"dynamo": ["ai-dynamo-runtime", "msgspec", "pyzmq"]}
 Result = dict[str, Any]
 
 
-def filled(kind: Any, workers: int) -> tuple[PrefixIndex, list[Any]]:
-    index = make_index(kind, seed=1)
+def filled(workers: int) -> tuple[PrefixIndex, list[Any]]:
+    index = make_index(seed=1)
     return index, [index.add_holder(f"w{i}", "m") for i in range(workers)]
 
 
-def measure_ingest(kind: str, blocks: int) -> Result:
+def measure_ingest(blocks: int) -> Result:
     """Blocks per CPU second for batches of 1, 16 and 64 blocks; best of three, from an empty index each time."""
     result: Result = {}
     for per_batch in (1, 16, 64):
         payloads = list(load.batches(per_batch, blocks, per_batch, WORKERS))
         best = 0.0
         for _ in range(3):
-            index, holders = filled(kind, WORKERS)
+            index, holders = filled(WORKERS)
             started = time.thread_time()
             for stream, payload in payloads:
                 index.ingest(holders[stream], payload)
@@ -83,16 +83,16 @@ def per_call_us(call: Callable[[Any], object], inputs: list[Any], seconds: float
     return load.median(means)
 
 
-def measure_match(kind: str, quick: bool) -> Result:
+def measure_match(quick: bool) -> Result:
     """Each prompt is held by every worker. Hot: one prompt; cold: many, far more than the caches hold."""
     rows = []
     seconds = 0.1 if quick else 0.4
     for workers in (8, WORKERS) if quick else (8, WORKERS, 512):
         for blocks in (16, 128, 1024, 4096):
             rng = random.Random(blocks)
-            count = max(8, (1 << 17) // blocks) if kind != "reference" else 8
+            count = max(8, (1 << 17) // blocks)
             prompts = [load.prompt(rng, blocks) for _ in range(count)]
-            index, holders = filled(kind, workers)
+            index, holders = filled(workers)
             for held in prompts:
                 for holder in holders:
                     index.ingest(holder, held.payload)
@@ -121,9 +121,9 @@ def measure_match(kind: str, quick: bool) -> Result:
     return {"match": rows, "match_us_1024": wanted["hot_us"], "match_us_1024_cold": wanted["cold_us"]}
 
 
-def measure_decision(kind: str) -> Result:
+def measure_decision() -> Result:
     """A list of token ids in, the worker with the longest usable prefix out; worker i holds i/64 of each prompt."""
-    index, holders = filled(kind, WORKERS)
+    index, holders = filled(WORKERS)
     rng = random.Random(3)
     prompts = [load.prompt(rng, 1024) for _ in range(32)]
     for held in prompts:
@@ -141,8 +141,8 @@ def measure_decision(kind: str) -> Result:
     return result
 
 
-def measure_memory(kind: str, blocks: int, copies: int) -> Result:
-    index, holders = filled(kind, WORKERS)
+def measure_memory(blocks: int, copies: int) -> Result:
+    index, holders = filled(WORKERS)
     for _, payload in load.batches(99, 16 * 2000, 16, 1):  # warm the allocator and the generator up
         del payload
     before = load.resident_bytes()
@@ -161,9 +161,9 @@ def measure_memory(kind: str, blocks: int, copies: int) -> Result:
     }
 
 
-def measure_pause(kind: str, entries: int) -> Result:
+def measure_pause(entries: int) -> Result:
     """The slowest single call while the index grows, and while half of what it holds is cleared and stored again."""
-    index, holders = filled(kind, WORKERS)
+    index, holders = filled(WORKERS)
     copies = 8
     worst_cpu = worst_wall = 0.0
 
@@ -201,19 +201,18 @@ def isolated(section: Callable[..., Result], *args: Any) -> Result:
         return pool.apply(section, args)
 
 
-def measure(kind: str, quick: bool) -> Result:
-    slow = kind == "reference"
-    blocks = 16_000 if slow else 64_000 if quick else 256_000
-    memory_blocks = 64_000 if slow or quick else 1_000_000
-    result: Result = {"index": kind}
-    result |= isolated(measure_ingest, kind, blocks)
-    result |= isolated(measure_match, kind, quick or slow)
-    result |= isolated(measure_decision, kind)
+def measure(quick: bool) -> Result:
+    blocks = 64_000 if quick else 256_000
+    memory_blocks = 64_000 if quick else 1_000_000
+    result: Result = {}
+    result |= isolated(measure_ingest, blocks)
+    result |= isolated(measure_match, quick)
+    result |= isolated(measure_decision)
     for copies in (1, 8):
-        result |= isolated(measure_memory, kind, memory_blocks // 64 * 64, copies)
+        result |= isolated(measure_memory, memory_blocks // 64 * 64, copies)
     result["bytes_per_entry"] = max(result["bytes_per_entry_1"], result["bytes_per_entry_8"])
     result["bytes_per_entry_blocks"] = memory_blocks
-    result |= isolated(measure_pause, kind, 512_000 if slow or quick else 5_120_000)
+    result |= isolated(measure_pause, 512_000 if quick else 5_120_000)
     return result
 
 
@@ -259,12 +258,11 @@ def print_table(result: Result) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--index", choices=("native", "reference"), default="native")
     parser.add_argument("--peer", action="append", choices=sorted(PEER_PACKAGES), default=[])
     parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "blockcast-benchmarks")
     parser.add_argument("--quick", action="store_true", help="a tenth of the load; figures are rough")
     args = parser.parse_args()
-    result: Result = {"machine": machine(), **measure(args.index, args.quick), "peers": {}}
+    result: Result = {"machine": machine(), **measure(args.quick), "peers": {}}
     for peer in args.peer:
         result["peers"][peer] = measure_peer(peer, args.cache_dir, args.quick)
     print_table(result)

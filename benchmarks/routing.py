@@ -55,7 +55,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--slow-worker", type=float, help="worker 0 takes so many times as long as the others")
     parser.add_argument("--skip", type=int, help="requests at the start of a trace that are not scored (a tenth)")
     parser.add_argument("--quick", action="store_true", help="a few minutes instead of an hour")
-    parser.add_argument("--index", choices=["auto", "native", "reference"], default="auto")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write every figure to this file")
@@ -94,7 +93,6 @@ def main(argv: list[str] | None = None) -> None:
         event_delay_s=arguments.event_delay,
         routers=arguments.routers,
         seed=arguments.seed,
-        index=arguments.index,
         saturate=arguments.saturate,
         skip=arguments.skip,
     )
@@ -120,10 +118,10 @@ def main(argv: list[str] | None = None) -> None:
     scores, speeds = run_grid(settings, policies, options, arguments.calibration, arguments.jobs)
     ratios = relative(scores)
     print_table(ratios, settings, time.time() - started)
-    decision = measure_decision(arguments.index)
+    decision = measure_decision()
     took_us, match_us = decision["decision_us_16k_tokens"], decision["match_us"]
     print(f"\nA decision (16,384 token ids in, worker out, 64 workers): {took_us:.0f} us")
-    print(f"of which matching {match_us:.0f} us ({decision['index']}).")
+    print(f"of which matching {match_us:.0f} us.")
     if arguments.json is not None:
         document = {
             **{name: ratios[name] for name in policies},

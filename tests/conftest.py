@@ -1,15 +1,18 @@
-"""What every test folder shares: Hypothesis without a deadline, since the machines that run this are busy; and
-Triton's interpreter, which must be chosen before anything imports triton, where there is no GPU."""
+"""What every test folder shares: Hypothesis without a deadline, since the machines that run this are busy; contracts/,
+importable; and Triton's interpreter, which must be chosen before anything imports triton, where there is no GPU."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from hypothesis import settings
 
 settings.register_profile("blockcast", deadline=None)
 settings.load_profile("blockcast")
+
+sys.path.append(str(Path(__file__).parent / "contracts"))
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")

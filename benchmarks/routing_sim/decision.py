@@ -17,11 +17,11 @@ from router.index.protocol import Scope
 TOKENS, WORKERS, BLOCK = 16_384, 64, 16
 
 
-def measure_decision(index_kind: str = "auto", *, repeats: int = 200) -> dict[str, float | str]:
+def measure_decision(*, repeats: int = 200) -> dict[str, float]:
     """Microseconds, medians. Worker i holds the first i / 64 of the prompt; two requests are in flight on each
     worker."""
     rng = random.Random(0)
-    index = make_index(index_kind, seed=1)  # type: ignore[arg-type]
+    index = make_index(seed=1)
     core = RouterCore(index, CoreConfig())
     prompt = [rng.randrange(150_000) for _ in range(TOKENS)]
     for i in range(WORKERS):
@@ -54,5 +54,4 @@ def measure_decision(index_kind: str = "auto", *, repeats: int = 200) -> dict[st
     return {
         "decision_us_16k_tokens": whole[repeats // 2] * 1e6,
         "match_us": match[repeats // 2] * 1e6,
-        "index": type(index).__name__,
     }

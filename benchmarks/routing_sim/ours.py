@@ -94,10 +94,8 @@ class BlockScaled:
 class Ours:
     """`RouterCore` under test. With `peers`, several of them share their load after `share_delay_s`."""
 
-    def __init__(
-        self, config: CoreConfig, *, seed: int = 0, name: str = "0", index: str = "auto", share_delay_s: float = 0.02
-    ) -> None:
-        inner = make_index(index, seed=seed + 1)  # type: ignore[arg-type]
+    def __init__(self, config: CoreConfig, *, seed: int = 0, name: str = "0", share_delay_s: float = 0.02) -> None:
+        inner = make_index(seed=seed + 1)
         config = replace(config, working_set=replace(config.working_set, chunk_tokens=CHUNK_IDS))
         self.core = RouterCore(BlockScaled(inner), config, seed=seed)
         self.name = name
@@ -191,8 +189,8 @@ class Ours:
 class Told(Ours):
     """`Ours` with every worker's true constants given: what learning is measured against."""
 
-    def __init__(self, config: CoreConfig, *, seed: int = 0, index: str = "auto") -> None:
-        super().__init__(replace(config, learn=LearnConfig(enabled=False)), seed=seed, index=index)
+    def __init__(self, config: CoreConfig, *, seed: int = 0) -> None:
+        super().__init__(replace(config, learn=LearnConfig(enabled=False)), seed=seed)
 
     def attach(self, cluster: Cluster) -> None:
         super().attach(cluster)

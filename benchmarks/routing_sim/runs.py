@@ -47,7 +47,6 @@ class Options:
     routers: int = 1
     slow_workers: dict[int, float] = field(default_factory=dict)
     seed: int = 0
-    index: str = "auto"
     saturate: str = "dynamo_w1"
     """The policy whose saturation counts as 100 % load."""
     skip: int | None = None
@@ -86,13 +85,13 @@ POLICIES: dict[str, Factory] = {
     "dynamo_w1": lambda o: peers.Dynamo(1.0, o.seed),
     "dynamo_w16": lambda o: peers.Dynamo(16.0, o.seed),
     "llm_d": lambda o: peers.LlmD(o.seed),
-    "blockcast": lambda o: Ours(ours_config(o), seed=o.seed, index=o.index),
+    "blockcast": lambda o: Ours(ours_config(o), seed=o.seed),
     "blockcast_queue": lambda o: Ours(
-        ours_config(o, queue=QueueConfig(enabled=True, requests_max=1_000_000)), seed=o.seed, index=o.index
+        ours_config(o, queue=QueueConfig(enabled=True, requests_max=1_000_000)), seed=o.seed
     ),
 }
 EXTRA: dict[str, Factory] = {
-    "blockcast_told": lambda o: Told(ours_config(o), seed=o.seed, index=o.index),
+    "blockcast_told": lambda o: Told(ours_config(o), seed=o.seed),
 }
 """Run only where asked for: `blockcast` with every worker's true constants given instead of learned."""
 BOUNDS = ("INF", "POOL")

@@ -117,8 +117,6 @@ def _options(function: Any) -> Any:
                      help="Requests in flight or held; more are answered 429."),
         click.option("--processes", type=click.IntRange(1, 256), default=1, show_default=True,
                      help="Equal processes on one port; each keeps the whole index."),
-        click.option("--index", type=click.Choice(["auto", "native", "reference"]), default="auto", show_default=True,
-                     help="auto: native where it was built; reference is about a hundred times slower."),
         click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info",
                      show_default=True),
         click.option("--log-requests", type=click.FloatRange(0, 1), default=0.0, show_default=True, metavar="SHARE",
@@ -197,7 +195,6 @@ def build_config(flags: dict[str, Any]) -> ProcessConfig:
         worker_api_key=flags["worker_api_key"],
         admin=None if flags["admin"] is None else _address("--admin", flags["admin"]),
         tls=None if flags["tls_cert"] is None else (flags["tls_cert"], flags["tls_key"]),
-        index=flags["index"],
         log_share=flags["log_requests"],
         log_decisions=flags["log_decisions"],
     )

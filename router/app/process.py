@@ -84,7 +84,6 @@ class ProcessConfig:
     """Address of the admin routes; None serves them to loopback on the main one."""
     tls: tuple[Path, Path] | None = None
     """(certificate, key)."""
-    index: str = "auto"
     tokenize_threads: int = field(default_factory=lambda: max(1, min(8, os.cpu_count() or 1)))
     seed: int = 0
     log_decisions: float = 0.0
@@ -107,7 +106,7 @@ class RouterProcess:
         self._stop = asyncio.Event()
         self._executor = ThreadPoolExecutor(config.tokenize_threads, thread_name_prefix="tokenize")
         seed, self._snapshot_urls = ask_seed(config.snapshot_urls)
-        self._index = make_index(config.index, seed)  # type: ignore[arg-type]
+        self._index = make_index(seed)
         self._core = RouterCore(self._index, config.core, seed=config.seed)
         self._metrics = Metrics()
         self._pool = UpstreamPool(connect_s_max=config.edge.timeouts.connect_s)

@@ -1,7 +1,7 @@
-"""The native index (router/native, C++) behind the PrefixIndex protocol. Importable only where it was built.
+"""The native index behind the PrefixIndex protocol.
 
 Owns the conversion of scopes, groups and dumps; `ingest`, `clear`, `unpin` and the like are the C++ methods themselves.
-Refuses to know any semantics: those are in router/index/holder.py, and the two are tested in lockstep.
+Refuses to know any semantics: those are in router/index/native.
 """
 
 from __future__ import annotations

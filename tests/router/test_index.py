@@ -10,10 +10,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import index_contract as contract
 import pytest
+from reference import ReferenceIndex
+from reference.digest import Digester
 
-from router.index import ReferenceIndex, make_index
-from router.index.digest import Digester
+from router.index import make_index
 from router.index.protocol import PrefixIndex
 
 TESTS = Path(__file__).resolve().parent.parent
@@ -32,15 +34,7 @@ def load(path: Path) -> ModuleType:
     return sys.modules[name]
 
 
-contract = load(TESTS / "contracts" / "index_contract.py")
-
-
-def native(seed: int | None = None) -> PrefixIndex:
-    pytest.importorskip("router._native", reason="the native index was not built")
-    return make_index("native", seed)
-
-
-index_factories = [pytest.param(ReferenceIndex, id="reference"), pytest.param(native, id="native")]
+index_factories = [pytest.param(ReferenceIndex, id="reference"), pytest.param(make_index, id="native")]
 
 
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
@@ -64,24 +58,17 @@ def test_seeded_contract(factory: Callable[[int], PrefixIndex], check: Any) -> N
     check(factory)
 
 
-@pytest.mark.parametrize("kind", ["reference", "native"])
-def test_predicts_what_real_engines_reused(kind: str) -> None:
+@pytest.mark.parametrize("factory", index_factories)
+def test_predicts_what_real_engines_reused(factory: Callable[[], PrefixIndex]) -> None:
     """Every request of every capture but the one after a reset that vLLM announces with the next request."""
-    if kind == "native":
-        native()
     predict_hits = load(TESTS.parent / "scripts" / "predict_hits")
     captures = sorted(path for path in (TESTS / "golden" / "vllm").glob("*/*.json.gz"))
     captures = [path for path in captures if path.with_name(path.name.replace(".json", ".frames.jsonl")).exists()]
     assert len(captures) >= 26
-    rows = [row for capture in captures for row in predict_hits.predict(capture, make_index(kind))]  # type: ignore[arg-type]
+    rows = [row for capture in captures for row in predict_hits.predict(capture, factory())]
     wrong = [(Path(row.capture).stem, row.request) for row in rows if row.predicted != row.cached]
     assert wrong == [("reset.json", 2)]
     assert sum(row.cached > 0 for row in rows) > 25
-
-
-def test_make_index_rejects_unknown_kinds() -> None:
-    with pytest.raises(ValueError, match="auto, native or reference"):
-        make_index("fast")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("factory", index_factories)
@@ -119,15 +106,10 @@ def test_readers_beside_a_writer(factory: Callable[[], PrefixIndex]) -> None:
     assert index.stats().pins == 0
 
 
-def test_without_the_native_index_the_reference_serves_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "router.index_native", None)
-    assert isinstance(make_index("auto"), ReferenceIndex)
-    assert len(caplog.records) == 1
-    assert "native index" in caplog.text
-    with pytest.raises(ImportError):
-        make_index("native")
+def test_without_the_native_index_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "router.index.native_index", None)
+    with pytest.raises(ImportError, match="pip install"):
+        make_index()
 
 
 def test_digests_do_not_depend_on_how_a_prompt_is_cut() -> None:

@@ -1,53 +1,26 @@
-"""The indexes in lockstep with a naive model, under any interleaving of what engines do to them."""
+"""The native index in lockstep with the reference, under any interleaving of what engines do to them."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
-import sys
-from collections.abc import Callable
-from importlib.machinery import SourceFileLoader
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from index_world import GroupSpec as Spec
+from index_world import World
+from reference import ReferenceIndex
 
 from events.codec import encode_batch
 from events.types import EventBatch
-from router.index import ReferenceIndex, make_index
+from router.index import make_index
 from router.index.protocol import IngestReport, PrefixIndex, Scope
 
-TESTS = Path(__file__).resolve().parent.parent
 SCOPE = Scope("m")
 EXAMPLES = int(os.environ.get("LOCKSTEP_EXAMPLES", "150"))
 """More for a long run: LOCKSTEP_EXAMPLES=20000."""
 
-
-def load(path: Path) -> ModuleType:
-    name = f"loaded_{path.stem}"
-    if name not in sys.modules:
-        loader = SourceFileLoader(name, str(path))
-        spec = importlib.util.spec_from_loader(name, loader)
-        assert spec is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-model = load(TESTS / "contracts" / "index_model.py")
-Spec = model.GroupSpec
-
-
-def native(seed: int | None = None) -> PrefixIndex:
-    pytest.importorskip("router._native", reason="the native index was not built")
-    return make_index("native", seed)
-
-
-index_factories = [pytest.param(ReferenceIndex, id="reference"), pytest.param(native, id="native")]
 
 LAYOUTS = [
     (Spec(None, None, 2),),
@@ -77,12 +50,12 @@ operations = st.lists(
 )
 
 
-def drive(world: Any, operation: tuple[Any, ...]) -> list[Any]:
-    """The events of one operation; the model learns of it."""
+def drive(world: World, operation: tuple[Any, ...]) -> list[Any]:
+    """The events of one operation."""
     kind, *args = operation
     if kind == "clear":
         return list(world.clear())
-    spec = world.model.specs[args[0] % len(world.model.specs)]
+    spec = world.specs[args[0] % len(world.specs)]
     if kind == "store":
         return list(world.store(spec, *args[1:]))
     if kind == "whole":
@@ -92,68 +65,21 @@ def drive(world: Any, operation: tuple[Any, ...]) -> list[Any]:
     return list(world.remove(spec, *args[1:]))
 
 
-def compare(index: PrefixIndex, worlds: list[Any], holders: list[Any], prompt: tuple[int, ...]) -> None:
-    matches = {match.holder: match for match in index.match(prompt, SCOPE)}
-    for world, holder in zip(worlds, holders):
-        expected = world.model.usable(prompt)
-        match = matches.get(holder)
-        assert (match.tokens if match else 0) == expected, (holder, prompt)
-        if match is not None:
-            assert match.gpu_tokens == world.model.usable(prompt[: expected + 1], ("GPU",))
-            assert sum(match.tier_tokens) == match.tokens == match.pinned_tokens
-
-
-@pytest.mark.parametrize("factory", index_factories)
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    layouts=st.lists(st.sampled_from(LAYOUTS), min_size=1, max_size=3),
-    steps=st.lists(st.tuples(st.integers(0, 2), operations), max_size=4),
-    legacy=st.booleans(),
-    names_are_bytes=st.booleans(),
-)
-def test_index_equals_the_model(
-    factory: Callable[[], PrefixIndex], layouts: Any, steps: Any, legacy: bool, names_are_bytes: bool
-) -> None:
-    index = factory()
-    worlds = [model.World(layout, names_are_bytes) for layout in layouts]
-    holders = [index.add_holder(f"w{i}", "m") for i in range(len(worlds))]
-    for pick, run in steps:
-        world, holder = worlds[pick % len(worlds)], holders[pick % len(worlds)]
-        pending: list[Any] = []
-
-        def flush(pending: list[Any] = pending, holder: Any = holder) -> None:
-            report = index.ingest(holder, encode_batch(EventBatch(0.0, list(pending)), legacy))
-            assert report.malformed == []
-            pending.clear()
-
-        for operation in run:
-            if operation[0] in ("flush", "match", "restart"):
-                flush()
-                if operation[0] == "restart":
-                    index.clear(holder)
-                    world.model.restart()
-                elif operation[0] == "match":
-                    compare(index, worlds, holders, operation[1])
-            else:
-                pending.extend(drive(world, operation))
-        flush()
-        if isinstance(index, ReferenceIndex):
-            index.check_invariants()
-    for bits in range(256):
-        compare(index, worlds, holders, tuple(bits >> i & 1 for i in range(8)))
-
-
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     layouts=st.lists(st.sampled_from(LAYOUTS), min_size=1, max_size=3),
     steps=st.lists(st.tuples(st.integers(0, 2), operations), max_size=4),
     pins=st.lists(st.tuples(st.integers(0, 2), prompts, st.booleans()), max_size=4),
     seed=st.integers(0, 2**64 - 1),
+    legacy=st.booleans(),
+    names_are_bytes=st.booleans(),
 )
-def test_native_equals_the_reference(layouts: Any, steps: Any, pins: Any, seed: int) -> None:
+def test_native_equals_the_reference(
+    layouts: Any, steps: Any, pins: Any, seed: int, legacy: bool, names_are_bytes: bool
+) -> None:
     """Reports, groups, statistics and every field of every match, pins included."""
-    pair = (ReferenceIndex(seed), native(seed))
-    worlds = [model.World(layout) for layout in layouts]
+    pair = (ReferenceIndex(seed), make_index(seed))
+    worlds = [World(layout, names_are_bytes) for layout in layouts]
     holders = [[index.add_holder(f"w{i}", "m") for i in range(len(worlds))] for index in pair]
     assert holders[0] == holders[1]
     asked: set[tuple[int, ...]] = {()}
@@ -173,7 +99,7 @@ def test_native_equals_the_reference(layouts: Any, steps: Any, pins: Any, seed: 
         pending: list[Any] = []
         for operation in [*run, ("flush",)]:
             if operation[0] in ("flush", "restart"):
-                payload = encode_batch(EventBatch(0.0, pending))
+                payload = encode_batch(EventBatch(0.0, pending), legacy)
                 pending = []
                 reports = [index.ingest(holders[0][at], payload) for index in pair]
                 assert _counts(reports[0]) == _counts(reports[1])
@@ -185,11 +111,12 @@ def test_native_equals_the_reference(layouts: Any, steps: Any, pins: Any, seed: 
             else:
                 pending.extend(drive(worlds[at], operation))
                 asked.update(value for value in operation if isinstance(value, tuple))
-    for prompt in asked:
+        pair[0].check_invariants()
+    for prompt in [*asked, *(tuple(bits >> i & 1 for i in range(8)) for bits in range(256))]:
         _same_matches(pair, prompt)
     for holder in holders[0]:
         assert pair[0].groups(holder) == pair[1].groups(holder)
-        twins = (ReferenceIndex(seed), native(seed))
+        twins = (ReferenceIndex(seed), make_index(seed))
         for source in pair:
             for twin in twins:
                 _check_copy(source, twin, holder, asked)

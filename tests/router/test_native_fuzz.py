@@ -14,13 +14,12 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import ReferenceIndex
 
-from router.index import ReferenceIndex, make_index
+from router.index import make_index
 from router.index.protocol import HolderId, IngestReport, PrefixIndex, Scope
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
-
-pytest.importorskip("router._native", reason="the native index was not built")
 
 
 @cache
@@ -77,7 +76,7 @@ def check_alike(*batches: bytes) -> IngestReport:
     """Both indexes say and hold the same after the batches. Returns what was said of the last."""
     said = []
     held = []
-    for index in (ReferenceIndex(1), make_index("native", 1)):
+    for index in (ReferenceIndex(1), make_index(1)):
         holder = index.add_holder("w", "m")
         reports = [index.ingest(holder, payload) for payload in batches]
         index.match([1, 2, 3] * 100, Scope("m"))
@@ -207,7 +206,7 @@ def test_rank_of_another_type(rank: object) -> None:
 )
 def test_hostile_payloads(payload: bytes) -> None:
     """Claimed lengths far beyond the bytes, and nesting far beyond the stack."""
-    index = make_index("native")
+    index = make_index()
     holder = index.add_holder("w", "m")
     assert len(index.ingest(holder, payload).malformed) == 1
     assert index.stats().entries == 0

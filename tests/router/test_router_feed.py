@@ -14,7 +14,6 @@ from events.sources import EventSource, resolve_endpoint
 from events.stream_types import Join, StreamConfig
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from router.fleet.feed import IndexFeed
-from router.index import ReferenceIndex
 from router.index.protocol import HolderId, Scope
 
 

@@ -232,7 +232,7 @@ def test_the_real_core_runs_in_the_simulation_and_leaks_nothing(sim: Any, queue:
         return made[-1]
 
     setting = sim.runs.Setting("t", 3, 0.3, 1.0)
-    options = sim.runs.Options(routers=2, index="reference")
+    options = sim.runs.Options(routers=2)
     _, ours = sim.runs.run(name, setting, workload, 3.0, options, factory=factory)
     _, blind = sim.runs.run("round_robin", setting, workload, 3.0, options)
     assert ours.hit > blind.hit

@@ -111,7 +111,7 @@ def test_reuse_is_learned_and_bounded() -> None:
 
 def pool(*, capacity: int | None) -> RouterCore:
     config = CoreConfig(learn=LearnConfig(enabled=False), working_set=WorkingSetConfig(chunk_tokens=64))
-    core = RouterCore(make_index("reference", seed=1), config)
+    core = RouterCore(make_index(seed=1), config)
     for name in ("a", "b"):
         model = ServedModel("m", "m")
         core.add_worker(WorkerSpec(name, f"http://{name}", models=(model,), cache_tokens=capacity), 0.0)

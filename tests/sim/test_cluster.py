@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from cluster import Cluster
+from reference import ReferenceIndex
 
 from events import BlockRemoved, BlockStored, EventBatch, Gap, Instruction, StreamState, decode_batch, encode_batch
-from router.index import ReferenceIndex, make_index
-from router.index.protocol import HolderId, IngestReport
+from router.index import make_index
+from router.index.protocol import HolderId, IngestReport, PrefixIndex
 
 FRESH_SEEDS = 12
+INDEXES = [pytest.param(ReferenceIndex, id="reference"), pytest.param(make_index, id="native")]
 
 
-@pytest.mark.parametrize("kind", ["reference", "auto"])
-def test_after_it_goes_quiet_the_index_is_what_is_resident(kind: str) -> None:
+@pytest.mark.parametrize("index", INDEXES)
+def test_after_it_goes_quiet_the_index_is_what_is_resident(index: Callable[[], PrefixIndex]) -> None:
     for _ in range(FRESH_SEEDS):
         seed = random.SystemRandom().randrange(1 << 32)
         print(f"seed {seed}")
-        Cluster(seed, lambda: make_index(kind)).run()
+        Cluster(seed, index).run()
 
 
 @pytest.mark.parametrize(
@@ -27,14 +30,14 @@ def test_after_it_goes_quiet_the_index_is_what_is_resident(kind: str) -> None:
     [153],  # a tail check that nobody answered was never repeated: the batches lost before it stayed lost
 )
 def test_seeds_that_found_a_bug(seed: int) -> None:
-    Cluster(seed, ReferenceIndex).run()
+    Cluster(seed, make_index).run()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["reference", "auto"])
-def test_thousands_of_seeds(kind: str) -> None:
+@pytest.mark.parametrize("index", INDEXES)
+def test_thousands_of_seeds(index: Callable[[], PrefixIndex]) -> None:
     for seed in range(2000):
-        Cluster(seed, lambda: make_index(kind)).run()
+        Cluster(seed, index).run()
 
 
 class SetIndex(ReferenceIndex):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from router.index.digest import Digester
+from reference.digest import Digester
 from router.index.protocol import CPU, GPU, REMOTE, STORAGE, TIERS
 
 BLOCK_SIZE_MAX = (1 << 24) - 1

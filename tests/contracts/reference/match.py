@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from router.index.groups import Group
-from router.index.holder import Holder
+from reference.groups import Group
+from reference.holder import Holder
 from router.index.protocol import TIERS, Match
 
 DEFAULT_CUT = 16

@@ -5,7 +5,7 @@ Owns the meaning of events for one holder. Refuses to know prompts, other holder
 Invariants
 - A name is known while at least one (group, tier) holds a copy of it, and only then.
 - `blocks[key, length][slot]` = copies held in `slot` of all names that stand for this block; never 0, never empty.
-- A run is parked while neither its parent nor its own first name is known (index_parking.py).
+- A run is parked while neither its parent nor its own first name is known (parking.py).
 """
 
 from __future__ import annotations
@@ -13,27 +13,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from events.types import AllBlocksCleared, BlockName, BlockRemoved, BlockStored, Event
-from router.index.digest import Digester
-from router.index.events import is_dense, lora_of, media_of, salt_of_first, tier_index
-from router.index.groups import Group, GroupKey
-from router.index.parking import ParkedRun, Parking, Slot
+from reference.digest import Digester
+from reference.events import is_dense, lora_of, media_of, salt_of_first, tier_index
+from reference.groups import Group, GroupKey
+from reference.parking import ParkedRun, Parking, Slot
+from router.index.dump import DumpGroup
 from router.index.protocol import SILENT_AFTER_STORES, HolderId, IngestReport
 
 Block = tuple[int, int]
 """(digest of the prefix that ends with the block, tokens in the block)."""
-
-
-class DumpGroup(Protocol):
-    """What a dump says of a group (index_dump.py)."""
-
-    group_idx: int | None
-    kind: str | None
-    block_size: int | None
-    sliding_window: int | None
-    sparse: bool
 
 
 class Place(NamedTuple):

@@ -1,6 +1,6 @@
 """One KV cache group of a holder: what its events and its declaration say of it, and what that demands of a prefix.
 
-Refuses to know the blocks; the arithmetic of a usable prefix is in index_match.py.
+Refuses to know the blocks; the arithmetic of a usable prefix is in match.py.
 """
 
 from __future__ import annotations

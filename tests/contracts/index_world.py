@@ -1,0 +1,101 @@
+"""A random world of engines for the index: turns small random numbers into the events that a worker would send.
+
+It keeps what is resident, for each (group, tier, block), a block being its whole token prefix and its length, so that
+what it says is what an engine could say.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event
+
+Prefix = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    idx: int | None
+    kind: str | None
+    size: int
+    window: int | None = None
+
+
+class World:
+    """Events of one worker whose cache groups are `specs`."""
+
+    def __init__(self, specs: tuple[GroupSpec, ...], named_by_bytes: bool = False) -> None:
+        self.specs = specs
+        self.resident: Counter[tuple[int | None, str, Prefix, int]] = Counter()
+        self.spoken: set[int | None] = set()
+        self.full = next(spec for spec in specs if spec.kind in (None, "full_attention"))
+        self._names: dict[tuple[Prefix, int], int] = {}
+        self._bytes = named_by_bytes
+        # Where one group cuts prompts in several ways, a prefix can be covered by other blocks than a run's parent, and
+        # a run whose parent is gone is not to be placed by anybody: there, runs follow blocks that are resident.
+        self._mixed = len({spec.size for spec in specs if spec.idx == self.full.idx}) > 1
+
+    def _resident(self, prefix: Prefix, size: int) -> bool:
+        return any(copies for (_, _, held, n), copies in self.resident.items() if (held, n) == (prefix, size))
+
+    def name(self, prefix: Prefix, size: int) -> Any:
+        """Opaque, stable, unique. One name per (prefix, block length), shared by the groups, as in vLLM."""
+        number = self._names.setdefault((prefix, size), len(self._names) * 7919 + 1)
+        return number.to_bytes(32, "big") if self._bytes else (number << 40 | number) & (1 << 64) - 1
+
+    def store(self, spec: GroupSpec, tier: str, prompt: Prefix, first: int, count: int) -> list[Event]:
+        """Blocks [first, first + count) of the prompt, cut into the group's size.
+
+        Other groups speak after full attention has: without it nobody can tell where their blocks stand.
+        """
+        size = spec.size
+        if spec.idx != self.full.idx and self.full.idx not in self.spoken:
+            return []
+        if self._mixed and not self._resident(prompt[: first * size], size):
+            first = 0
+        ends = [end for end in range((first + 1) * size, (first + count) * size + 1, size) if end <= len(prompt)]
+        if not ends:
+            return []
+        self.spoken.add(spec.idx)
+        for end in ends:
+            self.resident[spec.idx, tier, prompt[:end], size] += 1
+        start = ends[0] - size
+        parent = self.name(prompt[:start], size) if start else None
+        names = [self.name(prompt[:end], size) for end in ends]
+        return [self._event(spec, tier, names, parent, prompt[start : ends[-1]])]
+
+    def store_sparse(self, spec: GroupSpec, tier: str, prompt: Prefix, mask: int) -> list[Event]:
+        """The whole prompt's tokens, but only some of its blocks: what vLLM does for windows and states.
+
+        Only where full attention spells the same names out; otherwise nobody could know which blocks they are.
+        """
+        size = spec.size
+        if self.full.idx not in self.spoken or self.full.size != size or spec.idx == self.full.idx:
+            return []
+        ends = list(range(size, len(prompt) + 1, size))
+        kept = [end for i, end in enumerate(ends) if mask >> i & 1]
+        if not ends or len(kept) == len(ends):
+            return []
+        self.spoken.add(spec.idx)
+        for end in kept:
+            self.resident[spec.idx, tier, prompt[:end], size] += 1
+        return [self._event(spec, tier, [self.name(prompt[:end], size) for end in kept], None, prompt[: ends[-1]])]
+
+    def remove(self, spec: GroupSpec, tier: str, prompt: Prefix, block: int) -> list[Event]:
+        end = (block + 1) * spec.size
+        if end > len(prompt):
+            return []
+        self.resident -= Counter([(spec.idx, tier, prompt[:end], spec.size)])
+        return [BlockRemoved([self.name(prompt[:end], spec.size)], tier, spec.idx)]
+
+    def clear(self) -> list[Event]:
+        self.resident.clear()
+        return [AllBlocksCleared()]
+
+    def _event(self, spec: GroupSpec, tier: str, names: list[Any], parent: Any, tokens: Prefix) -> BlockStored:
+        return BlockStored(
+            names, parent, list(tokens), spec.size, None, tier, None,
+            group_idx=spec.idx, kv_cache_spec_kind=spec.kind, kv_cache_spec_sliding_window=spec.window,
+        )  # fmt: skip
