@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
+from reference import ReferenceIndex
 
 from events.config import KVEventsConfig
 from events.publisher import EventPublisher
