@@ -20,6 +20,8 @@ from router.index.protocol import Scope
 from router.prompting.reader import PromptReader, estimate_tokens
 
 COMPLETIONS = frozenset(("/v1/chat/completions", "/v1/completions"))
+ESTIMATE_MAX = 131_072
+"""Tokens, of a prompt for a model that does not tell how many it takes."""
 _JSON_STARTS = (b"{", b" ", b"\n", b"\r", b"\t")
 _NOTHING_READ = RoutingRequest(kind="other")
 
@@ -103,7 +105,7 @@ class Reading:
             model=asked.model,
             scope=self._scope(asked.base, parsed.cache_salt, asked.lora),
             token_ids=token_ids,
-            prompt_tokens=len(token_ids) if token_ids is not None else estimate_tokens(asked.body_bytes),
+            prompt_tokens=len(token_ids) if token_ids is not None else self._estimate(asked),
             stream=parsed.stream,
             priority=asked.priority,
             worker=asked.worker,
@@ -111,6 +113,13 @@ class Reading:
             role=asked.role,
             deadline_s=None if asked.deadline_ms is None else started_s + asked.deadline_ms / 1000.0,
         )
+
+    def _estimate(self, asked: Asked) -> int:
+        """What a prompt that was not tokenised may come to: never more than its model takes, or an image in a body
+        would price its worker out."""
+        served = self._core.resolve_model(asked.model)
+        longest = served.max_model_len if served is not None else None
+        return min(estimate_tokens(asked.body_bytes), longest or ESTIMATE_MAX)
 
     def _model(self, name: str | None) -> tuple[str, str, str | None]:
         """(name, base model, LoRA) of what the client asked for; without a name, the first model there is."""

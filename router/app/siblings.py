@@ -17,11 +17,14 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from router.asking import Unanswered, ask
+
 log = logging.getLogger("router")
 
 RELAYED = b"x-blockcast-relayed"
 """Marks a change that came from a sibling and goes no further."""
 ANSWER_S_MAX = 2.0
+ANSWER_BYTES_MAX = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,20 +108,19 @@ class Siblings:
         if session is None:
             connector = aiohttp.UnixConnector(str(self._share.control(index)))
             session = self._sessions[index] = aiohttp.ClientSession(connector=connector)
-        timeout = aiohttp.ClientTimeout(total=ANSWER_S_MAX)
-        headers = {RELAYED.decode(): str(self._share.index)}
+        headers = {RELAYED.decode(): str(self._share.index), "Content-Type": "application/json"}
         try:
-            async with session.request(
-                method, f"http://sibling{path}", data=body, timeout=timeout, headers=headers
-            ) as answer:
-                data = await answer.read()
-                if answer.status >= 400:
-                    log.warning("process %d answers %s %s with %d", index, method, path, answer.status)
-                    return None
-                return data
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            log.warning("process %d does not answer %s %s: %s", index, method, path, error or type(error).__name__)
+            status, answer = await ask(
+                session, f"http://sibling{path}", method=method, headers=headers, data=body, seconds=ANSWER_S_MAX,
+                bytes_max=ANSWER_BYTES_MAX,
+            )  # fmt: skip
+        except Unanswered as error:
+            log.warning("process %d does not answer %s: %s", index, method, error)
             return None
+        if status >= 400:
+            log.warning("process %d answers %s %s with %d", index, method, path, status)
+            return None
+        return answer
 
     async def close(self) -> None:
         for session in self._sessions.values():

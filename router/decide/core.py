@@ -145,13 +145,16 @@ class RouterCore:
         """Tokens generated so far, where the edge counts them (SSE chunks): refines the decode load."""
         self.tracker.progress(request_id, output_tokens)
 
-    def finished(self, request_id: str, usage: ReportedUsage | None, now: float) -> list[Instruction]:
-        """The whole answer was passed on."""
+    def finished(
+        self, request_id: str, usage: ReportedUsage | None, now: float, *, refused: bool = False
+    ) -> list[Instruction]:
+        """The whole answer was passed on. `refused`: it is an error of the worker's, which computed nothing for it."""
         live = self._live.pop(request_id, None)
         if live is None or live.decision is None:
             return []
         self.counters["finished"] += 1
-        self._end_attempt(live, now, computed=True, reported_cached=usage.cached_tokens if usage is not None else None)
+        reported_cached = usage.cached_tokens if usage is not None else None
+        self._end_attempt(live, now, computed=not refused, reported_cached=reported_cached)
         self.registry.alive(live.decision.worker)
         if usage is not None:
             self._ledger.finished(live.request, live.decision, usage, self.registry.workers.get(live.decision.worker))
@@ -380,7 +383,7 @@ class RouterCore:
 
     def _end_attempt(self, live: Live, now: float, *, computed: bool, reported_cached: int | None = None) -> None:
         """Take an attempt off the books. What was computed stays pinned for a grace period: its events are coming."""
-        self.tracker.end(live.request.request_id, now, reported_cached=reported_cached)
+        self.tracker.end(live.request.request_id, now, computed=computed, reported_cached=reported_cached)
         self.book.ended(live.request.request_id, now, computed=computed)
 
     def _lost(self, worker: Worker) -> WorkerLost:

@@ -104,7 +104,8 @@ class Registry:
             return self._refuse(request)
         context_max = self._context_max[key]
         whole = request.prompt_tokens + 1
-        if context_max is not None and whole > context_max:
+        counted = request.token_ids is not None  # an estimate never refuses
+        if counted and context_max is not None and whole > context_max:
             pool = [t for t in pool if self._fits(t.worker_id, request.model, whole)]
             if not pool:
                 return Refuse(
@@ -132,7 +133,11 @@ class Registry:
                 reason = f"does not serve {request.model}"
             elif request.role is not None and request.role not in worker.spec.roles:
                 reason = f"has no role {request.role}"
-            elif reason is None and not self._fits(worker.worker_id, request.model, request.prompt_tokens + 1):
+            elif (
+                reason is None
+                and request.token_ids is not None
+                and not self._fits(worker.worker_id, request.model, request.prompt_tokens + 1)
+            ):
                 reason = "context too short"
             elif reason is None and request.worker is not None and request.worker != worker.worker_id:
                 reason = "another worker is pinned"

@@ -110,9 +110,12 @@ class LoadTracker:
         flight.context_tokens = context
         flight.target.refresh()
 
-    def end(self, request_id: str, now: float, *, reported_cached: int | None = None) -> InFlight | None:
-        """Finished, failed or aborted: every count it had goes. None where it is unknown. `reported_cached`: the
-        engine's own figure corrects what was learned from a prediction that was off."""
+    def end(
+        self, request_id: str, now: float, *, computed: bool = True, reported_cached: int | None = None
+    ) -> InFlight | None:
+        """Finished, failed or aborted: every count it had goes; where nothing was `computed`, its share of the
+        utilisation too. None where it is unknown. `reported_cached`: the engine's own figure corrects what was learned
+        from a prediction that was off."""
         flight = self.requests.pop(request_id, None)
         if flight is None:
             return None
@@ -127,6 +130,10 @@ class LoadTracker:
             target.context_tokens -= flight.context_tokens
         target.refresh()
         target.requeue()
+        if not computed:
+            window = self._cost.utilisation_window_s
+            grown = math.exp((flight.routed_s - self._epoch(now)) / window)
+            target.utilisation_scaled = max(0.0, target.utilisation_scaled - flight.prefill_s / window * grown)
         if reported_cached is not None and flight.interval is not None:
             self._correct(flight, flight.interval, reported_cached)
         return flight

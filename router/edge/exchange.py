@@ -305,7 +305,10 @@ class Exchange:
             return
         if self.in_core:
             self.in_core = False
-            self._proxy.perform(self._proxy.core.finished(self.request_id, self.usage, self._proxy.now()))
+            refused = head.status >= 400
+            self._proxy.perform(
+                self._proxy.core.finished(self.request_id, self.usage, self._proxy.now(), refused=refused)
+            )
         self.client.finish(keep_alive=self._keeps_alive(head))
 
     # From the native relay ----------------------------------------------------------------------------------------

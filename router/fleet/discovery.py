@@ -21,6 +21,7 @@ import msgspec
 
 from events.errors import DecodeError
 from events.sources import EventSource, default_sources, parse_sources
+from router.asking import Unanswered, ask
 from router.decide.config import ConfigError
 from router.decide.workers import CacheView, ServedModel, WorkerSpec
 
@@ -288,8 +289,8 @@ class Prober:
         """None where `/health` answers 200; else why not."""
         try:
             status, _ = await self._get(f"{url}/health")
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            return f"/health: {type(error).__name__}: {error}"
+        except Unanswered as error:
+            return f"/health: {error}"
         return None if status == 200 else f"/health answers {status}"
 
     async def probe(self, flag: WorkerFlag) -> WorkerFacts:
@@ -302,8 +303,8 @@ class Prober:
             sources = await self.sources(flag)
             capacity = await self._capacity(flag.url)
             block_size = await self._block_size(flag.url, sources)
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, DecodeError) as error:
-            return WorkerFacts(False, f"{type(error).__name__}: {error}")
+        except (Unanswered, DecodeError) as error:
+            return WorkerFacts(False, str(error))
         if not models:
             return WorkerFacts(False, "/v1/models lists no model")
         return WorkerFacts(True, "", models, sources, capacity, block_size, roots)
@@ -344,14 +345,7 @@ class Prober:
         return capacity
 
     async def _get(self, url: str) -> tuple[int, bytes]:
-        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
-        async with self._session.get(url, timeout=timeout, headers=self._headers) as response:
-            body = await response.content.read(BODY_BYTES_MAX + 1)
-            while len(body) <= BODY_BYTES_MAX and not response.content.at_eof():
-                body += await response.content.read(BODY_BYTES_MAX + 1 - len(body))
-            if len(body) > BODY_BYTES_MAX:
-                raise DecodeError(f"{url}: the answer is larger than {BODY_BYTES_MAX} bytes")
-            return response.status, body
+        return await ask(self._session, url, headers=self._headers, seconds=self._timeout_s, bytes_max=BODY_BYTES_MAX)
 
     async def _listens(self, host: str, port: int) -> bool:
         try:

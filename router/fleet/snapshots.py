@@ -22,6 +22,7 @@ import msgspec
 
 from events.sources import EventSource
 from prompts.errors import RequestError
+from router.asking import Unanswered, ask
 from router.fleet.feed import SNAPSHOT_VERSION, PeerSnapshot
 from router.http.request import HttpRequest
 from router.http.routes import Answer
@@ -30,7 +31,7 @@ log = logging.getLogger("router")
 
 SEED_S_MAX = 3.0
 SNAPSHOT_S_MAX = 60.0
-SNAPSHOT_BYTES_MAX = 4 << 30
+SNAPSHOT_BYTES_MAX = 1 << 30
 MSGPACK = b"application/msgpack"
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -114,7 +115,7 @@ class PeerClient:
             if source.snapshot or source.replay_endpoint is None or (below is not None and rank not in below):
                 continue
             for url in self._urls:
-                body = await self._get(f"{url}/peer/{quote(f'{worker_id}#{rank}', safe='')}", SNAPSHOT_S_MAX)
+                body = await self._get(f"{url}/peer/{quote(f'{worker_id}#{rank}', safe='')}")
                 try:
                     told = msgspec.msgpack.decode(body, type=PeerSnapshot) if body is not None else None
                 except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -128,12 +129,10 @@ class PeerClient:
                     break
         return found
 
-    async def _get(self, url: str, seconds: float) -> bytes | None:
+    async def _get(self, url: str) -> bytes | None:
         try:
-            async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=seconds)) as response:
-                if response.status != 200 or (response.content_length or 0) > SNAPSHOT_BYTES_MAX:
-                    return None
-                return await response.read()
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            log.info("peer router %s: %s: %s", url, type(error).__name__, error)
+            status, body = await ask(self._session, url, seconds=SNAPSHOT_S_MAX, bytes_max=SNAPSHOT_BYTES_MAX)
+        except Unanswered as error:
+            log.info("peer router: %s", error)
             return None
+        return body if status == 200 else None

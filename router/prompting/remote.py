@@ -6,33 +6,35 @@ Bounded in time; a worker's fault never raises.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
 
 from prompts.routing import RoutingRequest
+from router.asking import Unanswered, ask
 
 log = logging.getLogger("router")
 
 ANSWER_S_MAX = 2.0
+ANSWER_BYTES_MAX = 16 << 20
+"""A million ids of ten digits and more."""
 CHAT_FIELDS = (
     "messages",
     "tools",
-    "chat_template",
     "chat_template_kwargs",
     "add_generation_prompt",
     "continue_final_message",
     "add_special_tokens",
 )
+"""Not `chat_template`: a client's own is a program, and running it is for the worker to refuse, not for us to ask."""
 
 
 class _Answer(msgspec.Struct):
-    tokens: list[int]
+    tokens: list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]]
 
 
 class RemoteTokenizer:
@@ -73,17 +75,17 @@ class RemoteTokenizer:
 
     async def _ask(self, url: str, body: dict[str, Any]) -> tuple[list[int] | None, float]:
         started = time.perf_counter()
-        timeout = aiohttp.ClientTimeout(total=ANSWER_S_MAX)
         headers = {**self._headers, "Content-Type": "application/json"}
         ids = None
         try:
-            data = msgspec.json.encode(body)
-            async with self._session.post(f"{url}/tokenize", data=data, headers=headers, timeout=timeout) as answer:
-                content = await answer.read()
-                if answer.status == 200:
-                    ids = msgspec.json.decode(content, type=_Answer).tokens
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, msgspec.DecodeError) as error:
-            log.debug("%s/tokenize: %s", url, error or type(error).__name__)
+            status, answer = await ask(
+                self._session, f"{url}/tokenize", method="POST", headers=headers, data=msgspec.json.encode(body),
+                seconds=ANSWER_S_MAX, bytes_max=ANSWER_BYTES_MAX,
+            )  # fmt: skip
+            if status == 200:
+                ids = msgspec.json.decode(answer, type=_Answer).tokens
+        except (Unanswered, ValueError, RecursionError) as error:
+            log.debug("%s/tokenize: %s", url, error)
         return ids, time.perf_counter() - started
 
 
@@ -92,7 +94,7 @@ def request_body(parsed: RoutingRequest, model: str) -> dict[str, Any] | None:
     if parsed.scores_prompt or parsed.has_media:
         return None
     if parsed.kind == "chat":
-        if parsed.messages is None:
+        if parsed.messages is None or parsed.chat_template is not None:
             return None
         given = {name: getattr(parsed, name) for name in CHAT_FIELDS}
         return {"model": model, **{name: value for name, value in given.items() if value is not None}}

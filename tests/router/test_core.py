@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -248,7 +249,7 @@ def test_the_retry_budget_ends_a_storm() -> None:
         ({"model": "other"}, 404, "unknown_model"),
         ({"worker": "zz"}, 404, "unknown_worker"),
         ({"role": "prefill"}, 404, "unknown_role"),
-        ({"prompt_tokens": 200_000, "token_ids": None}, 400, "context_length_exceeded"),
+        ({"prompt_tokens": 200_000, "token_ids": range(200_000)}, 400, "context_length_exceeded"),
     ],
 )
 def test_refusals_name_what_is_wrong(changes: dict[str, object], status: int, code: str) -> None:
@@ -413,6 +414,46 @@ def test_usage_feeds_the_watchdog() -> None:
         core.finished(f"r{i}", ReportedUsage(prompt_tokens=37, cached_tokens=0), i + 0.2)
     alarms = core.snapshot(60.0).workers[0].alarms
     assert any(alarm.startswith("prompt_tokens:") for alarm in alarms)
+
+
+HUGE = 4_000_000
+
+
+def test_an_estimate_never_refuses_and_a_count_does() -> None:
+    core, _ = make("ab")
+    estimated = core.route(request("guess", prompt_tokens=HUGE), 0.0)
+    assert isinstance(estimated, Forward)
+    assert not isinstance(core.explain(request("asked", prompt_tokens=HUGE), 0.0), Refuse)
+    counted = core.route(request("counted", range(100_001)), 0.0)
+    assert isinstance(counted, Refuse)
+    assert counted.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("end", ["refused", "aborted", "reset", "overloaded"])
+def test_what_was_not_computed_is_taken_back(end: str) -> None:
+    """A prompt that nobody computes must not make its worker dear for the minute that utilisation is averaged over."""
+    core, _ = make("ab", models=(ServedModel(MODEL, MODEL),))
+    rng = random.Random(3)
+    used = 0.0
+    now = 0.0
+    for number in range(30):
+        now += rng.random() * 100
+        for name in ("small", "huge"):
+            core.route(request(f"{name}{number}", range(100 if name == "small" else HUGE), worker="a"), now)
+        core.first_token(f"small{number}", now)
+        core.finished(f"small{number}", None, now)
+        if end == "refused":
+            core.finished(f"huge{number}", None, now + 1, refused=True)
+        elif end == "aborted":
+            core.aborted(f"huge{number}", now + 1)
+        else:
+            core.failed(f"huge{number}", FailureKind.RESET if end == "reset" else FailureKind.OVERLOADED, now + 1)
+        core.worker_up("a", now + 1)
+        (row,) = [row for row in core.snapshot(now + 1).workers if row.target == "a"]
+        used = max(used, row.utilisation)
+        core.check_invariants()
+    assert used < 0.01
+    assert {sent_to(core.route(request(f"then{n}", [n] * 9), now + 2)) for n in range(2)} == {"a", "b"}
 
 
 class Books(RuleBasedStateMachine):

@@ -23,9 +23,20 @@ def tokenising(request: Any) -> bytes:
     return json.dumps({"count": len(ids), "max_model_len": 99, "tokens": ids}).encode()
 
 
-@pytest.mark.parametrize("how", ["answers", "404", "garbage", "hangs"])
+ANSWERS = {
+    "garbage": b'{"tokens": "many"}',
+    "beyond 32 bits": b'{"tokens": [1, 4294967296]}',
+    "negative": b'{"tokens": [-1]}',
+    "endless": b'{"tokens": [%b1]}' % (b"1," * 40_000),
+}
+
+
+@pytest.mark.parametrize(
+    "how", ["answers", "404", "garbage", "beyond 32 bits", "negative", "endless", "elsewhere", "hangs"]
+)
 def test_prompts_are_read_by_a_worker_that_can(edge: Any, make_post: Any, how: str, monkeypatch: Any) -> None:
     monkeypatch.setattr("router.prompting.remote.ANSWER_S_MAX", 0.2)
+    monkeypatch.setattr("router.prompting.remote.ANSWER_BYTES_MAX", 10_000)
     able = True
 
     async def script(request: Any, reader: Any, writer: Any) -> None:
@@ -35,8 +46,11 @@ def test_prompts_are_read_by_a_worker_that_can(edge: Any, make_post: Any, how: s
             await edge.reply(tokenising(request))(request, reader, writer)
         elif how == "404":
             await edge.reply(b"{}", status=b"404 Not Found")(request, reader, writer)
-        elif how == "garbage":
-            await edge.reply(b'{"tokens": "many"}')(request, reader, writer)
+        elif how in ANSWERS:
+            await edge.reply(ANSWERS[how])(request, reader, writer)
+        elif how == "elsewhere":
+            headers = (b"location: http://127.0.0.1:%d/tokenize" % edge.upstreams[1].port,)
+            await edge.reply(b"", b"307 Temporary Redirect", headers)(request, reader, writer)
         else:
             await asyncio.sleep(0.5)
 
@@ -52,7 +66,10 @@ def test_prompts_are_read_by_a_worker_that_can(edge: Any, make_post: Any, how: s
             routed = []
             edge.proxy.on_end.append(lambda exchange: routed.append(exchange.route.token_ids))
             able = False
+            other = await edge.worker(script)
+            edge.core.drain("w1", 0.0)
             answer = await edge.exchange(make_post(json.dumps(CHAT).encode()))
+            assert other.received == [], "a redirect is not followed"
             assert answer.startswith(b"HTTP/1.1 200 OK")
             assert routed == [[3, 3, 5] if how == "answers" else None]
             asked = json.loads(worker.received[1].body)
@@ -101,6 +118,7 @@ def test_what_cannot_be_asked_is_not() -> None:
     for path, body in (
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": image}]}),
         ("/v1/chat/completions", {}),
+        ("/v1/chat/completions", {**CHAT, "chat_template": "{% for i in range(10**9) %}{% endfor %}"}),
         ("/v1/completions", {"prompt": [[1, 2]]}),
         ("/v1/completions", {}),
     ):

@@ -291,3 +291,24 @@ def test_wishes_are_headers_and_wrong_ones_are_named(edge: Any, make_post: Any) 
         assert (status, json.loads(body)["error"]["code"]) == (404, "unknown_role")
 
     edge.run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/audio/transcriptions", "/v1/chat/completions"])
+def test_what_is_long_but_no_text_is_passed_on(edge: Any, make_post: Any, path: str) -> None:
+    """A batch, an upload, an inline image: their bytes say nothing of any prompt's tokens."""
+    bodies = {
+        "/v1/embeddings": json.dumps({"model": "tiny", "input": ["some words"] * 4000}).encode(),
+        "/v1/audio/transcriptions": b"--boundary\r\n" + bytes(range(256)) * 400,
+        "/v1/chat/completions": json.dumps(
+            {"model": "tiny", "messages": [{"role": "user", "content": [
+                {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 200_000}}]}]}
+        ).encode(),
+    }  # fmt: skip
+
+    async def scenario() -> None:
+        await edge.start(policy="kv")
+        worker = await edge.worker(edge.reply())
+        assert parts(await edge.exchange(make_post(bodies[path], path.encode())))[0] == 200
+        assert worker.received[0].body == bodies[path]
+
+    edge.run(scenario())
