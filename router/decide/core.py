@@ -182,7 +182,7 @@ class RouterCore:
         self._end_attempt(live, now, computed=live.first_token_seen)
         instructions: list[Instruction] = []
         worker = self.registry.workers.get(worker_id)
-        if worker is not None and kind is not FailureKind.OVERLOADED:
+        if worker is not None and kind not in (FailureKind.OVERLOADED, FailureKind.INTERNAL):
             fatal = kind is FailureKind.CONNECT
             went_down = self.registry.breaker.failure(worker, now, reason=f"{kind.value} failure", fatal=fatal)
             self.registry.changed()
@@ -368,7 +368,8 @@ class RouterCore:
 
     # Ends --------------------------------------------------------------------------------------------------------
     def _retry(self, live: Live, kind: FailureKind, now: float) -> Forward | Hold | Refuse:
-        if self._retries.take(live.attempt):
+        live.internal_errors += kind is FailureKind.INTERNAL
+        if live.internal_errors < 2 and self._retries.take(live.attempt):
             placed = self._place(live, now)
             if not isinstance(placed, Refuse):
                 self.counters["retried"] += 1

@@ -29,7 +29,16 @@ _BUDGET_TIMES = 10.0
 class Live:
     """A request that is held or in flight."""
 
-    __slots__ = ("arrived_s", "attempt", "decision", "explain", "first_token_seen", "request", "tried")
+    __slots__ = (
+        "arrived_s",
+        "attempt",
+        "decision",
+        "explain",
+        "first_token_seen",
+        "internal_errors",
+        "request",
+        "tried",
+    )
 
     def __init__(self, request: RouteRequest, arrived_s: float, *, explain: bool) -> None:
         self.request = request
@@ -39,6 +48,8 @@ class Live:
         self.decision: Decision | None = None
         """Set while in flight."""
         self.first_token_seen = False
+        self.internal_errors = 0
+        """Workers that answered 500."""
         self.explain = explain
         """Whether its decisions carry every candidate's terms."""
 

@@ -59,6 +59,9 @@ class FailureKind(str, enum.Enum):
     """No first byte in time."""
     SERVER_ERROR = "server_error"
     """502 or 503 from the worker."""
+    INTERNAL = "internal_error"
+    """500: the engine under the server may have died, or this very request makes it fail. Tried once elsewhere; never
+    held against the worker, or a client could take all of them out with one request that fails everywhere."""
     OVERLOADED = "overloaded"
     """429 from the worker: alive, but full."""
     STREAM = "stream"

@@ -29,7 +29,12 @@ from router.http.response import LengthBody, ResponseHead, UpstreamProtocolError
 if TYPE_CHECKING:
     from router.http.connection import ClientConnection
 
-RETRYABLE = {429: FailureKind.OVERLOADED, 502: FailureKind.SERVER_ERROR, 503: FailureKind.SERVER_ERROR}
+RETRYABLE = {
+    429: FailureKind.OVERLOADED,
+    500: FailureKind.INTERNAL,
+    502: FailureKind.SERVER_ERROR,
+    503: FailureKind.SERVER_ERROR,
+}
 PROGRESS_EVERY = 32
 """Chunks of a stream between two reports of progress to the core."""
 

@@ -170,6 +170,13 @@ def test_pins_outlive_a_finish_by_the_grace_and_an_early_abort_by_nothing() -> N
     assert not index.pins
 
 
+def test_what_a_worker_refused_does_not_count_as_cached_there() -> None:
+    core, index = make("a", CoreConfig(pin_grace_s=1.0))
+    core.route(request("r1", [1, 2, 3]), 0.0)
+    core.finished("r1", None, 0.2, refused=True)
+    assert not index.pins
+
+
 def test_retry_goes_elsewhere_then_gives_up() -> None:
     core, _ = make("abc", CoreConfig(health=HealthConfig(failures_to_open=5)))
     tried = [sent_to(core.route(request("r", [1, 2, 3]), 0.0))]

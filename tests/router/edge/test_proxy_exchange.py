@@ -181,7 +181,7 @@ def test_client_that_leaves_cancels_upstream_at_once(edge: Any, make_post: Any) 
     edge.run(scenario())
 
 
-@pytest.mark.parametrize("how", ["refused", "reset", "502", "503", "429", "garbage"])
+@pytest.mark.parametrize("how", ["refused", "reset", "500", "502", "503", "429", "garbage"])
 def test_attempt_is_repeated_elsewhere_before_the_first_byte(edge: Any, make_post: Any, how: str) -> None:
     async def scenario() -> None:
         async def reset(request: Any, reader: Any, writer: Any) -> None:
@@ -219,7 +219,7 @@ def test_last_workers_own_refusal_passes_through(edge: Any, make_post: Any) -> N
     edge.run(scenario())
 
 
-@pytest.mark.parametrize("status", [b"400 Bad Request", b"404 Not Found", b"500 Internal Server Error"])
+@pytest.mark.parametrize("status", [b"400 Bad Request", b"404 Not Found", b"501 Not Implemented"])
 def test_engines_errors_pass_through_and_are_not_repeated(edge: Any, make_post: Any, status: bytes) -> None:
     async def scenario() -> None:
         await edge.start()
@@ -228,6 +228,22 @@ def test_engines_errors_pass_through_and_are_not_repeated(edge: Any, make_post: 
         assert answer.startswith(b"HTTP/1.1 " + status)
         assert body_of(answer) == b'{"error":{"message":"x"}}'
         assert sum(len(worker.received) for worker in workers) == 1
+
+    edge.run(scenario())
+
+
+def test_a_request_that_fails_everywhere_is_tried_twice_and_takes_no_worker_out(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        script = edge.reply(b'{"error":"poison"}', status=b"500 Internal Server Error")
+        workers = [await edge.worker(script) for _ in range(3)]
+        for count in range(1, 15):
+            answer = await edge.exchange(make_post(CHAT))
+            assert answer.startswith(b"HTTP/1.1 500 ")
+            assert body_of(answer) == b'{"error":"poison"}'
+            assert count <= sum(len(worker.received) for worker in workers) <= 2 * count
+        assert [worker.state.value for worker in edge.core.workers.values()] == ["up"] * 3
+        assert edge.core.counters["retried"] >= 1
 
     edge.run(scenario())
 
