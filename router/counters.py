@@ -1,15 +1,21 @@
-"""What the byte path counts: plain numbers, whose update costs a dict access and an addition.
+"""What the byte path counts: plain numbers, whose update costs a dict access and an addition; and what must not happen.
 
 Refuses to know Prometheus' form (router/app/metrics_page.py).
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Container
 from typing import Any
 
+log = logging.getLogger("router")
+
+CRASH_LOG_S = 10.0
+"""Between two lines about the same kind of crash at the same place: what a client can cause must not fill the disk."""
 LATENCY_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 OVERHEAD_BOUNDS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 1.0)
 
@@ -48,6 +54,7 @@ COUNTED = (
     "reported_cached_tokens",
     "client_disconnects",
     "http_errors",
+    "crashes",
     "request_s",
     "ttft_s",
     "routing_s",
@@ -70,6 +77,9 @@ class Metrics:
         self.reported_cached_tokens = 0
         self.client_disconnects = 0
         self.http_errors: Counter[str] = Counter()
+        self.crashes: Counter[tuple[str, str]] = Counter()
+        """(boundary, type of the exception) of what raised there and must not."""
+        self._crash_logged_s: dict[tuple[str, str], float] = {}
         self.request_s = Histogram(LATENCY_BOUNDS_S)
         self.ttft_s = Histogram(LATENCY_BOUNDS_S)
         self.routing_s = Histogram(OVERHEAD_BOUNDS_S)
@@ -107,6 +117,15 @@ class Metrics:
             del self.decisions[worker_id]
         for key in [key for key in self.failures if key[0] and key[0] not in known]:
             del self.failures[key]
+
+    def crashed(self, where: str, error: Exception) -> None:
+        """Something raised at a boundary; what it was about has been ended, the rest goes on."""
+        key = where, type(error).__name__
+        self.crashes[key] += 1
+        now = time.monotonic()
+        if now - self._crash_logged_s.get(key, -CRASH_LOG_S) >= CRASH_LOG_S:
+            self._crash_logged_s[key] = now
+            log.error("%s: %s (%d so far)", where, error, self.crashes[key], exc_info=error)
 
     def attempt_failed(self, worker: str, kind: str) -> None:
         self.failures[worker, kind] += 1

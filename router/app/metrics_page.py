@@ -32,6 +32,9 @@ def counted_families(metrics: Metrics) -> Iterator[Family]:
     yield _counter(
         "http_errors", "Requests refused before routing, by status.", ("status",), _keyed(metrics.http_errors)
     )
+    yield _counter(
+        "crashes", "Exceptions that ended a request they should not have.", ("where", "kind"), metrics.crashes.items()
+    )
     for name, text, value in (
         ("prompt_tokens", "Prompt tokens of routed requests, as tokenised here.", metrics.prompt_tokens),
         ("predicted_cached_tokens", "Prompt tokens predicted to be cached.", metrics.predicted_cached_tokens),

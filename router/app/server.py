@@ -76,6 +76,9 @@ class RouterApp:
     def rejected(self, status: int) -> None:
         self._metrics.http_errors[str(status)] += 1
 
+    def crashed(self, where: str, error: Exception) -> None:
+        self._metrics.crashed(where, error)
+
     # Workers ------------------------------------------------------------------------------------------------------
 
     def _serve(self, connection: ClientConnection, request: HttpRequest) -> None:

@@ -23,8 +23,9 @@ from router.edge.progress import Progress
 from router.edge.relay import StreamRelay
 from router.edge.rewrite import answer_head, request_head
 from router.edge.upstream import Endpoint, UpstreamConnection, UpstreamPool
+from router.http.headers import ProtocolError
 from router.http.request import HttpRequest
-from router.http.response import LengthBody, ResponseHead, UpstreamProtocolError
+from router.http.response import LengthBody, ResponseHead
 
 if TYPE_CHECKING:
     from router.http.connection import ClientConnection
@@ -132,7 +133,7 @@ class Exchange:
         self._connecting: asyncio.Task[None] | None = None
         self._head: ResponseHead | None = None
         self._head_buffer = b""
-        self._payload: list[bytes] | None = [] if request.http_1_0 else None
+        self._payload: bytearray | None = bytearray() if request.http_1_0 else None
         self._paused = False
         self._done = False
 
@@ -224,7 +225,7 @@ class Exchange:
                 if not prefix:
                     return
             self._relay(head, prefix, data)
-        except UpstreamProtocolError as error:
+        except ProtocolError as error:
             self._broken(str(error))
 
     def _read_head(self, data: bytes) -> tuple[ResponseHead | None, bytes]:
@@ -241,7 +242,7 @@ class Exchange:
             if head.status >= 200:
                 return head, buffer
             if head.status == 101:
-                raise UpstreamProtocolError("101 to a request that offered no upgrade")
+                raise ProtocolError("101 to a request that offered no upgrade")
 
     def _accept_head(self, head: ResponseHead) -> bytes:
         """The head to send to the client; empty where the attempt is to be repeated elsewhere instead."""
@@ -277,7 +278,7 @@ class Exchange:
         if payload is None:
             out = prefix + data if prefix else data
         else:
-            out = prefix + b"".join(payload)
+            out = prefix + bytes(payload)
             payload.clear()
         if data and self.first_byte_s is None:
             self.first_byte_s = now
@@ -345,7 +346,7 @@ class Exchange:
         if head is not None:
             try:
                 head.body.finish()
-            except UpstreamProtocolError as error:
+            except ProtocolError as error:
                 self._broken(f"{reason}: {error}")
             else:
                 self._complete(head, reusable=False)

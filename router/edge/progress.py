@@ -12,8 +12,9 @@ from collections import deque
 from router.decide.messages import ReportedUsage
 from router.edge.relay import Relayed, StreamRelay
 from router.edge.upstream import UpstreamConnection
+from router.http.chunked import ChunkedBody
 from router.http.headers import number_at
-from router.http.response import Body, ChunkedBody
+from router.http.response import Body
 
 TAIL_BYTES = 2048
 TAIL_READS = 4

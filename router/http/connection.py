@@ -28,6 +28,10 @@ PARAMS = {"model_not_found": "model", "context_length_exceeded": "messages"}
 """Which field an error of the core's is about."""
 LINGER_S = 2.0
 """How long an early error stays readable while the client is still sending."""
+AHEAD_BYTES_MAX = 64 * 1024
+"""Sent ahead of an answer; with more, what a client sends waits in the kernel's buffer."""
+TURN_REQUESTS = 16
+"""Answered at once before others get their turn."""
 
 
 class Work(Protocol):
@@ -49,6 +53,9 @@ class Application(Protocol):
     def rejected(self, status: int) -> None:
         """A connection sent what is no request."""
 
+    def crashed(self, where: str, error: Exception) -> None:
+        """Something raised that must not: count and log it. What it was about is ended by the caller."""
+
 
 @dataclass(frozen=True, slots=True)
 class ClientTimeouts:
@@ -61,12 +68,13 @@ class ClientTimeouts:
 
 
 class ClientConnection(asyncio.Protocol):
-    """One client's TCP connection."""
+    """One client's TCP connection. Its callbacks are a boundary: what raises behind one ends the current request."""
 
     __slots__ = (
+        "_answering",
         "_app",
         "_busy",
-        "_failure",
+        "_head_only",
         "_keep_alive",
         "_lingers",
         "_parser",
@@ -76,6 +84,7 @@ class ClientConnection(asyncio.Protocol):
         "_socket",
         "_stepping",
         "_transport",
+        "_unread",
         "peer",
         "tls",
         "work",
@@ -92,10 +101,15 @@ class ClientConnection(asyncio.Protocol):
         self.peer = ""
         self.tls = False
         self._busy = False
+        self._answering = False
+        """Bytes of the current answer were sent."""
+        self._head_only = False
+        """The current request is a HEAD."""
         self._stepping = False
         self._keep_alive = True
-        self._failure: BadRequest | None = None
         self._paused_reading = False
+        self._unread = False
+        """The client may still be sending what will not be read."""
         self._lingers = False
         self._socket = -1
         self._since_s = time.monotonic()
@@ -115,21 +129,16 @@ class ClientConnection(asyncio.Protocol):
         self._registry.add(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._failure is not None or self._lingers:
+        if self._lingers:
             return
         if not self._busy and not self._parser.midway:
             self._since_s = time.monotonic()
-        try:
-            self._parser.feed(data)
-        except BadRequest as error:
-            self._failure = error
+        self._parser.feed(data)
         if not self._busy:
             self._step()
-        elif self._parser.pending and not self._paused_reading:
-            # Sent ahead of its answer: let it wait in the kernel's buffer, so that what is held here stays bounded.
+        elif self._parser.buffered > AHEAD_BYTES_MAX and not self._paused_reading and self._transport is not None:
             self._paused_reading = True
-            if self._transport is not None:
-                self._transport.pause_reading()
+            self._transport.pause_reading()
 
     def eof_received(self) -> bool:
         return False  # a client that stops sending is taken to be gone: see connection_lost
@@ -137,22 +146,27 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._transport = None
         self._registry.discard(self)
-        work, self.work = self.work, None
-        if work is not None:
-            work.client_gone()
+        self._drop_work()
 
     def pause_writing(self) -> None:
-        if self.work is not None:
-            self.work.client_paused()
+        try:
+            if self.work is not None:
+                self.work.client_paused()
+        except Exception as error:  # noqa: BLE001  a boundary
+            self.crash(error)
 
     def resume_writing(self) -> None:
-        if self.work is not None:
-            self.work.client_resumed()
+        try:
+            if self.work is not None:
+                self.work.client_resumed()
+        except Exception as error:  # noqa: BLE001  a boundary
+            self.crash(error)
 
     # For whoever answers ------------------------------------------------------------------------------------------
 
     def write(self, data: bytes) -> None:
         """Send bytes of the current answer."""
+        self._answering = True
         if self._transport is not None:
             self._transport.write(data)
 
@@ -173,6 +187,15 @@ class ClientConnection(asyncio.Protocol):
         elif not self._stepping:
             self._step()
 
+    def crash(self, error: Exception) -> None:
+        """What answers the current request raised `error`: end that request, and nothing else."""
+        self._app.crashed("client", error)
+        self._drop_work()
+        if self._answering or not self._busy:
+            self.cut()
+        else:
+            self.refuse(500, "internal_error", "the router failed to answer; its log says why", None)
+
     def cut(self) -> None:
         """Break off in the middle of an answer. Its missing end tells the client that it is incomplete."""
         self.work = None
@@ -188,7 +211,6 @@ class ClientConnection(asyncio.Protocol):
         headers: Iterable[tuple[bytes, bytes]] = (),
         *,
         keep_alive: bool = True,
-        head_only: bool = False,
     ) -> None:
         """Answer the current request at once."""
         keep_alive = keep_alive and self._keep_alive
@@ -196,7 +218,7 @@ class ClientConnection(asyncio.Protocol):
         parts += [b"\r\n%b: %b" % header for header in headers]
         parts.append(b"\r\ncontent-length: %d" % len(body))
         parts.append(b"\r\n\r\n" if keep_alive else b"\r\nconnection: close\r\n\r\n")
-        if not head_only:
+        if not self._head_only:
             parts.append(body)
         self.write(b"".join(parts))
         self.finish(keep_alive=keep_alive)
@@ -229,8 +251,7 @@ class ClientConnection(asyncio.Protocol):
                 self._transport.abort()
         elif self._parser.midway:
             if waited > timeouts.request_s:
-                self._failure = BadRequest(408, f"the request was not complete within {timeouts.request_s:g} s")
-                self._step()
+                self._reject(BadRequest(408, f"the request was not complete within {timeouts.request_s:g} s"))
         elif waited > timeouts.keep_alive_s:
             self._transport.close()
 
@@ -249,29 +270,63 @@ class ClientConnection(asyncio.Protocol):
     def _step(self) -> None:
         """Hand over complete requests until one is answered later."""
         self._stepping = True
-        while not self._busy and self._transport is not None and not self._lingers:
-            request = self._parser.pop()
-            if request is None:
-                break
-            self._busy = True
-            if not request.keep_alive:
-                self._keep_alive = False
+        try:
+            for _ in range(TURN_REQUESTS):
+                if self._busy or self._transport is None or not self._keep_alive:
+                    break
+                request = self._parser.next()
+                if request is None:
+                    self._wait_for_more()
+                    break
+                self._begin(request)
+            else:
+                asyncio.get_running_loop().call_soon(self._go_on)
+        except BadRequest as error:
+            self._reject(error)
+        except Exception as error:  # noqa: BLE001  a boundary: whatever it is, this connection ends with it
+            self.crash(error)
+        finally:
+            self._stepping = False
+
+    def _begin(self, request: HttpRequest) -> None:
+        self._busy = True
+        self._answering = False
+        self._head_only = request.method == "HEAD"
+        if not request.keep_alive:
+            self._keep_alive = False
+        try:
             self._app.handle(self, request)
-        self._stepping = False
-        if self._busy or self._transport is None or self._lingers:
-            return
-        if self._failure is not None:
-            self._reject(self._failure)
-            return
+        except Exception as error:  # noqa: BLE001  a boundary: this request fails, the connection lives
+            self.crash(error)
+
+    def _go_on(self) -> None:
+        if not self._busy:
+            self._step()
+
+    def _wait_for_more(self) -> None:
+        transport = self._transport
         if self._paused_reading:
             self._paused_reading = False
-            self._transport.resume_reading()
+            transport.resume_reading()
         if self._parser.take_continue():
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _drop_work(self) -> None:
+        """Tell whoever answers that the client does not wait for it any more."""
+        work, self.work = self.work, None
+        if work is None:
+            return
+        try:
+            work.client_gone()
+        except Exception as error:  # noqa: BLE001  a boundary
+            self._app.crashed("client", error)
 
     def _reject(self, error: BadRequest) -> None:
+        """What was sent is no request: say so and close."""
         self._app.rejected(error.status)
+        self._busy, self._answering, self._head_only = True, False, False
         self._keep_alive = False
+        self._unread = True
         self.refuse(error.status, "bad_http", error.message, None)
 
     def _close(self) -> None:
@@ -279,10 +334,12 @@ class ClientConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        if self.tls or not (self._failure is not None or self._parser.midway):
+        if self.tls or not (self._unread or self._parser.midway or self._parser.buffered):
             transport.close()
             return
         self._lingers = True
+        if self._paused_reading:
+            transport.resume_reading()
         transport.write_eof()
 
 

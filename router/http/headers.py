@@ -106,8 +106,33 @@ def _lines_of(names: Iterable[bytes]) -> re.Pattern[bytes]:
     return re.compile(rb"(?mi)^(?:" + b"|".join(re.escape(name) for name in sorted(names)) + rb"):[^\n]*\n")
 
 
-CONTENT_LENGTH = re.compile(rb"(?mi)^content-length:[ \t]*([0-9]{1,15})[ \t]*\r\n")
+DIGITS_MAX = 15
+"""Of a content-length. Every place that reads one goes by this bound: two bounds are two lengths of one message."""
+CONTENT_LENGTH = re.compile(rb"(?mi)^content-length:[ \t]*([0-9]{1,%d})[ \t]*\r\n" % DIGITS_MAX)
+_DIGITS = re.compile(rb"[0-9]{1,%d}\Z" % DIGITS_MAX)
 T = TypeVar("T")
+
+
+class ProtocolError(Exception):
+    """Somebody sent what is not HTTP/1.x, or what contradicts itself."""
+
+
+def framing(headers: HeaderBlock) -> tuple[bool, int | None]:
+    """(whether the body is chunked, its content-length) as a message states it (RFC 9112 section 6.3).
+
+    Raises `ProtocolError` where it could be read in two ways.
+    """
+    lengths = headers.all(b"content-length")
+    encodings = headers.all(b"transfer-encoding")
+    if encodings:
+        if lengths or len(encodings) != 1 or encodings[0].lower() != b"chunked":
+            raise ProtocolError("transfer-encoding other than a lone chunked")
+        return True, None
+    if not lengths:
+        return False, None
+    if len(lengths) != 1 or not _DIGITS.match(lengths[0]):
+        raise ProtocolError(f"bad content-length {lengths[0][:40]!r}")
+    return False, int(lengths[0])
 
 
 class Template(Generic[T]):
@@ -119,32 +144,33 @@ class Template(Generic[T]):
 
     __slots__ = ("_prefix", "_suffix", "value")
 
-    def __init__(self, head: bytes, value: T) -> None:
-        """`head` runs to its empty line, and has at most one content-length."""
+    def __init__(self, head: bytes, value: T, length: int | None) -> None:
+        """`head` runs to its empty line, and `framing` read `length` in it."""
         found = CONTENT_LENGTH.search(head)
+        assert (found is None) == (length is None)
         self._prefix = head if found is None else head[: found.start(1)]
         self._suffix = None if found is None else head[found.end(1) :]
         self.value = value
 
-    def match(self, data: bytes) -> tuple[int, int | None] | None:
-        """(where the head of `data` ends, its content-length) if it is the same head, else None."""
+    def match(self, data: bytes, start: int = 0) -> tuple[int, int | None] | None:
+        """(where the head at `start` ends, its content-length) if it is the same head, else None."""
         prefix, suffix = self._prefix, self._suffix
-        at = len(prefix)
-        if data[:at] != prefix:
+        at = start + len(prefix)
+        if not data.startswith(prefix, start):
             return None
         if suffix is None:
             return at, None
         end, length = number_at(data, at)
         after = end + len(suffix)
-        if end == at or data[end:after] != suffix:
+        if end == at or not data.startswith(suffix, end):
             return None
         return after, length
 
 
 def number_at(data: bytes, at: int) -> tuple[int, int]:
-    """(where it ends, its value) of the decimal number of up to 15 digits at `at`; (at, 0) where there is none."""
+    """(where it ends, its value) of the decimal number of up to `DIGITS_MAX` digits at `at`; (at, 0) without one."""
     end, value = at, 0
-    stop = min(len(data), at + 15)
+    stop = min(len(data), at + DIGITS_MAX)
     while end < stop:
         digit = data[end] - 48
         if digit < 0 or digit > 9:

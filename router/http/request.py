@@ -4,34 +4,26 @@ Owns the syntax and the bounds of what a client may send. Knows nothing of OpenA
 cannot be read becomes a `BadRequest` that carries the status to answer with, after which the connection must close.
 
 Invariants:
+* There is one reader, and it reads a head once it is whole: what a stream of bytes means does not depend on how it was
+  cut into reads.
 * A request leaves only when its body is complete, so whoever forwards it states the length anew: a message whose
   length could be read in two ways (RFC 9112 section 6.3: both framings, two lengths, a folded header, an odd chunk
   size) never reaches a worker.
 * Head and body are bounded while they arrive, not after.
-
-The usual request, complete in one read and without anything remarkable in its head, is recognised by one strict
-pattern; everything else, and every mistake, goes through llhttp. What the pattern accepts, llhttp accepts with the same
-meaning.
 """
 
 from __future__ import annotations
 
 import re
-from collections import deque
 from dataclasses import dataclass
 
-import httptools
+from router.http.chunked import BodyTooLarge, ChunkedBody
+from router.http.headers import LINES, TOKEN, HeaderBlock, ProtocolError, Template, framing
 
-from router.http.headers import LINES, HeaderBlock, Template
-
-_USUAL = re.compile(rb"(POST|GET|DELETE|HEAD) (/[!-~]*) HTTP/1\.1\r\n(" + LINES + rb")\r\n")
-_REMARKABLE = re.compile(
-    rb"\n(?:transfer-encoding|expect|upgrade|connection:(?! *(?:keep-alive|close)\r))", re.IGNORECASE
-)
-_LENGTH = re.compile(rb"(?:0|[1-9][0-9]{0,15})\Z")
-
-PIPELINED_MAX = 64
-"""Requests that one read may complete; a client that sends more before it reads an answer is cut off."""
+_HEAD = re.compile(rb"(?:\r\n)?(" + TOKEN + rb") (/[!-~]*|\*) HTTP/([0-9]\.[0-9])\r\n(" + LINES + rb")\r\n")
+_NEVER = re.compile(rb"[^\t\r\n -~\x80-\xff]|(?<!\r)\n|\r(?!\n|\Z)")
+"""What no head contains."""
+_METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"TRACE"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,235 +65,206 @@ class HttpRequest:
         return self.headers.get(name)
 
 
+class _Head:
+    """What a head says. One that repeats the last but for its length is recognised at sight, see `Template`."""
+
+    __slots__ = ("chunked", "expects_continue", "request")
+
+    def __init__(self, request: HttpRequest, chunked: bool, expects_continue: bool) -> None:
+        self.request = request
+        self.chunked = chunked
+        self.expects_continue = expects_continue
+
+
 class RequestParser:
-    """Feed bytes, take requests. One instance a connection; unusable after `BadRequest`."""
+    """Feed bytes, take requests one by one. One instance a connection."""
 
     __slots__ = (
-        "_body",
-        "_body_bytes",
-        "_current",
-        "_done",
-        "_expects_continue",
-        "_failure",
-        "_head_bytes",
-        "_headers",
-        "_limits",
-        "_parser",
-        "_target",
-        "_template",
-        "_upgrade_left",
-    )
+        "_at", "_body", "_chunks", "_data", "_ended", "_expects_continue", "_head", "_left", "_limits", "_new",
+        "_request", "_template",
+    )  # fmt: skip
 
     def __init__(self, limits: HttpLimits) -> None:
         self._limits = limits
-        self._parser = httptools.HttpRequestParser(self)
-        self._done: deque[HttpRequest] = deque()
-        self._failure: BadRequest | None = None
-        self._upgrade_left = 0
-        self._template: Template[HttpRequest] | None = None
-        self._reset()
-
-    def _reset(self) -> None:
-        self._target = b""
-        self._headers: list[tuple[bytes, bytes]] = []
-        self._head_bytes = 0
-        self._current: HttpRequest | None = None
-        self._body: list[bytes] = []
-        self._body_bytes = 0
+        self._data = b""
+        self._at = 0
+        """[_at, end) of `_data` was fed and not looked at: what follows a request that was taken."""
+        self._ended = False
+        """Nothing more is read: the client asked to close after a request, or sent what is none."""
+        self._head = bytearray()
+        """Of a head that is not whole yet."""
+        self._template: Template[_Head] | None = None
+        self._request: HttpRequest | None = None
+        """Its head was read, its body is to come."""
+        self._new = False
+        """`begun` was not called for it."""
         self._expects_continue = False
+        self._left = 0
+        """Bytes to come of a body of known length."""
+        self._chunks: ChunkedBody | None = None
+        self._body = bytearray()
 
     @property
     def midway(self) -> bool:
         """Part of a request has arrived, and not all of it."""
-        return self._current is not None or self._head_bytes > 0
+        return self._request is not None or bool(self._head)
 
     @property
-    def pending(self) -> bool:
-        """A complete request waits in `pop()`."""
-        return bool(self._done)
+    def buffered(self) -> int:
+        """Bytes kept here."""
+        return len(self._data) - self._at + len(self._head) + len(self._body)
+
+    def begun(self) -> HttpRequest | None:
+        """The request whose head is read and whose body is to come, once for each."""
+        request = self._request if self._new else None
+        self._new = False
+        return request
 
     def take_continue(self) -> bool:
         """Whether the client waits for `100 Continue` before it sends the body that is to come; True at most once."""
-        wants = self._expects_continue and self._current is not None and self._body_bytes == 0
+        wants = self._expects_continue and self._request is not None and not self._body
         self._expects_continue = False
         return wants
 
     def feed(self, data: bytes) -> None:
-        """Read on. Complete requests wait in `pop()`. Raises `BadRequest`, also for requests that came before it."""
-        if self._upgrade_left:
-            data = self._read_upgrade_body(data)
-            if not data:
-                return
-        if self._current is None:
-            if self._head_bytes == 0 and self._take_usual(data):
-                return
-            self._head_bytes += len(data)
+        """Bytes from the client. They are read by `next`."""
+        if self._ended:
+            return
+        if self._at < len(self._data):
+            data = self._data[self._at :] + data
+        self._data = data
+        self._at = 0
+
+    def next(self) -> HttpRequest | None:
+        """The next complete request; None where it takes more bytes. Raises `BadRequest`."""
+        request = None
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._ignore_upgrade(data[upgrade.args[0] :])
-        except httptools.HttpParserCallbackError:
-            if self._failure is None:
-                raise
-            raise self._failure from None
-        except httptools.HttpParserError as error:
+            while request is None and self._at < len(self._data) and not self._ended:
+                if self._request is None:
+                    request = self._read_head()
+                elif self._chunks is None:
+                    request = self._read_length()
+                else:
+                    request = self._read_chunks(self._chunks)
+        except ProtocolError as error:
+            self._ended = True
             raise BadRequest(400, f"malformed HTTP request: {error}") from None
-        if self._current is None and self._head_bytes > self._limits.head_bytes_max:
-            raise BadRequest(431, f"request head over {self._limits.head_bytes_max} bytes")
+        except BodyTooLarge:
+            self._ended = True
+            raise self._too_large() from None
+        except BadRequest:
+            self._ended = True
+            raise
+        if request is not None and not request.keep_alive:
+            self._ended = True
+        if self._ended or self._at == len(self._data):
+            self._data = b""
+            self._at = 0
+        return request
 
-    def pop(self) -> HttpRequest | None:
-        """The oldest complete request that was not taken yet."""
-        return self._done.popleft() if self._done else None
+    # Heads --------------------------------------------------------------------------------------------------------
 
-    def _take_usual(self, data: bytes) -> bool:
-        """Take `data` if it is exactly one request of the usual kind."""
+    def _read_head(self) -> HttpRequest | None:
+        """Read a head, or keep what there is of it. The request, if all of its body is here too."""
+        data = self._data
         template = self._template
-        found = template.match(data) if template is not None else None
-        if found is None:
-            template = self._learn(data)
-            found = template.match(data) if template is not None else None
+        found = template.match(data, self._at) if template is not None and not self._head else None
         if template is None or found is None:
-            return False
-        end, length = found
-        size = len(data) - end
-        if size != (length or 0) or size > self._limits.body_bytes_max or len(self._done) >= PIPELINED_MAX:
-            return False
-        known = template.value
-        request = HttpRequest(known.method, known.target, known.path, known.headers)
-        request.keep_alive = known.keep_alive
-        request.body = data[end:]
-        self._done.append(request)
-        return True
-
-    def _learn(self, data: bytes) -> Template[HttpRequest] | None:
-        """The template of the head that `data` begins with, if it is of the usual kind."""
-        found = _USUAL.match(data)
-        if found is None:
-            return None
-        end = found.end()
-        headers = HeaderBlock(found[3])
-        lengths = headers.all(b"content-length")
-        if (
-            end > self._limits.head_bytes_max
-            or len(lengths) > 1
-            or (lengths and not _LENGTH.match(lengths[0]))
-            or len(headers.all(b"host")) != 1
-            or headers.raw.count(b"\n") > self._limits.headers_max
-            or _REMARKABLE.search(data, 0, end) is not None
-        ):
-            return None
-        request = HttpRequest(found[1].decode(), found[2], _path(found[2]), headers)
-        request.keep_alive = (headers.get(b"connection") or b"").lower() != b"close"
-        self._template = Template(data[:end], request)
-        return self._template
-
-    # httptools calls these while it reads.
-
-    def on_url(self, url: bytes) -> None:
-        self._target += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        headers = self._headers
-        if len(headers) >= self._limits.headers_max:
-            if self._current is not None:
-                return  # trailers are dropped with the chunked framing they came in
-            self._fail(431, f"more than {self._limits.headers_max} headers")
-        headers.append((name.lower(), value))
-
-    def on_headers_complete(self) -> None:
-        parser = self._parser
-        limits = self._limits
-        headers = self._headers
-        method = parser.get_method().decode("latin-1")
-        request = HttpRequest(method, self._target, _path(self._target), HeaderBlock.of(headers))
-        request.keep_alive = parser.should_keep_alive()
-        version = parser.get_http_version()
-        request.http_1_0 = version == "1.0"
-        if version not in ("1.1", "1.0"):
-            self._fail(505, f"HTTP/{version} is not spoken here")
-        if len(self._target) + sum(len(name) + len(value) for name, value in headers) > limits.head_bytes_max:
-            self._fail(431, f"request head over {limits.head_bytes_max} bytes")
-        hosts = 0
-        for name, value in headers:
-            if name == b"host":
-                hosts += 1
-            elif name == b"content-length":
-                if int(value) > limits.body_bytes_max:
-                    self._fail(413, f"request body over {limits.body_bytes_max} bytes")
-            elif name == b"transfer-encoding":
-                if value.strip().lower() != b"chunked":
-                    self._fail(501, "transfer-encoding: only chunked is understood")
-                if request.http_1_0:
-                    self._fail(400, "transfer-encoding in an HTTP/1.0 request")
-            elif name == b"expect":
-                if value.strip().lower() != b"100-continue":
-                    self._fail(417, "expect: only 100-continue is understood")
-                self._expects_continue = not request.http_1_0
-        if hosts > 1 or (hosts == 0 and not request.http_1_0):
-            self._fail(400, "exactly one Host header is needed")
-        if not self._target.startswith(b"/") and self._target != b"*":
-            self._fail(400, "the request target must be a path")
-        self._current = request
-
-    def on_body(self, data: bytes) -> None:
-        self._body_bytes += len(data)
-        if self._body_bytes > self._limits.body_bytes_max:
-            self._fail(413, f"request body over {self._limits.body_bytes_max} bytes")
-        self._body.append(data)
-
-    def on_message_complete(self) -> None:
-        request = self._current
-        assert request is not None
-        if self._parser.should_upgrade() and self._declared_length(request):
-            return  # the parser takes the body for another protocol's; _ignore_upgrade reads it
-        self._complete(request)
-
-    def _complete(self, request: HttpRequest) -> None:
-        body = self._body
-        request.body = body[0] if len(body) == 1 else b"".join(body)
-        if len(self._done) >= PIPELINED_MAX:
-            self._fail(400, f"more than {PIPELINED_MAX} requests sent ahead of their answers")
-        self._done.append(request)
-        self._reset()
-
-    def _fail(self, status: int, message: str) -> None:
-        self._failure = BadRequest(status, message)
-        raise self._failure
-
-    def _declared_length(self, request: HttpRequest) -> int:
-        if request.header(b"transfer-encoding") is not None:
-            self._fail(400, "a chunked body with an Upgrade offer")
-        return int(request.header(b"content-length") or 0)
-
-    def _ignore_upgrade(self, rest: bytes) -> None:
-        """Go on in HTTP/1.1 after an `Upgrade` offer, which RFC 9110 section 7.8 lets a server ignore.
-
-        Java's client and `curl --http2` offer h2c with ordinary requests, and the parser stops there.
-        """
-        self._parser = httptools.HttpRequestParser(self)
-        request = self._current
-        if request is None:  # no body: it is complete already
-            taken = self._done[-1]
-            if taken.method == "CONNECT":
-                raise BadRequest(405, "CONNECT is not served")
+            whole = self._whole_head()
+            if whole is None:
+                return None
+            head, length = self._parse(whole)
+            end = self._at
+            self._template = Template(whole, head, length)
         else:
-            self._upgrade_left = self._declared_length(request)
-            rest = self._read_upgrade_body(rest)
-        if rest:
-            self.feed(rest)
+            head = template.value
+            end, length = found
+        size = length or 0
+        if size > self._limits.body_bytes_max:
+            raise self._too_large()
+        known = head.request
+        request = HttpRequest(known.method, known.target, known.path, known.headers)
+        request.keep_alive, request.http_1_0 = known.keep_alive, known.http_1_0
+        after = end + size
+        if not head.chunked and after <= len(data):
+            request.body = data[end:after]
+            self._at = after
+            return request
+        self._at = end
+        self._request, self._new, self._expects_continue = request, True, head.expects_continue
+        self._left = size
+        self._chunks = ChunkedBody(self._limits.body_bytes_max, self._limits.head_bytes_max) if head.chunked else None
+        return None
 
-    def _read_upgrade_body(self, data: bytes) -> bytes:
-        part = data[: self._upgrade_left]
-        self._upgrade_left -= len(part)
-        try:
-            if part:
-                self.on_body(part)
-            if self._upgrade_left == 0 and self._current is not None:
-                self._complete(self._current)
-        except BadRequest as error:
-            raise BadRequest(error.status, error.message) from None
-        return data[len(part) :]
+    def _whole_head(self) -> bytes | None:
+        """The head that ends in this read; None where its end is to come, and all there is of it is kept."""
+        data, start, kept = self._data, self._at, self._head
+        most = self._limits.head_bytes_max
+        if not kept:
+            end = data.find(b"\r\n\r\n", start, start + most)
+            if end >= 0:
+                self._at = end + 4
+                return data[start : end + 4]
+        before = len(kept)
+        kept += data[start : start + most + 1 - before]
+        end = kept.find(b"\r\n\r\n", max(0, before - 3), most)
+        if end >= 0:
+            self._at = start + end + 4 - before
+            whole = bytes(kept[: end + 4])
+            self._head = bytearray()
+            return whole
+        if _NEVER.search(kept, max(0, before - 1)) is not None:
+            raise BadRequest(400, "malformed HTTP request: a control character in its head")
+        if len(kept) > most:
+            raise BadRequest(431, f"request head over {most} bytes")
+        self._at = len(data)
+        return None
 
+    def _parse(self, whole: bytes) -> tuple[_Head, int | None]:
+        """(what a head says, the content-length in it)."""
+        found = _HEAD.fullmatch(whole)
+        if found is None:
+            raise BadRequest(400, f"malformed HTTP request: {whole[:80]!r}")
+        if found[3] not in (b"1.1", b"1.0"):
+            raise BadRequest(505, f"HTTP/{found[3].decode()} is not spoken here")
+        if found[1] not in _METHODS:
+            raise BadRequest(501, "a method that is not known here")
+        headers = HeaderBlock(found[4])
+        if headers.raw.count(b"\n") > self._limits.headers_max:
+            raise BadRequest(431, f"more than {self._limits.headers_max} headers")
+        request = HttpRequest(found[1].decode(), found[2], found[2].partition(b"?")[0].decode("ascii"), headers)
+        request.http_1_0 = found[3] == b"1.0"
+        options = {option.strip(b" \t") for option in b",".join(headers.all(b"connection")).lower().split(b",")}
+        request.keep_alive = b"close" not in options and (not request.http_1_0 or b"keep-alive" in options)
+        chunked, length = framing(headers)
+        if chunked and request.http_1_0:
+            raise BadRequest(400, "transfer-encoding in an HTTP/1.0 request")
+        if len(headers.all(b"host")) != 1 and not (request.http_1_0 and b"host" not in headers):
+            raise BadRequest(400, "exactly one Host header is needed")
+        expected = headers.all(b"expect")
+        if any(value.lower() != b"100-continue" for value in expected):
+            raise BadRequest(417, "expect: only 100-continue is understood")
+        return _Head(request, chunked, bool(expected) and not request.http_1_0), length
 
-def _path(target: bytes) -> str:
-    return target.partition(b"?")[0].decode("latin-1")
+    # Bodies -------------------------------------------------------------------------------------------------------
+
+    def _read_length(self) -> HttpRequest | None:
+        data, start = self._data, self._at
+        self._at = min(start + self._left, len(data))
+        self._left -= self._at - start
+        self._body += data[start : self._at]
+        return None if self._left else self._complete()
+
+    def _read_chunks(self, chunks: ChunkedBody) -> HttpRequest | None:
+        self._at += chunks.feed(self._data[self._at :], self._body)
+        return self._complete() if chunks.done else None
+
+    def _complete(self) -> HttpRequest:
+        request, self._request, self._chunks = self._request, None, None
+        assert request is not None
+        request.body = bytes(self._body)
+        self._body = bytearray()
+        return request
+
+    def _too_large(self) -> BadRequest:
+        return BadRequest(413, f"request body over {self._limits.body_bytes_max} bytes")

@@ -35,24 +35,22 @@ Handler = Callable[[HttpRequest, str], "Answer | Coroutine[Any, Any, Answer] | S
 class _Pending:
     """An asynchronous handler at work for a connection."""
 
-    def __init__(self, connection: ClientConnection, answer: Coroutine[Any, Any, Answer], head_only: bool) -> None:
+    def __init__(self, connection: ClientConnection, answer: Coroutine[Any, Any, Answer]) -> None:
         self._connection = connection
-        self._head_only = head_only
         self._task = asyncio.get_running_loop().create_task(answer)
         self._task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[Answer]) -> None:
         if task.cancelled():
             return
-        error = task.exception()
-        if error is None:
+        connection = self._connection
+        try:
             answer = task.result()
-            self._connection.respond(answer.status, answer.body, answer.content_type, head_only=self._head_only)
-        elif isinstance(error, RequestError):
-            self._connection.respond_error(error)
-        else:
-            self._connection.refuse(500, "internal_error", "the router failed to answer; its log says why", None)
-            raise error
+            connection.respond(answer.status, answer.body, answer.content_type)
+        except RequestError as error:
+            connection.respond_error(error)
+        except Exception as error:  # noqa: BLE001  a boundary
+            connection.crash(error)
 
     def client_gone(self) -> None:
         self._task.cancel()
@@ -77,8 +75,7 @@ class Routes:
 
     def handle(self, connection: ClientConnection, request: HttpRequest, *, allowed: bool) -> None:
         """Answer, or raise RequestError. `allowed`: whether what is not public is served too."""
-        head_only = request.method == "HEAD"
-        found, argument = self._find("GET" if head_only else request.method, request.path)
+        found, argument = self._find("GET" if request.method == "HEAD" else request.method, request.path)
         if found is None:
             raise self._unknown(request)
         handler, public = found
@@ -89,9 +86,9 @@ class Routes:
             )  # fmt: skip
         answer = handler(request, argument)
         if isinstance(answer, Answer):
-            connection.respond(answer.status, answer.body, answer.content_type, head_only=head_only)
+            connection.respond(answer.status, answer.body, answer.content_type)
         elif asyncio.iscoroutine(answer):
-            connection.work = _Pending(connection, answer, head_only)
+            connection.work = _Pending(connection, answer)
         else:
             assert callable(answer)
             connection.work = answer(connection)

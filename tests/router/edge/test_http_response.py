@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http.response import ChunkedBody, UpstreamProtocolError
+from router.http.chunked import ChunkedBody
+from router.http.headers import ProtocolError
 
 contents = st.lists(st.binary(min_size=1, max_size=40), max_size=8)
-sizes_as_sent = st.sampled_from(["%x", "%X", "0%x", "%x;name=value", "%x "])
+sizes_as_sent = st.sampled_from(["%x", "%X", "0%x", "%x;name=value"])
 
 
 @st.composite
@@ -37,7 +38,7 @@ def test_a_chunked_body_ends_where_it_ends(
 ) -> None:
     sent, content = body
     reader = ChunkedBody()
-    payload: list[bytes] | None = [] if unframed else None
+    payload = bytearray() if unframed else None
     taken = 0
     for piece in pieces(sent + surplus, cuts):
         assert reader.done == (taken == len(sent))
@@ -46,7 +47,7 @@ def test_a_chunked_body_ends_where_it_ends(
     assert taken == len(sent)
     reader.finish()
     if payload is not None:
-        assert b"".join(payload) == content
+        assert payload == content
 
 
 @given(bodies(), st.integers(0, 1 << 16), st.lists(st.integers(0, 1 << 16), max_size=4))
@@ -55,17 +56,17 @@ def test_a_body_that_breaks_off_is_noticed(body: tuple[bytes, bytes], cut: int, 
     reader = ChunkedBody()
     for piece in pieces(sent[: cut % len(sent)], cuts):
         assert reader.feed(piece) == len(piece)
-    with pytest.raises(UpstreamProtocolError):
+    with pytest.raises(ProtocolError):
         reader.finish()
 
 
 @pytest.mark.parametrize(
     "sent",
     [b"5\r\nhello!\r\n", b"-5\r\nhello\r\n", b"0x5\r\nhello\r\n", b"5_0\r\nhello\r\n", b"\r\n", b"5\nhello\n",
-     b"5\rhello", b" 5\r\nhello\r\n", b"5\r\nhello\n\n"],
+     b"5\rhello", b" 5\r\nhello\r\n", b"5 \r\nhello\r\n", b"5\r\nhello\n\n"],
 )  # fmt: skip
 @pytest.mark.parametrize("first", [b"", b"3\r\nabc\r\n"])
 def test_what_is_no_chunk_is_refused(sent: bytes, first: bytes) -> None:
     reader = ChunkedBody()
-    with pytest.raises(UpstreamProtocolError):
+    with pytest.raises(ProtocolError):
         reader.feed(first + sent + b"0\r\n\r\n" * 400)

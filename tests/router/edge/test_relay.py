@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from router.edge import relay
 from router.edge.config import Timeouts
-from router.http.response import BETWEEN_CHUNKS, ChunkedBody, UpstreamProtocolError
+from router.http.chunked import BETWEEN_CHUNKS, ChunkedBody
+from router.http.headers import ProtocolError
 
 native = pytest.importorskip("router._relay")
 
@@ -48,7 +49,7 @@ def read_alone(reads: list[bytes]) -> tuple[int, bool, bool]:
     try:
         for data in reads:
             taken += body.feed(data)
-    except UpstreamProtocolError:
+    except ProtocolError:
         return taken, False, True
     return taken, body.done, False
 
@@ -63,7 +64,7 @@ def read_with_the_relay(reads: list[bytes]) -> tuple[int, bool, bool]:
             else:
                 body.left = left
                 taken += len(data)
-    except UpstreamProtocolError:
+    except ProtocolError:
         return taken, False, True
     return taken, body.done, False
 

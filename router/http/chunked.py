@@ -1,0 +1,138 @@
+"""Where a chunked body (RFC 9112 section 7.1) ends, for requests and answers alike. Sans-IO, one pass.
+
+Strict: a size is plain hexadecimal, a line ends in CRLF and holds nothing that another reader could take for a line's
+end. Invariant: the reader's state depends on the bytes fed so far, not on how they were cut.
+"""
+
+from __future__ import annotations
+
+import re
+
+from router.http.headers import TOKEN, ProtocolError
+
+LINE_MAX = 1024
+"""A chunk-size line with its extensions, and each trailer line."""
+BETWEEN_CHUNKS = -1
+"""A size line comes next."""
+
+_SIZE = re.compile(rb"([0-9A-Fa-f]{1,12})(?:;[\t -~\x80-\xff]*)?\r\n\Z")
+_TRAILER = re.compile(rb"(?i)(?!content-length:|transfer-encoding:)" + TOKEN + rb":[\t -~\x80-\xff]*\r\n\Z")
+_HEX = re.compile(rb"[0-9A-Fa-f]{1,12}\Z")
+
+
+class BodyTooLarge(Exception):
+    """More content than the bound allows."""
+
+
+class ChunkedBody:
+    """A chunked body: sizes are followed, content is skipped over or collected."""
+
+    __slots__ = ("_content", "_content_max", "_framing", "_framing_max", "_line", "_trailers", "done", "left")
+
+    def __init__(self, content_max: int | None = None, framing_max: int = 0) -> None:
+        """With `content_max`, more content raises `BodyTooLarge`, and framing that exceeds the content by `framing_max`
+        bytes `ProtocolError`: chunks of a byte or two, long extensions and trailers cost work and carry nothing."""
+        self._content_max = content_max
+        self._framing_max = framing_max
+        self._content = 0
+        """As the sizes so far announce it."""
+        self._framing = 0
+        self.done = False
+        self.left = BETWEEN_CHUNKS
+        """Content bytes of the current chunk that are to come; 0 before the line end that closes it."""
+        self._line = b""
+        """The start of a size line, chunk end or trailer line that is split between reads."""
+        self._trailers = False
+
+    @property
+    def in_the_middle(self) -> bool:
+        """`left` says all there is to know of where it stands."""
+        return not (self.done or self._line or self._trailers)
+
+    def feed(self, data: bytes, payload: bytearray | None = None) -> int:
+        """How many leading bytes of `data` belong to the body; `payload` receives its content."""
+        position, size = 0, len(data)
+        if payload is None and self.left == BETWEEN_CHUNKS and not self._line and not self._trailers:
+            position = _skip_whole_chunks(data, size)
+        while position < size and not self.done:
+            left = self.left
+            if left > 0:
+                taken = min(left, size - position)
+                if payload is not None:
+                    payload += data[position : position + taken]
+                self.left = left - taken
+                position += taken
+                continue
+            end = data.find(b"\n", position, position + LINE_MAX)
+            if end < 0:
+                self._line += data[position : position + LINE_MAX + 1]
+                if len(self._line) > LINE_MAX:
+                    raise ProtocolError("chunk header too long")
+                return size
+            line = self._line + data[position : end + 1]
+            self._line = b""
+            position = end + 1
+            self._read_line(line)
+        return position
+
+    def _read_line(self, line: bytes) -> None:
+        if len(line) > LINE_MAX:
+            raise ProtocolError("chunk header too long")
+        length = 0
+        if self.left == 0:  # the line end that closes a chunk's content
+            if line != b"\r\n":
+                raise ProtocolError(f"chunk longer than its size: {line[:40]!r}")
+            self.left = BETWEEN_CHUNKS
+        elif self._trailers:
+            self.done = line == b"\r\n"
+            if not self.done and not _TRAILER.match(line):
+                raise ProtocolError(f"bad trailer in a chunked body: {line[:40]!r}")
+        else:
+            found = _SIZE.match(line)
+            if found is None:
+                raise ProtocolError(f"bad chunk size {line[:40]!r}")
+            length = int(found[1], 16)
+            if length:
+                self.left = length
+            else:
+                self._trailers = True
+        if self._content_max is not None:
+            self._content += length
+            self._framing += len(line)
+            if self._content > self._content_max:
+                raise BodyTooLarge
+            if self._framing > self._framing_max + self._content:
+                raise ProtocolError("a chunked body of more framing than content")
+
+    def finish(self) -> None:
+        """The connection ended. Raises `ProtocolError` where that cuts the body short."""
+        if not self.done:
+            raise ProtocolError("connection closed inside a chunked body")
+
+
+_SIZES: dict[bytes, int] = {}
+"""Size lines seen before, without their line end: streams repeat a few hundred."""
+_SIZES_MAX = 4096
+
+
+def _skip_whole_chunks(data: bytes, size: int) -> int:
+    """Where the chunks end that stand complete at the start of `data`, up to anything unusual: the last chunk, an
+    extension, a chunk that goes on in the next read."""
+    position = 0
+    while position < size:
+        end = data.find(b"\r\n", position, position + 16)
+        if end < 0:
+            break
+        digits = data[position:end]
+        length = _SIZES.get(digits)
+        if length is None:
+            if not _HEX.match(digits):
+                break
+            length = int(digits, 16)
+            if len(_SIZES) < _SIZES_MAX:
+                _SIZES[digits] = length
+        after = end + 2 + length
+        if length == 0 or not data.startswith(b"\r\n", after):
+            break
+        position = after + 2
+    return position
