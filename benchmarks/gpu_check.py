@@ -21,18 +21,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-_HERE = Path(__file__).resolve().parent
-# This folder last: it has files named like packages of ours and modules of the standard library.
-sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE), str(_HERE)]
+import _path  # noqa: F401
+import torch
+from device_timing import captured, copy_rate, machine
+from harness.figures import write_json
+from kernel_cases import TINY, Bench, Prepared, Shape, expected
 
-import torch  # noqa: E402
-from device_timing import captured, copy_rate, machine  # noqa: E402
-from kernel_cases import TINY, Bench, Prepared, Shape, expected  # noqa: E402
-
-from engine.llm import LLM  # noqa: E402
-from engine.tiny.model import Recipe, cached_model  # noqa: E402
-from engine.types import SamplingParams  # noqa: E402
-from kernels import Kernels, select  # noqa: E402
+from engine.llm import LLM
+from engine.tiny.model import Recipe, cached_model
+from engine.types import SamplingParams
+from kernels import Kernels, select
 
 FEW = Shape(
     decode=((1, 700), (3, 300)), prefill=((1, 200, 0), (2, 40, 100)), rows=(1, 5, 130), experts=(16, 8, 2048, 768)
@@ -141,8 +139,7 @@ def main() -> None:
         checks[name] = entry
         if "error" in entry:
             failures[name] = entry["error"]
-        if options.json:
-            options.json.write_text(json.dumps(report, indent=1))
+        write_json(options.json, report)
 
     start = time.perf_counter()
     report["machine"] = machine(device)

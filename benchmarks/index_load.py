@@ -87,12 +87,6 @@ def asked(rng: random.Random, held: Prompt, hit: str) -> list[int]:
     return held.token_ids[:keep] + tokens(rng, len(held.token_ids) - keep)
 
 
-def resident_bytes() -> int:
-    """Resident memory of this process (Linux)."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
-
-
 def median(values: list[float]) -> float:
     ordered = sorted(values)
     return ordered[len(ordered) // 2]

@@ -15,16 +15,14 @@ import multiprocessing
 import os
 import random
 import struct
-import sys
 import time
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DYN_LOG", "error")
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
+import _path  # noqa: F401
 import index_load as load
+from harness.figures import resident_bytes
 
 WORKERS = 64
 THREADS = 2
@@ -154,11 +152,11 @@ async def measure_service_memory(quick: bool) -> dict[str, Any]:
     blocks = 64_000 if quick else 1_000_000
     await service.publish((99, 32_000, 16))
     await service.settle()
-    before = load.resident_bytes()
+    before = resident_bytes()
     for part in range(10):
         await service.publish((100 + part, blocks // 10, 16))
     await service.settle()
-    grown = load.resident_bytes() - before
+    grown = resident_bytes() - before
     service.stop()
     return {"service_bytes_per_entry_1": round(grown / blocks, 1)}
 
@@ -194,7 +192,7 @@ def measure_radix_growth(quick: bool, copies: int) -> dict[str, Any]:
     tree, rng = RadixTree(), random.Random(5)
     blocks = (64_000 if quick else 1_000_000) // copies
     gc.collect()
-    before, worst, entries = load.resident_bytes(), 0.0, 0
+    before, worst, entries = resident_bytes(), 0.0, 0
     parent: int | None = None
     for at in range(blocks // 16):
         if at % 4 == 0:
@@ -208,7 +206,7 @@ def measure_radix_growth(quick: bool, copies: int) -> dict[str, Any]:
             worst = max(worst, time.perf_counter() - started)
             entries += 16
     tree.find_matches([1])
-    grown = load.resident_bytes() - before
+    grown = resident_bytes() - before
     return {f"radix_bytes_per_entry_{copies}": round(grown / entries, 1), "pause_ms_max": round(worst * 1e3, 3)}
 
 

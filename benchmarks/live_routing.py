@@ -21,60 +21,28 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import platform
-import sys
 import tempfile
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
+import _path  # noqa: F401
 import click
+from demo_workload import repo_text
+from harness.figures import in_words, machine, markdown, write_json
+from harness.load import Outcome, summarise
+from harness.programs import Cluster, make_demo_model
+from live_routing_parts import BLOCK, Workload, agent_text, prefill_rate, replay, repo_sessions, warm
 
-_HERE = Path(__file__).resolve().parent
-_ROOT = _HERE.parent
-# This folder last: it has files named like packages of ours and modules of the standard library.
-sys.path[:] = [
-    str(_ROOT),
-    str(_ROOT / "scripts"),
-    *(p for p in sys.path if Path(p or ".").resolve() != _HERE),
-    str(_HERE),
-]
-
-from demo_cluster import Cluster, make_demo_model  # noqa: E402
-from demo_workload import repo_text  # noqa: E402
-from live_routing_parts import (  # noqa: E402
-    BLOCK,
-    Outcome,
-    Workload,
-    agent_text,
-    prefill_rate,
-    replay,
-    repo_sessions,
-    summarise,
-    warm,
-)  # fmt: skip
-
-from prompts import Tokenizer  # noqa: E402
+from prompts import Tokenizer
 
 POLICIES = ("kv", "least_requests", "round_robin", "sticky")
 CALIBRATION_S = 5.0
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    cpu = next(
-        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-         if line.startswith("model name")), platform.machine()
-    )  # fmt: skip
-    found: dict[str, Any] = {"cpu": cpu, "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
-    for name in ("blockcast", "torch", "aiohttp", "uvloop", "msgspec", "pyzmq"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return {**found, "python": platform.python_version()}
+COLUMNS = {
+    "requests": ("requests", "{:,}"), "prompt tokens": ("prompt_tokens", "{:,}"), "cached": ("cached_tokens", "{:,}"),
+    "prefilled": ("prefilled_tokens", "{:,}"), "on the busiest": ("busiest_share", "{:.0%}"),
+    "TTFT mean": ("ttft_mean_ms", "{:,.0f} ms"), "p50": ("ttft_p50_ms", "{:,.0f} ms"),
+    "p99": ("ttft_p99_ms", "{:,.0f} ms"), "E2E mean": ("e2e_mean_ms", "{:,.0f} ms"),
+}  # fmt: skip
 
 
 def measure_rate(model: Path, workers: int, length: int, vocab_size: int, log_dir: Path) -> float:
@@ -93,21 +61,6 @@ def run_once(
         begin_s = time.perf_counter()
         outcomes = asyncio.run(replay(cluster.url, cluster.model_name, workload, scale))
         return outcomes, time.perf_counter() - begin_s
-
-
-def table(rows: dict[str, dict[str, float | int]]) -> str:
-    """In Markdown, so that it can stand in a README."""
-    head = (
-        "policy", "requests", "prompt tokens", "cached", "prefilled", "on the busiest", "TTFT mean", "p50", "p99",
-        "E2E mean",
-    )  # fmt: skip
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    for name, r in rows.items():
-        counts = ("requests", "prompt_tokens", "cached_tokens", "prefilled_tokens")
-        times = ("ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "e2e_mean_ms")
-        cells = [name, *(f"{r[key]:,}" for key in counts), f"{r['busiest_share']:.0%}"]
-        lines.append("| " + " | ".join([*cells, *(f"{r[key]:,.0f} ms" for key in times)]) + " |")
-    return "\n".join(lines)
 
 
 def comparison(rows: dict[str, dict[str, float | int]]) -> list[str]:
@@ -187,8 +140,8 @@ def main(
     started_s = time.monotonic()
     policies = tuple(dict.fromkeys(policies)) or POLICIES[:3]
     log_dir = Path(tempfile.mkdtemp(prefix="blockcast-live-"))
-    host = machine()
-    click.echo(", ".join(f"{key} {value}" for key, value in host.items()))
+    host = machine("blockcast", "torch", "uvloop", "msgspec", "pyzmq")
+    click.echo(in_words(host))
     model = make_demo_model(model_family)
     tokenizer = Tokenizer.load(model)
     try:
@@ -232,16 +185,15 @@ def main(
                 f"  TTFT mean {r['ttft_mean_ms']:>6,.0f} ms  p99 {r['ttft_p99_ms']:>6,.0f} ms"
             )
     rows = {policy: summarise(found) for policy, found in outcomes.items()}
-    click.echo("\n" + table(rows) + "\n")
+    click.echo("\n" + markdown(rows, COLUMNS, "policy") + "\n")
     for line in comparison(rows):
         click.echo(line)
     click.echo(f"{time.monotonic() - started_s:.0f} s; logs in {log_dir}")
-    if json_file is not None:
-        figures = {
-            "machine": host, "workload": workload.note, "workers": workers, "blocks": blocks, "prefill_rate": rate,
-            "time_scale": scale, "load": loads, "unseen_tokens": unseen, "policies": rows, "runs": runs,
-        }  # fmt: skip
-        json_file.write_text(json.dumps(figures, indent=1) + "\n")
+    figures = {
+        "machine": host, "workload": workload.note, "workers": workers, "blocks": blocks, "prefill_rate": rate,
+        "time_scale": scale, "load": loads, "unseen_tokens": unseen, "policies": rows, "runs": runs,
+    }  # fmt: skip
+    write_json(json_file, figures)
 
 
 if __name__ == "__main__":

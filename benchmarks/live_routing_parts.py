@@ -1,4 +1,4 @@
-"""What benchmarks/live_routing.py plays and how: sessions of real text, their arrival in time, the client, the sums.
+"""What benchmarks/live_routing.py plays and how: sessions of real text, their arrival in time.
 
 A workload is the same for every policy, to the byte: what a later turn holds of earlier answers is the text of the
 source, not what the model said, as in any replay of a trace. A turn is sent when its time has come and its
@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import random
-import statistics
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import _path  # noqa: F401
+from harness.load import Client, Outcome, completion, post
 
 BLOCK = 16
-REQUEST_S_MAX = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,70 +220,29 @@ def _records(name: str, text: str) -> Iterator[tuple[int, str, str]]:
         yield record["timestamp"], record["input"], record["output"]
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One request as the client saw it; tokens as the engine reported them."""
-
-    worker: str
-    prompt_tokens: int
-    cached_tokens: int
-    answer_tokens: int
-    ttft_s: float
-    e2e_s: float
-
-
 async def replay(url: str, model: str, workload: Workload, time_scale: float) -> list[Outcome]:
     """Every request once, trace seconds times `time_scale`. RuntimeError for a request that was not answered."""
     outcomes: list[Outcome] = []
     begin_s = time.perf_counter()
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=REQUEST_S_MAX)
 
-    async def play(client: aiohttp.ClientSession, session: Session) -> None:
+    async def play(client: Client, session: Session) -> None:
         due_s = begin_s + session.start_s * time_scale
         for turn in session.turns:
             due_s += turn.gap_s * time_scale
             await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
             due_s = time.perf_counter()  # where the answer before was late, the rest of the session shifts
-            outcomes.append(await complete(client, url, model, turn.prompt, turn.answer_tokens, session.name))
+            outcomes.append(await complete(client, model, turn.prompt, turn.answer_tokens, session.name))
 
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as client:
+    async with Client(url) as client:
         await asyncio.gather(*(play(client, session) for session in workload.sessions))
     return outcomes
 
 
-async def complete(
-    client: aiohttp.ClientSession, url: str, model: str, prompt: str | list[int], tokens: int, session: str
-) -> Outcome:
-    """One streamed completion of exactly `tokens` greedy tokens. TTFT ends at the first chunk with a choice."""
-    body = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    usage: dict[str, Any] = {}
-    first_s: float | None = None
-    sent_s = time.perf_counter()
-    async with client.post(url + "/v1/completions", json=body, headers={"x-session-id": session}) as answer:
-        if answer.status != 200:
-            raise RuntimeError(f"{session}: HTTP {answer.status}: {await answer.text()}")
-        async for line in answer.content:
-            if not line.startswith(b"data: {"):
-                continue
-            if first_s is None:
-                first_s = time.perf_counter()
-            if b'"prompt_tokens"' in line:
-                usage = json.loads(line[6:]).get("usage") or usage
-        worker = answer.headers.get("x-blockcast-worker", url)
-    end_s = time.perf_counter()
-    if first_s is None or usage.get("completion_tokens") != tokens:
-        raise RuntimeError(f"{session}: asked for {tokens} tokens, the answer ended with usage {usage}")
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return Outcome(worker, usage["prompt_tokens"], cached, tokens, first_s - sent_s, end_s - sent_s)
+async def complete(client: Client, model: str, prompt: str | list[int], tokens: int, session: str) -> Outcome:
+    """One streamed completion of exactly `tokens` greedy tokens."""
+    body = completion(model, prompt, tokens)
+    answer = await client.ask(post("/v1/completions", body, {"x-session-id": session}))
+    return Outcome.of(answer, tokens, session)
 
 
 async def prefill_rate(urls: list[str], model: str, vocab_size: int, length: int, seconds: float, seed: int) -> float:
@@ -293,45 +250,25 @@ async def prefill_rate(urls: list[str], model: str, vocab_size: int, length: int
     rng = random.Random(seed)
     done = 0
 
-    async def keep_busy(client: aiohttp.ClientSession, url: str, end_s: float) -> None:
+    async def keep_busy(url: str, end_s: float) -> None:
         nonlocal done
-        while time.perf_counter() < end_s:
-            prompt = [rng.randrange(10, vocab_size) for _ in range(length)]
-            outcome = await complete(client, url, model, prompt, 1, "calibration")
-            done += outcome.prompt_tokens - outcome.cached_tokens
+        async with Client(url) as client:
+            while time.perf_counter() < end_s:
+                prompt = [rng.randrange(10, vocab_size) for _ in range(length)]
+                outcome = await complete(client, model, prompt, 1, "calibration")
+                done += outcome.prompt_tokens - outcome.cached_tokens
 
-    async with aiohttp.ClientSession() as client:
-        await asyncio.gather(*(complete(client, url, model, [7] * length, 1, "warm-up") for url in urls))
-        begin_s = time.perf_counter()
-        await asyncio.gather(*(keep_busy(client, url, begin_s + seconds) for url in urls))
-        return done / (time.perf_counter() - begin_s)
+    await warm(urls, model, length, 1)
+    begin_s = time.perf_counter()
+    await asyncio.gather(*(keep_busy(url, begin_s + seconds) for url in urls))
+    return done / (time.perf_counter() - begin_s)
 
 
-async def warm(urls: list[str], model: str) -> None:
+async def warm(urls: list[str], model: str, length: int = 600, tokens: int = 4) -> None:
     """A first prefill and decode on every worker, of tokens that the workload does not hold."""
-    async with aiohttp.ClientSession() as client:
-        await asyncio.gather(*(complete(client, url, model, [9] * 600, 4, "warm-up") for url in urls))
 
+    async def one(url: str) -> None:
+        async with Client(url) as client:
+            await complete(client, model, [9] * length, tokens, "warm-up")
 
-def summarise(outcomes: Sequence[Outcome]) -> dict[str, float | int]:
-    """Sums and milliseconds. p99 is by nearest rank; `busiest_share` the largest part of the prefill on one worker."""
-    ttft_ms = sorted(outcome.ttft_s * 1e3 for outcome in outcomes)
-    prefilled: dict[str, int] = {}
-    for o in outcomes:
-        prefilled[o.worker] = prefilled.get(o.worker, 0) + o.prompt_tokens - o.cached_tokens
-    total = sum(prefilled.values())
-    return {
-        "requests": len(outcomes),
-        "prompt_tokens": sum(o.prompt_tokens for o in outcomes),
-        "cached_tokens": sum(o.cached_tokens for o in outcomes),
-        "prefilled_tokens": total,
-        "busiest_share": round(max(prefilled.values()) / total, 3),
-        "ttft_mean_ms": round(statistics.fmean(ttft_ms), 1),
-        "ttft_p50_ms": round(_rank(ttft_ms, 0.50), 1),
-        "ttft_p99_ms": round(_rank(ttft_ms, 0.99), 1),
-        "e2e_mean_ms": round(statistics.fmean(o.e2e_s for o in outcomes) * 1e3, 1),
-    }
-
-
-def _rank(ordered: list[float], share: float) -> float:
-    return ordered[max(0, math.ceil(len(ordered) * share) - 1)]
+    await asyncio.gather(*map(one, urls))
