@@ -1,7 +1,5 @@
 """The load of the index benchmark: what workers announce and what is asked.
 
-Standard library and msgspec only, so that a peer's own environment can import it and both sides get the same bytes.
-
 A block has 16 tokens, ids uniform over 2^17 (the size of today's vocabularies: the worst case for a msgpack reader, as
 ids need two or four bytes by chance). Payloads are vLLM's map events with every field it sends for full attention.
 """

@@ -8,13 +8,10 @@ predecessor's answer is complete, whichever is later; sessions start without wai
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import tarfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import _path  # noqa: F401
@@ -144,80 +141,6 @@ def repo_sessions(tokenizer: Any, text: str, *, sessions: int, turns: int, answe
     if source.laps:
         raise ValueError(f"--sessions {sessions} --turns {turns}: the repo's text is used up; expected fewer")
     return Workload(f"the repo's own text as {sessions} agent sessions of {turns} turns, seed {seed}", tuple(made))
-
-
-def agent_text(
-    path: Path, tokenizer: Any, *, requests_max: int, max_tokens: int, answer_tokens: int, seed: int
-) -> Workload:
-    """Sessions of LMCache's agent trace (a folder or .tar.gz of JSON lines: `timestamp` us, `input`, `output`).
-
-    Sessions are taken at random until `requests_max` requests; each ends before its first prompt above `max_tokens`
-    tokens. Gaps within a session are the trace's; starts are drawn anew, since the trace's are hours apart. ValueError
-    naming file, line and field for what cannot be read.
-    """
-    rng = random.Random(seed)
-    files = sorted(_jsonl_files(path))
-    if not files:
-        raise ValueError(f"--trace {path}: no .jsonl file in it")
-    rng.shuffle(files)
-    made: list[Session] = []
-    count = too_long = empty = 0
-    start_s = 0.0
-    for name, text in files:
-        records = sorted(_records(name, text), key=lambda record: record[0])
-        steps: list[Turn] = []
-        before_us = 0
-        for i, (stamp_us, prompt, output) in enumerate(records):
-            if not prompt.strip():
-                empty += 1
-                continue
-            ids = tuple(tokenizer.encode(prompt))
-            if len(ids) > max_tokens:
-                too_long += len(records) - i
-                break
-            answer = max(1, min(answer_tokens, len(tokenizer.encode(output, add_special_tokens=False))))
-            gap_s = (stamp_us - before_us) / 1e6 if steps else 0.0
-            steps.append(Turn(prompt, ids, answer, gap_s))
-            before_us = stamp_us
-            if count + len(steps) >= requests_max:
-                break
-        if steps:
-            start_s += rng.expovariate(1 / 4.0)
-            made.append(Session(name, start_s, tuple(steps)))
-            count += len(steps)
-        if count >= requests_max:
-            break
-    note = (
-        f"{path.name}: {count} requests of {len(made)} sessions, seed {seed}; left out of these sessions: {too_long} "
-        f"requests from the first prompt above {max_tokens:,} tokens on, {empty} without text; answers cut to "
-        f"{answer_tokens} tokens"
-    )
-    if not made:
-        raise ValueError(f"--trace {path}: no session has a prompt of at most --max-tokens {max_tokens}")
-    return Workload(note, tuple(made))
-
-
-def _jsonl_files(path: Path) -> Iterator[tuple[str, str]]:
-    if path.is_dir():
-        for file in path.rglob("*.jsonl"):
-            yield file.relative_to(path).as_posix(), file.read_text(encoding="utf-8")
-        return
-    with tarfile.open(path) as archive:
-        for member in archive:
-            content = archive.extractfile(member) if member.name.endswith(".jsonl") else None
-            if content is not None:
-                yield member.name, content.read().decode("utf-8")
-
-
-def _records(name: str, text: str) -> Iterator[tuple[int, str, str]]:
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        record = json.loads(line)
-        for key, kind in (("timestamp", int), ("input", str), ("output", str)):
-            if not isinstance(record.get(key), kind):
-                raise ValueError(f"{name} line {number}: {key} is {record.get(key)!r}, expected {kind.__name__}")
-        yield record["timestamp"], record["input"], record["output"]
 
 
 async def replay(url: str, model: str, workload: Workload, time_scale: float) -> list[Outcome]:
