@@ -177,6 +177,7 @@ class Server:
             access_log=logging.getLogger("engine.access") if self._config.log_requests else None,
             shutdown_timeout=1.0,
             keepalive_timeout=KEEPALIVE_S,
+            auto_decompress=False,
             max_line_size=16384,
             max_field_size=16384,
         )

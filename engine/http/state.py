@@ -24,6 +24,7 @@ from engine.http.metrics import MetricsPage, ServerMetrics
 from engine.messages import CoreInfo
 from engine.process.client import EngineClient
 from prompts import RequestError, Tokenizer, bad_value
+from prompts.errors import show
 
 T = TypeVar("T")
 
@@ -134,7 +135,13 @@ class ServerState:
         return format(next(self._numbers), "x")
 
     async def body(self, request: web.Request) -> bytes:
-        """The request's body. Raises RequestError: 408 where it takes too long, 400 where the client leaves before."""
+        """The request's body. Raises RequestError: 408 where it takes too long, 400 where the client leaves before.
+
+        A compressed body is refused: a few bytes may stand for gigabytes.
+        """
+        encoding = request.headers.get("Content-Encoding", "identity")
+        if encoding.lower() not in ("", "identity"):
+            raise RequestError(f"Content-Encoding: got {show(encoding)}, expected none", param=None, status=415)
         if not request.can_read_body or request.content.is_eof():
             return await request.read()
         try:
