@@ -19,7 +19,7 @@ from event_faults_script import (
     stored,
     stored_array,
 )
-from harness.workers import pack
+from event_faults_worker import pack
 
 # Names and encodings --------------------------------------------------------------------------------------------------
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 from router.app.reading import COMPLETIONS
 from router.counters import Metrics
 from router.decide.core import RouterCore
+from router.decide.workers import Worker, WorkerState
 from router.edge.exchange import Exchange
+
+log = logging.getLogger("router")
 
 
 def count_end(core: RouterCore, metrics: Metrics, exchange: Exchange, now: float) -> None:
@@ -30,6 +35,14 @@ def count_end(core: RouterCore, metrics: Metrics, exchange: Exchange, now: float
     if usage is not None:
         metrics.reported_prompt_tokens += usage.prompt_tokens or 0
         metrics.reported_cached_tokens += usage.cached_tokens or 0
+
+
+def log_state(worker: Worker, before: WorkerState | None) -> None:
+    """One line for each change of a worker's state."""
+    level = logging.WARNING if worker.state is WorkerState.DOWN else logging.INFO
+    old = "new" if before is None else before.value
+    why = f": {worker.state_reason}" if worker.state_reason else ""
+    log.log(level, "worker %s: %s -> %s%s", worker.worker_id, old, worker.state.value, why)
 
 
 def request_fields(exchange: Exchange, now: float) -> dict[str, object]:

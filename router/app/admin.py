@@ -8,6 +8,7 @@ loopback where there is none.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
@@ -17,7 +18,15 @@ import msgspec
 
 from prompts.errors import RequestError, bad_value
 from router.app.dashboard import Dashboard
-from router.app.metrics_page import Family, core_families, counted_families, feed_families, prompt_families, render
+from router.app.metrics_page import (
+    Family,
+    core_families,
+    counted_families,
+    feed_families,
+    fleet_families,
+    prompt_families,
+    render,
+)
 from router.app.openapi import document
 from router.app.reading import Reading
 from router.app.siblings import RELAYED, Report, Siblings, WorkerSums
@@ -30,6 +39,8 @@ from router.http.connection import ClientConnection
 from router.http.request import HttpRequest
 from router.http.routes import Answer, Handler, Routes
 from router.prompting.reader import PromptReader
+
+log = logging.getLogger("router")
 
 HTML = b"text/html; charset=utf-8"
 TEXT = b"text/plain; version=0.0.4; charset=utf-8"
@@ -170,7 +181,9 @@ class Admin:
     def _metrics_page(self, metrics: Metrics, report: Report) -> Answer:
         def families() -> Iterable[Family]:
             yield from counted_families(metrics)
-            yield from core_families(self._core.snapshot(self._now()), report, self._core.index.stats())
+            snapshot, starting = self._core.snapshot(self._now()), self._fleet.starting()
+            yield from core_families(snapshot, report, self._core.index.stats(), starting)
+            yield from fleet_families(self._fleet.unusable)
             yield from prompt_families(report)
             yield from feed_families(self._feed_totals())
 
@@ -224,6 +237,7 @@ class Admin:
             worker_id = await self._fleet.add(settings)
         except ValueError as error:
             raise RequestError(str(error), param="url") from None
+        log.info("admin: worker %s added", worker_id)
         await self._pass_on(request)
         return Answer(msgspec.json.encode({"worker_id": worker_id}), 201)
 
@@ -234,6 +248,7 @@ class Admin:
             worker_id = str(settings.get("worker_id") or settings.get("url") or "")
         worker_id = self._known(worker_id, *self._fleet.starting())
         await self._fleet.remove(worker_id)
+        log.info("admin: worker %s removed", worker_id)
         await self._pass_on(request)
         return Answer(msgspec.json.encode({"worker_id": worker_id, "removed": True}))
 
@@ -244,6 +259,7 @@ class Admin:
             raise bad_value("on", on, "true or false")
         worker_id = self._known(argument)
         await self._fleet.drain(worker_id, on=on)
+        log.info("admin: worker %s %s", worker_id, "drained" if on else "taken back")
         await self._pass_on(request)
         return Answer(msgspec.json.encode({"worker_id": worker_id, "draining": on}))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from prometheus_client import generate_latest
@@ -52,8 +52,11 @@ def counted_families(metrics: Metrics) -> Iterator[Family]:
         yield HistogramMetricFamily(PREFIX + name, text, histogram.buckets(), histogram.total)
 
 
-def core_families(snapshot: CoreSnapshot, report: Report, index: IndexStats) -> Iterator[Family]:
-    """What the core and the index know at the time of a scrape; `report` has the sums over processes."""
+def core_families(
+    snapshot: CoreSnapshot, report: Report, index: IndexStats, starting: Iterable[str]
+) -> Iterator[Family]:
+    """What the core and the index know at the time of a scrape; `report` has the sums over processes; `starting` are
+    workers that were never reached."""
     yield GaugeMetricFamily(PREFIX + "in_flight", "Requests forwarded and not answered to the end.", report.in_flight)
     yield GaugeMetricFamily(PREFIX + "held", "Requests waiting in the reordering queue.", report.held)
     yield _counter(
@@ -80,6 +83,8 @@ def core_families(snapshot: CoreSnapshot, report: Report, index: IndexStats) -> 
         queue.add_metric(name, worker.queue_s)
         busy.add_metric(name, worker.utilisation)
         alarms.add_metric(name, len(worker.alarms))
+    for worker_id in starting:
+        up.add_metric((worker_id, "starting"), 0.0)
     yield from (up, prefilling, decoding, queue, busy, alarms)
     for gauge, text, value in (
         ("index_holders", "Event streams in the index.", index.holders),
@@ -89,6 +94,12 @@ def core_families(snapshot: CoreSnapshot, report: Report, index: IndexStats) -> 
         ("index_memory_bytes", "Memory of the index.", index.memory_bytes),
     ):
         yield GaugeMetricFamily(PREFIX + gauge, text, value)
+
+
+def fleet_families(unusable: Mapping[str, int]) -> Iterator[Family]:
+    """What asking the workers came to."""
+    text = "Probes and checks of a worker that failed, or whose answer could not be used."
+    yield _counter("worker_check_failures", text, ("worker",), unusable.items())
 
 
 def prompt_families(report: Report) -> Iterator[Family]:

@@ -21,7 +21,7 @@ from pathlib import Path
 import aiohttp
 
 from prompts.segments import CACHE_BYTES_DEFAULT
-from router.app.accounting import count_end, request_fields
+from router.app.accounting import count_end, log_state, request_fields
 from router.app.admin import Admin
 from router.app.dashboard import Dashboard
 from router.app.reading import Reading
@@ -202,6 +202,7 @@ class RouterProcess:
         routes = PeerRoutes(self._index.seed, self._feed.snapshot)
         self._admin.add_route("GET", "/peer", routes.index, public=False)
         self._admin.add_route("GET", "/peer/*", routes.stream, public=False)
+        self._core.registry.on_state = log_state
         proxy.on_worker_lost.append(self._feed.lost)
         proxy.on_failure.append(self._attempt_failed)
         proxy.on_end.append(self._ended)

@@ -88,9 +88,9 @@ class RouterCore:
     def worker_down(self, worker_id: str, now: float, reason: str) -> list[Instruction]:
         """A health check failed for good: out of the candidates at once, and out of the index (WorkerLost)."""
         worker = self.registry.workers.get(worker_id)
-        if worker is None or worker.state is WorkerState.DRAINING:
+        if worker is None:
             return []
-        was_down = worker.state in (WorkerState.DOWN, WorkerState.PROBING)
+        was_down = worker.health in (WorkerState.DOWN, WorkerState.PROBING)
         self.registry.breaker.down(worker, now, reason)
         self.registry.changed()
         if was_down:
@@ -99,9 +99,7 @@ class RouterCore:
 
     def drain(self, worker_id: str, now: float, *, on: bool = True) -> list[Instruction]:
         """Stop (or resume) giving a worker new work; what it has goes on. Raises KeyError where it is unknown."""
-        worker = self.registry.workers[worker_id]
-        worker.state = WorkerState.DRAINING if on else WorkerState.UP
-        worker.state_reason = "drained by an operator" if on else ""
+        self.registry.workers[worker_id].drain(on=on)
         self.registry.changed()
         return self._try_held(now)
 
@@ -179,18 +177,17 @@ class RouterCore:
         if live is None or live.decision is None:
             return []
         worker_id = live.decision.worker
-        self._end_attempt(live, now, computed=live.first_token_seen)
         instructions: list[Instruction] = []
         worker = self.registry.workers.get(worker_id)
+        probe = worker is not None and worker.probe == request_id
+        self._end_attempt(live, now, computed=live.first_token_seen)
         if worker is not None and kind not in (FailureKind.OVERLOADED, FailureKind.INTERNAL):
             fatal = kind is FailureKind.CONNECT
-            went_down = self.registry.breaker.failure(worker, now, reason=f"{kind.value} failure", fatal=fatal)
+            reason = f"{kind.value} failure"
+            went_down = self.registry.breaker.failure(worker, now, reason=reason, fatal=fatal, probe=probe)
             self.registry.changed()
             if went_down and fatal:
                 instructions.append(self._lost(worker))
-        elif worker is not None and worker.probe == request_id:
-            worker.probe = None
-            self.registry.changed()
         if kind is FailureKind.STREAM or live.first_token_seen:
             del self._live[request_id]
             self.counters["failed"] += 1
@@ -386,6 +383,10 @@ class RouterCore:
         """Take an attempt off the books. What was computed stays pinned for a grace period: its events are coming."""
         self.tracker.end(live.request.request_id, now, computed=computed, reported_cached=reported_cached)
         self.book.ended(live.request.request_id, now, computed=computed)
+        worker = self.registry.workers.get(live.decision.worker) if live.decision is not None else None
+        if worker is not None and worker.probe == live.request.request_id:
+            worker.probe = None  # it told nothing, or its caller says what: the next request may be the probe
+            self.registry.changed()
 
     def _lost(self, worker: Worker) -> WorkerLost:
         for target in self.registry.targets_of(worker.worker_id):

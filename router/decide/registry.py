@@ -6,6 +6,8 @@ know load and caches beyond creating a target and a holder for each worker or da
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from router.decide.books import CacheBook
 from router.decide.messages import Refuse, RouteRequest
 from router.decide.target import Target
@@ -31,6 +33,9 @@ class Registry:
         self._tracker = tracker
         self._book = book
         self.breaker = breaker
+        self.on_state: Callable[[Worker, WorkerState | None], None] = _nobody
+        """Told of each change of a worker's state, with the state before it; PROBING counts as DOWN."""
+        self._states: dict[str, WorkerState] = {}
         self.workers: dict[str, Worker] = {}
         self._targets: dict[str, list[Target]] = {}
         self._pools: dict[tuple[str, str | None], list[Target]] = {}
@@ -66,7 +71,13 @@ class Registry:
         self.changed()
 
     def changed(self) -> None:
-        """A worker's state changed: pools are rebuilt when they are next asked for."""
+        """A worker's state changed: pools are rebuilt when they are next asked for, and who listens is told."""
+        for worker_id, worker in self.workers.items():
+            state = WorkerState.DOWN if worker.state is WorkerState.PROBING else worker.state
+            before = self._states.get(worker_id)
+            if state is not before:
+                self._states[worker_id] = state
+                self.on_state(worker, before)
         self._pools.clear()
         self._context_max.clear()
         self._models = None
@@ -212,6 +223,10 @@ class Registry:
             self._index.remove_holder(target.holder)
         worker.holders.clear()
         self._targets[worker.worker_id].clear()
+
+
+def _nobody(worker: Worker, before: WorkerState | None) -> None:
+    """No one listens."""
 
 
 def _base(spec: WorkerSpec) -> str | None:

@@ -76,10 +76,32 @@ class Worker:
     probe: str | None = None
     """The request that probes it."""
     state_reason: str = ""
+    behind: WorkerState = WorkerState.UP
+    """While DRAINING: what it is but for that, so that one that died meanwhile is not taken back as if it were well."""
 
     @property
     def worker_id(self) -> str:
         return self.spec.worker_id
+
+    @property
+    def health(self) -> WorkerState:
+        """Its state, an operator's wish aside."""
+        return self.behind if self.state is WorkerState.DRAINING else self.state
+
+    def become(self, health: WorkerState, reason: str) -> None:
+        """Its health changed."""
+        if self.state is WorkerState.DRAINING:
+            self.behind = health
+        else:
+            self.state, self.state_reason = health, reason
+
+    def drain(self, *, on: bool) -> None:
+        """Give it no new work, or some again if it is well."""
+        if on and self.state is not WorkerState.DRAINING:
+            self.behind, self.state, self.state_reason = self.state, WorkerState.DRAINING, "drained by an operator"
+        elif not on and self.state is WorkerState.DRAINING:
+            self.state = self.behind
+            self.state_reason = "" if self.behind is WorkerState.UP else "went down while it was drained"
 
 
 def models_of(spec: WorkerSpec) -> dict[str, ServedModel]:
@@ -93,37 +115,32 @@ class Breaker:
     def __init__(self, config: HealthConfig) -> None:
         self._config = config
 
-    def failure(self, worker: Worker, now: float, *, reason: str, fatal: bool = False) -> bool:
-        """Count a failure; True where it took the worker down just now."""
+    def failure(self, worker: Worker, now: float, *, reason: str, fatal: bool = False, probe: bool = False) -> bool:
+        """Count a failure; True where it took the worker down just now. `probe`: it is the probe's. What was sent
+        before a worker went down and fails after it tells nothing new: of one incident there is one pause."""
         worker.failures += 1
-        if worker.state is WorkerState.DRAINING:
-            return False
-        limit = self._config.failures_to_open
-        if not fatal and worker.failures < limit and worker.state is WorkerState.UP:
-            return False
-        was_up = worker.state is WorkerState.UP
-        self.down(worker, now, reason)
-        return was_up
+        was_up = worker.health is WorkerState.UP
+        if probe or (was_up and (fatal or worker.failures >= self._config.failures_to_open)):
+            self.down(worker, now, reason, longer=probe)
+        return was_up and worker.health is WorkerState.DOWN
 
-    def down(self, worker: Worker, now: float, reason: str) -> None:
-        """Open the breaker: nothing is sent until its pause is over; each further failure doubles the pause."""
-        opened_before = worker.state in (WorkerState.DOWN, WorkerState.PROBING)
-        worker.open_s = min(worker.open_s * 2, self._config.open_s_max) if opened_before else self._config.open_s
+    def down(self, worker: Worker, now: float, reason: str, *, longer: bool = False) -> None:
+        """Open the breaker: nothing is sent until its pause is over. `longer`: a probe failed, the pause doubles."""
+        first_s = worker.open_s or self._config.open_s
+        worker.open_s = min(first_s * 2, self._config.open_s_max) if longer else first_s
         worker.open_until_s = now + worker.open_s
-        worker.state = WorkerState.DOWN
-        worker.state_reason = reason
+        worker.become(WorkerState.DOWN, reason)
         worker.probe = None
 
     def success(self, worker: Worker) -> bool:
-        """An answer or a health check came: close the breaker; True where the worker was not up before."""
+        """An answer or a health check came: close the breaker; True where the worker may be given work again."""
         worker.failures = 0
         worker.probe = None
-        if worker.state in (WorkerState.UP, WorkerState.DRAINING):
+        if worker.health is WorkerState.UP:
             return False
-        worker.state = WorkerState.UP
-        worker.state_reason = ""
         worker.open_s = 0.0
-        return True
+        worker.become(WorkerState.UP, "")
+        return worker.state is WorkerState.UP
 
     def half_open(self, worker: Worker, now: float) -> None:
         """Let a probe through where the pause is over."""

@@ -1,32 +1,42 @@
 """From a worker's HTTP address to everything the router needs to know of it.
 
-Pure readers for what workers answer (`/v1/models`, `/kv_event_sources`, `/server_info`, `/metrics`), the `--worker`
-flag, and one thin asynchronous prober that asks. A worker that answers no event source is tried at vLLM's default port;
-where nobody listens there, its cache is followed by history.
+The `--worker` flag, and one thin asynchronous prober that asks; what comes back is read by router/fleet/answers.py. A
+worker that answers no event source is tried at vLLM's default port; where nobody listens there, its cache is followed
+by history.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
 from events.errors import DecodeError
-from events.sources import EventSource, default_sources, parse_sources
+from events.sources import EventSource, default_sources
 from router.asking import Unanswered, ask
 from router.decide.config import ConfigError
 from router.decide.workers import CacheView, ServedModel, WorkerSpec
+from router.fleet.answers import (
+    number,
+    read_block_size,
+    read_cache_capacity,
+    read_models,
+    read_roots,
+    read_server_info,
+    read_sources,
+)
 
 DEFAULT_EVENT_PORT = 5557
-BODY_BYTES_MAX = 8 << 20
+BODY_BYTES_MAX = 1 << 20
+METRICS_BYTES_MAX = 4 << 20
+NOT_OFFERED = frozenset((404, 405, 410, 501))
+"""Statuses by which a worker says that it has no such route; any other is about this moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,8 @@ class WorkerFacts:
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 """One part of a host's name; with underscores, as containers have them."""
 _ENDPOINT = re.compile(r"tcp://[^\s;,]+:\d{1,5}|(ipc|inproc)://[^\s;,]+")
+_ID = re.compile(r"[!-~\u00a1-\U0010ffff]{1,255}")
+"""It stands in headers and metrics."""
 _KEYS = ("url", "events", "replay", "topic", "id", "roles", "cache_tokens", "reannounce")
 
 
@@ -111,13 +123,16 @@ def worker_flag(values: Mapping[str, str]) -> WorkerFlag:
     if replays and len(replays) != len(endpoints):
         raise ConfigError(f"worker: {len(replays)} replay endpoints for {len(endpoints)} event endpoints")
     capacity = values.get("cache_tokens")
-    if capacity is not None and (not capacity.isdigit() or int(capacity) == 0):
+    if capacity is not None and not number(capacity):
         raise ConfigError(f"worker: cache_tokens={capacity!r}, expected a positive number")
     if values.get("reannounce", "0") not in ("0", "1"):
         raise ConfigError(f"worker: reannounce={values['reannounce']!r}, expected 0 or 1")
+    worker_id = values.get("id") or worker_id_of(url)
+    if _ID.fullmatch(worker_id) is None:
+        raise ConfigError(f"worker: id={worker_id!r}, expected up to 255 printable characters without spaces")
     return WorkerFlag(
         url=url,
-        worker_id=values.get("id") or worker_id_of(url),
+        worker_id=worker_id,
         events=endpoints,
         replay=replays,
         topic=values.get("topic", ""),
@@ -170,74 +185,6 @@ def worker_id_of(url: str) -> str:
     return f"{host}:{parts.port or default}{parts.path}"
 
 
-def read_models(body: bytes) -> tuple[ServedModel, ...]:
-    """Names of `GET /v1/models`, base model first. Raises DecodeError.
-
-    vLLM names a LoRA's base in `parent` and an alias's checkpoint in `root`: aliases share one cache, so all names
-    without a parent count as the first of them.
-    """
-    cards = _object(body, "/v1/models").get("data")
-    if not isinstance(cards, list):
-        raise DecodeError("/v1/models: `data` is not a list")
-    base: str | None = None
-    plain: list[ServedModel] = []
-    tuned: list[ServedModel] = []
-    for card in cards:
-        name = card.get("id") if isinstance(card, dict) else None
-        if not isinstance(name, str):
-            continue
-        limit = card.get("max_model_len")
-        limit = limit if isinstance(limit, int) and limit > 0 else None
-        parent = card.get("parent")
-        if isinstance(parent, str):
-            tuned.append(ServedModel(name, parent, lora=name, max_model_len=limit))
-        else:
-            base = base or name
-            plain.append(ServedModel(name, base, max_model_len=limit))
-    bases = {model.name: model.base for model in plain}
-    limits = {model.name: model.max_model_len for model in plain}
-    for model in tuned:
-        length = model.max_model_len or limits.get(model.base)
-        plain.append(replace(model, base=bases.get(model.base, model.base), max_model_len=length))
-    return tuple(plain)
-
-
-def read_roots(body: bytes) -> dict[str, str]:
-    """model -> `root` of `GET /v1/models`. Raises DecodeError."""
-    cards = _object(body, "/v1/models").get("data")
-    cards = [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
-    pairs = [(card.get("id"), card.get("root")) for card in cards]
-    return {name: root for name, root in pairs if isinstance(name, str) and isinstance(root, str)}
-
-
-def read_server_info(body: bytes) -> int | None:
-    """Cache capacity in tokens as SGLang's `/server_info` gives it."""
-    value = _object(body, "/server_info").get("max_total_num_tokens")
-    return value if isinstance(value, int) and value > 0 else None
-
-
-def read_cache_capacity(metrics: str) -> int | None:
-    """Cache capacity in tokens from the labels of `vllm:cache_config_info` (or ours), summed over ranks."""
-    total = 0
-    for line in metrics.splitlines():
-        if line.startswith("#") or "cache_config_info{" not in line:
-            continue
-        labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
-        blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
-        if blocks.isdigit() and size.isdigit():
-            total += int(blocks) * int(size)
-    return total or None
-
-
-def read_block_size(metrics: str) -> int | None:
-    """Tokens of the longest cache block from the labels of `vllm:cache_config_info` (or ours)."""
-    found = re.findall(r'^[^#\n]*cache_config_info\{[^\n]*?\bblock_size="(\d+)"', metrics, re.MULTILINE)
-    found += re.findall(
-        r'^[^#\n]*cache_config_info\{[^\n]*effective_attention_block_size="(\d+)"', metrics, re.MULTILINE
-    )
-    return max(map(int, found), default=None)
-
-
 def given_sources(flag: WorkerFlag) -> tuple[EventSource, ...]:
     """The sources an operator wrote down. Whether they offer snapshots is not known, so other routers are asked too."""
     return tuple(
@@ -265,16 +212,6 @@ def worker_spec(flag: WorkerFlag, facts: WorkerFacts) -> WorkerSpec:
     )
 
 
-def _object(body: bytes, what: str) -> dict[str, Any]:
-    try:
-        value = json.loads(body)
-    except ValueError as error:
-        raise DecodeError(f"{what}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise DecodeError(f"{what}: got {type(value).__name__}, expected an object")
-    return value
-
-
 class Prober:
     """Asks workers over HTTP. Every answer is bounded in time and size; a worker's fault never raises."""
 
@@ -293,59 +230,61 @@ class Prober:
             return f"/health: {error}"
         return None if status == 200 else f"/health answers {status}"
 
-    async def probe(self, flag: WorkerFlag) -> WorkerFacts:
-        """Everything about a worker: models, event sources, capacity."""
+    async def probe(self, flag: WorkerFlag, known: WorkerFacts | None = None) -> WorkerFacts:
+        """Everything about a worker: models, event sources, capacity. `known`: what an earlier probe found."""
         try:
             status, body = await self._get(f"{flag.url}/v1/models")
             if status != 200:
                 return WorkerFacts(False, f"/v1/models answers {status}")
             models, roots = read_models(body), read_roots(body)
-            sources = await self.sources(flag)
-            capacity = await self._capacity(flag.url)
-            block_size = await self._block_size(flag.url, sources)
+            sources = await self.sources(flag, known)
+            metrics = await self._metrics(flag.url)
+            capacity = read_cache_capacity(metrics) or await self._capacity(flag.url)
         except (Unanswered, DecodeError) as error:
             return WorkerFacts(False, str(error))
         if not models:
             return WorkerFacts(False, "/v1/models lists no model")
+        block_size = None
+        if sources:
+            block_size = sources[0].block_size or read_block_size(metrics)
         return WorkerFacts(True, "", models, sources, capacity, block_size, roots)
 
-    async def sources(self, flag: WorkerFlag) -> tuple[EventSource, ...]:
+    async def sources(self, flag: WorkerFlag, known: WorkerFacts | None = None) -> tuple[EventSource, ...]:
         """Where the worker publishes; empty where it does not. Poll it for changes of epoch."""
-        sources = await self._advertised(flag)
+        sources = await self._advertised(flag, known)
         if not flag.reannounces:
             return sources
         return tuple(msgspec.structs.replace(source, reannounces=True) for source in sources)
 
-    async def _advertised(self, flag: WorkerFlag) -> tuple[EventSource, ...]:
+    async def _advertised(self, flag: WorkerFlag, known: WorkerFacts | None) -> tuple[EventSource, ...]:
         if flag.no_events:
             return ()
         if flag.events:
             return given_sources(flag)
         status, body = await self._get(f"{flag.url}/kv_event_sources")
         if status == 200:
-            return tuple(parse_sources(body, flag.url))
+            return read_sources(body, flag.url)
+        if status not in NOT_OFFERED and known is not None and known.sources:
+            return known.sources  # a worker that is busy or behind a busy proxy publishes where it did
         host = urlsplit(flag.url).hostname or "127.0.0.1"
         if await self._listens(host, DEFAULT_EVENT_PORT):
             return tuple(replace_topic(source, flag.topic) for source in default_sources(host))
         return ()
 
-    async def _block_size(self, url: str, sources: tuple[EventSource, ...]) -> int | None:
-        """As the sources tell it, else as /metrics does (vLLM)."""
-        if not sources or sources[0].block_size is not None:
-            return sources[0].block_size if sources else None
-        status, body = await self._get(f"{url}/metrics")
-        return read_block_size(body.decode("utf-8", "replace")) if status == 200 else None
+    async def _metrics(self, url: str) -> str:
+        """The worker's `/metrics`; empty where there are none that can be read."""
+        try:
+            status, body = await self._get(f"{url}/metrics", METRICS_BYTES_MAX)
+        except Unanswered:
+            return ""
+        return body.decode("utf-8", "replace") if status == 200 else ""
 
     async def _capacity(self, url: str) -> int | None:
-        status, body = await self._get(f"{url}/metrics")
-        capacity = read_cache_capacity(body.decode("utf-8", "replace")) if status == 200 else None
-        if capacity is None:
-            status, body = await self._get(f"{url}/server_info")
-            capacity = read_server_info(body) if status == 200 else None
-        return capacity
+        status, body = await self._get(f"{url}/server_info")
+        return read_server_info(body) if status == 200 else None
 
-    async def _get(self, url: str) -> tuple[int, bytes]:
-        return await ask(self._session, url, headers=self._headers, seconds=self._timeout_s, bytes_max=BODY_BYTES_MAX)
+    async def _get(self, url: str, bytes_max: int = BODY_BYTES_MAX) -> tuple[int, bytes]:
+        return await ask(self._session, url, headers=self._headers, seconds=self._timeout_s, bytes_max=bytes_max)
 
     async def _listens(self, host: str, port: int) -> bool:
         try:

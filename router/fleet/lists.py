@@ -18,6 +18,8 @@ from router.fleet.discovery import WorkerFlag, parse_worker_flag, worker_id_of
 
 log = logging.getLogger("router")
 
+NAME_HOSTS_MAX = 4096
+"""Workers of one name."""
 FILE_S = 1.0
 """Between two looks at a file."""
 
@@ -72,10 +74,13 @@ async def watch_name(flag: WorkerFlag, every_s: float, tell: Tell) -> None:
     while True:
         try:
             found = await asyncio.get_running_loop().getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             log.warning("%s: %s; its workers stay as they are", parts.hostname, error)
         else:
             hosts = sorted({str(info[4][0]) for info in found})
+            if len(hosts) > NAME_HOSTS_MAX:
+                log.warning("%s has %d addresses; the first %d are taken", parts.hostname, len(hosts), NAME_HOSTS_MAX)
+                del hosts[NAME_HOSTS_MAX:]
             urls = [f"{parts.scheme}://{f'[{h}]' if ':' in h else h}:{port}{parts.path}" for h in hosts]
             tell([replace(flag, url=url, worker_id=worker_id_of(url)) for url in urls])
         await asyncio.sleep(every_s)

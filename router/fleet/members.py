@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,10 +17,9 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-import aiohttp
-
 from events.errors import EventsError
 from events.sources import EventSource
+from router.asking import Unanswered
 from router.decide.config import ConfigError
 from router.decide.core import RouterCore
 from router.decide.messages import FailureKind, Instruction
@@ -38,7 +38,10 @@ NOT_CURED_BY_HEALTH = frozenset(
 )
 """Reasons of a broken worker whose `/health` may well answer all the time: only a request that succeeds cures it."""
 RESTART_S = 1.0
-"""After a fault of our own in a worker's watch."""
+RESTART_S_MAX = 60.0
+"""After a fault of our own in a worker's watch, or in following a list: doubles up to the second."""
+REASON_CHARS_MAX = 300
+"""What a worker says goes into the log and `/workers` up to here."""
 TOKENIZER_S_MAX = 60.0
 
 
@@ -100,6 +103,8 @@ class _Member:
     peers_from_s: float = 0.0
     """When other routers may be asked for what this one lacks."""
     peers_pause_s: float = 0.0
+    restart_s: float = 0.0
+    """The pause after the last fault of its watch."""
 
 
 class Fleet:
@@ -129,6 +134,8 @@ class Fleet:
         self._members: dict[str, _Member] = {}
         self._closed = False
         self._background: set[asyncio.Task[None]] = set()
+        self.unusable: Counter[str] = Counter()
+        """worker -> checks and probes that failed: for `/metrics`."""
 
     # Changes ------------------------------------------------------------------------------------------------------
 
@@ -160,16 +167,25 @@ class Fleet:
         member.task = asyncio.get_running_loop().create_task(self._live(member))
 
         def ended(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and not self._closed:
-                _report_crash(task)
-                asyncio.get_running_loop().call_later(RESTART_S, self._start, member)
+            if task.cancelled() or self._closed or (error := task.exception()) is None:
+                return
+            reason = f"{type(error).__name__}: {error}"[:REASON_CHARS_MAX]
+            if reason != member.problem:
+                log.error("worker %s cannot be followed: %s", member.flag.worker_id, reason, exc_info=error)
+            member.problem = reason
+            self.unusable[member.flag.worker_id] += 1
+            member.restart_s = _longer(member.restart_s, RESTART_S, RESTART_S_MAX)
+            asyncio.get_running_loop().call_later(member.restart_s, self._start, member)
 
         member.task.add_done_callback(ended)
 
     async def remove(self, worker_id: str) -> None:
-        """Forget a worker; what it is answering goes on. Raises KeyError."""
-        member = self._members.pop(worker_id)
+        """Forget a worker; what it is answering goes on. One that is not known is forgotten already."""
+        member = self._members.pop(worker_id, None)
+        if member is None:
+            return
         self._stop(member)
+        self.unusable.pop(worker_id, None)
         self._prompts.forget(member.flag.url)
         self._feed.forget(worker_id)
         self._perform(self._core.remove_worker(worker_id, self._now()))
@@ -207,12 +223,24 @@ class Fleet:
     def follow_file(self, path: Path) -> None:
         """Keep to a file of `--worker` lines: what it adds is added, what it drops is removed. Raises ConfigError."""
         self._keep_to("file", read_workers_file(path))
-        self._spawn(watch_file(path, partial(self._keep_to, "file")))
+        self._spawn(self._keep_watching(lambda: watch_file(path, partial(self._keep_to, "file"))))
 
     def follow_name(self, flag: WorkerFlag) -> None:
         """Keep to the addresses that the host of `flag` resolves to, one worker each."""
         origin = f"dns {urlsplit(flag.url).hostname}"
-        self._spawn(watch_name(flag, self._config.names_s, partial(self._keep_to, origin)))
+        tell = partial(self._keep_to, origin)
+        self._spawn(self._keep_watching(lambda: watch_name(flag, self._config.names_s, tell)))
+
+    async def _keep_watching(self, watch: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Follow a list for as long as the router runs."""
+        pause_s = 0.0
+        while True:
+            try:
+                await watch()
+            except Exception:
+                log.exception("a list of workers could not be followed; it is looked at again")
+            pause_s = _longer(pause_s, RESTART_S, RESTART_S_MAX)
+            await asyncio.sleep(pause_s)
 
     def _keep_to(self, origin: str, flags: list[WorkerFlag]) -> None:
         """What came from `origin` before and is not among `flags` leaves."""
@@ -240,7 +268,7 @@ class Fleet:
         looked_s = self._now()
         while True:
             worker = self._core.workers.get(member.flag.worker_id)
-            was_down = worker is not None and worker.state in (WorkerState.DOWN, WorkerState.PROBING)
+            was_down = worker is not None and worker.health in (WorkerState.DOWN, WorkerState.PROBING)
             suspected = await self._pause(member, self._config.starting_s if was_down else self._config.health_s)
             problem = await self._prober.healthy(member.flag.url)
             if problem is not None:
@@ -269,13 +297,14 @@ class Fleet:
 
     async def _join(self, member: _Member) -> bool:
         """Learn what the worker is and register it; False where it does not answer yet."""
-        facts = await self._prober.probe(member.flag)
+        facts = await self._prober.probe(member.flag, member.facts)
         if not facts.alive:
-            if facts.reason != member.problem:
-                log.info("worker %s not there yet: %s", member.flag.worker_id, facts.reason)
-            if facts.reason.partition(":")[0] != member.problem.partition(":")[0]:
+            reason = facts.reason[:REASON_CHARS_MAX]
+            if reason.partition(":")[0] != member.problem.partition(":")[0]:
+                log.info("worker %s not there yet: %s", member.flag.worker_id, reason)
                 member.starting_pause_s = 0.0  # something moved: look again soon
-            member.problem = facts.reason
+            member.problem = reason
+            self.unusable[member.flag.worker_id] += 1
             member.failures += 1
             longest_s = self._config.starting_s_max
             member.starting_pause_s = _longer(member.starting_pause_s, self._config.starting_s, longest_s)
@@ -285,8 +314,9 @@ class Fleet:
         is_new = member.flag.worker_id not in self._core.workers
         snapshots = await self._peers.snapshots(member.flag.worker_id, facts.sources) if is_new and self._peers else {}
         self._register(member, facts, snapshots)
+        member.restart_s = 0.0
         log.info(
-            "worker %s is up: %s, %s", member.flag.worker_id, ", ".join(model.name for model in facts.models),
+            "worker %s serves %s, %s", member.flag.worker_id, ", ".join(model.name for model in facts.models),
             f"events from {facts.sources[0].endpoint}" if facts.sources else "no events",
         )  # fmt: skip
         return True
@@ -310,9 +340,10 @@ class Fleet:
             await self._join(member)
             return
         try:
-            sources = await self._prober.sources(member.flag)
-        except (OSError, asyncio.TimeoutError, EventsError, aiohttp.ClientError) as error:
-            member.problem = f"event sources: {error}"
+            sources = await self._prober.sources(member.flag, member.facts)
+        except (Unanswered, EventsError) as error:
+            member.problem = f"event sources: {error}"[:REASON_CHARS_MAX]
+            self.unusable[member.flag.worker_id] += 1
             return
         if member.facts is not None and sources != member.facts.sources:
             log.info("worker %s publishes elsewhere or was restarted", member.flag.worker_id)
@@ -320,13 +351,11 @@ class Fleet:
 
     def _unhealthy(self, member: _Member, problem: str, *, suspected: bool) -> None:
         """A check failed. After a failure seen by traffic, one is enough."""
-        member.problem = problem
+        member.problem = problem[:REASON_CHARS_MAX]
         member.failures += 1
+        self.unusable[member.flag.worker_id] += 1
         if suspected or member.failures >= self._config.failures_to_down:
-            worker = self._core.workers.get(member.flag.worker_id)
-            if worker is not None and worker.state is WorkerState.UP:
-                log.warning("worker %s is down: %s", member.flag.worker_id, problem)
-            self._perform(self._core.worker_down(member.flag.worker_id, self._now(), problem))
+            self._perform(self._core.worker_down(member.flag.worker_id, self._now(), member.problem))
 
     async def _pause(self, member: _Member, seconds: float) -> bool:
         """Sleep, unless traffic to the worker fails or its stream breaks off: True then."""

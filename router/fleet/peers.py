@@ -14,6 +14,7 @@ import logging
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 import zmq
@@ -27,32 +28,44 @@ TOPIC = b"blockcast-load"
 VERSION = 1
 MESSAGE_BYTES_MAX = 1 << 20
 PEERS_MAX = 64
+TARGETS_MAX = 8192
+"""Of one router."""
+BEAT_BYTES_MAX = 256 << 10
+"""Read at one beat; the rest waits for the next."""
+QUEUE_MESSAGES = 64
+"""Of each peer, in the socket."""
+
+Amount = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+"""Seconds, or seconds per second: finite."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+Name = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
 class TargetLoad(msgspec.Struct, array_like=True):
     """One router's part of one target's load; `_age` fields are seconds before the message was made."""
 
-    target: str
-    prefill_s: float
-    oldest_prefill_s: float
-    oldest_routed_age: float
-    head_since_age: float
-    decode_requests: int
-    decode_context: int
-    utilisation: float
-    prefill_requests: int = 0
-    prefill_rate: float | None = None
+    target: Name
+    prefill_s: Amount
+    oldest_prefill_s: Amount
+    oldest_routed_age: Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
+    head_since_age: Annotated[float, msgspec.Meta(ge=-1e9)]
+    """Infinite where the target was never busy."""
+    decode_requests: Count
+    decode_context: Count
+    utilisation: Amount
+    prefill_requests: Count = 0
+    prefill_rate: Amount | None = None
 
 
 class LoadMessage(msgspec.Struct, array_like=True):
     """What one router has in flight. `full`: targets it does not name are idle."""
 
     version: int
-    router: str
-    epoch: str
+    router: Name
+    epoch: Name
     seq: int
     full: bool
-    loads: list[TargetLoad]
+    loads: Annotated[list[TargetLoad], msgspec.Meta(max_length=TARGETS_MAX)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +140,7 @@ class PeerLoads:
         """A peer's message. What cannot be read is counted and logged once."""
         try:
             message = _DECODER.decode(payload)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._malformed(f"{error}")
             return
         if message.version != VERSION:
@@ -150,7 +163,8 @@ class PeerLoads:
             self._tracker.set_peer(message.router, loads)
         else:
             for name, load in loads.items():
-                self._tracker.update_peer(message.router, name, load)
+                if name in self._tracker.targets:  # of others a full message will tell, once they are known here
+                    self._tracker.update_peer(message.router, name, load)
 
     def expire(self, now: float) -> None:
         """Forget the load of routers that fell silent."""
@@ -212,6 +226,7 @@ class PeerSockets:
             socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._sub.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        self._sub.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
         self._sub.subscribe(TOPIC)
         self.address: str | None = None
         if bind is not None:
@@ -223,13 +238,17 @@ class PeerSockets:
             self._sub.connect(endpoint_)
 
     def beat(self, now: float, messages_max: int = 1000) -> None:
-        """Take in what came, say what changed. Never waits. Call it every few milliseconds."""
+        """Take in what came, say what changed. Never waits, nor reads for long. Call it every few milliseconds."""
+        taken = 0
         for _ in range(messages_max):
             try:
                 frames = self._sub.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
             self._loads.incoming(frames[-1], now)
+            taken += len(frames[-1])
+            if taken > BEAT_BYTES_MAX:
+                break
         self._loads.expire(now)
         message = self._loads.outgoing(now)
         if message is not None:

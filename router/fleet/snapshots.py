@@ -12,6 +12,7 @@ its snapshot is not asked for. Dumps hold digests, so a router takes its peer's 
 from __future__ import annotations
 
 import asyncio
+import http.client
 import logging
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +24,7 @@ import msgspec
 from events.sources import EventSource
 from prompts.errors import RequestError
 from router.asking import Unanswered, ask
+from router.fleet.answers import number
 from router.fleet.feed import SNAPSHOT_VERSION, PeerSnapshot
 from router.http.request import HttpRequest
 from router.http.routes import Answer
@@ -30,6 +32,7 @@ from router.http.routes import Answer
 log = logging.getLogger("router")
 
 SEED_S_MAX = 3.0
+SEED_BYTES_MAX = 65536
 SNAPSHOT_S_MAX = 60.0
 SNAPSHOT_BYTES_MAX = 1 << 30
 MSGPACK = b"application/msgpack"
@@ -51,6 +54,7 @@ class PeerRoutes:
     def __init__(self, seed: int, dump: Dump) -> None:
         self._seed = seed
         self._dump = dump
+        self._one_at_a_time = asyncio.Lock()
 
     def index(self, request: HttpRequest, _: str) -> Answer:
         """GET /peer: the seed of this router's digests."""
@@ -59,9 +63,12 @@ class PeerRoutes:
     async def stream(self, request: HttpRequest, argument: str) -> Answer:
         """GET /peer/WORKER%23RANK: a PeerSnapshot."""
         worker, _, rank = argument.rpartition("#")
-        if not worker or not rank.isdigit():
+        if not worker or number(rank) is None:
             raise RequestError(f"/peer/{argument}: expected WORKER#RANK, # as %23", param=None, status=400)
-        found = await asyncio.get_running_loop().run_in_executor(None, self._dump, worker, int(rank))
+        async with self._one_at_a_time:
+            found = await asyncio.get_running_loop().run_in_executor(None, self._dump, worker, int(rank))
+        if found is not None and sum(map(len, found.chunks)) > SNAPSHOT_BYTES_MAX - 4096:
+            found = None  # nobody would read it
         if found is None:
             raise RequestError(
                 f"no snapshot of {argument}: unknown, or not in step with it",
@@ -82,8 +89,8 @@ def ask_seed(urls: Iterable[str]) -> tuple[int | None, list[str]]:
     for url in urls:
         try:
             with _DIRECT.open(f"{url.rstrip('/')}/peer", timeout=SEED_S_MAX) as response:
-                told = msgspec.json.decode(response.read(), type=_Seed)
-        except (OSError, ValueError, msgspec.MsgspecError) as error:
+                told = msgspec.json.decode(response.read(SEED_BYTES_MAX), type=_Seed)
+        except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
             log.info("peer router %s does not tell its seed: %s", url, error)
             continue
         if told.version == SNAPSHOT_VERSION and found in (None, told.seed):
@@ -118,7 +125,7 @@ class PeerClient:
                 body = await self._get(f"{url}/peer/{quote(f'{worker_id}#{rank}', safe='')}")
                 try:
                     told = msgspec.msgpack.decode(body, type=PeerSnapshot) if body is not None else None
-                except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                     log.warning("peer router %s: %s", url, error)
                     continue
                 if told is None or told.version != SNAPSHOT_VERSION:

@@ -179,9 +179,12 @@ class PromptReader:
 
 def checkpoint_folder(name: str) -> Path | None:
     """Where the files of a checkpoint are on this machine: a folder, or a name in the Hugging Face cache."""
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
+    try:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            return path
+    except (OSError, RuntimeError, ValueError):  # a name too long, a home of nobody, a zero byte
+        return None
     home = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub"
     repository = Path(home).expanduser() / f"models--{name.replace('/', '--')}"
     try:

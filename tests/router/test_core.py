@@ -463,6 +463,51 @@ def test_what_was_not_computed_is_taken_back(end: str) -> None:
     assert {sent_to(core.route(request(f"then{n}", [n] * 9), now + 2)) for n in range(2)} == {"a", "b"}
 
 
+def test_one_incident_is_one_pause() -> None:
+    """Ten requests that time out together say one thing, not ten."""
+    core, _ = make("a", CoreConfig(health=HealthConfig(open_s=1.0), retry=RetryConfig(attempts_max=1)))
+    for number in range(10):
+        core.route(request(f"r{number}", [number]), 0.0)
+    for number in range(10):
+        core.failed(f"r{number}", FailureKind.TIMEOUT, 5.0 + number / 100)
+    assert core.workers["a"].state is WorkerState.DOWN
+    assert core.workers["a"].open_until_s == pytest.approx(6.02)
+    core.route(request("held up", [1]), 6.0)
+    core.tick(6.1)
+    core.route(request("probe", [1]), 6.1)
+    core.failed("probe", FailureKind.TIMEOUT, 7.0)
+    assert core.workers["a"].open_until_s == pytest.approx(9.0), "a probe that fails doubles the pause"
+
+
+def test_a_probe_that_its_client_gives_up_is_followed_by_another() -> None:
+    core, _ = make("a", CoreConfig(health=HealthConfig(open_s=1.0)))
+    core.worker_down("a", 0.0, "gone")
+    core.tick(1.5)
+    core.route(request("first", [1]), 1.5)
+    core.aborted("first", 1.6)
+    assert sent_to(core.route(request("second", [1]), 1.7)) == "a"
+
+
+def test_a_drained_worker_that_dies_is_lost_and_not_taken_back_as_well() -> None:
+    core, _ = make("ab")
+    changes: list[tuple[str, str]] = []
+    core.registry.on_state = lambda worker, before: changes.append((worker.worker_id, worker.state.value))
+    core.drain("a", 0.0)
+    assert core.worker_down("a", 1.0, "refused") == [WorkerLost("a")]
+    assert core.worker_down("a", 1.5, "refused") == []
+    core.drain("a", 2.0, on=False)
+    assert core.workers["a"].state is WorkerState.DOWN
+    assert sent_to(core.route(request("r", [1]), 2.0)) == "b"
+    core.worker_up("a", 3.0)
+    core.drain("a", 4.0)
+    core.worker_down("a", 5.0, "refused")
+    core.worker_up("a", 6.0)
+    core.drain("a", 7.0, on=False)
+    assert core.workers["a"].state is WorkerState.UP
+    states = ["draining", "down", "up", "draining", "up"]
+    assert changes == [("a", state) for state in states]
+
+
 class Books(RuleBasedStateMachine):
     """Any order of stimuli: books agree after each, a dead worker is never chosen, all is zero at the end."""
 

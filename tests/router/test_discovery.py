@@ -12,15 +12,14 @@ from aiohttp import web
 from events.errors import DecodeError
 from router.decide.config import ConfigError
 from router.decide.workers import CacheView, ServedModel
+from router.fleet.answers import read_block_size, read_cache_capacity, read_models, read_sources
 from router.fleet.discovery import (
     Prober,
     WorkerFacts,
     parse_worker_flag,
-    read_block_size,
-    read_cache_capacity,
-    read_models,
     worker_spec,
 )
+from router.prompting.reader import checkpoint_folder
 
 
 def test_a_plain_url_is_enough() -> None:
@@ -99,7 +98,8 @@ async def serve(routes: dict[str, tuple[int, str]]) -> tuple[web.AppRunner, str]
     for path, (status, text) in routes.items():
 
         def handler(request: web.Request, status: int = status, text: str = text) -> web.Response:
-            return web.Response(status=status, text=text)
+            headers = {"Location": text} if status == 307 else None
+            return web.Response(status=status, text=text, headers=headers)
 
         async def route(request: web.Request, handler=handler) -> web.Response:  # type: ignore[no-untyped-def]
             return handler(request)
@@ -112,11 +112,13 @@ async def serve(routes: dict[str, tuple[int, str]]) -> tuple[web.AppRunner, str]
     return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
 
 
-def probe(routes: dict[str, tuple[int, str]], flag: str = "url={url}") -> tuple[WorkerFacts, str]:
+def probe(
+    routes: dict[str, tuple[int, str]], flag: str = "url={url}", known: WorkerFacts | None = None
+) -> tuple[WorkerFacts, str]:
     async def run() -> tuple[WorkerFacts, str]:
         runner, url = await serve(routes)
         async with aiohttp.ClientSession() as session:
-            facts = await Prober(session, timeout_s=2).probe(parse_worker_flag(flag.format(url=url)))
+            facts = await Prober(session, timeout_s=2).probe(parse_worker_flag(flag.format(url=url)), known)
         await runner.cleanup()
         return facts, url
 
@@ -187,3 +189,76 @@ def test_given_endpoints_can_repeat_their_stores_too() -> None:
     routes = {"/v1/models": (200, '{"data": [{"id": "m"}]}')}
     facts, _ = probe(routes, "url={url},events=tcp://a:1,reannounce=1")
     assert [source.reannounces for source in facts.sources] == [True]
+
+
+def source(**changes: object) -> str:
+    group = {"group_idx": 0, "kind": "full", "block_size": 16}
+    return json.dumps([{"endpoint": "tcp://*:7000", "groups": [group], **changes}])
+
+
+HOSTILE = {
+    "deep JSON": "[" * 100_000,
+    "deep objects": '{"data":' * 50_000,
+    "a wide object": "{" + ",".join(f'"{n}":0' for n in range(50_000)) + "}",
+    "5,000 digits": '{"data":[{"id":"m","max_model_len":%s}]}' % ("9" * 5000),
+    "a float": '{"data":[{"id":"m","max_model_len":1e300}]}',
+    "a truth": '{"data":[{"id":"m","max_model_len":true}]}',
+    "a lone surrogate": r'{"data":[{"id":"\ud800","root":"\udc00"}]}',
+    "a zero byte": r'{"data":[{"id":"m","root":"\u0000"}]}',
+    "a home of nobody": '{"data":[{"id":"m","root":"~nosuchuser/m"}]}',
+    "a long root": '{"data":[{"id":"m","root":"%s"}]}' % ("r" * 100_000),
+    "a name over two lines": r'{"data":[{"id":"m\n"}]}',
+    "many models": json.dumps({"data": [{"id": f"m{n}"} for n in range(5000)]}),
+    "a square": 'vllm:cache_config_info{block_size="\u00b2",num_gpu_blocks="\u0663"} 1.0',
+    "digits": 'vllm:cache_config_info{block_size="%s",num_gpu_blocks="7"} 1.0' % ("9" * 5000),
+    "one line of names": "cache_config_info{" * 100_000,
+    "one line of labels": 'cache_config_info{a="' * 100_000,
+    "one long word": "a" * 900_000 + "{",
+    "an oversized group": source(groups=[{"group_idx": 0, "kind": "full", "block_size": 2**62}]),
+    "a negative block": source(block_size=-1),
+    "a group beyond": source(groups=[{"group_idx": 2**40, "kind": "full", "block_size": 16}]),
+    "many groups": source(groups=[{"group_idx": n, "kind": "full", "block_size": 16} for n in range(1000)]),
+    "no address": source(endpoint="tcp://a b:1"),
+    "a port beyond": source(endpoint="tcp://*:99999"),
+    "a port of digits": source(endpoint="tcp://*:" + "1" * 5000),
+    "a rank below": source(data_parallel_rank=-1),
+    "an endless topic": source(topic="t" * 100_000),
+    "ranks by name": '{"\u00b2": {"endpoint": "tcp://*:1"}}',
+    "ranks of many digits": '{"%s": {"endpoint": "tcp://*:1"}}' % ("1" * 5000),
+    "a number": "7",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_whatever_a_worker_answers_is_a_fact_or_a_reason(what: str) -> None:
+    """Each answer on each route in turn: never an exception, nothing that native code or a log cannot bear."""
+    body = HOSTILE[what]
+    usual = {"/v1/models": MODELS, "/kv_event_sources": (200, source()), "/server_info": (200, "{}")}
+    for path in (*usual, "/metrics"):
+        facts, url = probe({**usual, path: (200, body)})
+        spec = worker_spec(parse_worker_flag(url), facts)
+        assert facts.alive or facts.reason
+        assert 0 <= (spec.cache_tokens or 0) < 2**63
+        assert 0 <= (spec.block_size or 0) < 2**31
+        for root in facts.roots.values():
+            assert checkpoint_folder(root) is None
+        for text in (facts.reason[:300], *(model.name for model in facts.models)):
+            assert text.encode().isascii() or "\u00b2" in body
+
+
+def test_a_bad_minute_of_the_sources_changes_nothing() -> None:
+    """503, 500, 429: what is known stays; 404 says that there are none; what cannot be read is told."""
+    known, _ = probe({"/v1/models": MODELS, "/kv_event_sources": (200, source())})
+    assert known.sources
+    for status, kept in ((503, True), (500, True), (429, True), (404, False)):
+        facts, _ = probe({"/v1/models": MODELS, "/kv_event_sources": (status, "no")}, known=known)
+        assert facts.alive
+        assert (facts.sources == known.sources) is kept, status
+    with pytest.raises(DecodeError, match="deep"):
+        read_sources(b"[" * 100_000, "http://h:1")
+
+
+def test_a_redirect_is_not_followed() -> None:
+    facts, _ = probe({"/v1/models": (307, "/elsewhere"), "/elsewhere": MODELS})
+    assert facts.reason == "/v1/models answers 307"

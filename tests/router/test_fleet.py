@@ -77,7 +77,7 @@ class Silent:
     def __init__(self, *reasons: str) -> None:
         self._reasons = list(reasons)
 
-    async def probe(self, flag: WorkerFlag) -> WorkerFacts:
+    async def probe(self, flag: WorkerFlag, known: WorkerFacts | None = None) -> WorkerFacts:
         return WorkerFacts(False, self._reasons.pop(0))
 
 
@@ -107,7 +107,7 @@ class Asked:
     def __init__(self) -> None:
         self.workers = asyncio.Queue[str]()
 
-    async def probe(self, flag: WorkerFlag) -> WorkerFacts:
+    async def probe(self, flag: WorkerFlag, known: WorkerFacts | None = None) -> WorkerFacts:
         self.workers.put_nowait(flag.worker_id)
         return WorkerFacts(False, "refused")
 
@@ -140,3 +140,29 @@ def test_one_that_is_named_again_is_asked_at_once() -> None:
         await fleet.close()
 
     asyncio.run(run())
+
+
+class Odd:
+    """A prober whose answers the router cannot bear."""
+
+    async def probe(self, flag: WorkerFlag, known: WorkerFacts | None = None) -> WorkerFacts:
+        raise OverflowError("a number of the worker's")
+
+
+def test_a_watch_that_fails_says_so_once_and_comes_back_less_and_less_often(caplog: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("router.fleet.members.RESTART_S", 0.001)
+    monkeypatch.setattr("router.fleet.members.RESTART_S_MAX", 0.004)
+
+    async def run() -> None:
+        fleet = fleet_of(Odd())
+        await fleet.add({"url": "http://h:1"})
+        while fleet.unusable["h:1"] < 5:
+            await asyncio.sleep(0.001)
+        assert fleet._members["h:1"].restart_s == 0.004
+        assert "a number of the worker's" in fleet.starting()["h:1"]
+        await fleet.close()
+
+    asyncio.run(run())
+    assert [record.getMessage() for record in caplog.records if "OverflowError" in record.getMessage()] == [
+        "worker h:1 cannot be followed: OverflowError: a number of the worker's"
+    ]

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cctype>
 
+#include "event_fields.hpp"
+
 namespace blockcast {
 
 namespace {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "match.hpp"
+#include "walk.hpp"
 
 namespace blockcast {
 

@@ -83,6 +83,8 @@ class NoFleet:
 
     def __init__(self, core: RouterCore) -> None:
         self._core = core
+        self.unusable: dict[str, int] = {}
+        self.waiting: dict[str, str] = {}
 
     async def add(self, settings: dict[str, Any]) -> str:
         raise ValueError("url: missing")
@@ -97,7 +99,7 @@ class NoFleet:
         return {}
 
     def starting(self) -> dict[str, str]:
-        return {}
+        return self.waiting
 
 
 class Received:
@@ -226,8 +228,9 @@ class Edge:
             **edge,
         )
         reading = Reading(self.core, self.prompts)
+        self.fleet = NoFleet(self.core)
         self.admin = Admin(
-            self.core, NoFleet(self.core), self.prompts, reading, self.metrics, now=time.monotonic, version="test"
+            self.core, self.fleet, self.prompts, reading, self.metrics, now=time.monotonic, version="test"
         )
         self.app = RouterApp(self.proxy, reading, self.metrics, config, self.admin, serves_admin=lambda c, r: allowed)
         self.listener = Listener(self.app, config.client_timeouts, config.connections_max)

@@ -40,9 +40,11 @@ def test_health_models_and_metrics(edge: Any, make_post: Any) -> None:
         models = json.loads(parts(await edge.exchange(get("/v1/models")))[2])
         assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [("tiny", 4096)]
         await edge.exchange(make_post(CHAT))
+        edge.fleet.waiting["never"] = "refused"
         page = parts(await edge.exchange(get("/metrics")))[2].decode()
         assert "# HELP blockcast_router_requests_total" in page
         assert 'blockcast_router_worker_up{state="up",worker="w0"} 1.0' in page
+        assert 'blockcast_router_worker_up{state="starting",worker="never"} 0.0' in page
 
     edge.run(scenario())
 

@@ -1,0 +1,163 @@
+"""What workers answer, read: `/v1/models`, `/kv_event_sources`, `/server_info`, `/metrics`. Pure.
+
+A worker may answer anything: what cannot be used is one DecodeError that says why, and takes time in proportion to its
+length. Numbers and names that go on into books and native code are bounded here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, TypeGuard
+
+import msgspec
+
+from events.errors import DecodeError
+from events.sources import EventSource, parse_sources
+from router.decide.workers import ServedModel
+
+MODELS_MAX = 4096
+NAME_CHARS_MAX = 1024
+TOKENS_MAX = 2**48
+"""Of a context or a cache."""
+RANKS_MAX = 1024
+GROUPS_MAX = 256
+GROUP_INDEX_MAX = 1 << 16
+BLOCK_TOKENS_MAX = 1 << 24
+LINE_CHARS_MAX = 8192
+"""Of the one line of metrics that is read."""
+_PORT = re.compile(r"tcp://\S{1,512}:([0-9]{1,5})|(?:ipc|inproc)://\S{1,512}")
+_LABEL = re.compile(r'(?<!\w)(\w+)="([^"]*)"')
+
+
+def number(text: str) -> int | None:
+    """A whole number of up to 15 ASCII digits; None for anything else."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 15 else None
+
+
+def read_models(body: bytes) -> tuple[ServedModel, ...]:
+    """Names of `GET /v1/models`, base model first. Raises DecodeError.
+
+    vLLM names a LoRA's base in `parent` and an alias's checkpoint in `root`: aliases share one cache, so all names
+    without a parent count as the first of them.
+    """
+    base: str | None = None
+    plain: list[ServedModel] = []
+    tuned: list[ServedModel] = []
+    for card in _cards(body):
+        name, limit, parent = card.get("id"), _count(card.get("max_model_len")), card.get("parent")
+        if not _is_name(name):
+            continue
+        if _is_name(parent):
+            tuned.append(ServedModel(name, parent, lora=name, max_model_len=limit))
+        else:
+            base = base or name
+            plain.append(ServedModel(name, base, max_model_len=limit))
+    bases = {model.name: model.base for model in plain}
+    limits = {model.name: model.max_model_len for model in plain}
+    for model in tuned:
+        length = model.max_model_len or limits.get(model.base)
+        plain.append(replace(model, base=bases.get(model.base, model.base), max_model_len=length))
+    return tuple(plain)
+
+
+def read_roots(body: bytes) -> dict[str, str]:
+    """model -> `root` of `GET /v1/models`. Raises DecodeError."""
+    pairs = [(card.get("id"), card.get("root")) for card in _cards(body)]
+    return {name: root for name, root in pairs if _is_name(name) and _is_name(root)}
+
+
+def read_sources(body: bytes, url: str) -> tuple[EventSource, ...]:
+    """Streams of `GET /kv_event_sources`. Raises DecodeError."""
+    try:
+        sources = parse_sources(body, url)
+    except RecursionError:
+        raise DecodeError("/kv_event_sources: nested too deeply") from None
+    if len(sources) > RANKS_MAX:
+        raise DecodeError(f"/kv_event_sources: {len(sources)} ranks, more than {RANKS_MAX}")
+    for source in sources:
+        reason = _odd(source)
+        if reason is not None:
+            raise DecodeError(f"/kv_event_sources: rank {source.data_parallel_rank}: {reason}")
+    return tuple(sources)
+
+
+def _odd(source: EventSource) -> str | None:
+    """Why a stream cannot be followed."""
+    for endpoint in (source.endpoint, source.replay_endpoint or source.endpoint):
+        found = _PORT.fullmatch(endpoint)
+        if found is None or not 0 < int(found[1] or 1) < 65536:
+            return f"{endpoint[:80]!r} is no address"
+    if any(len(text or "") > NAME_CHARS_MAX for text in (source.topic, source.epoch, source.model)):
+        return f"a name of more than {NAME_CHARS_MAX} characters"
+    if not 0 <= source.data_parallel_rank < RANKS_MAX or len(source.groups) > GROUPS_MAX:
+        return f"a rank beyond {RANKS_MAX} or more than {GROUPS_MAX} groups"
+    sizes = [source.block_size, *(size for group in source.groups for size in (group.block_size, group.sliding_window))]
+    if any(size is not None and not 0 < size <= BLOCK_TOKENS_MAX for size in sizes):
+        return f"a block or window that is not of 1 to {BLOCK_TOKENS_MAX} tokens"
+    if any(not 0 <= group.group_idx < GROUP_INDEX_MAX or len(group.kind) > NAME_CHARS_MAX for group in source.groups):
+        return f"a group that is not one of {GROUP_INDEX_MAX}"
+    return None
+
+
+def read_server_info(body: bytes) -> int | None:
+    """Cache capacity in tokens as SGLang's `/server_info` gives it."""
+    return _count(_object(body, "/server_info").get("max_total_num_tokens"))
+
+
+def read_cache_capacity(metrics: str) -> int | None:
+    """Cache capacity in tokens from the labels of `vllm:cache_config_info` (or ours), summed over ranks."""
+    total = 0
+    for labels in _cache_configs(metrics):
+        blocks, size = number(labels.get("num_gpu_blocks", "")), number(labels.get("block_size", ""))
+        total += (blocks or 0) * (size or 0)
+    return _count(total)
+
+
+def read_block_size(metrics: str) -> int | None:
+    """Tokens of the longest cache block from the labels of `vllm:cache_config_info` (or ours)."""
+    sizes = [
+        number(labels.get(name, "")) or 0
+        for labels in _cache_configs(metrics)
+        for name in ("block_size", "effective_attention_block_size")
+    ]
+    return next((size for size in sorted(sizes, reverse=True) if 0 < size <= BLOCK_TOKENS_MAX), None)
+
+
+def _cache_configs(metrics: str) -> Iterator[dict[str, str]]:
+    """The labels of each `cache_config_info`, one a rank at most."""
+    found = 0
+    for line in metrics.splitlines():
+        name, brace, labels = line[:LINE_CHARS_MAX].partition("{")
+        if brace and name.endswith("cache_config_info") and not name.startswith("#") and found < RANKS_MAX:
+            found += 1
+            yield dict(_LABEL.findall(labels))
+
+
+def _cards(body: bytes) -> list[dict[str, Any]]:
+    cards = _object(body, "/v1/models").get("data")
+    if not isinstance(cards, list):
+        raise DecodeError("/v1/models: `data` is not a list")
+    if len(cards) > MODELS_MAX:
+        raise DecodeError(f"/v1/models: {len(cards)} models, more than {MODELS_MAX}")
+    return [card for card in cards if isinstance(card, dict)]
+
+
+def _object(body: bytes, what: str) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(body)
+    except (ValueError, RecursionError) as error:
+        raise DecodeError(f"{what}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise DecodeError(f"{what}: got {type(value).__name__}, expected an object")
+    return value
+
+
+def _is_name(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and 0 < len(value) <= NAME_CHARS_MAX and value.isprintable()
+
+
+def _count(value: Any) -> int | None:
+    """A number of tokens; None for anything else."""
+    return value if type(value) is int and 0 < value <= TOKENS_MAX else None

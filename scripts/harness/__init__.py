@@ -1,1 +1,0 @@
-"""What the benchmarks and the scripts that break things share: programs, one load client, figures, scripted workers."""
