@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
+import _path  # noqa: F401
 import torch
+from harness import figures
 
 GRAPH_CALLS = 8
 """Calls in one captured graph, so that launching from Python is not what is measured."""
@@ -107,16 +105,5 @@ def matrix_rate(device: torch.device, size: int, dtype: torch.dtype) -> float:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """What the figures were measured on."""
-    cpu = next(
-        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-         if line.startswith("model name")), platform.machine()
-    )  # fmt: skip
-    found: dict[str, Any] = {"cpu": cpu, "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 2)}
-    found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    found["python"] = platform.python_version()
-    for name in ("torch", "triton", "transformers", "flash-attn", "fla-core"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {**figures.machine("torch", "triton", "transformers", "flash-attn", "fla-core"), "device": name}

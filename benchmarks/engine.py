@@ -14,43 +14,22 @@ over the rounds. CPU is that of the server's processes, all threads; with more t
 from __future__ import annotations
 
 import json
-import os
-import platform
 import random
 import statistics
-import sys
+import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import _path  # noqa: F401
 import click
+from engine_events import EventsCost, measure_events
+from engine_systems import Figures, HfGenerate, HttpSystem, System
+from harness.figures import in_words, machine, write_json
+from harness.programs import serve_engine
 
-_HERE = Path(__file__).resolve().parent
-# This folder last: it has files named like packages of ours and modules of the standard library.
-sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE), str(_HERE)]
-
-from engine_events import EventsCost, measure_events  # noqa: E402
-from engine_systems import Figures, HfGenerate, HttpSystem, System, engine_serve  # noqa: E402
-
-from engine.tiny.model import PRESETS, builtin_model  # noqa: E402
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    cpu = next(
-        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-         if line.startswith("model name")), platform.machine()
-    )  # fmt: skip
-    packages = ("torch", "transformers", "aiohttp", "uvloop", "msgspec", "pyzmq")
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "python": platform.python_version(),
-        **{name: version(name) for name in packages},
-    }
+from engine.tiny.model import PRESETS, builtin_model
 
 
 class Prompts:
@@ -151,15 +130,17 @@ def main(
     seed = random.SystemRandom().randrange(2**32) if seed is None else seed
     prompts = Prompts(min(config["vocab_size"], spoken), seed)
     textless = spoken < config["vocab_size"] // 2  # a shape with random weights: most of its tokens have no text
-    where = machine()
-    print(", ".join(f"{name} {value}" for name, value in where.items()))
+    where = machine("torch", "transformers", "aiohttp", "uvloop", "msgspec", "pyzmq")
+    print(in_words(where))
     dtype = config.get("dtype") or config.get("torch_dtype")
     print(f"model {model}: {config['model_type']}, {dtype}, {threads} thread(s), seed {seed}")
     report: dict[str, Any] = {"machine": where, "model": model, "outputs": outputs, "settings": []}
     if not only_events:
         with ExitStack() as stack:
-            flags = ("--max-model-len", str(max(prompt_lens) + outputs))
-            urls = [("blockcast", stack.enter_context(engine_serve(folder, threads, flags))), *peers]
+            log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "engine.log"
+            flags = ("--port", "0", "--num-threads", str(threads), "--max-model-len", str(max(prompt_lens) + outputs))
+            engine = serve_engine(log, str(folder), *flags, env={"OMP_NUM_THREADS": str(threads)})
+            urls = [("blockcast", stack.enter_context(engine).await_line()), *peers]
             systems: list[System] = [HttpSystem(name, url, with_ids=textless) for name, url in urls]
             if hf:
                 generate = HfGenerate(folder, threads, hf_dtype)
@@ -177,8 +158,7 @@ def main(
         cost = measure_events(folder, threads, prompts.take, outputs, rounds)
         show_events(cost)
         report["events"] = asdict(cost)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(json_file, report)
 
 
 if __name__ == "__main__":

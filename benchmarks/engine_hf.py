@@ -13,6 +13,8 @@ import sys
 import time
 from typing import Any
 
+import _path  # noqa: F401
+
 
 def main(model_path: str, threads: int, dtype: str) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

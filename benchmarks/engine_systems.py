@@ -8,19 +8,16 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from engine_load import closed_loop
-
-ROOT = Path(__file__).resolve().parent.parent
+from harness.figures import cpu_seconds, rank
+from harness.load import closed_loop, completion, post
+from harness.programs import ROOT
 
 
 @dataclass(frozen=True)
@@ -33,6 +30,13 @@ class Figures:
     tokens_per_s: float
     cpu_us_per_token: float | None
 
+    @classmethod
+    def of(
+        cls, ttfts_s: list[float], itls_s: list[float], gaps_s: list[float], rate: float, cpu_us: float | None
+    ) -> Figures:
+        ttft_ms, itl_ms = 1e3 * statistics.median(ttfts_s), 1e3 * statistics.median(itls_s)
+        return cls(ttft_ms, itl_ms, 1e3 * rank(gaps_s or [0.0], 0.99), rate, cpu_us)
+
 
 class System(Protocol):
     """Something that continues prompts."""
@@ -40,19 +44,6 @@ class System(Protocol):
     name: str
 
     def run(self, prompts: list[list[int]], users: int, output_len: int) -> Figures: ...
-
-
-def tree_cpu_s(pid: int) -> float:
-    """CPU seconds of a process, its threads and its children so far."""
-    total = 0.0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        try:
-            total += int((task / "schedstat").read_text().split()[0]) / 1e9
-            for child in (task / "children").read_text().split():
-                total += tree_cpu_s(int(child))
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # ended while we looked
-    return total
 
 
 def listener_pid(port: int) -> int | None:
@@ -86,18 +77,25 @@ class HttpSystem:
         self.pid = listener_pid(int(port.group(1))) if port else None
 
     def run(self, prompts: list[list[int]], users: int, output_len: int) -> Figures:
-        cpu_s = tree_cpu_s(self.pid) if self.pid is not None else 0.0
-        answers, wall_s = closed_loop(self.url, self.model, prompts, users, output_len, with_ids=self._with_ids)
-        tokens = sum(answer.tokens for answer in answers)
-        cpu = (tree_cpu_s(self.pid) - cpu_s) / tokens * 1e6 if self.pid is not None else None
-        gaps = sorted(gap for answer in answers for gap in answer.gaps_s) or [0.0]
-        return Figures(
-            ttft_ms=1e3 * statistics.median(answer.ttft_s for answer in answers),
-            itl_ms=1e3 * statistics.median(answer.itl_s for answer in answers),
-            gap_p99_ms=1e3 * gaps[int(0.99 * (len(gaps) - 1))],
-            tokens_per_s=tokens / wall_s,
-            cpu_us_per_token=cpu,
-        )
+        import uvloop
+
+        more = {"return_token_ids": True} if self._with_ids else {}
+        bodies = [completion(self.model, prompt, output_len, **more) for prompt in prompts]
+        cpu_s = cpu_seconds(self.pid) if self.pid is not None else 0.0
+        start_s = time.perf_counter()
+        answers = uvloop.run(closed_loop(self.url, [post("/v1/completions", body) for body in bodies], users))
+        wall_s = time.perf_counter() - start_s
+        cpu = (cpu_seconds(self.pid) - cpu_s) / (len(prompts) * output_len) * 1e6 if self.pid is not None else None
+        ttfts, itls, gaps = [], [], []
+        for answer in answers:
+            *chunks, (_, last) = answer.events()  # the last is the usage
+            tokens = json.loads(last)["usage"]["completion_tokens"]
+            if tokens != output_len:
+                raise RuntimeError(f"{self.name}: {tokens} tokens instead of {output_len}")
+            ttfts.append(chunks[0][0] - answer.sent_s)
+            itls.append((chunks[-1][0] - chunks[0][0]) / max(1, tokens - 1))
+            gaps += [b - a for (a, _), (b, _) in pairwise(chunks)]  # zero: two chunks that came in one read
+        return Figures.of(ttfts, itls, gaps, len(prompts) * output_len / wall_s, cpu)
 
 
 class HfGenerate:
@@ -109,7 +107,8 @@ class HfGenerate:
         script = str(Path(__file__).with_name("engine_hf.py"))
         self._process = subprocess.Popen(
             [sys.executable, script, str(model), str(threads), dtype],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=_env(threads),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         self._cpu_s = self._read()["cpu_s"]
 
@@ -138,45 +137,9 @@ class HfGenerate:
             gaps.extend(b - a for a, b in pairwise(times))
             wall_s += found["wall_s"]
             self._cpu_s = found["cpu_s"]
-        gaps = sorted(gaps) or [0.0]
         tokens = len(prompts) * output_len
-        return Figures(
-            ttft_ms=1e3 * statistics.median(ttfts),
-            itl_ms=1e3 * statistics.median(itls),
-            gap_p99_ms=1e3 * gaps[int(0.99 * (len(gaps) - 1))],
-            tokens_per_s=tokens / wall_s,
-            cpu_us_per_token=(self._cpu_s - cpu_s) / tokens * 1e6,
-        )
+        return Figures.of(ttfts, itls, gaps, tokens / wall_s, (self._cpu_s - cpu_s) / tokens * 1e6)
 
     def close(self) -> None:
         self._process.terminate()
         self._process.wait(30)
-
-
-def _env(threads: int) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
-
-
-@contextmanager
-def engine_serve(model: Path, threads: int, flags: tuple[str, ...] = ()) -> Iterator[str]:
-    """The URL of an `engine serve` of this checkout; stopped at the end."""
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "engine", "serve", str(model), "--port", "0", "--num-threads", str(threads), *flags],
-            stdout=log, stderr=subprocess.STDOUT, env=_env(threads), cwd=ROOT,
-        )  # fmt: skip
-        try:
-            end_s = time.monotonic() + 120
-            while True:
-                log.seek(0)
-                text = log.read()
-                found = re.search(r"^ready +(http://\S+)$", text, re.MULTILINE)
-                if found:
-                    break
-                if process.poll() is not None or time.monotonic() > end_s:
-                    raise RuntimeError(f"engine serve did not start:\n{text}")
-                time.sleep(0.1)
-            yield found.group(1)
-        finally:
-            process.terminate()
-            process.wait(60)

@@ -1,6 +1,6 @@
-"""The prefix index measured: ingest from payload bytes, match, decision, bytes per entry, longest pause, and peers.
+"""The prefix index measured: ingest from payload bytes, match, decision, bytes per entry, longest pause.
 
-    python benchmarks/index.py --json index.json [--peer dynamo --cache-dir DIR] [--quick]
+    python benchmarks/index.py --json index.json [--quick]
 
 Everything is CPU time of the measuring thread (the machine may be shared); pauses also by the wall clock. Each section
 runs in a process of its own, so that memory and caches of one do not colour the next. JSON keys:
@@ -12,37 +12,28 @@ runs in a process of its own, so that memory and caches of one do not colour the
                               each block on 1 and on 8 of 64 workers (bytes_per_entry_1, bytes_per_entry_8)
     pause_ms_max              longest single call (ingest of 16 blocks, clear) while the index grows to 5 M entries,
                               CPU time of the call
-    peers                     the same keys for each --peer, as far as it has the operation
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import os
-import platform
 import random
-import subprocess
-import sys
 import time
-import venv
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+import _path  # noqa: F401
+import index_load as load
+from harness.figures import in_words, machine, resident_bytes, write_json
 
-import index_load as load  # noqa: E402
-
-from router.index import make_index  # noqa: E402
-from router.index.protocol import PrefixIndex, Scope  # noqa: E402
+from router.index import make_index
+from router.index.protocol import PrefixIndex, Scope
 
 SCOPE = Scope("m")
 WORKERS = 64
-PEER_PACKAGES = {"dynamo": ["ai-dynamo-runtime", "msgspec", "pyzmq"]}
 Result = dict[str, Any]
 
 
@@ -145,14 +136,14 @@ def measure_memory(blocks: int, copies: int) -> Result:
     index, holders = filled(WORKERS)
     for _, payload in load.batches(99, 16 * 2000, 16, 1):  # warm the allocator and the generator up
         del payload
-    before = load.resident_bytes()
+    before = resident_bytes()
     entries = 0
     for at, (_, payload) in enumerate(load.batches(5, blocks, 16, 1)):
         for i in range(copies):
             # A chain of 4 batches stays on its workers; the chains go round.
             index.ingest(holders[(at // 4 * copies + i) % WORKERS], payload)
             entries += 16
-    grown = load.resident_bytes() - before
+    grown = resident_bytes() - before
     stats = index.stats()
     assert stats.entries == entries
     return {
@@ -202,54 +193,24 @@ def isolated(section: Callable[..., Result], *args: Any) -> Result:
 
 
 def measure(quick: bool) -> Result:
-    blocks = 64_000 if quick else 256_000
-    memory_blocks = 64_000 if quick else 1_000_000
-    result: Result = {}
-    result |= isolated(measure_ingest, blocks)
+    blocks, memory_blocks = (64_000, 64_000) if quick else (256_000, 1_000_000)
+    result = isolated(measure_ingest, blocks)
     result |= isolated(measure_match, quick)
     result |= isolated(measure_decision)
     for copies in (1, 8):
         result |= isolated(measure_memory, memory_blocks // 64 * 64, copies)
     result["bytes_per_entry"] = max(result["bytes_per_entry_1"], result["bytes_per_entry_8"])
     result["bytes_per_entry_blocks"] = memory_blocks
-    result |= isolated(measure_pause, 512_000 if quick else 5_120_000)
-    return result
-
-
-def measure_peer(name: str, cache_dir: Path, quick: bool) -> Result:
-    """Runs benchmarks/index_peer_NAME.py in an environment of its own under `cache_dir` (made on first use)."""
-    python = cache_dir / f"venv-{name}" / "bin" / "python"
-    if not python.exists():
-        venv.create(python.parent.parent, with_pip=True)
-        subprocess.run([python, "-m", "pip", "install", "-q", *PEER_PACKAGES[name]], check=True)
-    script = ROOT / "benchmarks" / f"index_peer_{name}.py"
-    command = [str(python), str(script), *(["--quick"] if quick else [])]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=1800)
-    result: Result = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
-def machine() -> Result:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "?")
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "load_average": [round(value, 1) for value in os.getloadavg()],
-        "python": platform.python_version(),
-        "system": platform.platform(),
-    }
+    return result | isolated(measure_pause, 512_000 if quick else 5_120_000)
 
 
 KEYS = ("ingest_blocks_per_cpu_s", "match_us_1024", "decision_us_16k_tokens", "bytes_per_entry", "pause_ms_max")
 
 
 def print_table(result: Result) -> None:
-    columns = {"ours": result, **result["peers"]}
-    print("machine:", ", ".join(f"{key} {value}" for key, value in result["machine"].items()))
-    print(f"{'':28}" + "".join(f"{name:>16}" for name in columns))
+    print("machine:", in_words(result["machine"]))
     for key in KEYS:
-        print(f"{key:28}" + "".join(f"{column.get(key, '-')!s:>16}" for column in columns.values()))
+        print(f"{key:28}{result[key]:>16}")
     print(f"\n{'match':>8} {'blocks':>7} {'hit':>6} {'hot us':>10} {'cold us':>10}")
     for row in result["match"]:
         print(f"{row['workers']:>6} w {row['blocks']:>7} {row['hit']:>6} {row['hot_us']:>10} {row['cold_us']:>10}")
@@ -258,16 +219,11 @@ def print_table(result: Result) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--peer", action="append", choices=sorted(PEER_PACKAGES), default=[])
-    parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "blockcast-benchmarks")
     parser.add_argument("--quick", action="store_true", help="a tenth of the load; figures are rough")
     args = parser.parse_args()
-    result: Result = {"machine": machine(), **measure(args.quick), "peers": {}}
-    for peer in args.peer:
-        result["peers"][peer] = measure_peer(peer, args.cache_dir, args.quick)
+    result: Result = {"machine": machine(), **measure(args.quick)}
     print_table(result)
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(args.json, result)
 
 
 if __name__ == "__main__":

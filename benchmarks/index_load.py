@@ -1,7 +1,5 @@
 """The load of the index benchmark: what workers announce and what is asked.
 
-Standard library and msgspec only, so that a peer's own environment can import it and both sides get the same bytes.
-
 A block has 16 tokens, ids uniform over 2^17 (the size of today's vocabularies: the worst case for a msgpack reader, as
 ids need two or four bytes by chance). Payloads are vLLM's map events with every field it sends for full attention.
 """
@@ -85,12 +83,6 @@ def asked(rng: random.Random, held: Prompt, hit: str) -> list[int]:
         return held.token_ids
     keep = len(held.token_ids) // 2 if hit == "half" else 0
     return held.token_ids[:keep] + tokens(rng, len(held.token_ids) - keep)
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process (Linux)."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
 
 
 def median(values: list[float]) -> float:

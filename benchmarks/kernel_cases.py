@@ -59,11 +59,9 @@ TINY = Shape(
 class Bench:
     """Makes each kernel's inputs, the same for every backend."""
 
-    def __init__(
-        self, shape: Shape, device: torch.device, dtype: torch.dtype, flex: bool = False, candidates: bool = False
-    ) -> None:
-        """`flex`: FlexAttention as a peer too; `candidates`: `kernel_candidates` instead of all peers."""
-        self.shape, self.device, self.dtype, self.flex, self.candidates = shape, device, dtype, flex, candidates
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype, flex: bool = False) -> None:
+        """`flex`: FlexAttention as a peer too."""
+        self.shape, self.device, self.dtype, self.flex = shape, device, dtype, flex
 
     def random(self, *size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.randn(size, device=self.device, dtype=dtype or self.dtype)
@@ -106,11 +104,7 @@ class Bench:
         def call() -> torch.Tensor:
             return ops.attention(q, k, v, kv, 0, plan, s.dim**-0.5)
 
-        peers = self._attention_peers(count, queries, context) if not self.candidates else {}
-        if self.candidates and ops.name == "triton":
-            from kernel_candidates import other_tiles
-
-            peers = other_tiles(call, queries == 1)
+        peers = self._attention_peers(count, queries, context)
         return Prepared(call, moved * q.element_size(), 4 * s.heads * s.dim * pairs, peers)
 
     def _attention_peers(self, count: int, queries: int, context: int) -> dict[str, Call]:
@@ -176,12 +170,7 @@ class Bench:
     def linear(self, rows: int) -> Prepared:
         x, weight = self.random(rows, self.shape.hidden), self.random(self.shape.intermediate, self.shape.hidden)
         moved = (x.numel() + weight.numel() + rows * self.shape.intermediate) * x.element_size()
-        peers: dict[str, Call] = {}
-        if self.candidates and rows == 1:
-            from kernel_candidates import matvec_peers
-
-            peers = matvec_peers(x, weight)
-        return Prepared(lambda: F.linear(x, weight), moved, 2 * rows * weight.numel(), peers)
+        return Prepared(lambda: F.linear(x, weight), moved, 2 * rows * weight.numel())
 
     def experts(self, ops: Kernels, rows: int) -> Prepared:
         count, top_k, hidden, size = self.shape.experts

@@ -21,15 +21,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-_HERE = Path(__file__).resolve().parent
-# This folder last: it has files named like packages of ours and modules of the standard library.
-sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE), str(_HERE)]
+import _path  # noqa: F401
+import torch
+from device_timing import copy_rate, machine, matrix_rate, time_ms
+from harness.figures import write_json
+from kernel_cases import TINY, Bench, Prepared, Shape, expected
 
-import torch  # noqa: E402
-from device_timing import copy_rate, machine, matrix_rate, time_ms  # noqa: E402
-from kernel_cases import TINY, Bench, Prepared, Shape, expected  # noqa: E402
-
-from kernels import Kernels, select  # noqa: E402
+from kernels import Kernels, select
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +80,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="PART", help="kernels whose name contains one of these")
     parser.add_argument("--tiny", action="store_true", help="small shapes: whether it runs, not how fast")
     parser.add_argument(
-        "--candidates", action="store_true", help="as peers what might be faster: other tiles, products"
-    )
-    parser.add_argument(
         "--flex", action="store_true", help="FlexAttention as a peer, which is compiled for half a minute"
     )
     options = parser.parse_args()
@@ -92,7 +87,7 @@ def main() -> None:
     if device.type == "cpu":
         torch.set_num_threads(1)
     ops = select(device, options.backend)
-    bench = Bench(TINY if options.tiny else Shape(), device, dtype, options.flex, options.candidates)
+    bench = Bench(TINY if options.tiny else Shape(), device, dtype, options.flex)
     rates = (copy_rate(device, 8 if options.tiny else 2048), matrix_rate(device, 256 if options.tiny else 8192, dtype))
     results: list[Result] = []
     failures: dict[str, str] = {}
@@ -111,8 +106,7 @@ def main() -> None:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             report["results"] = [asdict(r) for r in results]
-            if options.json:  # after each, so that an end by force loses only one
-                options.json.write_text(json.dumps(report, indent=1))
+            write_json(options.json, report)  # after each, so that an end by force loses only one
     print(json.dumps(report["machine"]))
     print(f"{ops.name}, {options.dtype}: copy {rates[0] / 1e9:.0f} GB/s, matrix {rates[1] / 1e12:.1f} TFLOP/s")
     print(table(results))

@@ -3,7 +3,6 @@
 
     benchmarks/live_routing.py                                        # about four minutes on two cores
     benchmarks/live_routing.py --policy sticky --policy kv --rounds 4 --json live.json
-    benchmarks/live_routing.py --trace lmcache_agent_text.tar.gz      # prompts of real agents
 
 Every run starts fresh workers and a fresh router, warms each worker up with tokens of no use later, and plays the same
 requests, to the byte: sessions start at random moments, whatever is still in progress, and within a session a request
@@ -11,70 +10,38 @@ follows the one before. The policies alternate, and who begins changes from roun
 
 Load is stated against what is measured first: the tokens a second that all workers prefill together. At `--load 70` the
 prompt tokens that one endless cache shared by all workers would still have to prefill arrive at 70 % of that rate; what
-a policy computes twice, and every answer token, comes on top. All times of the trace are scaled by one factor for it.
+a policy computes twice, and every answer token, comes on top. One factor scales all times of the workload for it.
 
-Traces: github.com/LMCache/lmcache-agent-trace, as a folder or .tar.gz. Tokens are the engine's own counts; times are
-the client's. The model is the demo's random one: its text means nothing, its prefill costs what such a model costs.
+Tokens are the engine's own counts; times are the client's. The model is the demo's random one: its text means nothing,
+its prefill costs what such a model costs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import platform
-import sys
 import tempfile
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
+import _path  # noqa: F401
 import click
+from demo_workload import repo_text
+from harness.figures import in_words, machine, markdown, write_json
+from harness.load import Outcome, summarise
+from harness.programs import Cluster, make_demo_model
+from live_routing_parts import BLOCK, Workload, prefill_rate, replay, repo_sessions, warm
 
-_HERE = Path(__file__).resolve().parent
-_ROOT = _HERE.parent
-# This folder last: it has files named like packages of ours and modules of the standard library.
-sys.path[:] = [
-    str(_ROOT),
-    str(_ROOT / "scripts"),
-    *(p for p in sys.path if Path(p or ".").resolve() != _HERE),
-    str(_HERE),
-]
-
-from demo_cluster import Cluster, make_demo_model  # noqa: E402
-from demo_workload import repo_text  # noqa: E402
-from live_routing_parts import (  # noqa: E402
-    BLOCK,
-    Outcome,
-    Workload,
-    agent_text,
-    prefill_rate,
-    replay,
-    repo_sessions,
-    summarise,
-    warm,
-)  # fmt: skip
-
-from prompts import Tokenizer  # noqa: E402
+from prompts import Tokenizer
 
 POLICIES = ("kv", "least_requests", "round_robin", "sticky")
 CALIBRATION_S = 5.0
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    cpu = next(
-        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-         if line.startswith("model name")), platform.machine()
-    )  # fmt: skip
-    found: dict[str, Any] = {"cpu": cpu, "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
-    for name in ("blockcast", "torch", "aiohttp", "uvloop", "msgspec", "pyzmq"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return {**found, "python": platform.python_version()}
+COLUMNS = {
+    "requests": ("requests", "{:,}"), "prompt tokens": ("prompt_tokens", "{:,}"), "cached": ("cached_tokens", "{:,}"),
+    "prefilled": ("prefilled_tokens", "{:,}"), "on the busiest": ("busiest_share", "{:.0%}"),
+    "TTFT mean": ("ttft_mean_ms", "{:,.0f} ms"), "p50": ("ttft_p50_ms", "{:,.0f} ms"),
+    "p99": ("ttft_p99_ms", "{:,.0f} ms"), "E2E mean": ("e2e_mean_ms", "{:,.0f} ms"),
+}  # fmt: skip
 
 
 def measure_rate(model: Path, workers: int, length: int, vocab_size: int, log_dir: Path) -> float:
@@ -95,21 +62,6 @@ def run_once(
         return outcomes, time.perf_counter() - begin_s
 
 
-def table(rows: dict[str, dict[str, float | int]]) -> str:
-    """In Markdown, so that it can stand in a README."""
-    head = (
-        "policy", "requests", "prompt tokens", "cached", "prefilled", "on the busiest", "TTFT mean", "p50", "p99",
-        "E2E mean",
-    )  # fmt: skip
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    for name, r in rows.items():
-        counts = ("requests", "prompt_tokens", "cached_tokens", "prefilled_tokens")
-        times = ("ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "e2e_mean_ms")
-        cells = [name, *(f"{r[key]:,}" for key in counts), f"{r['busiest_share']:.0%}"]
-        lines.append("| " + " | ".join([*cells, *(f"{r[key]:,.0f} ms" for key in times)]) + " |")
-    return "\n".join(lines)
-
-
 def comparison(rows: dict[str, dict[str, float | int]]) -> list[str]:
     """kv against each of the others, in words."""
     if "kv" not in rows:
@@ -124,80 +76,33 @@ def comparison(rows: dict[str, dict[str, float | int]]) -> list[str]:
 
 
 @click.command(help=__doc__.replace("\n\n    ", "\n\n\b\n    ") if __doc__ else None)
-@click.option(
-    "--policy",
-    "policies",
-    multiple=True,
-    type=click.Choice(POLICIES),
-    help="May be repeated. [default: kv, least_requests, round_robin]",
-)
+@click.option("--policy", "policies", multiple=True, type=click.Choice(POLICIES), default=POLICIES[:3],
+              show_default=True, help="May be repeated.")  # fmt: skip
 @click.option("--workers", default=2, show_default=True, type=click.IntRange(1, 64), help="Engines behind the router.")
 @click.option("--rounds", default=2, show_default=True, type=click.IntRange(min=1), help="Runs of each policy.")
-@click.option(
-    "--load",
-    default=40.0,
-    show_default=True,
-    type=click.FloatRange(min=1.0),
-    help="Percent of the measured prefill rate at which unseen prompt tokens arrive.",
-)
-@click.option(
-    "--cache",
-    default=60.0,
-    show_default=True,
-    type=click.FloatRange(min=1.0),
-    help="A worker's KV cache, percent of the workload's different blocks.",
-)
-@click.option("--sessions", default=24, show_default=True, type=click.IntRange(min=1), help="Without --trace.")
-@click.option("--turns", default=5, show_default=True, type=click.IntRange(min=1), help="Without --trace.")
-@click.option(
-    "--answer-tokens",
-    default=16,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Of every answer; with --trace, at most.",
-)
-@click.option("--trace", type=click.Path(exists=True, path_type=Path), help="LMCache's agent trace.")
-@click.option("--requests", default=160, show_default=True, type=click.IntRange(min=1), help="With --trace.")
-@click.option(
-    "--max-tokens",
-    default=6000,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="With --trace: a session ends before its first longer prompt.",
-)
-@click.option(
-    "--time-scale",
-    type=click.FloatRange(min=0.0, min_open=True),
-    help="Real seconds of a trace second, instead of --load.",
-)
-@click.option(
-    "--prefill-rate",
-    "rate",
-    type=click.FloatRange(min=1.0),
-    help="Tokens a second of all workers together, instead of measuring.",
-)
+@click.option("--load", default=40.0, show_default=True, type=click.FloatRange(min=1.0),
+              help="Percent of the measured prefill rate at which unseen prompt tokens arrive.")  # fmt: skip
+@click.option("--cache", default=60.0, show_default=True, type=click.FloatRange(min=1.0),
+              help="A worker's KV cache, percent of the workload's different blocks.")  # fmt: skip
+@click.option("--sessions", default=24, show_default=True, type=click.IntRange(min=1))
+@click.option("--turns", default=5, show_default=True, type=click.IntRange(min=1))
+@click.option("--answer-tokens", default=16, show_default=True, type=click.IntRange(min=1))
 @click.option("--seed", default=0, show_default=True, help="Of the sessions and their arrival.")
 @click.option("--model-family", default="qwen3", show_default=True, help="Architecture of the random model.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write every figure here.")
 def main(
     policies: tuple[str, ...], workers: int, rounds: int, load: float, cache: float, sessions: int, turns: int,
-    answer_tokens: int, trace: Path | None, requests: int, max_tokens: int, time_scale: float | None,
-    rate: float | None, seed: int, model_family: str, json_file: Path | None,
+    answer_tokens: int, seed: int, model_family: str, json_file: Path | None,
 ) -> None:  # fmt: skip
     started_s = time.monotonic()
-    policies = tuple(dict.fromkeys(policies)) or POLICIES[:3]
     log_dir = Path(tempfile.mkdtemp(prefix="blockcast-live-"))
-    host = machine()
-    click.echo(", ".join(f"{key} {value}" for key, value in host.items()))
+    host = machine("blockcast", "torch", "uvloop", "msgspec", "pyzmq")
+    click.echo(in_words(host))
     model = make_demo_model(model_family)
     tokenizer = Tokenizer.load(model)
+    shape = {"sessions": sessions, "turns": turns, "answer_tokens": answer_tokens}
     try:
-        if trace is not None:
-            limits = {"requests_max": requests, "max_tokens": max_tokens, "answer_tokens": answer_tokens}
-            workload = agent_text(trace, tokenizer, **limits, seed=seed)
-        else:
-            shape = {"sessions": sessions, "turns": turns, "answer_tokens": answer_tokens}
-            workload = repo_sessions(tokenizer, repo_text(), **shape, seed=seed)
+        workload = repo_sessions(tokenizer, repo_text(), **shape, seed=seed)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     unseen, longest = workload.unseen_tokens(), max(len(t.prompt_ids) for s in workload.sessions for t in s.turns)
@@ -207,11 +112,10 @@ def main(
         f"{workload.requests} requests, {workload.prompt_tokens:,} prompt tokens, {unseen:,} of them new to an endless "
         f"shared cache; {blocks:,} blocks of {BLOCK} tokens a worker, {cache:g} % of the working set"
     )
-    if rate is None:
-        length = min(2048, workload.prompt_tokens // workload.requests)
-        vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
-        rate = measure_rate(model, workers, length, vocab_size, log_dir)
-    scale = time_scale or unseen / (load / 100 * rate) / workload.span_s
+    length = min(2048, workload.prompt_tokens // workload.requests)
+    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+    rate = measure_rate(model, workers, length, vocab_size, log_dir)
+    scale = unseen / (load / 100 * rate) / workload.span_s
     planned_s = workload.span_s * scale
     loads = {"unseen": unseen / planned_s / rate, "prompt": workload.prompt_tokens / planned_s / rate}
     click.echo(
@@ -232,16 +136,15 @@ def main(
                 f"  TTFT mean {r['ttft_mean_ms']:>6,.0f} ms  p99 {r['ttft_p99_ms']:>6,.0f} ms"
             )
     rows = {policy: summarise(found) for policy, found in outcomes.items()}
-    click.echo("\n" + table(rows) + "\n")
+    click.echo("\n" + markdown(rows, COLUMNS, "policy") + "\n")
     for line in comparison(rows):
         click.echo(line)
     click.echo(f"{time.monotonic() - started_s:.0f} s; logs in {log_dir}")
-    if json_file is not None:
-        figures = {
-            "machine": host, "workload": workload.note, "workers": workers, "blocks": blocks, "prefill_rate": rate,
-            "time_scale": scale, "load": loads, "unseen_tokens": unseen, "policies": rows, "runs": runs,
-        }  # fmt: skip
-        json_file.write_text(json.dumps(figures, indent=1) + "\n")
+    figures = {
+        "machine": host, "workload": workload.note, "workers": workers, "blocks": blocks, "prefill_rate": rate,
+        "time_scale": scale, "load": loads, "unseen_tokens": unseen, "policies": rows, "runs": runs,
+    }  # fmt: skip
+    write_json(json_file, figures)
 
 
 if __name__ == "__main__":

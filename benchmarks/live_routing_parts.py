@@ -1,4 +1,4 @@
-"""What benchmarks/live_routing.py plays and how: sessions of real text, their arrival in time, the client, the sums.
+"""What benchmarks/live_routing.py plays and how: sessions of real text, their arrival in time.
 
 A workload is the same for every policy, to the byte: what a later turn holds of earlier answers is the text of the
 source, not what the model said, as in any replay of a trace. A turn is sent when its time has come and its
@@ -8,21 +8,16 @@ predecessor's answer is complete, whichever is later; sessions start without wai
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 import random
-import statistics
-import tarfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import aiohttp
+import _path  # noqa: F401
+from harness.load import Client, Outcome, completion, post
 
 BLOCK = 16
-REQUEST_S_MAX = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,144 +143,29 @@ def repo_sessions(tokenizer: Any, text: str, *, sessions: int, turns: int, answe
     return Workload(f"the repo's own text as {sessions} agent sessions of {turns} turns, seed {seed}", tuple(made))
 
 
-def agent_text(
-    path: Path, tokenizer: Any, *, requests_max: int, max_tokens: int, answer_tokens: int, seed: int
-) -> Workload:
-    """Sessions of LMCache's agent trace (a folder or .tar.gz of JSON lines: `timestamp` us, `input`, `output`).
-
-    Sessions are taken at random until `requests_max` requests; each ends before its first prompt above `max_tokens`
-    tokens. Gaps within a session are the trace's; starts are drawn anew, since the trace's are hours apart. ValueError
-    naming file, line and field for what cannot be read.
-    """
-    rng = random.Random(seed)
-    files = sorted(_jsonl_files(path))
-    if not files:
-        raise ValueError(f"--trace {path}: no .jsonl file in it")
-    rng.shuffle(files)
-    made: list[Session] = []
-    count = too_long = empty = 0
-    start_s = 0.0
-    for name, text in files:
-        records = sorted(_records(name, text), key=lambda record: record[0])
-        steps: list[Turn] = []
-        before_us = 0
-        for i, (stamp_us, prompt, output) in enumerate(records):
-            if not prompt.strip():
-                empty += 1
-                continue
-            ids = tuple(tokenizer.encode(prompt))
-            if len(ids) > max_tokens:
-                too_long += len(records) - i
-                break
-            answer = max(1, min(answer_tokens, len(tokenizer.encode(output, add_special_tokens=False))))
-            gap_s = (stamp_us - before_us) / 1e6 if steps else 0.0
-            steps.append(Turn(prompt, ids, answer, gap_s))
-            before_us = stamp_us
-            if count + len(steps) >= requests_max:
-                break
-        if steps:
-            start_s += rng.expovariate(1 / 4.0)
-            made.append(Session(name, start_s, tuple(steps)))
-            count += len(steps)
-        if count >= requests_max:
-            break
-    note = (
-        f"{path.name}: {count} requests of {len(made)} sessions, seed {seed}; left out of these sessions: {too_long} "
-        f"requests from the first prompt above {max_tokens:,} tokens on, {empty} without text; answers cut to "
-        f"{answer_tokens} tokens"
-    )
-    if not made:
-        raise ValueError(f"--trace {path}: no session has a prompt of at most --max-tokens {max_tokens}")
-    return Workload(note, tuple(made))
-
-
-def _jsonl_files(path: Path) -> Iterator[tuple[str, str]]:
-    if path.is_dir():
-        for file in path.rglob("*.jsonl"):
-            yield file.relative_to(path).as_posix(), file.read_text(encoding="utf-8")
-        return
-    with tarfile.open(path) as archive:
-        for member in archive:
-            content = archive.extractfile(member) if member.name.endswith(".jsonl") else None
-            if content is not None:
-                yield member.name, content.read().decode("utf-8")
-
-
-def _records(name: str, text: str) -> Iterator[tuple[int, str, str]]:
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        record = json.loads(line)
-        for key, kind in (("timestamp", int), ("input", str), ("output", str)):
-            if not isinstance(record.get(key), kind):
-                raise ValueError(f"{name} line {number}: {key} is {record.get(key)!r}, expected {kind.__name__}")
-        yield record["timestamp"], record["input"], record["output"]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One request as the client saw it; tokens as the engine reported them."""
-
-    worker: str
-    prompt_tokens: int
-    cached_tokens: int
-    answer_tokens: int
-    ttft_s: float
-    e2e_s: float
-
-
 async def replay(url: str, model: str, workload: Workload, time_scale: float) -> list[Outcome]:
     """Every request once, trace seconds times `time_scale`. RuntimeError for a request that was not answered."""
     outcomes: list[Outcome] = []
     begin_s = time.perf_counter()
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=REQUEST_S_MAX)
 
-    async def play(client: aiohttp.ClientSession, session: Session) -> None:
+    async def play(client: Client, session: Session) -> None:
         due_s = begin_s + session.start_s * time_scale
         for turn in session.turns:
             due_s += turn.gap_s * time_scale
             await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
             due_s = time.perf_counter()  # where the answer before was late, the rest of the session shifts
-            outcomes.append(await complete(client, url, model, turn.prompt, turn.answer_tokens, session.name))
+            outcomes.append(await complete(client, model, turn.prompt, turn.answer_tokens, session.name))
 
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as client:
+    async with Client(url) as client:
         await asyncio.gather(*(play(client, session) for session in workload.sessions))
     return outcomes
 
 
-async def complete(
-    client: aiohttp.ClientSession, url: str, model: str, prompt: str | list[int], tokens: int, session: str
-) -> Outcome:
-    """One streamed completion of exactly `tokens` greedy tokens. TTFT ends at the first chunk with a choice."""
-    body = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    usage: dict[str, Any] = {}
-    first_s: float | None = None
-    sent_s = time.perf_counter()
-    async with client.post(url + "/v1/completions", json=body, headers={"x-session-id": session}) as answer:
-        if answer.status != 200:
-            raise RuntimeError(f"{session}: HTTP {answer.status}: {await answer.text()}")
-        async for line in answer.content:
-            if not line.startswith(b"data: {"):
-                continue
-            if first_s is None:
-                first_s = time.perf_counter()
-            if b'"prompt_tokens"' in line:
-                usage = json.loads(line[6:]).get("usage") or usage
-        worker = answer.headers.get("x-blockcast-worker", url)
-    end_s = time.perf_counter()
-    if first_s is None or usage.get("completion_tokens") != tokens:
-        raise RuntimeError(f"{session}: asked for {tokens} tokens, the answer ended with usage {usage}")
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return Outcome(worker, usage["prompt_tokens"], cached, tokens, first_s - sent_s, end_s - sent_s)
+async def complete(client: Client, model: str, prompt: str | list[int], tokens: int, session: str) -> Outcome:
+    """One streamed completion of exactly `tokens` greedy tokens."""
+    body = completion(model, prompt, tokens)
+    answer = await client.ask(post("/v1/completions", body, {"x-session-id": session}))
+    return Outcome.of(answer, tokens, session)
 
 
 async def prefill_rate(urls: list[str], model: str, vocab_size: int, length: int, seconds: float, seed: int) -> float:
@@ -293,45 +173,25 @@ async def prefill_rate(urls: list[str], model: str, vocab_size: int, length: int
     rng = random.Random(seed)
     done = 0
 
-    async def keep_busy(client: aiohttp.ClientSession, url: str, end_s: float) -> None:
+    async def keep_busy(url: str, end_s: float) -> None:
         nonlocal done
-        while time.perf_counter() < end_s:
-            prompt = [rng.randrange(10, vocab_size) for _ in range(length)]
-            outcome = await complete(client, url, model, prompt, 1, "calibration")
-            done += outcome.prompt_tokens - outcome.cached_tokens
+        async with Client(url) as client:
+            while time.perf_counter() < end_s:
+                prompt = [rng.randrange(10, vocab_size) for _ in range(length)]
+                outcome = await complete(client, model, prompt, 1, "calibration")
+                done += outcome.prompt_tokens - outcome.cached_tokens
 
-    async with aiohttp.ClientSession() as client:
-        await asyncio.gather(*(complete(client, url, model, [7] * length, 1, "warm-up") for url in urls))
-        begin_s = time.perf_counter()
-        await asyncio.gather(*(keep_busy(client, url, begin_s + seconds) for url in urls))
-        return done / (time.perf_counter() - begin_s)
+    await warm(urls, model, length, 1)
+    begin_s = time.perf_counter()
+    await asyncio.gather(*(keep_busy(url, begin_s + seconds) for url in urls))
+    return done / (time.perf_counter() - begin_s)
 
 
-async def warm(urls: list[str], model: str) -> None:
+async def warm(urls: list[str], model: str, length: int = 600, tokens: int = 4) -> None:
     """A first prefill and decode on every worker, of tokens that the workload does not hold."""
-    async with aiohttp.ClientSession() as client:
-        await asyncio.gather(*(complete(client, url, model, [9] * 600, 4, "warm-up") for url in urls))
 
+    async def one(url: str) -> None:
+        async with Client(url) as client:
+            await complete(client, model, [9] * length, tokens, "warm-up")
 
-def summarise(outcomes: Sequence[Outcome]) -> dict[str, float | int]:
-    """Sums and milliseconds. p99 is by nearest rank; `busiest_share` the largest part of the prefill on one worker."""
-    ttft_ms = sorted(outcome.ttft_s * 1e3 for outcome in outcomes)
-    prefilled: dict[str, int] = {}
-    for o in outcomes:
-        prefilled[o.worker] = prefilled.get(o.worker, 0) + o.prompt_tokens - o.cached_tokens
-    total = sum(prefilled.values())
-    return {
-        "requests": len(outcomes),
-        "prompt_tokens": sum(o.prompt_tokens for o in outcomes),
-        "cached_tokens": sum(o.cached_tokens for o in outcomes),
-        "prefilled_tokens": total,
-        "busiest_share": round(max(prefilled.values()) / total, 3),
-        "ttft_mean_ms": round(statistics.fmean(ttft_ms), 1),
-        "ttft_p50_ms": round(_rank(ttft_ms, 0.50), 1),
-        "ttft_p99_ms": round(_rank(ttft_ms, 0.99), 1),
-        "e2e_mean_ms": round(statistics.fmean(o.e2e_s for o in outcomes) * 1e3, 1),
-    }
-
-
-def _rank(ordered: list[float], share: float) -> float:
-    return ordered[max(0, math.ceil(len(ordered) * share) - 1)]
+    await asyncio.gather(*map(one, urls))

@@ -15,56 +15,76 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import platform
 import random
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import _path
 import click
+from harness.figures import cpu_seconds, in_words, machine, rank, write_json
+from harness.load import Answer, Client, closed_loop, post
+from harness.peers import PEERS, our_program, peer_command
+from harness.programs import Program, await_true, metric, ours
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from proxy_parts.load import closed_loop, cpu_seconds, streams  # noqa: E402
-from proxy_parts.peers import PEERS, install_ourselves, peer_command  # noqa: E402
-
-from engine.tiny.tokenizer import write_tokenizer  # noqa: E402
-from prompts.routing import parse_routing  # noqa: E402
-from prompts.tokenizer import Tokenizer  # noqa: E402
+from engine.tiny.tokenizer import write_tokenizer
+from prompts.routing import parse_routing
+from prompts.tokenizer import Tokenizer
 
 SIZES = {"0.2k": 200, "2k": 2_000, "16k": 16_000, "110k": 110_000}
 CONVERSATIONS = 8
 CHUNKS = 64
 STREAMS = 64
+START_APART_S = 0.005
+TOKENIZE = "blockcast_router_tokenize_cpu_seconds_total"
 Message = dict[str, str]
 
 
 class Gateway:
     """Something to send requests to: a mock worker itself (`pid` None) or a proxy before both."""
 
-    def __init__(self, name: str, port: int, pid: int | None) -> None:
+    def __init__(self, name: str, port: int | str, pid: int | None = None) -> None:
         self.name = name
-        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
         self.pid = pid
 
     def cpu_s(self) -> float:
         return cpu_seconds(self.pid) if self.pid is not None else 0.0
 
+    def latencies(self, requests: list[bytes], concurrency: int) -> list[float]:
+        """Seconds from sending a request to its whole answer."""
+        return [answer.end_s - answer.sent_s for answer in asyncio.run(closed_loop(self.url, requests, concurrency))]
+
+    def streams(self, requests: list[bytes]) -> tuple[list[float], list[float]]:
+        """(first-chunk times, ages of the chunks when they came), seconds, of streams begun 5 ms apart."""
+
+        async def begun(client: Client, number: int) -> Answer:
+            await asyncio.sleep(number * START_APART_S)
+            return (await client.ask(requests[number])).checked()
+
+        async def all_of_them() -> list[Answer]:
+            async with Client(self.url) as client:
+                return await asyncio.gather(*(begun(client, number) for number in range(len(requests))))
+
+        firsts, ages = [], []
+        for answer in asyncio.run(all_of_them()):
+            # Sender and receiver read the same clock.
+            sent = [(at_s, json.loads(event)["t"] / 1e9) for at_s, event in answer.events()]
+            if len(sent) != CHUNKS:
+                raise RuntimeError(f"a stream of {len(sent)} chunks arrived, {CHUNKS} were sent")
+            firsts.append(sent[0][0] - answer.sent_s)
+            ages += [at_s - sent_s for at_s, sent_s in sent]
+        return firsts, ages
+
 
 def conversations(size: int) -> list[list[Message]]:
     """Real text (this repository's sources) cut into turns, `size` bytes a conversation, each different."""
-    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "events").glob("*.py")))
-    text += "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "router").glob("*.py")))
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((_path.ROOT / "events").glob("*.py")))
+    text += "\n".join(path.read_text(encoding="utf-8") for path in sorted((_path.ROOT / "router").rglob("*.py")))
     rng = random.Random(size)
     made = []
     for number in range(CONVERSATIONS):
@@ -89,17 +109,6 @@ def body_of(messages: list[Message], turn: str, *, stream: bool = False) -> byte
     if stream:
         value["stream"] = True
     return json.dumps(value).encode()
-
-
-def request_of(body: bytes) -> bytes:
-    """The headers that OpenAI's Python client sends."""
-    return (
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept-Encoding: gzip, deflate\r\n"
-        b"Connection: keep-alive\r\nAccept: application/json\r\nContent-Type: application/json\r\n"
-        b"User-Agent: OpenAI/Python 1.99.0\r\nX-Stainless-Lang: python\r\nX-Stainless-OS: Linux\r\n"
-        b"X-Stainless-Arch: x64\r\nX-Stainless-Runtime: CPython\r\nX-Stainless-Async: false\r\n"
-        b"Authorization: Bearer sk-none\r\nX-Stainless-Retry-Count: 0\r\nContent-Length: %d\r\n\r\n" % len(body)
-    ) + body
 
 
 def question(number: int) -> str:
@@ -129,51 +138,8 @@ class Bodies:
         for _ in range(count):
             self._count += 1
             talk = talks[self._count % len(talks)]
-            made.append(request_of(body_of(talk, question(self._count), stream=stream)))
+            made.append(post("/v1/chat/completions", body_of(talk, question(self._count), stream=stream)))
         return made
-
-
-@contextmanager
-def program(command: list[str], ready: str, env: dict[str, str] | None = None) -> Iterator[tuple[int, str]]:
-    """Run a process; (pid, what the first group of `ready` matched in a line of its output)."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
-    lines: list[str] = []
-    try:
-        assert process.stdout is not None
-        while True:
-            line = process.stdout.readline()
-            if not line:
-                raise click.ClickException(f"{' '.join(command[:4])} ended:\n{''.join(lines[-20:])}")
-            lines.append(line)
-            found = re.search(ready, line)
-            if found:
-                break
-        drain = subprocess.Popen(["cat"], stdin=process.stdout, stdout=subprocess.DEVNULL)
-        yield process.pid, found.group(1)
-        drain.terminate()
-        drain.wait()
-    finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
-
-
-def metric(port: int, name: str) -> float:
-    """A counter of the router's, by its exact sample name."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
-        found = re.search(rf"^{name} (\S+)$", page.read().decode(), re.MULTILINE)
-    if found is None:
-        raise click.ClickException(f"no metric {name}")
-    return float(found.group(1))
-
-
-def percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 class Measurement:
@@ -195,20 +161,20 @@ class Measurement:
             {"0.2k": 3000, "2k": 3000, "16k": 800, "110k": 160}[size] * (1 if concurrency > 1 else 0.4) * self._scale
         )
         count = max(count, 4 * concurrency, 64)
-        asyncio.run(closed_loop(self._gateway.port, self._bodies.make(size, 2 * CONVERSATIONS), 1))  # now it was seen
+        self._gateway.latencies(self._bodies.make(size, 2 * CONVERSATIONS), 1)  # now it was seen
         rows: dict[str, list[float]] = {}
         for _ in range(self._rounds):
-            tokenize = metric(self._gateway.port, TOKENIZE) if self._ours else 0.0
+            tokenize = metric(self._gateway.url, TOKENIZE) if self._ours else 0.0
             cpu = self._gateway.cpu_s()
-            routed = asyncio.run(closed_loop(self._gateway.port, self._bodies.make(size, count), concurrency))
+            routed = self._gateway.latencies(self._bodies.make(size, count), concurrency)
             cpu = self._gateway.cpu_s() - cpu
-            tokenize = metric(self._gateway.port, TOKENIZE) - tokenize if self._ours else 0.0
-            direct = asyncio.run(closed_loop(self._direct.port, self._bodies.make(size, count), concurrency))
+            tokenize = metric(self._gateway.url, TOKENIZE) - tokenize if self._ours else 0.0
+            direct = self._direct.latencies(self._bodies.make(size, count), concurrency)
             for name, value in (
                 ("cpu_us", 1e6 * cpu / count),
                 ("tokenize_us", 1e6 * tokenize / count),
-                ("added_p50_ms", 1e3 * (percentile(routed, 0.5) - percentile(direct, 0.5))),
-                ("added_p99_ms", 1e3 * (percentile(routed, 0.99) - percentile(direct, 0.99))),
+                ("added_p50_ms", 1e3 * (rank(routed, 0.5) - rank(direct, 0.5))),
+                ("added_p99_ms", 1e3 * (rank(routed, 0.99) - rank(direct, 0.99))),
                 ("requests_per_s", count / sum(routed) * concurrency),
             ):
                 rows.setdefault(name, []).append(value)
@@ -225,16 +191,14 @@ class Measurement:
         for _ in range(self._rounds):
             requests = self._bodies.make("2k", STREAMS, stream=True)
             cpu = self._gateway.cpu_s()
-            firsts, lags = asyncio.run(streams(self._gateway.port, requests, CHUNKS))
+            firsts, lags = self._gateway.streams(requests)
             cpu = self._gateway.cpu_s() - cpu
-            direct_firsts, direct_lags = asyncio.run(
-                streams(self._direct.port, self._bodies.make("2k", STREAMS, stream=True), CHUNKS)
-            )
+            direct_firsts, direct_lags = self._direct.streams(self._bodies.make("2k", STREAMS, stream=True))
             for name, value in (
                 ("cpu_us_per_chunk", 1e6 * cpu / total),
-                ("chunk_lag_p50_ms", 1e3 * (percentile(lags, 0.5) - percentile(direct_lags, 0.5))),
-                ("chunk_lag_p99_ms", 1e3 * (percentile(lags, 0.99) - percentile(direct_lags, 0.99))),
-                ("first_chunk_p50_ms", 1e3 * (percentile(firsts, 0.5) - percentile(direct_firsts, 0.5))),
+                ("chunk_lag_p50_ms", 1e3 * (rank(lags, 0.5) - rank(direct_lags, 0.5))),
+                ("chunk_lag_p99_ms", 1e3 * (rank(lags, 0.99) - rank(direct_lags, 0.99))),
+                ("first_chunk_p50_ms", 1e3 * (rank(firsts, 0.5) - rank(direct_firsts, 0.5))),
             ):
                 rows.setdefault(name, []).append(value)
         return {name: statistics.median(values) for name, values in rows.items()}
@@ -250,9 +214,6 @@ class Measurement:
             "requests": table,
             "streams": stream,
         }
-
-
-TOKENIZE = "blockcast_router_tokenize_cpu_seconds_total"
 
 
 def show(name: str, result: dict[str, Any]) -> None:
@@ -274,8 +235,29 @@ def show(name: str, result: dict[str, Any]) -> None:
     )
 
 
+@contextmanager
+def before_mocks(
+    folder: Path, checkout: bool, mock_args: list[list[str]], *router_args: str
+) -> Iterator[tuple[Program, str, list[str]]]:
+    """Our router before a mock worker for each list of arguments: (its process, its URL, the mocks' URLs)."""
+    path = {"PYTHONPATH": f"{_path.ROOT}:{_path.ROOT}/scripts"}
+    with ExitStack() as stack:
+        urls = []
+        for number, args in enumerate(mock_args):
+            command = [sys.executable, "-m", "harness.mock", "--model", str(folder), *args]
+            mock = stack.enter_context(Program(command, folder / f"mock{number}.log", env=path))
+            urls.append("http://127.0.0.1:" + mock.await_line(r"^(\d+)$"))
+        own = ours("router") if checkout else [str(our_program())]
+        command = [*own, "run", *urls, "--port", "0", *router_args]
+        # An installed package must not be shadowed by the checkout: it runs elsewhere.
+        router = Program(
+            command, folder / "router.log", env=path if checkout else None, cwd=None if checkout else folder
+        )
+        yield stack.enter_context(router), router.await_line(), urls
+
+
 @click.command(help=__doc__)
-@click.option("--peer", "peers", multiple=True, type=click.Choice(sorted(PEERS)), help="May be repeated.")
+@click.option("--peer", "peers", multiple=True, type=click.Choice(PEERS), help="May be repeated.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--scale", default=1.0, show_default=True, help="Requests a round, relative to the default.")
@@ -287,87 +269,65 @@ def main(
     import uvloop
 
     uvloop.install()
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         write_tokenizer(folder, 4096, 1 << 20)
         bodies = Bodies()
         announced = bodies.announced(Tokenizer.load(folder))
-        ports = []
-        here = str(Path(__file__).resolve().parent)
         for number in range(2):
-            file = folder / f"announce{number}.json"
-            file.write_text(json.dumps(announced[number::2]))
-            command = [sys.executable, f"{here}/proxy_parts/mock.py", "--model", str(folder), "--announce", str(file)]
-            _, port = stack.enter_context(program(command, r"^(\d+)$"))
-            ports.append(int(port))
-        direct = Gateway("direct", ports[0], None)
-        urls = [f"http://127.0.0.1:{port}" for port in ports]
-        report: dict[str, Any] = {"machine": machine(), "policy": policy, "compiled": not checkout}
-        print(f"{report['machine']}")
-
-        own = [sys.executable, "-m", "router"] if checkout else [str(install_ourselves(ROOT))]
-        command = [*own, "run", *urls, "--port", "0", "--policy", policy, "--log-level", "warning"]
-        env = {**os.environ, "PYTHONPATH": str(ROOT)} if checkout else None
-        with program(command, r"listening on http://127.0.0.1:(\d+)", env) as (pid, port):
-            gateway = Gateway("router", int(port), pid)
+            (folder / f"announce{number}.json").write_text(json.dumps(announced[number::2]))
+        mocks = [["--announce", str(folder / f"announce{number}.json")] for number in range(2)]
+        report: dict[str, Any] = {"machine": machine(), "policy": policy, "compiled": not checkout, "peers": {}}
+        print(in_words(report["machine"]))
+        with before_mocks(folder, checkout, mocks, "--policy", policy, "--log-level", "warning") as (router, url, urls):
+            direct = Gateway("direct", urls[0].rpartition(":")[2])
+            gateway = Gateway("router", url.rpartition(":")[2], router.pid)
             wait_for_matches(gateway, bodies)
-            ours = Measurement(gateway, direct, bodies, ours=True, rounds=rounds, scale=scale).all()
-        show(f"blockcast router, {policy}", ours)
-        report.update(ours)
-        report["peers"] = {}
-        for name in peers:
-            command, ready, peer_port = peer_command(name, urls)
-            with program(command, ready) as (pid, _):
-                gateway = Gateway(name, peer_port, pid)
-                wait_for_answer(gateway, bodies)
-                found = Measurement(gateway, direct, bodies, ours=False, rounds=rounds, scale=scale).all()
-            show(f"{name}: {' '.join(command[-6:])}", found)
-            report["peers"][name] = found
-        if json_file is not None:
-            json_file.write_text(json.dumps(report, indent=1) + "\n")
+            report |= Measurement(gateway, direct, bodies, ours=True, rounds=rounds, scale=scale).all()
+            show(f"blockcast router, {policy}", report)
+            for name in peers:
+                command, port = peer_command(name, urls)
+                with Program(command, folder / f"{name}.log") as program:
+                    gateway = Gateway(name, port, program.pid)
+                    wait_for_answer(gateway, bodies)
+                    found = Measurement(gateway, direct, bodies, ours=False, rounds=rounds, scale=scale).all()
+                show(f"{name}: {' '.join(command[-6:])}", found)
+                report["peers"][name] = found
+        write_json(json_file, report)
 
 
 def wait_for_matches(gateway: Gateway, bodies: Bodies) -> None:
     """Until both workers are up and the index knows what they announced: full function, not a warm-up."""
-    end_s = time.monotonic() + 60
     seen: dict[str, int] = {}
-    while time.monotonic() < end_s:
+
+    def known() -> bool:
         try:
-            for request in bodies.make("2k", CONVERSATIONS):
-                body = request.partition(b"\r\n\r\n")[2]
-                sent = urllib.request.Request(f"http://127.0.0.1:{gateway.port}/v1/chat/completions", body,
-                                              {"Content-Type": "application/json"})  # fmt: skip
-                with urllib.request.urlopen(sent) as answer:
-                    seen[answer.headers["x-blockcast-worker"]] = int(
-                        answer.headers["x-blockcast-predicted-cached-tokens"]
-                    )
-        except OSError:
-            pass
-        if len(seen) == 2 and min(seen.values()) > 100:
-            return
-        time.sleep(0.2)
-    raise click.ClickException(f"the router did not learn what the workers hold: {seen}")
+            for answer in asyncio.run(closed_loop(gateway.url, bodies.make("2k", CONVERSATIONS), 1)):
+                cached = int(answer.headers["x-blockcast-predicted-cached-tokens"])
+                seen[answer.headers["x-blockcast-worker"]] = cached
+        except RuntimeError:
+            return False
+        return len(seen) == 2 and min(seen.values()) > 100
+
+    if not await_true(known, 60, 0.2):
+        raise click.ClickException(f"the router did not learn what the workers hold: {seen}")
 
 
 def wait_for_answer(gateway: Gateway, bodies: Bodies) -> None:
-    end_s = time.monotonic() + 60
     error: Exception | None = None
-    while time.monotonic() < end_s:
+
+    def answers() -> bool:
+        nonlocal error
         try:
-            asyncio.run(closed_loop(gateway.port, bodies.make("0.2k", 2), 1))
-        except (OSError, RuntimeError) as caught:
+            gateway.latencies(bodies.make("0.2k", 2), 1)
+        except RuntimeError as caught:
             error = caught
-            time.sleep(0.3)
         else:
-            return
-    raise click.ClickException(f"{gateway.name} does not answer: {error}")
+            return True
+        return False
 
-
-def machine() -> str:
-    model = next((line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-                  if line.startswith("model name")), platform.machine())  # fmt: skip
-    versions = f"Python {platform.python_version()}, Linux {platform.release()}"
-    return f"{model}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {versions}"
+    if not await_true(answers, 60, 0.3):
+        raise click.ClickException(f"{gateway.name} does not answer: {error}")
 
 
 if __name__ == "__main__":

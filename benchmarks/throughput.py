@@ -19,29 +19,26 @@ import argparse
 import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_HERE = Path(__file__).resolve().parent
-# This folder last: it has files named like packages of ours and modules of the standard library.
-sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE), str(_HERE)]
+import _path  # noqa: F401
+import torch
+from device_timing import copy_rate, kernel_times, machine, matrix_rate, synchronize
+from harness.figures import write_json
+from throughput_shapes import SHAPES
 
-import torch  # noqa: E402
-from device_timing import copy_rate, kernel_times, machine, matrix_rate, synchronize  # noqa: E402
-from throughput_shapes import SHAPES  # noqa: E402
-
-from engine.cache.kv_cache import KVCache  # noqa: E402
-from engine.core import EngineCore  # noqa: E402
-from engine.execution.decode_graphs import CudaCapture  # noqa: E402
-from engine.execution.runner import ModelRunner, unit_stride_bytes  # noqa: E402
-from engine.models import HfConfig, build_model  # noqa: E402
-from engine.models.loader import random_weights  # noqa: E402
-from engine.scheduler import Scheduler, SchedulerConfig  # noqa: E402
-from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId  # noqa: E402
-from kernels import select  # noqa: E402
+from engine.cache.kv_cache import KVCache
+from engine.core import EngineCore
+from engine.execution.decode_graphs import CudaCapture
+from engine.execution.runner import ModelRunner, unit_stride_bytes
+from engine.models import HfConfig, build_model
+from engine.models.loader import random_weights
+from engine.scheduler import Scheduler, SchedulerConfig
+from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
+from kernels import select
 
 STATE_UNITS = 2
 """Units of state a sequence of the workload may hold: its own and a checkpoint."""
@@ -275,8 +272,7 @@ def main() -> None:
     }  # fmt: skip
 
     def save() -> None:  # after each part, so that an end by force loses only one
-        if options.json:
-            options.json.write_text(json.dumps(report, indent=1))
+        write_json(options.json, report)
 
     report["steps"] = []
     save()

@@ -1,6 +1,6 @@
 """What the segment cache saves: a long conversation plus one new turn, encoded in full and through the cache.
 
-    python benchmarks/tokenize.py [--tokens 30000] [--model DIR] [--json FILE]
+    python benchmarks/tokenizing.py [--tokens 30000] [--model DIR] [--json FILE]
 
 Every round adds a new turn that was never seen, so a round costs what a real next request costs: the whole text is cut,
 looked up and joined, and the new turn is encoded. Ids are compared in every round. Rendering the chat template is
@@ -9,8 +9,6 @@ measured apart, because both ways pay it. Without --model, the built-in tokenize
 
 from __future__ import annotations
 
-import json
-import platform
 import random
 import statistics
 import sys
@@ -18,18 +16,18 @@ import tempfile
 import time
 from pathlib import Path
 
+import _path
 import click
-import tokenizers
+from harness.figures import in_words, machine, write_json
 
 from prompts import RoutingRequest, Tokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
 Message = dict[str, str]
 
 
 def conversation(tokenizer: Tokenizer, token_count: int) -> list[Message]:
     """Turns of real text (this repository's sources), until their prompt has about `token_count` tokens."""
-    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("[!.]*/**/*.py")))
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(_path.ROOT.glob("[!.]*/**/*.py")))
     while len(text) < 10 * token_count:
         text += text
     messages = [{"role": "system", "content": "You answer questions about this code base."}]
@@ -85,14 +83,6 @@ def measure(cached: Tokenizer, plain: Tokenizer, token_count: int, rounds: int) 
     }
 
 
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
 @click.command()
 @click.option("--tokens", default=30_000, show_default=True, help="Length of the conversation.")
 @click.option("--rounds", default=30, show_default=True)
@@ -110,20 +100,19 @@ def main(tokens: int, rounds: int, model: Path | None, json_file: Path | None) -
     if cached.no_cache_reason is not None:
         raise click.ClickException(f"this tokenizer has no segment cache: {cached.no_cache_reason}")
     result = measure(cached, plain, tokens, rounds)
-    machine = {
-        "cpu": cpu_name(),
-        "python": platform.python_version(),
-        "tokenizers": tokenizers.__version__,
-        "tokenizer": str(model) if model else f"built-in ({plain.vocab_size} ids)",
-    }
-    click.echo("  ".join(f"{key}: {value}" for key, value in machine.items()))
+    named = str(model) if model else f"built-in ({plain.vocab_size} ids)"
+    report = {"machine": {**machine("tokenizers"), "tokenizer": named}, **result}
+    click.echo(in_words(report["machine"]))
     click.echo(f"{result['turns']} turns, {result['tokens']} tokens, medians of {rounds} rounds, one thread")
     click.echo(f"full encode     {result['full_ms']:8.2f} ms")
     ratio = f"{result['speedup']:.0f} x, worst {result['cached_worst_ms']:.2f} ms"
     click.echo(f"segment cache   {result['cached_ms']:8.2f} ms   {ratio}")
     click.echo(f"chat template   {result['render_ms']:8.2f} ms   (paid by both)")
     click.echo(f"ids identical   {result['identical_ids']}")
-    if json_file is not None:
-        json_file.write_text(json.dumps({"machine": machine, **result}, indent=2), encoding="utf-8")
+    write_json(json_file, report)
     if not result["identical_ids"]:
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from engine.cache.kv_cache import KVCache
@@ -27,6 +28,7 @@ from engine.messages import CoreInfo
 from engine.models import HfConfig, Shard, build_model
 from engine.models.loader import load_model
 from engine.scheduler import Scheduler, SchedulerConfig
+from engine.types import SamplingParams
 from events import Event
 from events.publisher import EventPublisher
 from events.sources import GroupInfo
@@ -236,6 +238,10 @@ def _default_sampling(folder: Path) -> dict[str, float | int]:
         value = values.get(name) if isinstance(values, dict) else None
         if isinstance(value, types) and not isinstance(value, bool):
             found["max_tokens" if name == "max_new_tokens" else name] = value
+    try:
+        msgspec.convert(found, SamplingParams)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}; --generation-config vllm does without it") from error
     return found
 
 

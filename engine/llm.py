@@ -10,6 +10,7 @@ core, the same tokenizing, the same stop strings. Not thread-safe.
 from __future__ import annotations
 
 import itertools
+import operator
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -20,12 +21,14 @@ import msgspec
 
 from engine.api.choice import Choice, new_choice
 from engine.api.detokenizer import DetokenizerFactory
+from engine.api.generation import samples
 from engine.api.params import ModelLimits, check_params, check_prompt, fit_max_tokens
 from engine.assembly import Assembled, assemble, locate
 from engine.config import EngineConfig
 from engine.types import Request, SamplingParams, TokenLogprobs
 from events.config import KVEventsConfig
 from prompts import ChatRequest, RequestError, Tokenizer
+from prompts.schemas import Int64, Salt
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or vLLM's {"prompt": text} / {"prompt_token_ids": ids}, either with "cache_salt"."""
@@ -152,7 +155,7 @@ class LLM:
         """
         given = _prompt_list(prompts)
         read = [self._read(prompt, f"prompts[{number}]") for number, prompt in enumerate(given)]
-        salts = [prompt.get("cache_salt") if isinstance(prompt, Mapping) else None for prompt in given]
+        salts = [_salt(prompt, number) for number, prompt in enumerate(given)]
         return self._run(read, self._spread(sampling_params, len(given)), salts, priority, use_tqdm)
 
     def chat(
@@ -191,11 +194,11 @@ class LLM:
             return prompt, self._tokenizer.encode(prompt)
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+                return prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"], where)
             if not isinstance(prompt.get("prompt"), str):
                 raise RequestError(f"{where}: expected the key prompt or prompt_token_ids", param=where)
             return prompt["prompt"], self._tokenizer.encode(prompt["prompt"])
-        return None, list(prompt)
+        return None, _token_ids(prompt, where)
 
     def _spread(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None:
@@ -214,8 +217,10 @@ class LLM:
         priority: Sequence[int] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        if priority is not None and len(priority) != len(read):
-            raise ValueError(f"priority: got {len(priority)} values, expected one for each of {len(read)} prompts")
+        if priority is not None:
+            priority = msgspec.convert(priority, list[Int64])
+            if len(priority) != len(read):
+                raise ValueError(f"priority: got {len(priority)} values, expected one for each of {len(read)} prompts")
         jobs = [
             self._job(text, ids, own, salt, priority[number] if priority else 0, number)
             for number, ((text, ids), own, salt) in enumerate(zip(read, params, salts))
@@ -248,16 +253,9 @@ class LLM:
         check_prompt(ids, self._limits, f"prompts[{number}]")
         params = fit_max_tokens(params, self._limits, len(ids))
         name = str(next(self._numbers))
-        job = _Job(name, text, ids, params, [])
-        for sample in range(params.n):
-            own = params
-            if sample and params.seed is not None:
-                own = msgspec.structs.replace(params, seed=params.seed + sample)
-            job.requests.append(
-                Request(request_id=f"{name}-{sample}", token_ids=ids, params=own, cache_salt=salt, priority=priority)
-            )
-            job.choices.append(new_choice(sample, own, self._factory, keep=True))
-        return job
+        requests = samples(name, 0, ids, params, salt, priority)
+        choices = [new_choice(i, request.params, self._factory, keep=True) for i, request in enumerate(requests)]
+        return _Job(name, text, ids, params, requests, choices)
 
     def _result(self, job: _Job) -> RequestOutput:
         first = job.choices[0]
@@ -346,6 +344,21 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     items: list[Any] = list(_iterable(prompts))
     return [items] if items and isinstance(items[0], int) else items
+
+
+def _token_ids(values: object, where: str) -> list[int]:
+    """Token ids, of any kind of integer."""
+    try:
+        return list(map(operator.index, _iterable(values)))
+    except TypeError:
+        raise RequestError(f"{where}: expected token ids, which are integers", param=where) from None
+
+
+def _salt(prompt: Prompt, number: int) -> str | None:
+    try:
+        return msgspec.convert(prompt.get("cache_salt") if isinstance(prompt, Mapping) else None, Salt | None)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"prompts[{number}].cache_salt: {error}", param="cache_salt") from None
 
 
 def _iterable(value: object) -> Iterable[Any]:

@@ -8,9 +8,30 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import NewType
+from typing import Annotated, NewType
 
 import msgspec
+from msgspec import Meta
+
+from prompts.schemas import (
+    COUNT_MAX,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    Count,
+    Int64,
+    LogitBias,
+    LogprobCount,
+    MinP,
+    Penalty,
+    RepetitionPenalty,
+    Salt,
+    Samples,
+    Stop,
+    Temperature,
+    TokenIdField,
+    TopK,
+    TopP,
+)
 
 UnitId = NewType("UnitId", int)
 """Index of a unit of the pool's buffer."""
@@ -29,26 +50,27 @@ class FinishReason(str, enum.Enum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to continue a sequence. Names, defaults and ranges are vLLM's; validated once at the edge, then trusted."""
+    """How to continue a sequence. Names, defaults and ranges are vLLM's; checked once by `engine.api.params`."""
 
-    max_tokens: int | None = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
-    min_tokens: int = 0
+    max_tokens: Annotated[int, Meta(ge=1, le=COUNT_MAX)] | None = 16
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    """0 or -1: all."""
+    min_p: MinP = 0.0
+    seed: Int64 | None = None
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: LogitBias | None = None
+    min_tokens: Count = 0
     ignore_eos: bool = False
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Annotated[tuple[Stop, ...], Meta(max_length=MAX_STOPS)] = ()
+    stop_token_ids: Annotated[tuple[TokenIdField, ...], Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
     include_stop_str_in_output: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    n: int = 1
+    logprobs: LogprobCount | None = None
+    prompt_logprobs: LogprobCount | None = None
+    n: Samples = 1
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,9 +79,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     token_ids: list[int]
     params: SamplingParams
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     lora_name: str | None = None
-    priority: int = 0
+    priority: Int64 = 0
     """Lower is served earlier; ties by arrival."""
 
 

@@ -115,8 +115,8 @@ def _tool_call(call: Any) -> Any:
     if isinstance(arguments, str):
         try:
             arguments = msgspec.json.decode(arguments) if arguments else {}
-        except msgspec.DecodeError:
-            return call  # not JSON: the template gets what the client sent
+        except (msgspec.DecodeError, RecursionError):
+            return call  # not JSON, or none that can be read: the template gets what the client sent
     return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
 
 

@@ -19,10 +19,31 @@ Json = Any
 Message = dict[str, Any]
 _ResponseFormat = Literal["text", "json_object", "json_schema", "structural_tag"]
 _RESPONSE_FORMATS = get_args(_ResponseFormat)
-Positive = Annotated[int, Meta(ge=1)]
-NonNegative = Annotated[int, Meta(ge=0)]
-TokenIdField = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+
+# What a client may ask. Every number has two ends and every text a longest length, so that nothing that passes here can
+# overflow, or cost more than a request of its size may, further inside. Bounds that depend on the model (token ids,
+# the context) are checked where it is known. The engine's SamplingParams are made of the same types.
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOPS = 64
+MAX_STOP_TOKEN_IDS = 1024
+COUNT_MAX = 2**31 - 1
+Count = Annotated[int, Meta(ge=0, le=COUNT_MAX)]
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Samples = Annotated[int, Meta(ge=1, le=MAX_N)]
+LogprobCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Temperature = Annotated[float, Meta(ge=0.0, le=1000.0)]
+TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
+TopK = Annotated[int, Meta(ge=-1, le=COUNT_MAX)]
+MinP = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+RepetitionPenalty = Annotated[float, Meta(ge=0.001, le=1000.0)]
+TokenIdField = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+LogitBias = dict[TokenIdField, Annotated[float, Meta(ge=-100.0, le=100.0)]]
+StopTokenIds = Annotated[list[TokenIdField], Meta(max_length=MAX_STOP_TOKEN_IDS)]
+Stop = Annotated[str, Meta(min_length=1, max_length=256)]
+Stops = Annotated[list[Stop], Meta(max_length=MAX_STOPS)]
+Salt = Annotated[str, Meta(min_length=1, max_length=1024)]
 Prompt = str | list[str] | list[TokenIdField] | list[list[TokenIdField]]
 
 MEDIA_PARTS = frozenset(
@@ -48,42 +69,42 @@ class CommonRequest(Struct, kw_only=True, frozen=True):
 
     model: str | None = None
     # OpenAI's sampling parameters
-    temperature: Annotated[float, Meta(ge=0.0)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: dict[int, Annotated[float, Meta(ge=-100.0, le=100.0)]] | None = None
-    max_tokens: NonNegative | None = None
-    n: Positive | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: str | list[str] | None = None
+    logit_bias: LogitBias | None = None
+    max_tokens: Count | None = None
+    n: Samples | None = None
+    seed: Int64 | None = None
+    stop: Stop | Stops | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     response_format: ResponseFormat | None = None
     # vLLM's
-    best_of: Positive | None = None
+    best_of: Count | None = None
     use_beam_search: bool | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     length_penalty: float | None = None
-    min_tokens: NonNegative | None = None
+    min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[TokenIdField] | None = None
+    stop_token_ids: StopTokenIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=-1)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=COUNT_MAX)] | None = None
+    prompt_logprobs: LogprobCount | None = None
     allowed_token_ids: list[TokenIdField] | None = None
     bad_words: list[str] | None = None
     add_special_tokens: bool | None = None
-    priority: int | None = None
+    priority: Int64 | None = None
     request_id: str | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
-    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    cache_salt: Salt | None = None
     kv_transfer_params: dict[str, Json] | None = None
     vllm_xargs: dict[str, Json] | None = None
     logits_processors: list[Json] | None = None
@@ -98,9 +119,9 @@ class ChatRequest(CommonRequest, kw_only=True, frozen=True):
     """A body of `/v1/chat/completions`. `messages` are plain dicts whose role and content have been checked."""
 
     messages: list[Message]
-    max_completion_tokens: NonNegative | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=-1)] | None = None
+    top_logprobs: LogprobCount | None = None
     tools: list[Message] | None = None
     tool_choice: str | dict[str, Json] | None = None
     parallel_tool_calls: bool | None = None
@@ -121,7 +142,7 @@ class CompletionRequest(CommonRequest, kw_only=True, frozen=True):
 
     prompt: Prompt
     echo: bool | None = None
-    logprobs: Annotated[int, Meta(ge=-1)] | None = None
+    logprobs: LogprobCount | None = None
     suffix: str | None = None
     prompt_embeds: Json = None
 
@@ -131,7 +152,7 @@ class _CompletionShape(CommonRequest, kw_only=True, frozen=True):
 
     prompt: Json = None
     echo: bool | None = None
-    logprobs: Annotated[int, Meta(ge=-1)] | None = None
+    logprobs: LogprobCount | None = None
     suffix: str | None = None
     prompt_embeds: Json = None
 
@@ -238,9 +259,6 @@ def _value_at(data: bytes, field: str) -> Json | UnsetType:
 def _check_common(request: CommonRequest) -> None:
     if request.stream_options is not None and not request.stream:
         raise RequestError('stream_options: expected only together with "stream": true', param="stream_options")
-    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    if any(not stop for stop in stops):
-        raise bad_value("stop", "", "strings of at least one character")
     limit = request.max_tokens
     if limit is not None and request.min_tokens is not None and request.min_tokens > limit:
         raise bad_value("min_tokens", request.min_tokens, f"at most max_tokens ({limit})")

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
+from harness.load import Client, Outcome, post
+from harness.programs import ROOT
 
 IN_FLIGHT = 3
 ANSWER_TOKENS = 24
-SOURCES = (
-    "docs/*.md",
-    "*.md",
-    "engine/*.py",
-    "router/*.py",
-    "events/*.py",
-    "prompts/*.py",
-    "engine/cache/*.py",
-    "kernels/*.py",
-)
+SOURCES = ("docs/*.md", "*.md", "engine/**/*.py", "router/**/*.py", "events/*.py", "prompts/*.py", "kernels/**/*.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,28 +24,9 @@ class Conversation:
     questions: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    conversation: str
-    turn: int
-    worker: str
-    prompt_tokens: int
-    cached_tokens: int
-    predicted_tokens: int
-    ttft_ms: float
-
-
-@dataclass(slots=True)
-class _Turn:
-    conversation: Conversation
-    messages: list[dict[str, str]] = field(default_factory=list)
-    number: int = 0
-
-
 def repo_text() -> str:
     """The repo's own documents and code, one after the other."""
-    root = Path(__file__).resolve().parent.parent
-    files = [p for pattern in SOURCES for p in sorted(root.glob(pattern)) if "__init__" not in p.name]
+    files = [p for pattern in SOURCES for p in sorted(ROOT.glob(pattern)) if "__init__" not in p.name]
     return "\n\n".join(p.read_text() for p in files)
 
 
@@ -90,73 +61,25 @@ def make_conversations(
 
 
 async def play(
-    url: str, model: str, conversations: list[Conversation], on_outcome: Callable[[Outcome], None]
+    url: str, model: str, conversations: list[Conversation], show: Callable[[str, Outcome], None]
 ) -> list[Outcome]:
-    """Plays every turn of every conversation, `IN_FLIGHT` requests at a time, no pauses. Raises on a failed request."""
-    waiting: asyncio.Queue[_Turn | None] = asyncio.Queue()
-    for conversation in conversations:
-        waiting.put_nowait(_Turn(conversation, [{"role": "system", "content": conversation.context}]))
+    """Every turn of every conversation, `IN_FLIGHT` requests at a time, no pauses. Raises on a failed request."""
     outcomes: list[Outcome] = []
-    unfinished = len(conversations)
+    free = asyncio.Semaphore(IN_FLIGHT)
 
-    async def player(session: aiohttp.ClientSession) -> None:
-        nonlocal unfinished
-        while (turn := await waiting.get()) is not None:
-            turn.messages.append({"role": "user", "content": turn.conversation.questions[turn.number]})
-            turn.number += 1
-            answer, outcome = await ask(session, url, model, turn.conversation.name, turn.number, turn.messages)
-            turn.messages.append({"role": "assistant", "content": answer})
+    async def talk(client: Client, conversation: Conversation) -> None:
+        messages = [{"role": "system", "content": conversation.context}]
+        for turn, question in enumerate(conversation.questions, 1):
+            messages.append({"role": "user", "content": question})
+            body = {"model": model, "messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0,
+                    "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
+            name = f"{conversation.name} turn {turn}"
+            async with free:  # who waits longest is next, so conversations take turns
+                outcome = Outcome.of(await client.ask(post("/v1/chat/completions", body)), ANSWER_TOKENS, name)
+            messages.append({"role": "assistant", "content": outcome.text})
             outcomes.append(outcome)
-            on_outcome(outcome)
-            if turn.number < len(turn.conversation.questions):
-                waiting.put_nowait(turn)
-                continue
-            unfinished -= 1
-            if unfinished == 0:
-                for _ in range(IN_FLIGHT):
-                    waiting.put_nowait(None)
+            show(name, outcome)
 
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
-        await asyncio.gather(*(player(session) for _ in range(IN_FLIGHT)))
+    async with Client(url) as client:
+        await asyncio.gather(*(talk(client, conversation) for conversation in conversations))
     return outcomes
-
-
-async def ask(
-    session: aiohttp.ClientSession, url: str, model: str, name: str, turn: int, messages: list[dict[str, str]]
-) -> tuple[str, Outcome]:
-    """One streamed chat request. TTFT is from sending the request to the first chunk that carries text."""
-    body = {
-        "model": model,
-        "messages": messages,
-        "max_tokens": ANSWER_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    text, usage, ttft_ms = [], {}, 0.0
-    sent = time.perf_counter()
-    async with session.post(url + "/v1/chat/completions", json=body) as answer:
-        if answer.status != 200:
-            raise RuntimeError(f"{name} turn {turn}: HTTP {answer.status}: {await answer.text()}")
-        async for line in answer.content:
-            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                continue
-            event = json.loads(line[6:])
-            usage = event.get("usage") or usage
-            for choice in event.get("choices", ()):
-                if choice["delta"].get("content"):
-                    ttft_ms = ttft_ms or (time.perf_counter() - sent) * 1e3
-                    text.append(choice["delta"]["content"])
-        headers = answer.headers
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-    outcome = Outcome(
-        conversation=name,
-        turn=turn,
-        worker=headers["x-blockcast-worker"],
-        prompt_tokens=usage["prompt_tokens"],
-        cached_tokens=cached,
-        predicted_tokens=int(headers["x-blockcast-predicted-cached-tokens"]),
-        ttft_ms=ttft_ms,
-    )
-    return "".join(text), outcome

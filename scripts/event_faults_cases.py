@@ -19,7 +19,7 @@ from event_faults_script import (
     stored,
     stored_array,
 )
-from event_faults_worker import pack
+from harness.workers import pack
 
 # Names and encodings --------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from event_faults_worker import FakeWorker
+from harness.workers import FakeWorker
 
 BLOCK = 16
 FULL: dict[str, Any] = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import event_faults_script
 from event_faults_script import BLOCK, Probe, Script, removed, stored
-from event_faults_worker import pack
+from harness.workers import pack
 
 case = functools.partial(event_faults_script.case, rounds=1)  # a stream breaks once
 

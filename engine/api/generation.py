@@ -15,7 +15,7 @@ from engine.api.bodies import Usage, usage
 from engine.api.choice import Choice, new_choice
 from engine.api.detokenizer import DetokenizerFactory
 from engine.api.params import ModelLimits, check_prompt, echoes_only, sampling_params
-from engine.types import Request
+from engine.types import Request, SamplingParams
 from prompts import ChatRequest, CompletionRequest, RequestError, bad_value
 
 MAX_CHOICES = 1024
@@ -60,6 +60,16 @@ class Generation:
         return usage(len(self.prompt_of(choice)), choice.completion_tokens, choice.cached_tokens)
 
 
+def sequence_count(body: ChatRequest | CompletionRequest) -> int:
+    """Sequences that a body asks for. Raises RequestError for more than one request may."""
+    prompt = "" if isinstance(body, ChatRequest) else body.prompt
+    prompts = len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
+    n = body.n or 1
+    if prompts * n > MAX_CHOICES:
+        raise RequestError(f"n: {prompts} prompts x {n} samples, expected at most {MAX_CHOICES} together", param="n")
+    return prompts * n
+
+
 def plan_generation(
     body: ChatRequest | CompletionRequest,
     prompts: list[list[int]],
@@ -76,38 +86,41 @@ def plan_generation(
     """
     param = "messages" if isinstance(body, ChatRequest) else "prompt"
     prompts = [_truncate(prompt, body, limits) for prompt in prompts]
-    n = body.n or 1
-    if len(prompts) * n > MAX_CHOICES:
-        raise RequestError(
-            f"n: {len(prompts)} prompts x {n} samples, expected at most {MAX_CHOICES} together", param="n"
-        )
-    choices: list[Choice] = []
+    skips_special = body.skip_special_tokens is not False
     requests: list[Request] = []
-    keep = not body.stream
     for number, prompt in enumerate(prompts):
         check_prompt(prompt, limits, param if len(prompts) == 1 else f"{param}[{number}]")
         params = sampling_params(body, limits, len(prompt))
-        for sample in range(n):
-            index = number * n + sample
-            own = params
-            if sample and params.seed is not None:
-                own = msgspec.structs.replace(params, seed=params.seed + sample)
-            choice = new_choice(
-                index, own, factory, keep=keep, skip_special_tokens=body.skip_special_tokens is not False
-            )
-            choices.append(choice)
-            request = Request(
-                request_id=f"{unique}-{index}",
-                token_ids=prompt,
-                params=own,
-                cache_salt=body.cache_salt,
-                priority=body.priority or 0,
-            )
-            requests.append(request)
+        requests += samples(unique, len(requests), prompt, params, body.cache_salt, body.priority or 0)
+    choices = [
+        new_choice(index, request.params, factory, keep=not body.stream, skip_special_tokens=skips_special)
+        for index, request in enumerate(requests)
+    ]
     return Generation(
-        id=id, model=model, body=body, prompts=prompts, n=n, choices=choices, requests=requests,
+        id=id, model=model, body=body, prompts=prompts, n=body.n or 1, choices=choices, requests=requests,
         echo_only=echoes_only(body),
     )  # fmt: skip
+
+
+def samples(
+    name: str, first: int, prompt: list[int], params: SamplingParams, cache_salt: str | None, priority: int
+) -> list[Request]:
+    """The n sequences of one prompt, numbered from `first`: of a seed, each sample takes the next."""
+    return [
+        Request(
+            request_id=f"{name}-{first + sample}",
+            token_ids=prompt,
+            params=params if params.seed is None else msgspec.structs.replace(params, seed=_next(params.seed, sample)),
+            cache_salt=cache_salt,
+            priority=priority,
+        )
+        for sample in range(params.n)
+    ]
+
+
+def _next(seed: int, sample: int) -> int:
+    """Samplers look at 64 bits: after the largest seed comes the smallest."""
+    return (seed + sample + 2**63) % 2**64 - 2**63
 
 
 def _truncate(prompt: list[int], body: ChatRequest | CompletionRequest, limits: ModelLimits) -> list[int]:

@@ -1,12 +1,12 @@
-"""From a checked OpenAI body to the engine's SamplingParams: defaults, this model's limits, errors that name the field.
+"""What a client may ask of the loaded model: the one check of parameters and prompts, for bodies and for `LLM`.
 
-`prompts` has checked types and ranges; what is left needs to know the model: its context length, its vocabulary and the
-defaults of its generation_config.json. Pure.
+`prompts.schemas` has the types and ranges; what is left needs the model: its context length, its vocabulary and the
+defaults of its generation_config.json. Nothing is queued, registered or computed before this has passed. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -15,13 +15,10 @@ from engine.types import SamplingParams
 from prompts.errors import RequestError, bad_value
 from prompts.schemas import ChatRequest, CompletionRequest
 
-MAX_N = 128
-MAX_LOGPROBS = 20
-MAX_STOPS = 64
-
 _PLAIN_FIELDS = (
     "temperature",
     "top_p",
+    "top_k",
     "min_p",
     "seed",
     "repetition_penalty",
@@ -44,35 +41,22 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 def sampling_params(request: ChatRequest | CompletionRequest, limits: ModelLimits, prompt_len: int) -> SamplingParams:
     """The parameters of one sequence with a prompt of `prompt_len` tokens. Raises RequestError."""
-    fields: dict[str, Any] = {
-        name: value for name, value in limits.default_sampling.items() if name in _PLAIN_FIELDS or name == "top_k"
-    }
+    fields: dict[str, Any] = {name: value for name, value in limits.default_sampling.items() if name in _PLAIN_FIELDS}
     for name in _PLAIN_FIELDS:
         value = getattr(request, name)
         if value is not None:
             fields[name] = value
-    if request.top_k is not None:
-        fields["top_k"] = request.top_k
-    if fields.get("top_k", 0) < 0:
-        fields["top_k"] = 0  # vLLM's other word for "all"
-    n = request.n or 1
-    if n > MAX_N:
-        raise bad_value("n", n, f"at most {MAX_N}")
-    if n > 1 and fields.get("temperature", 1.0) == 0:
-        raise bad_value("n", n, "1 where temperature is 0: greedy samples would all be the same")
     params = SamplingParams(
         **fields,
-        n=n,
+        n=request.n or 1,
         max_tokens=_max_tokens(request, limits, prompt_len),
-        stop=_stops(request),
+        stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
         stop_token_ids=tuple(request.stop_token_ids or ()),
-        logit_bias=_logit_bias(request, limits),
+        logit_bias=request.logit_bias or None,
         logprobs=_logprobs(request),
         prompt_logprobs=_prompt_logprobs(request),
     )
-    if params.min_tokens > (params.max_tokens or 0):
-        raise bad_value("min_tokens", params.min_tokens, f"at most max_tokens ({params.max_tokens})")
-    return params
+    return check_params(params, limits)
 
 
 def echoes_only(request: ChatRequest | CompletionRequest) -> bool:
@@ -80,27 +64,10 @@ def echoes_only(request: ChatRequest | CompletionRequest) -> bool:
     return isinstance(request, CompletionRequest) and bool(request.echo) and request.max_tokens == 0
 
 
-_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "temperature": (lambda v: v >= 0, "at least 0"),
-    "top_p": (lambda v: 0 < v <= 1, "above 0, at most 1"),
-    "min_p": (lambda v: 0 <= v <= 1, "0 to 1"),
-    "top_k": (lambda v: v >= -1, "-1 or 0 for all, or at least 1"),
-    "repetition_penalty": (lambda v: v > 0, "above 0"),
-    "presence_penalty": (lambda v: -2 <= v <= 2, "-2 to 2"),
-    "frequency_penalty": (lambda v: -2 <= v <= 2, "-2 to 2"),
-    "max_tokens": (lambda v: v is None or v >= 1, "at least 1, or None"),
-    "min_tokens": (lambda v: v >= 0, "at least 0"),
-    "n": (lambda v: 1 <= v <= MAX_N, f"1 to {MAX_N}"),
-    "logprobs": (lambda v: v is None or 0 <= v <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}, or None"),
-    "prompt_logprobs": (lambda v: v is None or 0 <= v <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}, or None"),
-    "stop": (all, "strings of at least one character"),
-}
-
-
 def check_params(params: SamplingParams, limits: ModelLimits) -> SamplingParams:
-    """Parameters that a program made (not an HTTP body): types, ranges, and lists where the engine has tuples.
+    """The parameters with every field of its type, in its range and in the vocabulary. Raises RequestError.
 
-    Raises RequestError.
+    What a program made may have lists for tuples, or one string to stop at.
     """
     stop: object = params.stop
     fields = msgspec.structs.asdict(params)
@@ -108,15 +75,27 @@ def check_params(params: SamplingParams, limits: ModelLimits) -> SamplingParams:
     try:
         params = msgspec.convert(fields, SamplingParams)
     except msgspec.ValidationError as error:
-        raise RequestError(f"SamplingParams: {error}", param=None) from None
-    for name, (holds, expectation) in _RANGES.items():
-        value = getattr(params, name)
-        if not holds(value):
-            raise bad_value(name, value, expectation)
-    for token_id in params.logit_bias or ():
+        raise _wrong_field(str(error), fields) from None
+    _check_vocabulary("stop_token_ids", params.stop_token_ids, limits)
+    _check_vocabulary("logit_bias", params.logit_bias or (), limits)
+    if params.n > 1 and params.temperature == 0:
+        raise bad_value("n", params.n, "1 where temperature is 0: greedy samples would all be the same")
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise bad_value("min_tokens", params.min_tokens, f"at most max_tokens ({params.max_tokens})")
+    return params if params.top_k >= 0 else msgspec.structs.replace(params, top_k=0)
+
+
+def _wrong_field(message: str, fields: Mapping[str, Any]) -> RequestError:
+    """msgspec's "Expected `int` >= 0 - at `$.top_k`" with the field's name and value."""
+    expectation, _, path = message.replace("`", "").partition(" - at ")
+    name = path.removeprefix("key in ").removeprefix("$.").partition("[")[0]
+    return bad_value(name, fields.get(name), expectation.removeprefix("Expected "))
+
+
+def _check_vocabulary(param: str, token_ids: Iterable[int], limits: ModelLimits) -> None:
+    for token_id in token_ids:
         if not 0 <= token_id < limits.vocab_size:
-            raise bad_value("logit_bias", token_id, f"token ids from 0 to {limits.vocab_size - 1}")
-    return msgspec.structs.replace(params, top_k=max(params.top_k, 0))
+            raise bad_value(param, token_id, f"token ids from 0 to {limits.vocab_size - 1}")
 
 
 def fit_max_tokens(params: SamplingParams, limits: ModelLimits, prompt_len: int) -> SamplingParams:
@@ -130,9 +109,7 @@ def check_prompt(token_ids: list[int], limits: ModelLimits, param: str) -> None:
     """Whether the model can read the prompt and answer with at least one token. Raises RequestError."""
     if not token_ids:
         raise RequestError(f"{param}: the prompt has no tokens, expected at least one", param=param)
-    largest = max(token_ids)
-    if largest >= limits.vocab_size:
-        raise bad_value(param, largest, f"token ids below the vocabulary's size ({limits.vocab_size})")
+    _check_vocabulary(param, (min(token_ids), max(token_ids)), limits)
     if len(token_ids) >= limits.max_model_len:
         raise RequestError(
             f"{param}: the prompt has {len(token_ids)} tokens, but this model's maximum context length (max_model_len) "
@@ -166,42 +143,16 @@ def _max_tokens(request: ChatRequest | CompletionRequest, limits: ModelLimits, p
     return wanted
 
 
-def _stops(request: ChatRequest | CompletionRequest) -> tuple[str, ...]:
-    if request.stop is None:
-        return ()
-    stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
-    if len(stops) > MAX_STOPS:
-        raise RequestError(f"stop: got {len(stops)} strings, expected at most {MAX_STOPS}", param="stop")
-    return stops
-
-
-def _logit_bias(request: ChatRequest | CompletionRequest, limits: ModelLimits) -> dict[int, float] | None:
-    if not request.logit_bias:
-        return None
-    for token_id in request.logit_bias:
-        if not 0 <= token_id < limits.vocab_size:
-            raise bad_value("logit_bias", token_id, f"token ids from 0 to {limits.vocab_size - 1}")
-    return request.logit_bias
-
-
 def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
     if isinstance(request, CompletionRequest):
-        return _logprob_count("logprobs", request.logprobs)
-    if not request.logprobs:
-        return None
-    return _logprob_count("top_logprobs", request.top_logprobs) or 0
+        return request.logprobs
+    return request.top_logprobs or 0 if request.logprobs else None
 
 
 def _prompt_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
-    asked = _logprob_count("prompt_logprobs", request.prompt_logprobs)
+    asked = request.prompt_logprobs
     if asked is not None and request.stream:
         raise bad_value("prompt_logprobs", asked, "none where stream is true")
     if asked is None and isinstance(request, CompletionRequest) and request.echo:
-        return _logprobs(request)
+        return request.logprobs
     return asked
-
-
-def _logprob_count(param: str, value: int | None) -> int | None:
-    if value is not None and not 0 <= value <= MAX_LOGPROBS:
-        raise bad_value(param, value, f"0 to {MAX_LOGPROBS}")
-    return value

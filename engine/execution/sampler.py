@@ -111,10 +111,10 @@ class Sampler:
         seed: int = 0,
         kernels: object = None,
     ) -> None:
-        """`kernels`: the backend; it draws if it can."""
+        """`eos_token_ids`: the files of a checkpoint may name some that have no logit. `kernels`: draw if they can."""
         self._vocab_size = vocab_size
         self._device = device
-        self._eos = tuple(sorted(eos_token_ids))
+        self._eos = tuple(sorted(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size))
         self._seed = seed
         self._kernels = kernels if isinstance(kernels, DrawsTokens) else None
         self._batch: Batch | None = None
@@ -237,19 +237,19 @@ class Sampler:
         flat = changed.view(-1)
         biased, banned, repeated, counted = list[Changes](), list[Changes](), list[Changes](), list[Changes]()
         for i in batch.adjusted:
-            row, start = batch.rows[i], i * logits.shape[1]
+            row, at = batch.rows[i], (i, logits.shape[1])
             params = row.seq.request.params
             if params.logit_bias:
-                biased.append(Changes.of(params.logit_bias, params.logit_bias.values(), start))
+                biased.append(Changes.of(params.logit_bias, params.logit_bias.values(), at))
             if row.seq.output_len < params.min_tokens:
-                banned.append(Changes.of([*self._eos, *params.stop_token_ids], None, start))
+                banned.append(Changes.of([*self._eos, *params.stop_token_ids], None, at))
             if _penalises(params):
                 _count(row)
                 if row.seen is not None:
-                    repeated.append(Changes.of(row.seen, params.repetition_penalty, start))
+                    repeated.append(Changes.of(row.seen, params.repetition_penalty, at))
                 amounts = np.fromiter(row.counts.values(), np.float32, len(row.counts))
                 amounts = params.frequency_penalty * amounts + params.presence_penalty
-                counted.append(Changes.of(row.counts, -amounts, start))
+                counted.append(Changes.of(row.counts, -amounts, at))
         if biased:
             flat.index_add_(0, *self._there(biased))
         if banned:
@@ -323,10 +323,18 @@ class Changes:
 
     @staticmethod
     def of(
-        tokens: Collection[int], amounts: Collection[float] | npt.NDArray[np.float32] | float | None, start: int
+        tokens: Collection[int],
+        amounts: Collection[float] | npt.NDArray[np.float32] | float | None,
+        at: tuple[int, int],
     ) -> Changes:
-        """`amounts`: one for each token, or one for all; None where it is the place alone that counts."""
-        places = np.fromiter(tokens, np.int64, len(tokens)) + start
+        """`amounts`: one for each token, or one for all; None where it is the place alone that counts.
+
+        `at`: the row, and how many logits a row has.
+        """
+        row, width = at
+        places = np.fromiter(tokens, np.int64, len(tokens))
+        assert not len(places) or 0 <= places.min() <= places.max() < width, "a token outside of its row's logits"
+        places += row * width
         if isinstance(amounts, Collection):
             return Changes(places, np.fromiter(amounts, np.float32, len(tokens)))
         return Changes(places, np.full(len(tokens), amounts or 0.0, np.float32))

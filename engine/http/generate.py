@@ -18,9 +18,10 @@ from aiohttp import web
 
 from engine.api.answers import DONE, ChatAnswer, CompletionAnswer, sse
 from engine.api.choice import Choice, Piece
-from engine.api.generation import Generation, plan_generation
+from engine.api.generation import Generation, plan_generation, sequence_count
+from engine.config import ServerConfig
 from engine.http.metrics import RequestClock
-from engine.http.state import ServerState, random_id, unavailable
+from engine.http.state import ServerState, not_running, random_id
 from engine.process.client import EngineDead, OutputStream
 from engine.types import FinishReason, SequenceOutput
 from prompts import ChatRequest, CompletionRequest, RequestError, check_supported, parse_chat, parse_completion
@@ -29,6 +30,8 @@ log = logging.getLogger("engine.server")
 
 STATE = web.AppKey("state", ServerState)
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+LAST_WORDS_S = 1.0
+"""For the error that ends a stream at its deadline."""
 Answer = ChatAnswer | CompletionAnswer
 SMALL_WRITE_BYTES = 32 << 10
 """Less than what a transport buffers before it asks its writer to wait."""
@@ -40,10 +43,12 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body = parse_chat(data)
     state.check_model(body.model)
     check_supported(body)
-    state.admit(body.n or 1)
-    prompt = await state.encode(len(data), lambda: state.tokenizer.chat_ids(body))
-    generation = _plan(state, request, body, [prompt], "chatcmpl-")
-    return await _serve(state, request, generation, ChatAnswer(generation, body, state.factory))
+    with state.admission(sequence_count(body)):
+        prompt = await state.encode(len(data), lambda: state.tokenizer.chat_ids(body))
+        generation = _plan(state, request, body, [prompt], "chatcmpl-")
+        answer = ChatAnswer(generation, body, state.factory)
+        stream = state.client.submit(generation.requests)
+    return await _serve(state, request, generation, stream, answer)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -52,12 +57,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
     body = parse_completion(data)
     state.check_model(body.model)
     check_supported(body)
-    state.admit(body.n or 1)
-    prompts = await state.encode(len(data), lambda: state.tokenizer.completion_ids(body))
-    generation = _plan(state, request, body, prompts, "cmpl-")
-    state.admit(len(generation.requests))
-    texts = _echoed(state, body, generation)
-    return await _serve(state, request, generation, CompletionAnswer(generation, body, state.factory, texts))
+    with state.admission(sequence_count(body)):
+        prompts = await state.encode(len(data), lambda: state.tokenizer.completion_ids(body))
+        generation = _plan(state, request, body, prompts, "cmpl-")
+        answer = CompletionAnswer(generation, body, state.factory, _echoed(state, body, generation))
+        stream = state.client.submit(generation.requests)
+    return await _serve(state, request, generation, stream, answer)
 
 
 def _plan(
@@ -88,33 +93,27 @@ def _echoed(state: ServerState, body: CompletionRequest, generation: Generation)
 
 
 async def _serve(
-    state: ServerState, request: web.Request, generation: Generation, answer: Answer
+    state: ServerState, request: web.Request, generation: Generation, stream: OutputStream, answer: Answer
 ) -> web.StreamResponse:
-    """Submit, follow to the end, answer. Whatever ends this early aborts what still runs."""
+    """Follow what was submitted to the end, answer. Whatever ends this early aborts what still runs."""
     state.enter()
-    stream: OutputStream | None = None
-    deadline: asyncio.TimerHandle | None = None
+    limit_s, loop = state.config.request_timeout_s, asyncio.get_running_loop()
+    deadline = None if limit_s is None else loop.call_later(limit_s, stream.fail, _too_late(limit_s))
+    writer = Writer(request, state.config, None if deadline is None else deadline.when())
     try:
-        stream = state.client.submit(generation.requests)
-        limit_s = state.config.request_timeout_s
-        if limit_s is not None:
-            deadline = asyncio.get_running_loop().call_later(limit_s, stream.fail, _too_late(limit_s))
         state.metrics.prompt_tokens += sum(map(len, generation.prompts))
         follower = PieceStream(state, generation, stream)
         if generation.streams:
-            return await _stream(state, request, follower, answer)
+            return await _stream(state, writer, follower, answer)
         async for _ in follower:
             pass
-        return web.Response(body=answer.whole(), content_type="application/json")
-    except EngineDead as error:
-        raise unavailable(f"the engine is not running: {error}") from error
+        return await writer.whole(answer.whole())
     finally:
         if deadline is not None:
             deadline.cancel()
-        if stream is not None:
-            unfinished = sum(choice.finish_reason is None for choice in generation.choices)
-            state.metrics.finished["abort"] += unfinished
-            stream.close()
+        unfinished = sum(choice.finish_reason is None for choice in generation.choices)
+        state.metrics.finished["abort"] += unfinished
+        stream.close()
         state.leave()
 
 
@@ -162,57 +161,71 @@ class PieceStream:
         return choice, piece
 
 
-async def _stream(
-    state: ServerState, request: web.Request, follower: PieceStream, answer: Answer
-) -> web.StreamResponse:
-    response: web.StreamResponse | None = None
+async def _stream(state: ServerState, writer: Writer, follower: PieceStream, answer: Answer) -> web.StreamResponse:
     try:
         async for pieces in follower:
-            data = b"".join([answer.piece(choice, piece) for choice, piece in pieces])
-            if response is None:
-                response = await _start_stream(request)
-            if data:
-                await _write(state, request, response, data)
-        assert response is not None, "a sequence ended without an output"
-        await _write(state, request, response, answer.usage() + DONE)
+            await writer.write(b"".join([answer.piece(choice, piece) for choice, piece in pieces]))
+        await writer.write(answer.usage() + DONE)
     except (RequestError, EngineDead) as error:
-        if response is None:
+        if not writer.started:
             raise
         if isinstance(error, EngineDead):
-            error = unavailable(f"the engine is not running: {error}")
+            error = not_running(error)
         state.metrics.count_refusal(error.status)
-        await _write(state, request, response, sse(error.body()) + DONE)
-    await _unstalled(state, request, response.write_eof())
-    return response
+        await writer.write(sse(error.body()) + DONE)
+    return await writer.end()
 
 
-async def _start_stream(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse(
-        headers={
-            "Content-Type": "text/event-stream; charset=utf-8",
-            "Cache-Control": "no-cache",
-            "X-Accel-Buffering": "no",
-        }
-    )
-    await response.prepare(request)
-    return response
+class Writer:
+    """Sends one answer, and waits where the client does not take what was written; for ever it may not."""
 
+    def __init__(self, request: web.Request, config: ServerConfig, ends_s: float | None) -> None:
+        """`ends_s`: of the loop's clock, when the client must have all; None: when it pleases."""
+        self._request = request
+        self._stall_s = config.stall_timeout_s
+        self._ends_s = ends_s
+        self._response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",
+            }
+        )
 
-async def _write(state: ServerState, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-    """Write, and wait where the client does not take what was written; for ever it may not."""
-    transport = request.transport
-    if transport is not None and transport.get_write_buffer_size() == 0 and len(data) < SMALL_WRITE_BYTES:
-        await response.write(data)  # cannot have to wait
-    else:
-        await _unstalled(state, request, response.write(data))
+    @property
+    def started(self) -> bool:
+        return self._response.prepared
 
+    async def whole(self, body: bytes) -> web.StreamResponse:
+        self._response = web.Response(body=body, content_type="application/json")
+        await self._response.prepare(self._request)
+        return await self.end()
 
-async def _unstalled(state: ServerState, request: web.Request, writing: Coroutine[Any, Any, None]) -> None:
-    try:
-        await asyncio.wait_for(writing, state.config.stall_timeout_s)
-    except asyncio.TimeoutError:
-        transport = request.transport
-        log.info("a client took nothing for %.0f s and is dropped", state.config.stall_timeout_s)
-        if transport is not None:
-            transport.abort()
-        raise ConnectionResetError("the client does not read") from None
+    async def write(self, data: bytes) -> None:
+        """The next bytes of a stream; its head goes with the first call."""
+        if not self.started:
+            await self._response.prepare(self._request)
+        if not data:
+            return
+        transport = self._request.transport
+        if transport is not None and transport.get_write_buffer_size() == 0 and len(data) < SMALL_WRITE_BYTES:
+            await self._response.write(data)  # cannot have to wait
+        else:
+            await self._unstalled(self._response.write(data))
+
+    async def end(self) -> web.StreamResponse:
+        await self._unstalled(self._response.write_eof())
+        return self._response
+
+    async def _unstalled(self, writing: Coroutine[Any, Any, None]) -> None:
+        limit_s = self._stall_s
+        if self._ends_s is not None:
+            left_s = self._ends_s - asyncio.get_running_loop().time()
+            limit_s = min(limit_s, max(left_s, LAST_WORDS_S))
+        try:
+            await asyncio.wait_for(writing, limit_s)
+        except asyncio.TimeoutError:
+            log.info("a client took nothing for %.0f s, or not all in time, and is dropped", limit_s)
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ConnectionResetError("the client does not read") from None

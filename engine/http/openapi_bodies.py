@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.api.params import MAX_LOGPROBS, MAX_N, MAX_STOPS
+from prompts.schemas import MAX_LOGPROBS, MAX_N, MAX_STOPS
 
 _NULL = {"type": "null"}
 _NONEMPTY = {"type": "string", "minLength": 1}

@@ -11,9 +11,9 @@ from aiohttp import web
 from engine.api.bodies import DetokenizeAnswer, ModelCard, ModelList, TokenizeAnswer
 from engine.config import __version__
 from engine.http.generate import STATE
-from engine.http.state import unavailable
+from engine.http.state import not_running, unavailable
 from events.sources import encode_sources
-from prompts import RequestError
+from prompts import RequestError, check_supported
 from prompts.schemas import ChatRequest, Message, TokenIdField, decode_json, parse_chat
 
 _JSON = "application/json"
@@ -43,7 +43,7 @@ async def health(request: web.Request) -> web.Response:
     """200 while new requests are taken."""
     state = request.app[STATE]
     if state.client.dead is not None:
-        raise unavailable(f"the engine is not running: {state.client.dead}")
+        raise not_running(state.client.dead)
     if state.draining:
         raise unavailable("the server is shutting down")
     return web.Response()
@@ -70,7 +70,7 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     """Forget all cached prefixes and announce it. Running sequences keep what they hold."""
     state = request.app[STATE]
     if state.client.dead is not None:
-        raise unavailable(f"the engine is not running: {state.client.dead}")
+        raise not_running(state.client.dead)
     await state.client.reset_prefix_cache()
     return web.Response()
 
@@ -121,6 +121,7 @@ async def tokenize(request: web.Request) -> web.Response:
     if probe.messages is not None:
         chat = body = parse_chat(data)
         state.check_model(body.model)
+        check_supported(body)
         ids = await state.encode(len(data), lambda: tokenizer.chat_ids(chat))
     else:
         text = body = decode_json(_prompt_decoder, data)

@@ -35,7 +35,7 @@ from engine.http.routes import (
     tokenize,
     version,
 )
-from engine.http.state import RETRY_AFTER_S, ServerState
+from engine.http.state import RETRY_AFTER_S, ServerState, not_running
 from engine.messages import CoreInfo
 from engine.process.client import EngineClient, EngineDead
 from prompts import RequestError, Tokenizer, TokenizerError
@@ -95,9 +95,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
             raise
         return error_response(state, _http_error(request, error), allow=error.headers.get("Allow"))
     except EngineDead as error:
-        return error_response(
-            state, RequestError(str(error), param=None, code="unavailable", status=503, type="server_error")
-        )
+        return error_response(state, not_running(error))
     except ConnectionError:
         return web.Response(status=499)  # the client has left: nobody reads it, and aiohttp logs no traceback
     except Exception:
@@ -179,6 +177,7 @@ class Server:
             access_log=logging.getLogger("engine.access") if self._config.log_requests else None,
             shutdown_timeout=1.0,
             keepalive_timeout=KEEPALIVE_S,
+            auto_decompress=False,
             max_line_size=16384,
             max_field_size=16384,
         )

@@ -10,8 +10,9 @@ import hmac
 import itertools
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 from aiohttp import web
@@ -23,6 +24,7 @@ from engine.http.metrics import MetricsPage, ServerMetrics
 from engine.messages import CoreInfo
 from engine.process.client import EngineClient
 from prompts import RequestError, Tokenizer, bad_value
+from prompts.errors import show
 
 T = TypeVar("T")
 
@@ -50,6 +52,8 @@ class ServerState:
         self.draining = False
         self.active = 0
         """Completion requests being answered."""
+        self._entering = 0
+        """Sequences that are let in and not submitted yet: their prompts are being encoded."""
         self._names = frozenset(self.names)
         self._api_keys = tuple(key.encode() for key in config.api_keys)
         self._numbers = itertools.count()
@@ -80,18 +84,27 @@ class ServerState:
             error.status, error.code = 404, "model_not_found"
             raise error
 
-    def admit(self, sequences: int) -> None:
-        """Whether `sequences` more may enter the engine now. Raises RequestError 503 or 429."""
+    @contextmanager
+    def admission(self, sequences: int) -> Iterator[None]:
+        """Places for so many more sequences until they are submitted, or given up. Raises RequestError 503 or 429."""
+        self._admit(sequences)
+        self._entering += sequences
+        try:
+            yield
+        finally:
+            self._entering -= sequences
+
+    def _admit(self, sequences: int) -> None:
         if self.client.dead is not None:
-            raise unavailable(f"the engine is not running: {self.client.dead}")
+            raise not_running(self.client.dead)
         if self.draining:
             raise unavailable("the server is shutting down")
-        limit = self.config.max_queue
-        if limit is not None and self.client.in_flight + sequences > limit:
+        limit, inside = self.config.max_queue, self.client.in_flight + self._entering
+        if limit is not None and inside + sequences > limit:
             if sequences > limit:
                 raise RequestError(f"n: {sequences} sequences, expected at most {limit} (--max-queue)", param="n")
             raise RequestError(
-                f"the engine is full: {self.client.in_flight} sequences are running or waiting, at most {limit} may",
+                f"the engine is full: {inside} sequences are running or waiting, at most {limit} may",
                 param=None,
                 code="queue_full",
                 status=429,
@@ -122,7 +135,13 @@ class ServerState:
         return format(next(self._numbers), "x")
 
     async def body(self, request: web.Request) -> bytes:
-        """The request's body. Raises RequestError: 408 where it takes too long, 400 where the client leaves before."""
+        """The request's body. Raises RequestError: 408 where it takes too long, 400 where the client leaves before.
+
+        A compressed body is refused: a few bytes may stand for gigabytes.
+        """
+        encoding = request.headers.get("Content-Encoding", "identity")
+        if encoding.lower() not in ("", "identity"):
+            raise RequestError(f"Content-Encoding: got {show(encoding)}, expected none", param=None, status=415)
         if not request.can_read_body or request.content.is_eof():
             return await request.read()
         try:
@@ -143,6 +162,10 @@ class ServerState:
 
 def unavailable(message: str) -> RequestError:
     return RequestError(message, param=None, code="unavailable", status=503, type="server_error")
+
+
+def not_running(reason: object) -> RequestError:
+    return unavailable(f"the engine is not running: {reason}")
 
 
 def random_id() -> str:

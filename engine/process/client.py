@@ -165,11 +165,12 @@ class EngineClient(asyncio.Protocol):
     def submit(self, requests: Sequence[Request]) -> OutputStream:
         if self.dead is not None:
             raise EngineDead(self.dead)
+        payload = self._encoder.encode(Add(list(requests)))  # may refuse, so it comes before anything is registered
         stream = OutputStream(self, [request.request_id for request in requests])
         for request in requests:
             assert request.request_id not in self._streams, request.request_id
             self._streams[request.request_id] = stream
-        self._send(Add(list(requests)))
+        self._write(payload)
         return stream
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -239,8 +240,11 @@ class EngineClient(asyncio.Protocol):
             stream.deliver(output)
 
     def _send(self, command: Command) -> None:
+        self._write(self._encoder.encode(command))
+
+    def _write(self, payload: bytes) -> None:
         assert self._transport is not None
-        self._transport.write(frame(self._encoder.encode(command)))
+        self._transport.write(frame(payload))
 
     def _die(self, reason: str) -> None:
         if self.dead is not None:

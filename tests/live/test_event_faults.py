@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,14 +34,8 @@ def test_ours_is_right_in_every_row(tmp_path: Path) -> None:
 
 def test_a_router_that_takes_turns_is_found_out(tmp_path: Path) -> None:
     """The judge can fail: two cases for a router that predicts rightly and sends requests in turn."""
-    command = [sys.executable, "-m", "router", "run", "--port", "0", "--policy", "round_robin", "--log-level", "error"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as router:
-        assert router.stdout is not None
-        address = re.search(r"http://\S+", router.stdout.readline())
-        assert address is not None
-        cases = ("--case", "a block is removed and stored", "--case", "both copies", "--jobs", "1")
-        status, verdicts, printed = play(tmp_path, "--router-url", address.group(), *cases)
-        router.terminate()
+    cases = ("--case", "a block is removed and stored", "--case", "both copies", "--jobs", "1")
+    status, verdicts, printed = play(tmp_path, "--policy", "round_robin", *cases)
     assert len(verdicts) == 2
     assert set(verdicts.values()) & {"lost hit", "stale hit"}, printed
     assert status == 1

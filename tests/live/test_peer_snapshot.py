@@ -21,7 +21,7 @@ pytestmark = pytest.mark.live
 def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any, Any]]:
     """The scripted worker's modules."""
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts"))
-    names = ("event_faults_worker", "event_faults_routers", "event_faults_script")
+    names = ("harness.workers", "event_faults_routers", "event_faults_script")
     yield tuple(importlib.import_module(name) for name in names)  # type: ignore[misc]
     for name in names:
         sys.modules.pop(name, None)
@@ -50,7 +50,7 @@ def test_a_late_router_asks_the_one_that_was_there(parts: tuple[Any, Any, Any], 
             worker.publisher.restart()
             while worker.publisher.seq < first_seen:  # another history of the same length
                 worker.publisher.publish(script.stored([rng.getrandbits(64)], [1] * 16), lost=True)
-        late = routers.Ours(args=("--snapshot-from", first.url))
+        late = routers.Ours("--snapshot-from", first.url)
         late.attach([worker])
         expected = {worker.port: 0 if restarted else 160}
         assert routers.await_true(lambda: late.predicted(late.url, body) == expected, 10), late.predicted(

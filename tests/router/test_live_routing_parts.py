@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,27 +56,3 @@ def test_repo_sessions_are_the_same_each_time_and_grow_turn_by_turn(parts: Any) 
             assert after.prompt_ids[: len(before.prompt_ids)] == before.prompt_ids
     with pytest.raises(ValueError, match="--sessions 6 --turns 3"):
         parts.repo_sessions(Letters(), text[:10_000], **shape, seed=3)
-
-
-def test_a_trace_is_read_in_order_cut_and_described(parts: Any, tmp_path: Path) -> None:
-    records = [
-        {"timestamp": 3_000_000, "input": "x" * 40, "output": "long answer"},
-        {"timestamp": 1_000_000, "input": "x" * 20, "output": "ok"},
-        {"timestamp": 2_000_000, "input": " ", "output": "ok"},
-        {"timestamp": 4_500_000, "input": "x" * 100, "output": "ok"},
-        {"timestamp": 5_000_000, "input": "x" * 30, "output": "ok"},
-    ]
-    file = tmp_path / "one.jsonl"
-    file.write_text("\n".join(map(json.dumps, records)))
-    archive = tmp_path / "trace.tar.gz"
-    with tarfile.open(archive, "w:gz") as tar:
-        tar.add(file, "agent/one.jsonl")
-    limits = {"requests_max": 10, "max_tokens": 50, "answer_tokens": 4, "seed": 0}
-    for path in (archive, tmp_path):
-        made = parts.agent_text(path, Letters(), **limits)
-        (session,) = made.sessions
-        assert [(len(t.prompt_ids), t.answer_tokens, t.gap_s) for t in session.turns] == [(20, 2, 0.0), (40, 4, 2.0)]
-        assert "2 requests from the first prompt above 50 tokens on, 1 without text" in made.note
-    file.write_text(json.dumps({"timestamp": "now", "input": "", "output": ""}))
-    with pytest.raises(ValueError, match=r"one.jsonl line 1: timestamp is 'now', expected int"):
-        parts.agent_text(tmp_path, Letters(), **limits)

@@ -1,5 +1,7 @@
-// Keys of token prefixes: the same numbers as router/index/digest.py, seed for seed (see there for the why and the source).
-// Owns arithmetic modulo 2^61 - 1. Refuses to know blocks, holders and events.
+// Keys of token prefixes: one number for "these tokens, in this scope", whatever blocks an engine cuts them into. Rabin's
+// fingerprint over the prime field of 2^61 - 1 with a base drawn at random per process: two different prefixes of L tokens
+// share a key with probability at most (L + 1) / 2^61, and a collision can only send a request to a worker that has to
+// compute it. Owns the arithmetic. Refuses to know blocks, holders and events.
 #pragma once
 
 #include <array>

@@ -1,5 +1,5 @@
 // BlockDigests: what one router tells another of a stream. The format is router/index/dump.py's.
-#include "event_fields.hpp"
+#include "events.hpp"
 
 namespace blockcast {
 

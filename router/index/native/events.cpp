@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cctype>
 
-#include "event_fields.hpp"
-
 namespace blockcast {
 
 namespace {

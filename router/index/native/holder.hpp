@@ -1,5 +1,9 @@
-// What one publisher stream says it holds: the native twin of router/index/holder.py and index_parking.py, whose words on
-// the meaning of events hold here too. Owns names, groups and parked runs of one holder. Refuses to know prompts.
+// What one publisher stream says it holds. Owns names, groups and parked runs of one holder, and with them the meaning of
+// events. Refuses to know prompts and other holders.
+//
+// Invariants: a name is known while at least one (group, tier) holds a copy of it; a run is parked while neither its parent
+// nor its own first name is known, at most kParkedBlocksMax blocks (the oldest run goes), for kParkedBatchesMax batches.
+// tests/contracts/reference/holder.py says the same in Python; the tests compare the two.
 #pragma once
 
 #include <map>

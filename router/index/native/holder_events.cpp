@@ -18,7 +18,9 @@ const ExtraKey* salt_of_first(const ExtraKey* extras, std::size_t count) {
     return salt;
 }
 
-// What block `block`, whose first token stands at `start`, mixes in (router/index/events.py: media_of).
+// What block `block`, whose first token stands at `start`, mixes in. vLLM names a media item as (identifier, offset from the
+// block's start): it counts where it begins, so a negative offset was mixed in by an earlier block. A key without a known
+// position is mixed in at the block's start: such blocks match no prompt, which costs a miss and never a false hit.
 void media_of(const ExtraKey* extras, std::size_t count, u32 block, u64 start, bool event_salt, std::vector<Media>& out) {
     out.clear();
     const ExtraKey* salt = start == 0 && block == 0 && !event_salt ? salt_of_first(extras, count) : nullptr;

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "walk.hpp"
+#include "match.hpp"
 
 namespace blockcast {
 

@@ -1,4 +1,4 @@
-// The native PrefixIndex: the twin of router/index/__init__.py. Owns the holders, the lock and the life of pins. One writer at a
+// The PrefixIndex (router/index/protocol.py). Owns the holders, the lock and the life of pins. One writer at a
 // time, any number of readers; every call is atomic.
 #pragma once
 

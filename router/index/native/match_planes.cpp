@@ -6,7 +6,7 @@
 #include <map>
 #include <tuple>
 
-#include "walk.hpp"
+#include "match.hpp"
 
 namespace blockcast {
 
@@ -156,7 +156,6 @@ private:
         for (Plane& plane : planes_) {
             for (int view = 0; view < views; ++view) plane.held[view].assign(words_, ~u64{0});  // the empty prefix
         }
-        Words landing(words_, 0);
         checkpoint_.assign(words_, 0);
         std::map<const Layout*, Words> reach;
         for (const auto& [layout, members] : layouts_) reach[&layout] = members;

@@ -1,4 +1,4 @@
-// The runs that wait for a name, oldest first: the native twin of router/index/parking.py.
+// The runs that wait for a name, oldest first.
 #include <algorithm>
 
 #include "holder.hpp"

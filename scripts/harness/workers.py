@@ -1,8 +1,8 @@
-"""A scripted worker for scripts/event_faults: an OpenAI-like HTTP server and a KV event publisher, both made by hand.
+"""A scripted worker: an OpenAI-like HTTP server and a KV event publisher, both made by hand.
 
-Nothing of ours encodes, sends or replays here: msgpack, sequence numbers and the replay protocol are written out, so
-that a router is judged against the wire and not against our reading of it. A worker does what it is told, also what
-no sound publisher does.
+Nothing of ours encodes, sends or replays here: sequence numbers and the replay protocol are written out, so that a
+router is judged against the wire and not against our reading of it. A worker does what it is told, also what no sound
+publisher does.
 """
 
 from __future__ import annotations
@@ -16,62 +16,23 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import zmq
+from msgspec.msgpack import encode as pack
 
 END_SEQ = 2**64 - 1
 SNAPSHOT_SEQ = 2**64 - 2
 BIND_S_MAX = 5.0
 
 
-def pack(value: Any) -> bytes:
-    """MessagePack of None, bool, int, float, str, bytes, list, tuple and dict (dicts as map16, as vLLM's encoder does
-    for structs of more than 15 fields)."""
-    if value is None:
-        return b"\xc0"
-    if isinstance(value, bool):
-        return b"\xc3" if value else b"\xc2"
-    if isinstance(value, int):
-        return _pack_int(value)
-    if isinstance(value, float):
-        return struct.pack(">Bd", 0xCB, value)
-    if isinstance(value, str):
-        raw = value.encode()
-        return (struct.pack(">B", 0xA0 | len(raw)) if len(raw) < 32 else struct.pack(">BH", 0xDA, len(raw))) + raw
-    if isinstance(value, bytes):
-        return struct.pack(">BB", 0xC4, len(value)) + value
-    if isinstance(value, (list, tuple)):
-        head = struct.pack(">B", 0x90 | len(value)) if len(value) < 16 else struct.pack(">BH", 0xDC, len(value))
-        return head + b"".join(map(pack, value))
-    if isinstance(value, dict):
-        return struct.pack(">BH", 0xDE, len(value)) + b"".join(pack(k) + pack(v) for k, v in value.items())
-    raise TypeError(f"{type(value).__name__} has no MessagePack form here")
-
-
-def _pack_int(value: int) -> bytes:
-    if 0 <= value < 128:
-        return struct.pack(">B", value)
-    if 0 <= value < 2**16:
-        return struct.pack(">BH", 0xCD, value)
-    return struct.pack(">Bq", 0xD3, value) if value < 0 else struct.pack(">BQ", 0xCF, value)
-
-
 class Publisher:
     """The event side of a worker. `publish` sends one batch; the ring answers replay as vLLM's does."""
 
-    def __init__(
-        self,
-        *,
-        topic: str = "",
-        replays: bool = True,
-        replies_with_topic: bool = True,
-        port: int = 0,
-        replay_port: int = 0,
-    ) -> None:
+    def __init__(self, *, topic: str = "", replays: bool = True, replies_with_topic: bool = True) -> None:
         self.topic = topic.encode()
         self.replies_with_topic = replies_with_topic
         self._replays = replays
         self._context = zmq.Context()
         self._lock = threading.Lock()
-        self.port, self.replay_port = port, replay_port
+        self.port = self.replay_port = 0
         self.open()
 
     def open(self) -> None:
@@ -180,14 +141,14 @@ def _bind(socket: zmq.Socket[bytes], port: int) -> int:
 class FakeWorker:
     """HTTP on one port, events on two more. Remembers which prompts it was asked to complete."""
 
-    def __init__(self, model: str, publisher: Publisher, *, block_size: int = 16, port: int = 0) -> None:
+    def __init__(self, model: str, publisher: Publisher, *, block_size: int = 16) -> None:
         self.model, self.publisher, self.block_size = model, publisher, block_size
         self.lora: str | None = None
         self.asked: list[dict[str, Any]] = []
         """Bodies of the completions, in the order they came."""
         self.calls: list[str] = []
         """Every method and path that anybody asked for."""
-        self.port = port
+        self.port = 0
         self._serve()
 
     def _serve(self) -> None:

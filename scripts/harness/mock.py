@@ -1,6 +1,6 @@
 """A worker that costs next to nothing: a raw asyncio protocol that answers from memory and paces streams by a timer.
 
-    python -m proxy_parts.mock --model FOLDER --announce FILE
+    python -m harness.mock --model FOLDER --announce FILE
 
 It announces real KV events for the conversations in FILE (JSON: lists of token ids), so that a router's index has
 something to match, and takes part in health checks and discovery like any worker. Prints its port.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import sys
 import time
 from collections import deque
 from email.utils import formatdate
@@ -19,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from events.config import KVEventsConfig
 from events.publisher import EventPublisher

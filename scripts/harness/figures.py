@@ -1,0 +1,79 @@
+"""Where figures come from and where they go: the machine, CPU and memory of processes, tables, JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+
+def machine(*packages: str) -> dict[str, Any]:
+    """What figures were measured on, with the versions of these packages."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    found: dict[str, Any] = {"cpu": cpu, "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
+    found |= {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def in_words(facts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in facts.items())
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process, its threads and its children so far, to the nanosecond."""
+    total = 0.0
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            total += int((task / "schedstat").read_text().split()[0]) / 1e9
+            total += sum(cpu_seconds(int(child)) for child in (task / "children").read_text().split())
+    except (FileNotFoundError, ProcessLookupError):
+        pass  # a thread or child ended while we looked
+    return total
+
+
+def resident_bytes(pid: int | str = "self") -> int:
+    """Resident memory of a process (Linux)."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def resident_tree_mib(pid: int) -> float:
+    """Of a process and its children."""
+    total = resident_bytes(pid) / 2**20
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        total += sum(resident_tree_mib(int(child)) for child in (task / "children").read_text().split())
+    return total
+
+
+def rank(values: Sequence[float], share: float) -> float:
+    """The value at this share of all, by nearest rank."""
+    return sorted(values)[max(0, math.ceil(len(values) * share) - 1)]
+
+
+def markdown(rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, tuple[str, str]], first: str = "") -> str:
+    """A table for a README. `columns`: title -> (key of a row, format with {})."""
+    lines = [f"| {' | '.join([first, *columns])} |", "|---|" + "---:|" * len(columns)]
+    for name, row in rows.items():
+        lines.append(f"| {' | '.join([name, *(form.format(row[key]) for key, form in columns.values())])} |")
+    return "\n".join(lines)
+
+
+def write_json(path: Path | None, report: Any) -> None:
+    """Whole at all times: there is never half of it."""
+    if path is not None:
+        whole = path.with_name(path.name + ".new")
+        whole.write_text(json.dumps(report, indent=1) + "\n")
+        whole.replace(path)

@@ -1,0 +1,196 @@
+"""Programs as processes: started with their output in a file, awaited, asked over HTTP, ended with their children."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S_MAX = 120.0
+READY = r"(?:^ready +|router listening on )(http://\S+)$"
+"""What our programs say when they serve; the group is the URL."""
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+P = TypeVar("P", bound="Program")
+
+
+class Program:
+    """A process in a session of its own; as a context it ends with the block."""
+
+    def __init__(
+        self, command: list[str], log: Path, *, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    ) -> None:
+        self.command, self.log, self._cwd = command, log, cwd or ROOT
+        self._env = {**os.environ, **(env or {})}
+        self.start()
+
+    def start(self) -> None:
+        with self.log.open("ab") as file:
+            self.process = subprocess.Popen(
+                self.command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=self._env,
+                cwd=self._cwd,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def await_line(self, pattern: str = READY, seconds: float = START_S_MAX) -> str:
+        """The first group of `pattern`, once a line of the log has it. RuntimeError with the log's end if not."""
+        wanted = re.compile(pattern, re.MULTILINE)
+        found = self._await(lambda: wanted.search(self.text()), f"a line like {pattern}", seconds)
+        return str(found[1]) if wanted.groups else str(found[0])
+
+    def await_url(self, url: str, seconds: float = START_S_MAX) -> None:
+        """Until it answers 200."""
+        self._await(lambda: call(url, timeout_s=2)[0] == 200, f"200 from {url}", seconds)
+
+    def _await(self, probe: Callable[[], Any], what: str, seconds: float) -> Any:
+        end_s = time.monotonic() + seconds
+        while not (found := probe()):
+            if self.process.poll() is not None or time.monotonic() > end_s:
+                how = f"ended with status {self.process.poll()}" if self.process.poll() is not None else "runs"
+                raise RuntimeError(f"{' '.join(self.command[:4])} {how} without {what}:\n{self.text()[-3000:]}")
+            time.sleep(0.02)
+        return found
+
+    def kill(self) -> None:
+        """SIGKILL, its children too: nothing is said to anybody."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self, seconds: float = 15.0) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(seconds)
+        self.kill()
+
+    def __enter__(self: P) -> P:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def ours(name: str, *args: str) -> list[str]:
+    """The command of a program of this checkout."""
+    return [sys.executable, "-m", name, *args]
+
+
+def serve_engine(log: Path, *args: str, env: Mapping[str, str] | None = None) -> Program:
+    return Program(ours("engine", "serve", *args), log, env=env)
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def call(
+    url: str, body: Any = None, method: str | None = None, *, timeout_s: float = 20.0, headers: Mapping[str, str] = {}
+) -> tuple[int, Any]:
+    """(status, JSON or text); status 0 where nobody answers."""
+    data = None if body is None else json.dumps(body).encode()
+    given = {"Content-Type": "application/json", **headers}
+    request = urllib.request.Request(url, data, given, method=method)
+    try:
+        with _DIRECT.open(request, timeout=timeout_s) as answer:
+            return answer.status, _json(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, _json(error.read())
+    except OSError as error:
+        return 0, str(error)
+
+
+def _json(raw: bytes) -> Any:
+    try:
+        return json.loads(raw or b"null")
+    except ValueError:
+        return raw.decode(errors="replace")
+
+
+def metric(url: str, name: str) -> float:
+    """The sum of a metric's samples on the router's page; of all its labels unless the name has some. 0: none there."""
+    page = str(call(f"{url}/metrics")[1])
+    return sum(map(float, re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", page, re.MULTILINE)))
+
+
+def await_true(probe: Callable[[], Any], seconds: float, every_s: float = 0.05) -> Any:
+    """The first true answer of `probe`, or its last false one."""
+    end_s = time.monotonic() + seconds
+    while True:
+        found = probe()
+        if found or time.monotonic() > end_s:
+            return found
+        time.sleep(every_s)
+
+
+class Cluster:
+    """`engine serve` workers and one `router run`: on entry all of them answer, on exit all are stopped."""
+
+    model_name = "demo"
+
+    def __init__(self, model: Path, *, policy: str, num_blocks: int | None, log_dir: Path, workers: int = 2) -> None:
+        self._model, self._policy, self._log_dir = model, policy, log_dir
+        self._blocks = ("--num-gpu-blocks-override", str(num_blocks)) if num_blocks else ()
+        self._count = workers
+        self._programs: list[Program] = []
+        self.worker_urls: list[str] = []
+        self.url = ""
+
+    def __enter__(self) -> Cluster:
+        flags = ("--served-model-name", self.model_name, "--port", "0", "--dtype", "bfloat16", *self._blocks)
+        try:
+            self._programs = [
+                serve_engine(self._log_dir / f"{self._policy}-worker-{time.time_ns()}.log", str(self._model), *flags)
+                for _ in range(self._count)
+            ]
+            self.worker_urls = [worker.await_line() for worker in self._programs]
+            command = ours("router", "run", *self.worker_urls, "--port", "0", "--policy", self._policy)
+            self._programs.append(Program(command, self._log_dir / f"router-{time.time_ns()}.log"))
+            self.url = self._programs[-1].await_line()
+            self._programs[-1].await_url(f"{self.url}/health")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for program in reversed(self._programs):
+            program.stop()
+
+    def wait(self) -> None:
+        """Until Ctrl-C, or until one of the processes ends."""
+        with contextlib.suppress(KeyboardInterrupt):
+            while all(program.process.poll() is None for program in self._programs):
+                time.sleep(0.5)
+
+
+def make_demo_model(family: str) -> Path:
+    """The seeded random checkpoint of the demo, large enough that prefill costs something; made once a machine."""
+    from engine.tiny.model import cached_model, with_overrides
+
+    return cached_model(with_overrides("demo", family=family))

@@ -1,0 +1,140 @@
+"""What stands between a router and sound workers: workers that answer as they are told, links that can be cut."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+CLOSE, RESET, WAIT = "close", "reset", "wait"
+Steps = tuple[bytes | float | str, ...]
+"""Bytes are written, seconds slept; CLOSE and RESET end the connection, WAIT holds it until the other side leaves."""
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def whole(body: bytes, head: bytes = HEAD) -> bytes:
+    return head + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+def model_card(name: str, **more: Any) -> dict[str, Any]:
+    return {"id": name, "object": "model", "owned_by": "vllm", "root": name, "max_model_len": 8192, **more}
+
+
+def models_page(card: Mapping[str, Any]) -> bytes:
+    return json.dumps({"object": "list", "data": [card]}).encode()
+
+
+class Upstream:
+    """A worker whose pages are given and whose POSTs are answered step by step. Use as `async with`."""
+
+    def __init__(
+        self, pages: Mapping[str, bytes], steps: Callable[[], Steps] = lambda: (WAIT,), *, at_accept: str = ""
+    ) -> None:
+        self.pages = {"/health": b"{}", **pages}
+        """Path -> body of a 200, or a whole answer where it begins with HTTP."""
+        self.steps = steps
+        self.at_accept = at_accept
+        """CLOSE or RESET: what becomes of every connection."""
+        self.requests = 0
+        self.url = ""
+
+    async def __aenter__(self) -> Upstream:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=2**26)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            if self.at_accept:
+                await self._play(reader, writer, (self.at_accept,))
+                return
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                method, path, _ = head.split(b" ", 2)
+                at = head.lower().find(b"content-length:")
+                await reader.readexactly(int(head[at + 15 :].split(b"\r\n")[0]) if at >= 0 else 0)
+                page = self.pages.get(path.decode("latin-1").partition("?")[0])
+                if page is not None:
+                    writer.write(page if page.startswith(b"HTTP/") else whole(page))
+                elif method == b"GET":
+                    writer.write(whole(b"{}", b"HTTP/1.1 404 Not Found\r\n"))
+                else:
+                    self.requests += 1
+                    if await self._play(reader, writer, self.steps()):
+                        return
+        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            writer.transport.abort()
+
+    async def _play(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, steps: Steps) -> bool:
+        """Whether the connection has ended with it."""
+        for step in steps:
+            if isinstance(step, bytes):
+                writer.write(step)
+                await writer.drain()
+            elif isinstance(step, float):
+                await asyncio.sleep(step)
+            elif step == WAIT:
+                while await reader.read(65536):
+                    pass
+                writer.close()
+                return True
+            else:
+                if step == RESET:
+                    writer.transport.abort()
+                writer.close()
+                return True
+        return False
+
+
+class Link:
+    """A TCP relay that can be cut."""
+
+    def __init__(self, target_port: int) -> None:
+        self._target_port = target_port
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._up = True
+        self.port = 0
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            if not self._up:
+                raise ConnectionError
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+        except OSError:
+            writer.transport.abort()
+            return
+        self._writers |= {writer, far_writer}
+        try:
+            await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
+        finally:
+            self._writers -= {writer, far_writer}
+
+    def cut(self) -> None:
+        self._up = False
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    def mend(self) -> None:
+        self._up = True
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+    writer.transport.abort()
