@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import re
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -35,7 +40,7 @@ print(tuple(model(torch.arange(5)[None]).logits.shape))
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built without the native index, as on a machine without a compiler."""
+    """Without its C++ parts, which take minutes: names and files are looked at here."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder)]
     built = subprocess.run([*command, "-Cwheel.cmake=false", str(ROOT)], capture_output=True, text=True)
@@ -78,3 +83,65 @@ def test_the_router_runs_where_there_is_no_torch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "Send each request" in done.stdout
+
+
+COMPILER = r"gcc|g\+\+|cc$|c\+\+|clang|cpp|ld$|ld\.|ar$|as$|ranlib|make$|ninja|cmake"
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("build_backend", ROOT / "scripts" / "build_backend.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.delenv("CXX", raising=False)
+    return module
+
+
+def test_where_there_is_no_compiler_the_build_uses_the_registrys(
+    backend: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "ziglang>=0.13" not in backend._requires([])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "ziglang>=0.13" in backend._requires([])
+    (tmp_path / "ziglang").mkdir()
+    (tmp_path / "ziglang" / "__init__.py").touch()
+    zig = tmp_path / "ziglang" / "zig"
+    zig.write_text('#!/bin/sh\necho "$@"\n')
+    zig.chmod(0o755)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with backend._compiler():
+        for variable, command in (("CC", "cc -target"), ("CXX", "c++ -target"), ("AR", "ar x"), ("RANLIB", "ranlib x")):
+            said = subprocess.run([os.environ[variable], "x"], capture_output=True, text=True, check=True).stdout
+            assert said.startswith(command), said
+        assert shutil.which("c++") == os.environ["CXX"]
+    assert "CXX" not in os.environ
+
+
+def test_a_failed_build_says_what_to_do(backend: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails() -> str:
+        raise SystemExit(1)
+
+    with pytest.raises(SystemExit):
+        backend._build(fails)
+    assert "C++17 compiler" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_wheel_is_built_where_there_is_no_compiler(tmp_path: Path) -> None:
+    """All of it: the index, the relay, the CPU kernels and the compiled router."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for folder in os.environ["PATH"].split(os.pathsep):
+        for file in Path(folder).glob("*"):
+            if not re.search(COMPILER, file.name) and not (tools / file.name).exists():
+                (tools / file.name).symlink_to(file)
+    environment = {**os.environ, "PATH": str(tools), "PYTHONPATH": ""}
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", str(tmp_path), str(ROOT)]
+    built = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout[-4000:] + built.stderr[-4000:]
+    with zipfile.ZipFile(next(tmp_path.glob("blockcast-*.whl"))) as content:
+        extensions = {name.rpartition(".cpython")[0] for name in content.namelist() if name.endswith(".so")}
+    assert {"router/index/_native", "router/edge/_relay", "kernels/cpu/_native", "router/decide/core"} <= extensions
