@@ -152,17 +152,6 @@ class ModelList(Struct, frozen=True, kw_only=True):
     data: list[ModelCard]
 
 
-class ErrorBody(Struct, frozen=True, kw_only=True):
-    message: str
-    type: str
-    param: str | None
-    code: str | int | None
-
-
-class ErrorAnswer(Struct, frozen=True):
-    error: ErrorBody
-
-
 class TokenizeAnswer(Struct, frozen=True, kw_only=True):
     count: int
     max_model_len: int

@@ -1,142 +1,136 @@
-"""`/openapi.json`: what the server takes and answers, made from the structs that read and write the bodies."""
+"""`/openapi.json`: what the server takes and answers.
+
+Answers are described by the structs that write them, bodies by those that read them, narrowed: these accept every
+field of OpenAI's and vLLM's bodies so that an error can name it, and `prompts.support` then refuses
+some. Here those refusals are types. What joins two fields (`top_logprobs` needs
+`logprobs`) stays unsaid.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
 
-from engine.api.bodies import (
-    ChatChunk,
-    ChatCompletion,
-    Completion,
-    DetokenizeAnswer,
-    ErrorAnswer,
-    ModelCard,
-    ModelList,
-    TokenizeAnswer,
-)
+from engine.api.bodies import ChatCompletion, Completion, DetokenizeAnswer, ModelCard, ModelList, TokenizeAnswer
 from engine.config import __version__
-from engine.http.openapi_bodies import narrow
 from engine.http.routes import DetokenizeBody, TokenizeChat, TokenizePrompt
 from events.sources import EventSource, GroupInfo
-from prompts import ChatRequest, CompletionRequest
+from prompts import ChatRequest, CompletionRequest, openapi
+from prompts.openapi import Operation
+from prompts.schemas import COUNT_MAX, TokenIdField
 
-_REF = "#/components/schemas/{name}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Operation:
-    method: str
-    path: str
-    summary: str
-    request: Any = None
-    """Type of the body; a tuple where it may be of several."""
-    answer: Any = None
-    """Type of a JSON answer; str: text; None: an empty body."""
-    stream: Any = None
-    """Type of an SSE chunk where the operation can stream."""
-    errors: tuple[int, ...] = ()
-    is_open: bool = False
-    """Needs no API key."""
+_NonEmpty = Annotated[str, Meta(min_length=1)]
+_Positive = Annotated[int, Meta(ge=1, le=COUNT_MAX)]
+_Ids = Annotated[list[TokenIdField], Meta(min_length=1)]
+_PROMPT_FORMS = (
+    _NonEmpty,
+    Annotated[list[_NonEmpty], Meta(min_length=1)],
+    _Ids,
+    Annotated[list[_Ids], Meta(min_length=1)],
+)
+_Prompt = Annotated[Any, Meta(extra_json_schema={"anyOf": [msgspec.json.schema(form) for form in _PROMPT_FORMS]})]
+"""Put together by hand: msgspec has no type for lists that differ in their items."""
 
 
-def _completion_body() -> Any:
-    """CompletionRequest with `prompt` left open: msgspec cannot tell lists apart by their items."""
-    members: list[Any] = [("prompt", Any)]
-    for member in msgspec.structs.fields(CompletionRequest):
-        if member.name != "prompt":
-            members.append((member.name, member.type, member.default))
-    return msgspec.defstruct("CompletionRequest", members, kw_only=True)
+class TextPart(Struct, tag_field="type", tag="text"):
+    text: str
 
 
-_COMPLETION_BODY = _completion_body()
-_GENERATES = (400, 404, 408, 413, 429, 500, 503, 504)
+class TextFormat(Struct, tag_field="type", tag="text"):
+    pass
+
+
+class FunctionCall(Struct):
+    name: str
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCall(Struct):
+    function: FunctionCall
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
+class Message(Struct):
+    role: Annotated[str, Meta(min_length=1, examples=["system", "user", "assistant", "tool"])]
+    content: str | list[TextPart] | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class Function(Struct):
+    name: str
+    description: Any = None
+    parameters: Any = None
+
+
+class Tool(Struct):
+    function: Function
+    type: Literal["function"] | UnsetType = UNSET
+
+
+def _narrowed(body: type[Struct], types: dict[str, Any]) -> type[Struct]:
+    """The body with other types of some of its fields, under the same name."""
+    fields = msgspec.structs.fields(body)
+    assert set(types) <= {field.name for field in fields}, (body, types)
+    required = [(f.name, types.get(f.name, f.type)) for f in fields if f.required]
+    rest = [(f.name, types.get(f.name, f.type), f.default) for f in fields if not f.required]
+    return msgspec.defstruct(body.__name__, [*required, *rest], kw_only=True)
+
+
+_MESSAGES = {"messages": Annotated[list[Message], Meta(min_length=1)], "tools": list[Tool] | None}
+_COMMON = {
+    "best_of": Annotated[None, Meta(description="Accepted where it equals n.")],
+    "use_beam_search": Annotated[bool | None, Meta(extra_json_schema={"enum": [False, None]})],
+    "response_format": TextFormat | None,
+    **dict.fromkeys(
+        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "allowed_token_ids",
+         "bad_words", "logits_processors"),
+        None,
+    ),
+}  # fmt: skip
+_CHAT = _narrowed(
+    ChatRequest,
+    _COMMON
+    | _MESSAGES
+    | {
+        "tool_choice": Literal["none", "auto", None],
+        "chat_template": Annotated[None, Meta(description="Only the server's own, or its --chat-template.")],
+        "max_tokens": _Positive | None,
+        "max_completion_tokens": _Positive | None,
+    },
+)
+_COMPLETION = _narrowed(
+    CompletionRequest,
+    _COMMON | {"prompt": _Prompt, "suffix": Literal["", None], "prompt_embeds": None},
+)
+_TOKENIZE = (TokenizePrompt, _narrowed(TokenizeChat, _MESSAGES))
+
+_READS = (400, 404, 408, 413)
+_GENERATES = (*_READS, 429, 500, 503, 504)
 _OPERATIONS = (
-    _Operation("post", "/v1/chat/completions", "Continue a conversation", ChatRequest, ChatCompletion, ChatChunk,
-               _GENERATES),
-    _Operation("post", "/v1/completions", "Continue texts or token ids", _COMPLETION_BODY, Completion, Completion,
-               _GENERATES),
-    _Operation("get", "/v1/models", "The served names of the model", answer=ModelList),
-    _Operation("get", "/v1/models/{model}", "One served name", answer=ModelCard, errors=(404,)),
-    _Operation("post", "/tokenize", "Ids of a text or a conversation", (TokenizePrompt, TokenizeChat),
-               TokenizeAnswer, errors=(400, 404, 408, 413)),
-    _Operation("post", "/detokenize", "Text of token ids", DetokenizeBody, DetokenizeAnswer,
-               errors=(400, 404, 408, 413)),
-    _Operation("post", "/reset_prefix_cache", "Forget all cached prefixes and announce it", errors=(503,)),
-    _Operation("get", "/kv_event_sources", "Where the cache events are published", answer=dict[str, EventSource],
-               is_open=True),
-    _Operation("get", "/kv_cache/groups", "The cache's groups", answer=list[GroupInfo], is_open=True),
-    _Operation("get", "/health", "200 while new requests are taken", errors=(503,), is_open=True),
-    _Operation("get", "/ping", "As /health", errors=(503,), is_open=True),
-    _Operation("post", "/ping", "As /health", errors=(503,), is_open=True),
-    _Operation("get", "/version", "The engine's version", answer=dict[str, str], is_open=True),
-    _Operation("get", "/metrics", "Prometheus metrics under vLLM's names", answer=str, is_open=True),
-    _Operation("get", "/openapi.json", "This document", answer=dict[str, Any], is_open=True),
+    Operation("post", "/v1/chat/completions", "Continue a conversation", _CHAT, ChatCompletion, _GENERATES, True),
+    Operation("post", "/v1/completions", "Continue texts or token ids", _COMPLETION, Completion, _GENERATES, True),
+    Operation("get", "/v1/models", "The served names of the model", None, ModelList, ()),
+    Operation("get", "/v1/models/{model}", "One served name", None, ModelCard, (404,)),
+    Operation("post", "/tokenize", "Ids of a text or a conversation", _TOKENIZE, TokenizeAnswer, _READS),
+    Operation("post", "/detokenize", "Text of token ids", DetokenizeBody, DetokenizeAnswer, _READS),
+    Operation("post", "/reset_prefix_cache", "Forget all cached prefixes and announce it", None, None, (503,)),
+    Operation("get", "/kv_event_sources", "Where the cache events are published", None, dict[str, EventSource], (),
+              is_open=True),
+    Operation("get", "/kv_cache/groups", "The cache's groups", None, list[GroupInfo], (), is_open=True),
+    Operation("get", "/health", "200 while new requests are taken", None, None, (503,), is_open=True),
+    Operation("get", "/ping", "As /health", None, None, (503,), is_open=True),
+    Operation("post", "/ping", "As /health", None, None, (503,), is_open=True),
+    Operation("get", "/version", "The engine's version", None, dict[str, str], (), is_open=True),
+    Operation("get", "/metrics", "Prometheus metrics under vLLM's names", None, str, (), is_open=True),
+    Operation("get", "/openapi.json", "This document", None, dict[str, Any], (), is_open=True),
 )  # fmt: skip
 
 
 def document(has_keys: bool) -> bytes:
-    """The OpenAPI 3.1 document, encoded. `has_keys`: most operations need an API key."""
-    types = [t for op in _OPERATIONS for t in (*_bodies(op), op.answer, op.stream) if t is not None]
-    types = [ErrorAnswer, *dict.fromkeys(types)]
-    schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
-    schema_of = dict(zip(types, schemas))
-    paths: dict[str, dict[str, Any]] = {}
-    for operation in _OPERATIONS:
-        paths.setdefault(operation.path, {})[operation.method] = _describe(operation, schema_of, has_keys)
-    made: dict[str, Any] = {
-        "openapi": "3.1.0",
-        "info": {"title": "Blockcast engine", "version": __version__},
-        "paths": paths,
-        "components": {"schemas": narrow(components)},
-    }
-    if has_keys:
-        made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    return msgspec.json.encode(made)
-
-
-def _describe(operation: _Operation, schema_of: dict[Any, Any], has_keys: bool) -> dict[str, Any]:
-    guarded = has_keys and not operation.is_open
-    described: dict[str, Any] = {
-        "summary": operation.summary,
-        "operationId": operation.method + operation.path.replace("/", "_").replace("{", "").replace("}", ""),
-        "responses": {"200": _success(operation, schema_of)},
-    }
-    for status in _statuses(operation, guarded):
-        described["responses"][str(status)] = {
-            "description": "Error",
-            "content": {"application/json": {"schema": schema_of[ErrorAnswer]}},
-        }
-    if operation.request is not None:
-        forms = [schema_of[body] for body in _bodies(operation)]
-        body = {"application/json": {"schema": forms[0] if len(forms) == 1 else {"anyOf": forms}}}
-        described["requestBody"] = {"required": True, "content": body}
-    if "{model}" in operation.path:
-        described["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
-    if guarded:
-        described["security"] = [{"key": []}]
-    return described
-
-
-def _bodies(operation: _Operation) -> tuple[Any, ...]:
-    if operation.request is None:
-        return ()
-    return operation.request if isinstance(operation.request, tuple) else (operation.request,)
-
-
-def _statuses(operation: _Operation, guarded: bool) -> Sequence[int]:
-    return sorted({*operation.errors, *((401,) if guarded else ())})
-
-
-def _success(operation: _Operation, schema_of: dict[Any, Any]) -> dict[str, Any]:
-    described: dict[str, Any] = {"description": "Done"}
-    if operation.answer is str:
-        described["content"] = {"text/plain": {"schema": {"type": "string"}}}
-    elif operation.answer is not None:
-        described["content"] = {"application/json": {"schema": schema_of[operation.answer]}}
-    if operation.stream is not None:
-        described["content"]["text/event-stream"] = {"schema": {"type": "string"}}
-    return described
+    """The document, encoded. `has_keys`: what is not open needs an API key."""
+    return msgspec.json.encode(
+        openapi.document("Blockcast engine", __version__, _OPERATIONS, [{"key": []}] if has_keys else None)
+    )

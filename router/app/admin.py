@@ -116,7 +116,7 @@ class Admin:
         return Answer(msgspec.json.encode({"version": self._version}))
 
     def _openapi(self, request: HttpRequest, _: str) -> Answer:
-        return Answer(msgspec.json.encode(document(self._version)))
+        return Answer(document(self._version))
 
     def _models(self, request: HttpRequest, _: str) -> Answer:
         """Every model that some worker takes requests for, with the longest context offered."""

@@ -11,6 +11,7 @@ import pytest
 from engine.config import ServerConfig
 from engine.http.openapi import document
 from engine.http.server import OPEN_PATHS, build_app
+from prompts.schemas import MAX_N
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +50,19 @@ def test_all_references_resolve(spec: dict[str, Any]) -> None:
     assert {"type": "number", "minimum": 0.0, "maximum": 1000.0} in temperature["anyOf"]
     assert schemas["ChatRequest"]["required"] == ["messages"]
     assert schemas["CompletionRequest"]["required"] == ["prompt"]
+
+
+def test_what_the_engine_refuses_is_no_part_of_a_body(spec: dict[str, Any]) -> None:
+    schemas = spec["components"]["schemas"]
+    for name in ("ChatRequest", "CompletionRequest"):
+        fields = schemas[name]["properties"]
+        assert fields["n"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": MAX_N}
+        assert fields["guided_json"]["type"] == fields["best_of"]["type"] == "null"
+        assert fields["use_beam_search"]["enum"] == [False, None]
+    assert schemas["ChatRequest"]["properties"]["messages"] == {
+        "type": "array",
+        "items": {"$ref": "#/components/schemas/Message"},
+        "minItems": 1,
+    }
+    assert len(schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"]) == 4
+    assert "anyOf" in spec["paths"]["/tokenize"]["post"]["requestBody"]["content"]["application/json"]["schema"]
