@@ -1,43 +1,35 @@
-"""The CPU backend: the torch one, with native operations where a step is made of many small ones.
+"""The CPU backend: native operations where a step is made of many small ones, plain torch for the rest.
 
 A decoding step of a small model spends its time on entering torch operations, and one over long contexts on copying
-KV rows to where torch can attend to them. The native operations (kernels/native, C++) attend straight over the pool,
-prompts in blocks of queries and decoding sequences a query at a time, and store, normalise, rotate and gate in one
-pass each. Whatever they are not made for (another dtype, an odd head dim) goes to `TorchCpuKernels`, which also serves
-alone where the native module was not built: `native` says which it is.
+KV rows to where torch can attend to them. The native operations (kernels/cpu/native, C++) attend straight over the
+pool, prompts in blocks of queries and decoding sequences a query at a time, and store, normalise, rotate and gate in
+one pass each. Whatever they are not made for (another dtype, an odd head dim) goes to the reference, which is as fast
+as torch's own attention there, but for prompts of a thousand tokens and more.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
-from kernels.cpu.torch_backend import TorchCpuKernels, TorchCpuPlan
+from kernels.cpu import _native
 from kernels.interface import IntArray, PagedKV, Ragged
+from kernels.reference.backend import ReferenceKernels, ReferencePlan
 
-try:
-    from kernels.cpu import _native
-except ImportError:  # no compiler where it was installed
-    HAS_NATIVE = False
-else:
-    HAS_NATIVE = True
-
-SHARED_ELEMS_MIN = 1 << 16
-"""From so many elements on torch's own operations are faster where they have several threads."""
 _BF16 = {torch.bfloat16: True, torch.float32: False}
 
 
-class CpuKernels(TorchCpuKernels):
-    """Implements `interface.Kernels`. One instance serves one step loop: it owns gather buffers."""
+class CpuKernels(ReferenceKernels):
+    """Implements `interface.Kernels`."""
 
-    def __init__(self, device: torch.device, native: bool = HAS_NATIVE) -> None:
-        super().__init__(device)
-        self.native = native
+    name = "cpu"
+    chunked_scans = True
 
     def plan_attention(  # type: ignore[override]
         self, batch: Ragged, block_table: IntArray, kv: PagedKV, window: int | None
-    ) -> _native.AttentionPlan | TorchCpuPlan:
+    ) -> _native.AttentionPlan | ReferencePlan:
         bf16 = _BF16.get(kv.buffer.dtype)
-        if not self.native or bf16 is None or kv.head_dim % 16:
+        if bf16 is None or kv.head_dim % 16:
             return super().plan_attention(batch, block_table, kv, window)
         row = kv.row_elems
         layout = _native.Layout(
@@ -51,17 +43,17 @@ class CpuKernels(TorchCpuKernels):
         )
         return _native.AttentionPlan(batch.query_starts, batch.context_lens, block_table, layout, bf16, window)
 
-    def attention(  # type: ignore[override]
+    def attention(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         kv: PagedKV,
         layer: int,
-        plan: _native.AttentionPlan | TorchCpuPlan,
+        plan: _native.AttentionPlan | ReferencePlan,
         scale: float,
     ) -> torch.Tensor:
-        if isinstance(plan, TorchCpuPlan):
+        if isinstance(plan, ReferencePlan):
             return super().attention(q, k, v, kv, layer, plan, scale)
         assert q.dtype == k.dtype == v.dtype == kv.buffer.dtype
         tokens, heads, dim = q.shape
@@ -84,15 +76,8 @@ class CpuKernels(TorchCpuKernels):
         )
         return out
 
-    def _has(self, *tensors: torch.Tensor) -> bool:
-        """Whether the native operations take these tensors, and are the faster ones for the first."""
-        dtype = tensors[0].dtype
-        if not self.native or dtype not in _BF16 or any(x.dtype != dtype for x in tensors[1:]):
-            return False
-        return tensors[0].numel() < SHARED_ELEMS_MIN or torch.get_num_threads() == 1
-
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False) -> torch.Tensor:
-        if not (2 <= x.dim() <= 3 and self._has(x, weight)):
+        if not (2 <= x.dim() <= 3 and _are_native(x, weight)):
             return super().rms_norm(x, weight, eps, zero_centred)
         out = torch.empty(x.shape, dtype=x.dtype)
         _norm(x, weight, 0, out, eps, zero_centred)
@@ -101,7 +86,7 @@ class CpuKernels(TorchCpuKernels):
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not (x.dim() == 2 and self._has(x, weight, residual) and residual.is_contiguous()):
+        if not (x.dim() == 2 and _are_native(x, weight, residual) and residual.is_contiguous()):
             return super().add_rms_norm(x, residual, weight, eps, zero_centred)
         assert residual.shape == x.shape
         out = torch.empty(x.shape, dtype=x.dtype)
@@ -111,7 +96,7 @@ class CpuKernels(TorchCpuKernels):
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
         tokens, heads, dim = x.shape
         width = cos.shape[-1]
-        if not self._has(x, cos, signed_sin):
+        if not _are_native(x, cos, signed_sin):
             return super().rotate(x, cos, signed_sin)
         assert cos.shape == signed_sin.shape == (tokens, width)
         assert width <= dim
@@ -133,12 +118,37 @@ class CpuKernels(TorchCpuKernels):
         return out
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
-        if not (self._has(x) and x.is_contiguous() and x.shape[-1] % 2 == 0):
+        if not (_are_native(x) and x.is_contiguous() and x.shape[-1] % 2 == 0):
             return super().silu_and_mul(x)
         size = x.shape[-1] // 2
         out = torch.empty((*x.shape[:-1], size), dtype=x.dtype)
         _native.silu_and_mul(_BF16[x.dtype], x.data_ptr(), out.data_ptr(), out.numel() // max(size, 1), size)
         return out
+
+    def experts(
+        self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Tokens are sorted by expert, so that each expert that is used runs once, on all its tokens."""
+        top_k = chosen.shape[1]
+        order = chosen.reshape(-1).argsort(stable=True)
+        tokens = order // top_k
+        inputs = x[tokens]
+        outputs = torch.empty_like(inputs)
+        by_expert = torch.bincount(chosen.reshape(-1), minlength=gate_up.shape[0]).tolist()
+        end = 0
+        for expert, count in enumerate(by_expert):
+            if count:
+                start, end = end, end + count
+                hidden = self.silu_and_mul(F.linear(inputs[start:end], gate_up[expert]))
+                torch.mm(hidden, down[expert].t(), out=outputs[start:end])
+        outputs.mul_(weights.reshape(-1)[order, None])
+        return torch.zeros_like(x).index_add_(0, tokens, outputs)
+
+
+def _are_native(*tensors: torch.Tensor) -> bool:
+    """Whether the native operations take these tensors together."""
+    dtype = tensors[0].dtype
+    return dtype in _BF16 and all(x.dtype == dtype for x in tensors[1:])
 
 
 def _heads_in_rows(x: torch.Tensor) -> torch.Tensor:

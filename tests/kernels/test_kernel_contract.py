@@ -11,28 +11,23 @@ import torch
 
 from kernels import Kernels, PagedKV, Ragged, select
 from kernels.cpu import packed
-from kernels.cpu.backend import HAS_NATIVE, CpuKernels
 from kernels.cpu.packed import BlockedMatrix, NativeMatrix, has_native_products, pack_matrix, packed_linear
 from kernels.reference.backend import ReferenceKernels
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 CPU = torch.device("cpu")
-INSTRUCTION_SETS = packed._native.instruction_sets() if HAS_NATIVE else []
+INSTRUCTION_SETS = packed._native.instruction_sets()
 
 GPU = pytest.param("triton-gpu", marks=pytest.mark.gpu)
 
 
-@pytest.fixture(params=["cpu", "cpu-torch", "reference", "triton", GPU])
+@pytest.fixture(params=["cpu", "reference", "triton", GPU])
 def ops(request: pytest.FixtureRequest) -> Kernels:
     if request.param == "triton-gpu":
         request.getfixturevalue("on_gpu")
         return select("cuda", "triton")
     if request.param == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("there is a GPU: set TRITON_INTERPRET=1 to test the Triton kernels on CPU tensors")
-    if request.param == "cpu-torch":  # what serves where the native module was not built
-        return CpuKernels(CPU, native=False)
-    if request.param == "cpu" and not HAS_NATIVE:
-        pytest.skip("kernels.cpu._native was not built")
     return select("cpu", request.param)
 
 
@@ -337,12 +332,12 @@ def test_gated_norms(ops, dtype, rng):
 def packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """The layout of packed matrices."""
     if request.param == "oneDNN":
-        monkeypatch.setattr(packed, "HAS_NATIVE", False)
+        monkeypatch.setattr(packed, "has_native_products", lambda: False)
         yield BlockedMatrix
         return
     chosen = "avx2" if request.param == "2 threads" else request.param
     if chosen not in INSTRUCTION_SETS:
-        pytest.skip(f"this CPU has no {chosen}, or the native module was not built")
+        pytest.skip(f"this CPU has no {chosen}")
     threads = torch.get_num_threads()
     torch.set_num_threads(2 if request.param == "2 threads" else 1)
     packed._native.use(chosen)

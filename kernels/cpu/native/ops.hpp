@@ -1,5 +1,5 @@
 // The operations that are compiled once for each instruction set, and what they are given. Plain pointers and counts: every
-// check is the caller's (module.cpp, plan.cpp).
+// check is the caller's (module.cpp).
 #pragma once
 
 #include <cstdint>
