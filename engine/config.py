@@ -1,7 +1,7 @@
 """What the engine was told: one frozen value, parsed once at the edge (the CLI or `LLM`), handed to every part.
 
 Nothing is derived here from a model or a machine; what is derived (the context length, the number of blocks) is a
-result of loading, reported in `process.CoreInfo`, and never written back.
+result of loading, reported in `messages.CoreInfo`, and never written back.
 """
 
 from __future__ import annotations

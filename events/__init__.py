@@ -1,6 +1,5 @@
 """KV cache events: the wire format that engine and router share. docs/wire-format.md describes every byte."""
 
-from events.checker import StreamChecker
 from events.codec import decode_batch, encode_batch
 from events.config import KVEventsConfig
 from events.errors import ConfigError, DecodeError, EventsError, InvariantError
@@ -86,7 +85,6 @@ __all__ = [
     "RequestSnapshot",
     "Restarted",
     "Stale",
-    "StreamChecker",
     "StreamConfig",
     "StreamPhase",
     "StreamSource",

@@ -79,13 +79,12 @@ class ServerMetrics:
 class RequestClock:
     """The times of one HTTP request: first token, gaps between tokens, end."""
 
-    __slots__ = ("_last_s", "_metrics", "_start_s", "_tokens")
+    __slots__ = ("_last_s", "_metrics", "_start_s")
 
     def __init__(self, metrics: ServerMetrics, start_s: float) -> None:
         self._metrics = metrics
         self._start_s = start_s
         self._last_s: dict[int, float] = {}
-        self._tokens = 0
 
     def tokens(self, index: int, count: int, now_s: float) -> None:
         """`count` tokens of choice `index` have arrived."""
@@ -97,7 +96,6 @@ class RequestClock:
         elif not self._last_s:
             self._metrics.time_to_first_token.observe(now_s - self._start_s)
         self._last_s[index] = now_s
-        self._tokens += count
         self._metrics.generation_tokens += count
 
     def finish(self, reason: str, prompt_tokens: int, completion_tokens: int, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Makes stream_world.py importable for the tests here."""
+"""Makes stream_world.py and stream_checker.py importable for the tests here."""
 
 from __future__ import annotations
 

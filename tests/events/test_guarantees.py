@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stream_checker import StreamChecker
 
 from events import (
     FULL_ATTENTION,
@@ -27,7 +28,6 @@ from events import (
     EventPublisher,
     InvariantError,
     KVEventsConfig,
-    StreamChecker,
     block_hash,
     decode_batch,
     encode_batch,

@@ -1,8 +1,7 @@
 """Holds a producer to what our engine promises (docs/wire-format.md, guarantees 1, 2 and 3).
 
 Owns a picture of the stream and the rules; feed it every batch in order and it raises at the first broken promise, with
-the story of the block. Refuses to know the cache that produced the events. Meant to run beside an engine in tests and
-simulations, and wherever a stream of our engine is received.
+the story of the block. Refuses to know the cache that produced the events. Runs beside the publisher in tests.
 """
 
 from __future__ import annotations
