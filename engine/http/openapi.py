@@ -1,9 +1,8 @@
 """`/openapi.json`: what the server takes and answers.
 
 Answers are described by the structs that write them, bodies by those that read them, narrowed: these accept every
-field of OpenAI's and vLLM's bodies so that an error can name it, and `prompts.support` then refuses
-some. Here those refusals are types. What joins two fields (`top_logprobs` needs
-`logprobs`) stays unsaid.
+field of OpenAI's and vLLM's bodies so that an error can name it, and `prompts.support` then refuses some. Here those
+refusals are types. What joins two fields (`top_logprobs` needs `logprobs`) stays unsaid.
 """
 
 from __future__ import annotations
