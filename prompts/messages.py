@@ -115,7 +115,7 @@ def _tool_call(call: Any) -> Any:
     if isinstance(arguments, str):
         try:
             arguments = msgspec.json.decode(arguments) if arguments else {}
-        except (msgspec.DecodeError, RecursionError):
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
             return call  # not JSON, or none that can be read: the template gets what the client sent
     return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
 

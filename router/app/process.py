@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -280,24 +281,34 @@ class RouterProcess:
 
     def _turn(self) -> None:
         """The core's clock, every timeout, idle connections."""
-        core, proxy = self._core, self._proxy
         now = self._now()
         if self._peers is not None:
-            self._peers.beat(now)
-        due = core.next_tick()
+            self._guarded("peers", self._peers.beat, now)
+        due = self._core.next_tick()
         if due is not None and due <= now:
-            proxy.perform(core.tick(now))
+            self._guarded("core", self._tick, now)
         if now - self._swept_s < self._config.edge.timeouts.sweep_s:
             return
         self._swept_s = now
-        proxy.sweep(now)
-        self._pool.close_idle(now)
+        for step in (self._proxy.sweep, self._pool.close_idle, self._dashboard.beat, self._look_at_workers):
+            self._guarded("sweep", step, now)
         for listener in self._listeners:
-            listener.sweep(now)
-        self._dashboard.beat(now)
-        self._metrics.keep_workers(core.workers)
-        for worker_id in core.workers:
-            core.watchdog.events(worker_id, self._feed.stored_blocks(worker_id))
+            self._guarded("listener", listener.sweep, now)
+
+    def _guarded(self, where: str, step: Callable[[float], None], now: float) -> None:
+        """A timer is a boundary: a step that raises keeps nothing from the others."""
+        try:
+            step(now)
+        except Exception as error:  # noqa: BLE001  a boundary
+            self._metrics.crashed(where, error)
+
+    def _tick(self, now: float) -> None:
+        self._proxy.perform(self._core.tick(now))
+
+    def _look_at_workers(self, now: float) -> None:
+        self._metrics.keep_workers(self._core.workers)
+        for worker_id in self._core.workers:
+            self._core.watchdog.events(worker_id, self._feed.stored_blocks(worker_id))
 
     def _stream_changed(self, worker_id: str, up: bool) -> None:
         """A subscription broke off, maybe because its worker died. On the feed's thread."""
@@ -305,8 +316,8 @@ class RouterProcess:
             self._loop.call_soon_threadsafe(self._fleet.suspect, worker_id)
 
     def _attempt_failed(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
-        if decision is not None:
-            log.warning("attempt on %s failed (%s): %s", decision.worker, kind.value, reason)
+        log.warning("attempt on %s failed (%s): %s", decision.worker if decision else "?", kind.value, reason)
+        if decision is not None and kind is not FailureKind.OVERLOADED:
             self._fleet.suspect(decision.worker)
 
     def _ended(self, exchange: Exchange) -> None:

@@ -19,12 +19,14 @@ from router.counters import Metrics
 from router.edge.config import EdgeConfig
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
-from router.http.connection import ClientConnection, error_type
+from router.http.connection import ClientConnection, MethodNotAllowed, error_type
 from router.http.request import HttpRequest
 
 log = logging.getLogger("router")
 
 TRACE_ID_BYTES_MAX = 128
+PASSED_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
+"""To workers. What remains asks about servers, and the one that was asked is this."""
 TICK_S = 0.02
 """How often the core's pending work is looked at."""
 
@@ -63,6 +65,8 @@ class RouterApp:
         try:
             if path.startswith("/v1/") and path != "/v1/models":
                 self._check_key(request)
+                if request.method not in PASSED_METHODS:
+                    raise MethodNotAllowed(request, PASSED_METHODS)
                 self._serve(connection, request)
             else:
                 if path.startswith("/v1/"):
@@ -70,8 +74,7 @@ class RouterApp:
                 self._admin.handle(connection, request, allowed=self._serves_admin(connection, request))
         except RequestError as error:
             self._metrics.http_errors[str(error.status)] += 1
-            headers = [(b"www-authenticate", b"Bearer")] if error.status == 401 else []
-            connection.respond_error(error, headers)
+            connection.respond_error(error)
 
     def rejected(self, status: int) -> None:
         self._metrics.http_errors[str(status)] += 1
@@ -98,7 +101,10 @@ class RouterApp:
             error = future.exception()
             if error is not None:
                 log.error("a prompt could not be read, load decides", exc_info=error)
-            self._place(exchange, asked, future.result() if error is None else (None, 0.0))
+            try:
+                self._place(exchange, asked, future.result() if error is None else (None, 0.0))
+            except Exception as crash:  # noqa: BLE001  a boundary
+                exchange.crash(crash)
 
         read.add_done_callback(done)
 

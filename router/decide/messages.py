@@ -64,6 +64,8 @@ class FailureKind(str, enum.Enum):
     held against the worker, or a client could take all of them out with one request that fails everywhere."""
     OVERLOADED = "overloaded"
     """429 from the worker: alive, but full."""
+    LOCAL = "local"
+    """The router had no descriptor or port left: nobody's fault but its own, and never told to the core."""
     STREAM = "stream"
     """The answer broke after its first byte was passed on: nothing can be retried."""
 

@@ -6,23 +6,22 @@ and which worker comes next: that is the core's, asked through router/edge/proxy
 * An attempt may be repeated only while no byte of an answer went to the client.
 * The client's leaving closes the worker's connection at once; that is how engines learn to stop computing.
 * A slow client stops the reading from its worker, and only that.
-* Every exchange ends exactly once: finished, refused, cut, or given up by the client.
+* Every exchange ends exactly once: finished, refused, cut, or given up by the client; also where its own code raises.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import errno
+import math
 from typing import TYPE_CHECKING
 
-from router.counters import Metrics
-from router.decide.core import RouterCore
-from router.decide.messages import Decision, FailureKind, Instruction, Refuse, ReportedUsage, RouteRequest, WorkerLost
+from router.decide.messages import Decision, FailureKind, ReportedUsage, RouteRequest
+from router.edge.carrier import Carrier, gives_up
 from router.edge.config import Timeouts
 from router.edge.progress import Progress
-from router.edge.relay import StreamRelay
 from router.edge.rewrite import answer_head, request_head
-from router.edge.upstream import Endpoint, UpstreamConnection, UpstreamPool
+from router.edge.upstream import UpstreamConnection
 from router.http.headers import ProtocolError
 from router.http.request import HttpRequest
 from router.http.response import LengthBody, ResponseHead
@@ -36,75 +35,20 @@ RETRYABLE = {
     502: FailureKind.SERVER_ERROR,
     503: FailureKind.SERVER_ERROR,
 }
+OUR_OWN = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
+"""Why a connection could not be made that says nothing about the worker."""
 PROGRESS_EVERY = 32
 """Chunks of a stream between two reports of progress to the core."""
-
-
-class Carrier:
-    """What an exchange needs of those who know all exchanges: router/edge/proxy.py is it."""
-
-    def __init__(
-        self,
-        core: RouterCore,
-        pool: UpstreamPool,
-        metrics: Metrics,
-        now: Callable[[], float],
-        worker_authorization: bytes | None,
-        relay: StreamRelay | None,
-    ) -> None:
-        self.core = core
-        self.pool = pool
-        self.metrics = metrics
-        self.now = now
-        self.worker_authorization = worker_authorization
-        """Sent to workers instead of the client's `Authorization`, or None to pass that one on."""
-        self.relay = relay
-        """Relays the middle of streams natively; None: exchanges do that themselves."""
-
-    def endpoint(self, worker_id: str) -> Endpoint | None:
-        """Where a worker listens; None where it is known no more."""
-        raise NotImplementedError
-
-    def perform(self, instructions: Iterable[Instruction]) -> None:
-        """Do what the core says."""
-        raise NotImplementedError
-
-    def ended(self, exchange: Exchange) -> None:
-        """An exchange ended, once."""
-        raise NotImplementedError
-
-    def attempt_failed(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
-        """An attempt failed, whether or not it is repeated."""
-        raise NotImplementedError
 
 
 class Exchange:
     """One request and its answer. Created when the request is complete, even before its prompt is tokenised."""
 
     __slots__ = (
-        "_connecting",
-        "_connection",
-        "_done",
-        "_head",
-        "_head_buffer",
-        "_paused",
-        "_payload",
-        "_proxy",
-        "client",
-        "decision",
-        "first_byte_s",
-        "in_core",
-        "outcome",
-        "progress",
-        "request",
-        "request_id",
-        "route",
-        "sampled",
-        "sent_s",
-        "started_s",
-        "trace_id",
-        "usage",
-    )
+        "_connecting", "_connection", "_done", "_head", "_head_buffer", "_paused", "_payload", "_proxy", "_resent",
+        "client", "decision", "first_byte_s", "in_core", "outcome", "progress", "request", "request_id", "route",
+        "sampled", "sent_s", "started_s", "trace_id", "usage",
+    )  # fmt: skip
 
     def __init__(
         self, proxy: Carrier, client: ClientConnection, request: HttpRequest, request_id: str, trace_id: bytes
@@ -135,6 +79,8 @@ class Exchange:
         self._head_buffer = b""
         self._payload: bytearray | None = bytearray() if request.http_1_0 else None
         self._paused = False
+        self._resent = False
+        """This attempt was repeated on a new connection because a kept-alive one broke."""
         self._done = False
 
     @property
@@ -146,17 +92,25 @@ class Exchange:
     def forward(self, decision: Decision) -> None:
         """Start an attempt."""
         self.decision = decision
+        self._resent = False
+        self._start(decision)
+
+    def _start(self, decision: Decision) -> None:
         self._drop_connection()
+        self._head = None
         self._head_buffer = b""
+        if self._payload is not None:
+            self._payload.clear()
         target = self._proxy.endpoint(decision.worker)
         if target is None:
             self._attempt_failed(FailureKind.CONNECT, "the worker was removed")
             return
-        connection = self._proxy.pool.take(target)
+        connection = None if self._resent else self._proxy.pool.take(target)
         if connection is not None:
+            self._connection = connection
             self._send(connection)
         else:
-            self._connecting = asyncio.get_running_loop().create_task(self._connect(target))
+            self._connecting = self._proxy.pool.open(target, self)
 
     def refuse(self, status: int, code: str, message: str, retry_after_s: float | None = None) -> None:
         """End with an error of our own, before any byte of an answer."""
@@ -168,12 +122,17 @@ class Exchange:
 
     def client_gone(self) -> None:
         """The client closed its connection: cancel upstream at once."""
-        if not self._end("client_gone"):
-            return
-        self._drop_connection()
-        if self.in_core:
-            self.in_core = False
-            self._proxy.perform(self._proxy.core.aborted(self.request_id, self._proxy.now()))
+        if self._end("client_gone"):
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Of the worker and of the core, where they still have it."""
+        try:
+            self._drop_connection()
+        finally:
+            if self.in_core:
+                self.in_core = False
+                self._proxy.perform(self._proxy.core.aborted(self.request_id, self._proxy.now()))
 
     def client_paused(self) -> None:
         """The client reads slower than the worker writes."""
@@ -186,25 +145,49 @@ class Exchange:
         if self._connection is not None:
             self._connection.resume_reading()
 
+    # The boundary -------------------------------------------------------------------------------------------------
+
+    def crash(self, error: Exception) -> None:
+        """What handles this exchange raised `error`: the client gets what can still be said, nobody else notices."""
+        self.outcome = self.outcome or "crashed"
+        if self.client.work is self:
+            self.client.crash(error)  # which ends the exchange as if the client had gone
+        else:
+            self._proxy.metrics.crashed("exchange", error)
+        self.in_core = self.route is not None  # whatever was said to the core: it may not have come to hear it
+        try:
+            self._end("crashed")
+            self._let_go()
+        except Exception as another:  # noqa: BLE001  a boundary
+            self._proxy.metrics.crashed("exchange", another)
+
     # The attempt --------------------------------------------------------------------------------------------------
 
-    async def _connect(self, target: Endpoint) -> None:
-        try:
-            connection = await self._proxy.pool.connect(target)
-        except (OSError, asyncio.TimeoutError) as error:
-            self._connecting = None
-            reason = "connect timed out" if isinstance(error, asyncio.TimeoutError) else str(error)
-            self._attempt_failed(FailureKind.CONNECT, reason)
-            return
+    def connected(self, connection: UpstreamConnection) -> None:
+        """A connection was opened for this attempt."""
         self._connecting = None
         if self._done:
             self._proxy.pool.release(connection, self._proxy.now())
+        elif connection.transport is None:
+            self._attempt_failed(FailureKind.RESET, "closed by the worker at once")
         else:
+            self._connection = connection
             self._send(connection)
+
+    def not_connected(self, error: Exception) -> None:
+        """No connection could be opened."""
+        self._connecting = None
+        if isinstance(error, OSError) and error.errno in OUR_OWN:
+            self._proxy.attempt_failed(None, FailureKind.LOCAL, str(error))
+            self._proxy.pool.close_idle(math.inf)
+            self._forget_in_core(None)
+            self.refuse(503, "overloaded", f"the router cannot open a connection: {error}", 1.0)
+        else:
+            reason = "connect timed out" if isinstance(error, asyncio.TimeoutError) else str(error)
+            self._attempt_failed(FailureKind.CONNECT, reason)
 
     def _send(self, connection: UpstreamConnection) -> None:
         assert self.decision is not None
-        self._connection = connection
         connection.user = self
         head = request_head(
             self.request, connection.target, self.trace_id, self.decision.rank, self._proxy.worker_authorization
@@ -248,9 +231,9 @@ class Exchange:
         """The head to send to the client; empty where the attempt is to be repeated elsewhere instead."""
         kind = RETRYABLE.get(head.status)
         if kind is not None and self.in_core:
-            self._proxy.metrics.attempt_failed(self.decision.worker if self.decision else "", kind.value)
+            self._proxy.attempt_failed(self.decision, kind, head.reason_line.decode("latin-1"))
             instructions = self._proxy.core.failed(self.request_id, kind, self._proxy.now())
-            if not _gives_up(instructions, self.request_id):
+            if not gives_up(instructions, self.request_id):
                 self._drop_connection()
                 self._proxy.perform(instructions)
                 return b""
@@ -298,7 +281,7 @@ class Exchange:
             progress.hand_over(self, connection, self.client.plain_socket(), body)
 
     def _complete(self, head: ResponseHead, *, reusable: bool) -> None:
-        connection, self._connection = self._connection, None
+        connection = self._connection
         if connection is not None:
             if self._paused:
                 connection.resume_reading()
@@ -306,6 +289,7 @@ class Exchange:
                 self._proxy.pool.release(connection, self._proxy.now())
             else:
                 connection.close()
+            self._connection = None
         self.usage = self.progress.usage()
         if not self._end(f"status_{head.status}"):
             return
@@ -351,9 +335,10 @@ class Exchange:
             else:
                 self._complete(head, reusable=False)
             return
-        stale = connection is not None and connection.uses > 1 and not self._head_buffer
+        stale = connection is not None and connection.uses > 1 and not self._head_buffer and not self._resent
         if stale and self.decision is not None:
-            self.forward(self.decision)  # it had been idle and was closed as we wrote: not the worker's fault
+            self._resent = True  # it had been idle and was closed as we wrote: not the worker's fault, but only once
+            self._start(self.decision)
         else:
             self._attempt_failed(FailureKind.RESET, reason)
 
@@ -393,7 +378,7 @@ class Exchange:
     def _broken(self, reason: str) -> None:
         """The answer cannot be completed."""
         self._drop_connection()
-        if self._head is None:
+        if not self.client.answering:
             self._attempt_failed(FailureKind.RESET, reason)
             return
         if not self._end("broken"):
@@ -402,19 +387,10 @@ class Exchange:
         self._forget_in_core(FailureKind.STREAM)
         self.client.cut()
 
-    def _forget_in_core(self, kind: FailureKind) -> None:
-        """Report a last failure; what the core would do about this very request is not wanted any more."""
-        if not self.in_core:
-            return
-        self.in_core = False
-        now = self._proxy.now()
-        core = self._proxy.core
-        instructions = core.failed(self.request_id, kind, now)
-        if not _gives_up(instructions, self.request_id):
-            instructions = instructions + core.aborted(self.request_id, now)
-        self._proxy.perform(
-            one for one in instructions if isinstance(one, WorkerLost) or one.request_id != self.request_id
-        )
+    def _forget_in_core(self, kind: FailureKind | None) -> None:
+        if self.in_core:
+            self.in_core = False
+            self._proxy.forget(self.request_id, kind)
 
     def _drop_connection(self) -> None:
         self._take_back()
@@ -430,13 +406,10 @@ class Exchange:
         """Mark the end; False where it had ended before."""
         if self._done:
             return False
-        self._take_back()
         self._done = True
-        self.outcome = outcome
-        self._proxy.ended(self)
+        self.outcome = self.outcome or outcome
+        try:
+            self._take_back()
+        finally:
+            self._proxy.ended(self)
         return True
-
-
-def _gives_up(instructions: list[Instruction], request_id: str) -> bool:
-    first = instructions[0] if instructions else None
-    return isinstance(first, Refuse) and first.request_id == request_id

@@ -15,8 +15,9 @@ import msgspec
 from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind, Forward, Instruction, Refuse, RouteRequest, WorkerLost
+from router.edge.carrier import Carrier, gives_up
 from router.edge.config import Timeouts
-from router.edge.exchange import Carrier, Exchange
+from router.edge.exchange import Exchange
 from router.edge.relay import StreamRelay
 from router.edge.upstream import Endpoint, UpstreamPool
 from router.http.connection import ClientConnection
@@ -45,9 +46,12 @@ class Proxy(Carrier):
         self.log_share = 0.0
         """Share of requests whose decisions are logged with every candidate's terms."""
         self.exchanges: dict[str, Exchange] = {}
-        self.on_end: list[Callable[[Exchange], None]] = []
-        self.on_worker_lost: list[Callable[[str], None]] = []
-        self.on_failure: list[Callable[[Decision | None, FailureKind, str], None]] = []
+        self.on_end: list[Callable[..., None]] = []
+        """Called with every exchange that ended."""
+        self.on_worker_lost: list[Callable[..., None]] = []
+        """Called with the id of a worker that died."""
+        self.on_failure: list[Callable[..., None]] = []
+        """Called with (Decision | None, FailureKind, reason) of every attempt that failed."""
         self._timeouts = timeouts
         self._endpoints: dict[str, tuple[str, Endpoint]] = {}
         self._count = 0
@@ -74,20 +78,31 @@ class Proxy(Carrier):
 
     def _do(self, instruction: Instruction) -> None:
         if isinstance(instruction, WorkerLost):
-            for listener in self.on_worker_lost:
-                listener(instruction.worker_id)
+            self._tell(self.on_worker_lost, instruction.worker_id)
             return
         exchange = self.exchanges.get(instruction.request_id)
         if exchange is None:
             return
-        if isinstance(instruction, Forward):
-            if exchange.sampled:
-                fields = msgspec.to_builtins(instruction.decision)
-                log.info("decision %s", msgspec.json.encode(fields).decode(), extra={"fields": {"decision": fields}})
-            exchange.forward(instruction.decision)
-        elif isinstance(instruction, Refuse):
-            exchange.in_core = False
-            exchange.refuse(instruction.status, instruction.code, instruction.message, instruction.retry_after_s)
+        try:
+            if isinstance(instruction, Forward):
+                if exchange.sampled:
+                    fields = msgspec.to_builtins(instruction.decision)
+                    text = msgspec.json.encode(fields).decode()
+                    log.info("decision %s", text, extra={"fields": {"decision": fields}})
+                exchange.forward(instruction.decision)
+            elif isinstance(instruction, Refuse):
+                exchange.in_core = False
+                exchange.refuse(instruction.status, instruction.code, instruction.message, instruction.retry_after_s)
+        except Exception as error:  # noqa: BLE001  a boundary: one request's event may place another
+            exchange.crash(error)
+
+    def _tell(self, listeners: list[Callable[..., None]], *what: object) -> None:
+        """Tell all; one that raises keeps nothing from the others."""
+        for listener in listeners:
+            try:
+                listener(*what)
+            except Exception as error:  # noqa: BLE001  a boundary
+                self.metrics.crashed("listener", error)
 
     def endpoint(self, worker_id: str) -> Endpoint | None:
         worker = self.core.workers.get(worker_id)
@@ -101,16 +116,25 @@ class Proxy(Carrier):
     def sweep(self, now: float) -> None:
         """Enforce the timeouts of all exchanges; call every `sweep_s`."""
         for exchange in list(self.exchanges.values()):
-            exchange.expire(now, self._timeouts)
+            try:
+                exchange.expire(now, self._timeouts)
+            except Exception as error:  # noqa: BLE001  a boundary
+                exchange.crash(error)
         for worker_id in self._endpoints.keys() - self.core.workers.keys():
             del self._endpoints[worker_id]
 
+    def forget(self, request_id: str, kind: FailureKind | None) -> None:
+        """What the core would do about this very request is not wanted any more."""
+        now = self.now()
+        instructions = self.core.failed(request_id, kind, now) if kind is not None else []
+        if not gives_up(instructions, request_id):
+            instructions = instructions + self.core.aborted(request_id, now)
+        self.perform(one for one in instructions if isinstance(one, WorkerLost) or one.request_id != request_id)
+
     def ended(self, exchange: Exchange) -> None:
         del self.exchanges[exchange.request_id]
-        for listener in self.on_end:
-            listener(exchange)
+        self._tell(self.on_end, exchange)
 
     def attempt_failed(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
         self.metrics.attempt_failed(decision.worker if decision else "", kind.value)
-        for listener in self.on_failure:
-            listener(decision, kind, reason)
+        self._tell(self.on_failure, decision, kind, reason)

@@ -33,6 +33,9 @@ class Relayed(Protocol):
     def ended(self) -> None:
         """The worker's connection ended or failed; reading it again will tell how."""
 
+    def crash(self, error: Exception) -> None:
+        """One of these raised."""
+
 
 class StreamRelay:
     """The streams of one event loop."""
@@ -72,13 +75,16 @@ class StreamRelay:
             exchange = self._streams.get(stream)
             if exchange is None:
                 continue  # ended by what was done about one before it
-            if why == READ:
-                exchange.unread(data)
-            elif why == BLOCKED:
-                exchange.unwritten(data)
-            else:
-                assert why == ENDED
-                exchange.ended()
+            try:
+                if why == READ:
+                    exchange.unread(data)
+                elif why == BLOCKED:
+                    exchange.unwritten(data)
+                else:
+                    assert why == ENDED
+                    exchange.ended()
+            except Exception as error:  # noqa: BLE001  a boundary
+                exchange.crash(error)
 
 
 def make_relay(loop: asyncio.AbstractEventLoop) -> StreamRelay | None:

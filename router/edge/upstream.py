@@ -52,16 +52,22 @@ class Endpoint:
 
 
 class UpstreamUser(Protocol):
-    """What a connection tells whoever holds it. None of these may raise."""
+    """What a connection tells whoever holds it, and what it raised meanwhile."""
+
+    def connected(self, connection: UpstreamConnection) -> None: ...
+
+    def not_connected(self, error: Exception) -> None: ...
 
     def upstream_data(self, data: bytes) -> None: ...
+
+    def crash(self, error: Exception) -> None: ...
 
     def upstream_lost(self, reason: str) -> None:
         """The connection ended; the user no longer holds it."""
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """One TCP connection to a worker."""
+    """One TCP connection to a worker. Its callbacks are a boundary: what raises behind one ends its user's request."""
 
     __slots__ = ("_pool", "_socket", "heads", "idle_since_s", "target", "transport", "user", "uses")
 
@@ -80,17 +86,18 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
         sock = transport.get_extra_info("socket")
-        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if not self.target.tls:
-                self._socket = sock.fileno()
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6) and not self.target.tls:
+            self._socket = sock.fileno()
 
     def data_received(self, data: bytes) -> None:
         user = self.user
-        if user is not None:
-            user.upstream_data(data)
-        else:
+        if user is None:
             self.close()  # a worker speaks only when asked: what comes now could be taken for the next answer
+            return
+        try:
+            user.upstream_data(data)
+        except Exception as error:  # noqa: BLE001  a boundary
+            user.crash(error)
 
     def eof_received(self) -> bool:
         return False
@@ -99,8 +106,12 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport = None
         self._pool.forget(self)
         user, self.user = self.user, None
-        if user is not None:
+        if user is None:
+            return
+        try:
             user.upstream_lost(str(exc) if exc else "closed by the worker")
+        except Exception as error:  # noqa: BLE001  a boundary
+            user.crash(error)
 
     def send(self, head: bytes, body: bytes) -> None:
         """Write one request, in one system call."""
@@ -151,6 +162,24 @@ class UpstreamPool:
             if connection.transport is not None and not connection.transport.is_closing():
                 return connection
         return None
+
+    def open(self, target: Endpoint, user: UpstreamUser) -> asyncio.Task[None]:
+        """Connect, and tell `user` how that ended."""
+        return asyncio.get_running_loop().create_task(self._open(target, user))
+
+    async def _open(self, target: Endpoint, user: UpstreamUser) -> None:
+        connection: UpstreamConnection | None = None
+        try:
+            try:
+                connection = await self.connect(target)
+            except (OSError, asyncio.TimeoutError, ValueError) as error:  # ValueError: a name that cannot be one
+                user.not_connected(error)
+            else:
+                user.connected(connection)
+        except Exception as error:  # noqa: BLE001  a boundary
+            if connection is not None and connection.user is None:
+                connection.close()
+            user.crash(error)
 
     async def connect(self, target: Endpoint) -> UpstreamConnection:
         """Open a connection. Raises OSError (also for TLS and name errors) or asyncio.TimeoutError."""

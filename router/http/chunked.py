@@ -15,7 +15,8 @@ LINE_MAX = 1024
 BETWEEN_CHUNKS = -1
 """A size line comes next."""
 
-_SIZE = re.compile(rb"([0-9A-Fa-f]{1,12})(?:;[\t -~\x80-\xff]*)?\r\n\Z")
+_EXTENSION = rb";" + TOKEN + rb"(?:=(?:" + TOKEN + rb'|"[ !#-\[\]-~]*"))?'
+_SIZE = re.compile(rb"([0-9A-Fa-f]{1,12})(?:" + _EXTENSION + rb")*\r\n\Z")
 _TRAILER = re.compile(rb"(?i)(?!content-length:|transfer-encoding:)" + TOKEN + rb":[\t -~\x80-\xff]*\r\n\Z")
 _HEX = re.compile(rb"[0-9A-Fa-f]{1,12}\Z")
 

@@ -34,6 +34,15 @@ TURN_REQUESTS = 16
 """Answered at once before others get their turn."""
 
 
+class MethodNotAllowed(RequestError):
+    """405, with the methods that a path has."""
+
+    def __init__(self, request: HttpRequest, methods: Iterable[str]) -> None:
+        self.allow = ", ".join(sorted(methods))
+        message = f"{request.method} {request.path}: expected {self.allow.replace(', ', ' or ')}"
+        super().__init__(message, param=None, code="method_not_allowed", status=405)
+
+
 class Work(Protocol):
     """What answers the current request of a connection."""
 
@@ -71,7 +80,6 @@ class ClientConnection(asyncio.Protocol):
     """One client's TCP connection. Its callbacks are a boundary: what raises behind one ends the current request."""
 
     __slots__ = (
-        "_answering",
         "_app",
         "_busy",
         "_head_only",
@@ -85,6 +93,7 @@ class ClientConnection(asyncio.Protocol):
         "_stepping",
         "_transport",
         "_unread",
+        "answering",
         "peer",
         "tls",
         "work",
@@ -101,7 +110,7 @@ class ClientConnection(asyncio.Protocol):
         self.peer = ""
         self.tls = False
         self._busy = False
-        self._answering = False
+        self.answering = False
         """Bytes of the current answer were sent."""
         self._head_only = False
         """The current request is a HEAD."""
@@ -121,7 +130,6 @@ class ClientConnection(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket = sock.fileno()
         peer = transport.get_extra_info("peername")
         self.peer = peer[0] if isinstance(peer, tuple) else ""
@@ -166,7 +174,7 @@ class ClientConnection(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         """Send bytes of the current answer."""
-        self._answering = True
+        self.answering = True
         if self._transport is not None:
             self._transport.write(data)
 
@@ -191,7 +199,7 @@ class ClientConnection(asyncio.Protocol):
         """What answers the current request raised `error`: end that request, and nothing else."""
         self._app.crashed("client", error)
         self._drop_work()
-        if self._answering or not self._busy:
+        if self.answering or not self._busy:
             self.cut()
         else:
             self.refuse(500, "internal_error", "the router failed to answer; its log says why", None)
@@ -224,6 +232,10 @@ class ClientConnection(asyncio.Protocol):
         self.finish(keep_alive=keep_alive)
 
     def respond_error(self, error: RequestError, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        if error.status == 401:
+            headers = (*headers, (b"www-authenticate", b"Bearer"))
+        elif isinstance(error, MethodNotAllowed):
+            headers = (*headers, (b"allow", error.allow.encode()))
         self.respond(error.status, msgspec.json.encode(error.body()), headers=headers)
 
     def refuse(self, status: int, code: str, message: str, retry_after_s: float | None) -> None:
@@ -290,7 +302,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _begin(self, request: HttpRequest) -> None:
         self._busy = True
-        self._answering = False
+        self.answering = False
         self._head_only = request.method == "HEAD"
         if not request.keep_alive:
             self._keep_alive = False
@@ -324,7 +336,7 @@ class ClientConnection(asyncio.Protocol):
     def _reject(self, error: BadRequest) -> None:
         """What was sent is no request: say so and close."""
         self._app.rejected(error.status)
-        self._busy, self._answering, self._head_only = True, False, False
+        self._busy, self.answering, self._head_only = True, False, False
         self._keep_alive = False
         self._unread = True
         self.refuse(error.status, "bad_http", error.message, None)

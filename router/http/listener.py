@@ -46,7 +46,10 @@ class Listener:
 
     def sweep(self, now: float) -> None:
         for connection in list(self.connections):
-            connection.expire(now, self._timeouts)
+            try:
+                connection.expire(now, self._timeouts)
+            except Exception as error:  # noqa: BLE001  a boundary
+                connection.crash(error)
 
     def stop_listening(self) -> None:
         """No new connections, no new requests on those that are open."""

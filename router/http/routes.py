@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from prompts.errors import RequestError
-from router.http.connection import JSON, ClientConnection, Work
+from router.http.connection import JSON, ClientConnection, MethodNotAllowed, Work
 from router.http.request import HttpRequest
 
 
@@ -107,8 +107,5 @@ class Routes:
     def _unknown(self, request: HttpRequest) -> RequestError:
         methods = {method for method, _ in self._routes if self._find(method, request.path)[0] is not None}
         if methods:
-            return RequestError(
-                f"{request.method} {request.path}: expected {' or '.join(sorted(methods))}", param=None,
-                code="method_not_allowed", status=405,
-            )  # fmt: skip
+            return MethodNotAllowed(request, methods | {"HEAD"} if "GET" in methods else methods)
         return RequestError(f"{request.path}: there is no such path", param=None, code="not_found", status=404)

@@ -1,0 +1,63 @@
+"""What an exchange needs of those who know all exchanges: the core, the pool, and a name for each worker's address."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from router.counters import Metrics
+from router.decide.core import RouterCore
+from router.decide.messages import Decision, FailureKind, Instruction, Refuse
+from router.edge.relay import StreamRelay
+from router.edge.upstream import Endpoint, UpstreamPool
+
+if TYPE_CHECKING:
+    from router.edge.exchange import Exchange
+
+
+class Carrier:
+    """router/edge/proxy.py is it."""
+
+    def __init__(
+        self,
+        core: RouterCore,
+        pool: UpstreamPool,
+        metrics: Metrics,
+        now: Callable[[], float],
+        worker_authorization: bytes | None,
+        relay: StreamRelay | None,
+    ) -> None:
+        self.core = core
+        self.pool = pool
+        self.metrics = metrics
+        self.now = now
+        self.worker_authorization = worker_authorization
+        """Sent to workers instead of the client's `Authorization`, or None to pass that one on."""
+        self.relay = relay
+        """Relays the middle of streams natively; None: exchanges do that themselves."""
+
+    def endpoint(self, worker_id: str) -> Endpoint | None:
+        """Where a worker listens; None where it is known no more."""
+        raise NotImplementedError
+
+    def perform(self, instructions: Iterable[Instruction]) -> None:
+        """Do what the core says."""
+        raise NotImplementedError
+
+    def forget(self, request_id: str, kind: FailureKind | None) -> None:
+        """Tell the core of a request's last failure, or that it ended without one."""
+        raise NotImplementedError
+
+    def ended(self, exchange: Exchange) -> None:
+        """An exchange ended, once."""
+        raise NotImplementedError
+
+    def attempt_failed(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
+        """An attempt failed, whether or not it is repeated."""
+        raise NotImplementedError
+
+
+def gives_up(instructions: list[Instruction], request_id: str) -> bool:
+    """Whether the core has nobody else for this request."""
+    first = instructions[0] if instructions else None
+    return isinstance(first, Refuse) and first.request_id == request_id

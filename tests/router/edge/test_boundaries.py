@@ -1,0 +1,261 @@
+"""Whatever raises, wherever: it ends its own request, is counted, and everybody else goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import inspect
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.tiny.tokenizer import write_tokenizer
+from prompts.tokenizer import Tokenizer
+from router.decide.core import RouterCore
+from router.edge.exchange import Exchange
+from router.edge.progress import Progress
+from router.edge.proxy import Proxy
+from router.edge.upstream import UpstreamConnection, UpstreamPool
+from router.http.connection import ClientConnection
+
+CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
+ERRORS = [AssertionError("no"), RecursionError("deep"), MemoryError(), KeyError("gone")]
+CHUNKS = 40
+KINDS = (Exchange, Progress, UpstreamConnection, UpstreamPool, RouterCore, Proxy, ClientConnection)
+FINAL = """crash client_gone _let_go _end ended aborted crashed cut abort close _drop_connection _drop_work forget
+    __init__ perform _tell refuse respond respond_error finish write _close counts check_invariants expire sweep tick
+    _step _begin connection_made connection_lost data_received eof_received attempt_failed _do _open"""
+"""What the guards themselves stand on, and the callbacks that hold them; those have tests of their own below."""
+
+
+def targets() -> list[tuple[type, str]]:
+    found = []
+    for kind in KINDS:
+        for name, member in vars(kind).items():
+            if inspect.isfunction(member) and name not in FINAL.split():
+                found.append((kind, name))
+    return found
+
+
+async def slow_stream(request: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A streamed answer; what `x-fate` asks for instead of its first tries."""
+    if request.all(b"x-fate") == [b"reset"] and not getattr(slow_stream, "was_reset", False):
+        slow_stream.was_reset = True  # type: ignore[attr-defined]
+        writer.transport.abort()
+        return
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+    for number in range(CHUNKS):
+        text = b"data: %d\n\n" % number
+        writer.write(b"%x\r\n%b\r\n" % (len(text), text))
+        await writer.drain()
+        await asyncio.sleep(0.002)
+    writer.write(b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize(("kind", "name"), targets(), ids=lambda value: getattr(value, "__name__", value))
+def test_a_crash_anywhere_ends_one_request(
+    edge: Any, make_post: Any, monkeypatch: pytest.MonkeyPatch, kind: type, name: str
+) -> None:
+    original: Callable[..., Any] = vars(kind)[name]
+    error = ERRORS[sum(map(ord, name)) % len(ERRORS)]
+    raised: list[int] = []
+    armed = False
+
+    def bad(*arguments: Any, **named: Any) -> Any:
+        if armed and not raised:
+            raised.append(1)
+            raise error
+        return original(*arguments, **named)
+
+    async def bad_later(*arguments: Any, **named: Any) -> Any:
+        if armed and not raised:
+            raised.append(1)
+            raise error
+        return await original(*arguments, **named)
+
+    monkeypatch.setattr(kind, name, bad_later if inspect.iscoroutinefunction(original) else bad)
+    slow_stream.was_reset = False  # type: ignore[attr-defined]
+
+    async def scenario() -> None:
+        nonlocal armed
+        await edge.start()
+        await edge.worker(slow_stream)
+        await edge.worker(slow_stream)
+        assert (await edge.exchange(make_post(CHAT))).endswith(b"0\r\n\r\n")
+        bystander = asyncio.create_task(edge.exchange(make_post(CHAT)))
+        await asyncio.sleep(0.02)
+        armed = True
+        answers = await asyncio.gather(
+            *(edge.exchange(make_post(CHAT, headers=headers)) for headers in ([], [b"x-fate: reset"]))
+        )
+        _, writer = await edge.connect()
+        writer.write(make_post(CHAT))
+        await asyncio.sleep(0.02)
+        writer.close()
+        others = [await bystander, *answers]
+        whole = [answer for answer in others if answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"0\r\n\r\n")]
+        assert len(whole) >= len(others) - len(raised), others
+        for answer in others:
+            if answer not in whole:
+                assert not answer or answer.startswith((b"HTTP/1.1 500", b"HTTP/1.1 502", b"HTTP/1.1 200"))
+        await edge.settle()
+        armed = False
+        assert (await edge.exchange(make_post(CHAT))).endswith(b"0\r\n\r\n")
+        if raised and len(whole) < len(others):
+            assert sum(edge.metrics.crashes.values()) >= 1
+
+    edge.run(scenario())
+
+
+def test_a_worker_that_accepts_and_closes_at_once_is_an_answer_at_once(edge: Any, make_post: Any) -> None:
+    """The connection was lost before whoever opened it could look: 600 s of waiting."""
+
+    async def scenario() -> None:
+        await edge.start()
+        await edge.worker(edge.reply())
+        connect = edge.pool.connect
+
+        async def lost(target: Any) -> Any:
+            connection = await connect(target)
+            connection.transport.abort()
+            while connection.transport is not None:
+                await asyncio.sleep(0)
+            return connection
+
+        edge.pool.connect = lost
+        answer = await edge.exchange(make_post(CHAT))
+        assert answer.startswith(b"HTTP/1.1 502")
+        assert not edge.metrics.crashes
+
+    edge.run(scenario())
+
+
+def test_a_request_that_kills_workers_is_not_sent_once_for_every_idle_connection(edge: Any, make_post: Any) -> None:
+    """Settles the poison request: a kept-alive connection that breaks is replaced once an attempt, by a new one."""
+
+    async def deadly(request: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if request.all(b"x-poison"):
+            writer.transport.abort()
+        else:
+            await asyncio.sleep(0.05)
+            await edge.reply()(request, reader, writer)
+
+    async def scenario() -> None:
+        await edge.start()
+        upstreams = [await edge.worker(deadly) for _ in range(2)]
+        await asyncio.gather(*(edge.exchange(make_post(CHAT)) for _ in range(40)))
+        assert edge.pool.counts()[1] > 10
+        for upstream in upstreams:
+            upstream.received.clear()
+        answer = await edge.exchange(make_post(CHAT, headers=[b"x-poison: 1"]))
+        assert answer.startswith(b"HTTP/1.1 502")
+        attempts = sum(edge.metrics.failures.values())
+        assert attempts <= 3
+        assert sum(len(upstream.received) for upstream in upstreams) <= 2 * attempts
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("first", [b"zz\r\nabc\r\n", b"3\r\nabcd\r\n", b"2\r\nab\r\n-1\r\n"])
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+def test_a_malformed_first_chunk_is_tried_elsewhere(edge: Any, make_post: Any, first: bytes, version: bytes) -> None:
+    async def bad(request: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + first)
+
+    async def scenario() -> None:
+        await edge.start()
+        await edge.worker(bad)
+        await edge.worker(edge.reply(b"good"))
+        for _ in range(2):
+            answer = await edge.exchange(make_post(CHAT).replace(b"HTTP/1.1", b"HTTP/" + version))
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert answer.endswith(b"\r\n\r\ngood")
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL])
+def test_the_routers_own_want_of_descriptors_is_not_the_workers_failure(edge: Any, make_post: Any, number: int) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        await edge.worker(edge.reply())
+        connect = edge.pool.connect
+
+        async def starved(target: Any) -> Any:
+            raise OSError(number, "none left")
+
+        edge.pool.connect = starved
+        for _ in range(10):
+            answer = await edge.exchange(make_post(CHAT))
+            assert answer.startswith(b"HTTP/1.1 503")
+            assert b"retry-after: 1" in answer
+        assert edge.metrics.failures == {("", "local"): 10}
+        edge.pool.connect = connect
+        assert (await edge.exchange(make_post(CHAT))).startswith(b"HTTP/1.1 200")  # not down
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("status", [b"404 Not Found", b"401 Unauthorized", b"405 Method Not Allowed"])
+def test_errors_to_head_have_no_body(edge: Any, status: bytes) -> None:
+    lines = {b"404": b"HEAD /nowhere", b"401": b"HEAD /v1/models", b"405": b"HEAD /route"}
+
+    async def scenario() -> None:
+        await edge.start(api_keys=("k",))
+        answer = await edge.exchange(lines[status[:3]] + b" HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 " + status)
+        assert answer.endswith(b"\r\n\r\n")
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("method", [b"TRACE", b"OPTIONS", b"CONNECT"])
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/v1/files", b"/health", b"a:443", b"*"])
+def test_methods_about_servers_are_answered_here_once(edge: Any, method: bytes, path: bytes) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        upstream = await edge.worker(edge.reply())
+        answer = await edge.exchange(method + b" " + path + b" HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n")
+        status = answer[9:12]
+        assert status in (b"400", b"404", b"405", b"501")
+        assert (status == b"405") == (b"\r\nallow: " in answer)
+        assert answer.count(b"HTTP/1.1 ") == 1
+        assert not upstream.received
+
+    edge.run(scenario())
+
+
+DEEP = "[" * 1200 + "]" * 1200
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": DEEP}}
+CHAT_HEAD = '{"model":"tiny","messages":[{"role":"user","content":'
+DEEP_BODIES = {
+    "content": f"{CHAT_HEAD}{DEEP}}}]}}",
+    "arguments": json.dumps({"model": "tiny", "messages": [{"role": "assistant", "tool_calls": [CALL]}]}),
+    "tools": f'{CHAT_HEAD}"x"}}],"tools":[{{"x":{DEEP}}}]}}',
+    "template arguments": f'{CHAT_HEAD}"x"}}],"chat_template_kwargs":{{"x":{DEEP}}}}}',
+    "a field nobody knows": f'{CHAT_HEAD}"x"}}],"x":{DEEP}}}',
+    "the prompt": f'{{"model":"tiny","prompt":{DEEP}}}',
+}
+
+
+@pytest.mark.parametrize("name", DEEP_BODIES)
+def test_deep_nesting_is_an_answer(edge: Any, make_post: Any, tmp_path: Path, name: str) -> None:
+    write_tokenizer(tmp_path, 1024, 4096)
+    body = DEEP_BODIES[name].encode()
+
+    async def scenario() -> None:
+        await edge.start()
+        await edge.worker(edge.reply())
+        for _ in range(2):
+            for path in (b"/v1/chat/completions", b"/v1/completions", b"/v1/embeddings"):
+                answers = await edge.exchange(make_post(body, path, close=False) + make_post(body, path))
+                assert answers.count(b"HTTP/1.1 ") == 2
+                assert set(re.findall(rb"HTTP/1.1 (\d+)", answers)) <= {b"200", b"400"}
+            edge.prompts._tokenizers["tiny"] = Tokenizer.load(tmp_path)
+        assert not edge.metrics.crashes
+
+    edge.run(scenario())
