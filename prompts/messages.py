@@ -17,6 +17,9 @@ from prompts.schemas import TEXT_PARTS
 
 MEDIA_MARKER = "\ue000\ue0ffmedia\ue0ff\ue000"
 """Private-use characters that no tokenizer and no sensible text holds; the prompt's text ends where it begins."""
+BILLING_LINE = "x-anthropic-billing-header"
+"""A line at the head of a coding agent's system text that changes with every request. vLLM drops it, so that the prompt
+behind it is found in the cache."""
 
 
 class ChatPrompt(Protocol):
@@ -55,8 +58,13 @@ def render_chat(template: ChatTemplate, request: ChatPrompt) -> str:
         variables.pop(name, None)
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
+    messages = [_message(message, form) for message in request.messages or []]
+    if any(message["role"] == "developer" for message in messages):
+        source = template.source(request.chat_template, has_tools=tools is not None)
+        if '"developer"' not in source and "'developer'" not in source:
+            messages = _developer_as_system(messages)
     text = template.render(
-        [_message(message, form) for message in request.messages or []],
+        messages,
         tools=tools,
         documents=request.documents if request.documents is not None else documents,
         chat_template=request.chat_template,
@@ -68,13 +76,25 @@ def render_chat(template: ChatTemplate, request: ChatPrompt) -> str:
 
 
 def _message(message: Message, form: ContentFormat) -> Message:
-    if len(message) == 2 and form == "string" and next(iter(message)) == "role" and type(message.get("content")) is str:
+    content = message.get("content")
+    two = len(message) == 2 and form == "string" and next(iter(message)) == "role"
+    if two and type(content) is str and not content.startswith(BILLING_LINE):
         return message  # as most are: it would be made again as it is
     role = message.get("role", "user")
-    made: Message = {"role": role, "content": _content(message.get("content"), form)}
+    if role == "system":
+        content = _without_billing_line(content)
+    elif (
+        role == "tool"
+        and form == "parts"
+        and isinstance(content, list)
+        and not any(_is_other(part) for part in content)
+    ):
+        content = "\n".join(_part_text(part) for part in content)
+        form = "string"  # also where the template loops over parts: most handle a tool's text only
+    made: Message = {"role": role, "content": _content(content, form)}
     if role == "assistant":
         calls = message.get("tool_calls")
-        if isinstance(calls, list):
+        if isinstance(calls, list) and calls:
             made["tool_calls"] = [_tool_call(call) for call in calls]
         for name in ("reasoning_content", "reasoning"):
             if message.get(name) is not None:
@@ -83,9 +103,44 @@ def _message(message: Message, form: ContentFormat) -> Message:
         made["tool_call_id"] = message["tool_call_id"]
     elif role == "developer" and message.get("tools") is not None:
         made["tools"] = message["tools"]
-    if isinstance(message.get("name"), str):
-        made["name"] = message["name"]
+    for name in ("name", "task"):
+        if isinstance(message.get(name), str):
+            made[name] = message[name]
     return made
+
+
+def _developer_as_system(messages: list[Message]) -> list[Message]:
+    """For a template that does not name the role: developers speak as the system, and all system texts become the first
+    message."""
+    spoken = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+    others = [m for m in spoken if m["role"] != "system"]
+    systems = [m["content"] for m in spoken if m["role"] == "system"]
+    if len(systems) == 1 and spoken[0]["role"] == "system":
+        return [{k: v for k, v in m.items() if k != "tools"} if m["role"] == "system" else m for m in spoken]
+    texts = [text if isinstance(text, str) else "\n".join(part["text"] for part in text) for text in systems]
+    return [{"role": "system", "content": "\n\n".join(text for text in texts if text)}, *others]
+
+
+def _without_billing_line(content: Any) -> Any:
+    if isinstance(content, str):
+        return content.partition("\n")[2] if content.startswith(BILLING_LINE) else content
+    if not isinstance(content, list):
+        return content
+    kept = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
+        if isinstance(text, str) and text.startswith(BILLING_LINE):
+            rest = text.partition("\n")[2]
+            if rest:
+                kept.append({**part, "text": rest} if isinstance(part, dict) else rest)
+        else:
+            kept.append(part)
+    return kept
+
+
+def _is_other(part: Any) -> bool:
+    """Not plain text."""
+    return not isinstance(part, str) and (not isinstance(part, dict) or part.get("type", "text") != "text")
 
 
 def _content(content: Any, form: ContentFormat) -> str | list[Message]:
@@ -94,7 +149,7 @@ def _content(content: Any, form: ContentFormat) -> str | list[Message]:
     texts = [_part_text(part) for part in content] if isinstance(content, list) else []
     if form == "parts":
         return [{"type": "text", "text": text} for text in texts]
-    return "\n".join(texts)
+    return "\n".join(text for text in texts if text)
 
 
 def _part_text(part: Any) -> str:
@@ -107,7 +162,8 @@ def _part_text(part: Any) -> str:
 
 
 def _tool_call(call: Any) -> Any:
-    """The call with its arguments as an object: templates write them with `tojson`."""
+    """The call with its arguments as an object: templates write them with `tojson`. What is no object becomes an empty
+    one, or a conversation that holds it could never go on."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
@@ -116,8 +172,8 @@ def _tool_call(call: Any) -> Any:
         try:
             arguments = msgspec.json.decode(arguments) if arguments else {}
         except (msgspec.DecodeError, UnicodeError, RecursionError):
-            return call  # not JSON, or none that can be read: the template gets what the client sent
-    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
+            arguments = {}
+    return {**call, "function": {**function, "arguments": arguments if isinstance(arguments, dict) else {}}}
 
 
 def _tool(tool: Message) -> Message:

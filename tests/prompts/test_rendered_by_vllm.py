@@ -1,0 +1,39 @@
+"""What a real vLLM made of random chats, token by token: our reading of roles, parts, tools and thoughts is its."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.tiny.tokenizer import write_tokenizer
+from prompts import Tokenizer, parse_routing
+
+_spec = importlib.util.spec_from_file_location("chat_templates", Path(__file__).with_name("chat_templates.py"))
+chat_templates = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(chat_templates)
+ALL = chat_templates.ALL
+
+CAPTURE = Path(__file__).parents[1] / "golden" / "vllm" / "rendered-0.32.0" / "chats.json.gz"
+CASES = json.loads(gzip.decompress(CAPTURE.read_bytes()))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder, 4096, 4096)
+    return Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_same_tokens(tokenizer: Tokenizer, name: str) -> None:
+    cases = [case for case in CASES if case["template"] == name]
+    assert len(cases) > 20
+    for case in cases:
+        body = json.dumps({**case["body"], "chat_template": ALL[name]}).encode()
+        ids = tokenizer.chat_ids(parse_routing("/v1/chat/completions", body))
+        assert tokenizer.decode(ids, False) == tokenizer.decode(case["tokens"], False), case["body"]
+        assert list(ids) == case["tokens"], case["body"]
