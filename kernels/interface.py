@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 IntArray = npt.NDArray[np.int64]
 
@@ -29,7 +30,7 @@ class PagedKV:
     `[layer][K/V][token][kv-head][dim]`. A unit's length is a whole number of token rows.
     """
 
-    buffer: torch.Tensor
+    buffer: Tensor
     """The pool's buffer as the cache's dtype, one axis: [units * unit_elems]."""
     unit_elems: int
     blocks_per_unit: int
@@ -56,11 +57,11 @@ class PagedKV:
         """Token rows between the K of one layer and the K of the next; V lies `block_size` rows after K."""
         return 2 * self.block_size
 
-    def rows(self) -> torch.Tensor:
+    def rows(self) -> Tensor:
         """The whole buffer as token rows: [rows, kv_heads * dim]."""
         return self.buffer.view(-1, self.row_elems)
 
-    def layer_views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer_views(self, layer: int) -> tuple[Tensor, Tensor]:
         """Strided K and V of one layer: [units, blocks_per_unit, block_size, kv_heads, dim] each."""
         units = self.buffer.numel() // self.unit_elems
         shape = (units, self.blocks_per_unit, self.block_size, self.num_kv_heads, self.head_dim)
@@ -120,7 +121,7 @@ class StatePlan:
     """Where the recurrent states of a step's sequences are, by unit of the pool."""
 
     batch: Ragged
-    decode_units: torch.Tensor
+    decode_units: Tensor
     """[decode_count] int64."""
     chunks: tuple[tuple[int, int, int], ...]
     """(first token, end, unit) of every sequence with more than one query."""
@@ -160,9 +161,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: PagedKV, layer: int, plan: Any, scale: float
-    ) -> torch.Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: Any, scale: float) -> Tensor:
         """Store k and v of the whole batch in the cache's layer, then attend causally over the cached context.
 
         q: [tokens, heads, dim], k and v: [tokens, kv_heads, dim], heads a multiple of kv_heads. Returns
@@ -170,7 +169,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False) -> torch.Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Tensor:
         """Root mean square norm of the last axis in fp32, times `weight` (times `1 + weight` where zero-centred).
 
         `weight` is [dim], or [heads, dim] for a norm of its own for each head. Zhang and Sennrich, 2019.
@@ -178,12 +177,12 @@ class Kernels(Protocol):
         ...
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """(norm of x + residual, x + residual). May write the sum into `residual`."""
         ...
 
-    def rotate(self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+    def rotate(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
         """Rotary embedding (Su et al., 2021) of the first R dims of each head, halves rotated against each other.
 
         x: [tokens, heads, dim]; cos and signed_sin: [tokens, R] with R <= dim, where the first half of signed_sin is
@@ -192,28 +191,20 @@ class Kernels(Protocol):
         ...
 
     def norm_and_rotate(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        zero_centred: bool,
-        cos: torch.Tensor,
-        signed_sin: torch.Tensor,
-    ) -> torch.Tensor:
+        self, x: Tensor, weight: Tensor, eps: float, zero_centred: bool, cos: Tensor, signed_sin: Tensor
+    ) -> Tensor:
         """`rotate` of `rms_norm`: what queries and keys with head norms go through. x: [tokens, heads, dim]."""
         ...
 
-    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+    def silu_and_mul(self, x: Tensor) -> Tensor:
         """SwiGLU: silu(first half of the last axis) * second half."""
         ...
 
-    def gelu_tanh_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+    def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
         """GeGLU with the tanh approximation: gelu(first half of the last axis) * second half."""
         ...
 
-    def experts(
-        self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
+    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Weighted sum over each token's experts of down(silu(gate(x)) * up(x)).
 
         x: [tokens, hidden]; gate_up: [experts, 2 * size, hidden]; down: [experts, hidden, size]; chosen and weights:
@@ -221,17 +212,15 @@ class Kernels(Protocol):
         """
         ...
 
-    def relu_squared(self, x: torch.Tensor) -> torch.Tensor:
+    def relu_squared(self, x: Tensor) -> Tensor:
         """relu(x) ** 2."""
         ...
 
-    def norm_then_gate(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def norm_then_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         """rms_norm(x) * weight * silu(gate), over the last axis. x and gate: [..., dim]; weight: [dim]."""
         ...
 
-    def gate_then_norm(
-        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, groups: int
-    ) -> torch.Tensor:
+    def gate_then_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
         """rms_norm(x * silu(gate)) * weight, each of `groups` equal parts of the last axis normed by itself."""
         ...
 
@@ -240,14 +229,8 @@ class Kernels(Protocol):
         ...
 
     def causal_conv(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        tails: torch.Tensor,
-        plan: Any,
-        silu: bool,
-    ) -> torch.Tensor:
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: Any, silu: bool
+    ) -> Tensor:
         """Depthwise convolution over each sequence's tokens and the tail of those before, then silu if asked.
 
         x: [tokens, channels]; weight: [channels, width], last tap on the current token; bias: [channels];
@@ -256,15 +239,8 @@ class Kernels(Protocol):
         ...
 
     def gated_delta(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        log_decay: torch.Tensor,
-        rate: torch.Tensor,
-        states: torch.Tensor,
-        plan: Any,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: Any
+    ) -> Tensor:
         """The gated delta rule of `kernels.reference.delta`; q and k are made unit length here.
 
         q, k: [tokens, key_heads, key_dim]; v: [tokens, value_heads, value_dim], value_heads a multiple of key_heads;
@@ -274,16 +250,8 @@ class Kernels(Protocol):
         ...
 
     def state_space(
-        self,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        rate: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        skip: torch.Tensor,
-        states: torch.Tensor,
-        plan: Any,
-    ) -> torch.Tensor:
+        self, x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, skip: Tensor, states: Tensor, plan: Any
+    ) -> Tensor:
         """Mamba-2's recurrence of `kernels.reference.ssm`.
 
         x: [tokens, heads, head_dim]; dt: [tokens, heads], positive; rate (A, negative) and skip (D): [heads];

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kernels.interface import IntArray, PagedKV, Ragged
 from kernels.transfer import upload
@@ -28,10 +29,10 @@ from kernels.triton.plan import AttentionPlan, RecurrentPlan, table_rows
 class PromptGather:
     """The prompts of a batch as flash-attn wants them."""
 
-    rows: torch.Tensor
+    rows: Tensor
     """[context tokens of all prompts]: their K rows of layer 0."""
-    query_starts: torch.Tensor
-    key_starts: torch.Tensor
+    query_starts: Tensor
+    key_starts: Tensor
     """[prompts + 1] int32, from 0."""
     first_token: int
     query_len_max: int
@@ -58,15 +59,8 @@ class FlashAttnKernels(TritonKernels):
         return FlashPlan(paged, _gather(batch, block_table, kv, self.device))
 
     def attention(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        kv: PagedKV,
-        layer: int,
-        plan: FlashPlan | AttentionPlan,
-        scale: float,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: FlashPlan | AttentionPlan, scale: float
+    ) -> Tensor:
         if isinstance(plan, AttentionPlan):  # a captured decode step
             return super().attention(q, k, v, kv, layer, plan, scale)
         out = self.store_and_decode(q, k, v, kv, layer, plan.paged, scale)
@@ -102,15 +96,8 @@ class FlaKernels(TritonKernels):
         self._chunked = _function("fla", ("fla.ops.gated_delta_rule",), "chunk_gated_delta_rule")
 
     def gated_delta(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        log_decay: torch.Tensor,
-        rate: torch.Tensor,
-        states: torch.Tensor,
-        plan: RecurrentPlan,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: RecurrentPlan
+    ) -> Tensor:
         count = plan.decode_count
         if plan.sequences == count:
             return super().gated_delta(q, k, v, log_decay, rate, states, plan)

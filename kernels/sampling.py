@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 LOGIT_MAX = 3.3895313892515355e38
 """The largest bf16: what +inf counts as."""
@@ -22,15 +23,15 @@ LOGIT_MAX = 3.3895313892515355e38
 class Draws:
     """How the token of each row is drawn: [rows] each, on the logits' device."""
 
-    temperature: torch.Tensor
+    temperature: Tensor
     """fp32; 0: the likeliest token, whatever the rest says."""
-    min_p: torch.Tensor
+    min_p: Tensor
     """fp32 in [0, 1]; 0 keeps all."""
-    top_k: torch.Tensor
+    top_k: Tensor
     """int32, at least 1; the vocabulary's size or more keeps all."""
-    top_p: torch.Tensor
+    top_p: Tensor
     """fp32; 1 or more keeps all. At least one token is kept."""
-    at: torch.Tensor
+    at: Tensor
     """fp64 in [0, 1)."""
 
 
@@ -38,12 +39,12 @@ class Draws:
 class DrawsTokens(Protocol):
     """A backend that draws on its device, without the host waiting for anything."""
 
-    def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
         """The token of each row, [rows] int64. logits: [rows, vocab], left unchanged."""
         ...
 
 
-def kept_weights(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+def kept_weights(logits: Tensor, draws: Draws) -> Tensor:
     """[rows, vocab] fp64: each token's weight relative to the greatest; 0 for what is not kept."""
     values = logits.double().nan_to_num(nan=float("-inf"), posinf=LOGIT_MAX, neginf=float("-inf"))
     values, order = values.clamp(max=LOGIT_MAX).sort(descending=True, stable=True)
@@ -61,7 +62,7 @@ def kept_weights(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     return torch.zeros_like(weights).scatter_(1, order, weights)
 
 
-def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+def draw(logits: Tensor, draws: Draws) -> Tensor:
     """The reference of `DrawsTokens.draw`."""
     cumulative = kept_weights(logits, draws).cumsum(-1)
     target = draws.at.double()[:, None] * cumulative[:, -1:]

@@ -11,18 +11,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 ALIGNED_INTS = 4
 """Pieces of an upload start at multiples of 16 bytes: Triton compiles anew for pointers that do not."""
 
 
-def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """The array on the device, of its dtype: a copy that the host does not wait for; on a CPU the array itself."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type != "cpu" else tensor
 
 
-def overwrite(there: torch.Tensor, array: npt.NDArray[Any]) -> None:
+def overwrite(there: Tensor, array: npt.NDArray[Any]) -> None:
     """Write the array, which is of the same dtype, over the beginning of a flat tensor; the host does not wait."""
     tensor = torch.from_numpy(array.reshape(-1))
     if there.device.type != "cpu":
@@ -30,7 +31,7 @@ def overwrite(there: torch.Tensor, array: npt.NDArray[Any]) -> None:
     there[: array.size].copy_(tensor, non_blocking=True)
 
 
-def upload(arrays: list[npt.NDArray[np.int64]], device: torch.device) -> list[torch.Tensor]:
+def upload(arrays: list[npt.NDArray[np.int64]], device: torch.device) -> list[Tensor]:
     """The arrays as int32 on the device, flat, in one transfer that the host does not wait for."""
     spans, size = [], 0
     for array in arrays:

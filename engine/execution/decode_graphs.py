@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from engine.models import CausalLM
 from engine.models.layers import LayerState, Step
@@ -30,7 +31,7 @@ SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16), *range(288, 513, 32))
 """Batch sizes that are recorded: padding costs less than one step in eight, but for the smallest."""
 
 Replay = Callable[[], object]
-Capture = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
+Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
 """Records a computation: (what repeats it, its result, which every repetition writes anew)."""
 
 
@@ -48,7 +49,7 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
-    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
         around = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(around)
         graph = torch.cuda.CUDAGraph()
@@ -64,11 +65,11 @@ class CudaCapture:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    inputs: torch.Tensor
+    inputs: Tensor
     """[2 * size]: token ids, then positions."""
     step: Step
     replay: Replay
-    hidden: torch.Tensor
+    hidden: Tensor
 
 
 class DecodeGraphs:
@@ -96,7 +97,7 @@ class DecodeGraphs:
 
     def forward(
         self, token_ids: IntArray, batch: Ragged, tables: Sequence[IntArray], units: IntArray | None
-    ) -> torch.Tensor | None:
+    ) -> Tensor | None:
         """Hidden states of a batch of decoding sequences; None for one that must be computed as usual."""
         count = batch.decode_count
         size = next((size for size in SIZES if size >= count), None)
@@ -140,7 +141,7 @@ class DecodeGraphs:
             state_plan=self._plans.fixed_state_plan(size) if self._states else None,
         )
 
-        def run() -> torch.Tensor:
+        def run() -> Tensor:
             step.rotary = [rope.at(positions) for rope in self._ropes]
             return self._model.forward(token_ids, step)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from engine.types import TokenLogprobs
 
@@ -17,17 +18,17 @@ from engine.types import TokenLogprobs
 class LogprobTensors:
     """Logprobs of some rows, still on the device."""
 
-    tokens: torch.Tensor
+    tokens: Tensor
     """[rows]."""
-    values: torch.Tensor
-    ranks: torch.Tensor
+    values: Tensor
+    ranks: Tensor
     """[rows] each: the token's own."""
-    top_values: torch.Tensor | None
-    top_tokens: torch.Tensor | None
+    top_values: Tensor | None
+    top_tokens: Tensor | None
     """[rows, most that a row wants]; None where no row wants any."""
 
 
-def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, counts: Rows[int]) -> LogprobTensors:
+def token_logprobs(logits: Tensor, tokens: Tensor, counts: Rows[int]) -> LogprobTensors:
     """Logprob and rank of each row's token, and its likeliest tokens, queued. logits: [rows, vocab]; tokens: [rows]."""
     logprobs = torch.log_softmax(logits.float(), -1)
     chosen = logprobs.gather(1, tokens[:, None])

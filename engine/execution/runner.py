@@ -11,6 +11,7 @@ import math
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from engine.cache.spec import CacheSpec
 from engine.execution.block_tables import BlockTables
@@ -125,7 +126,7 @@ class ModelRunner:
         """Give up the recorded steps: NCCL's communicators do not end while a graph holds them."""
         self._graphs = None
 
-    def _forward(self, chunks: list[Chunk]) -> tuple[torch.Tensor, IntArray]:
+    def _forward(self, chunks: list[Chunk]) -> tuple[Tensor, IntArray]:
         """Hidden states of the wanted rows, [wanted, hidden], and where each chunk's start, [chunks + 1]."""
         batch = Ragged.of([chunk.start for chunk in chunks], [chunk.end for chunk in chunks])
         tokens: list[int] = []
@@ -168,7 +169,7 @@ class ModelRunner:
         rows = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
         return rows, np.concatenate([[0], np.cumsum(ends - begins)])
 
-    def _sample(self, hidden: torch.Tensor, starts: IntArray, chunks: list[Chunk], order: list[int]) -> StepResult:
+    def _sample(self, hidden: Tensor, starts: IntArray, chunks: list[Chunk], order: list[int]) -> StepResult:
         rows = [i for i, chunk in enumerate(chunks) if chunk.samples]
         result = StepResult([None] * len(chunks))
         if rows:
@@ -188,7 +189,7 @@ class ModelRunner:
                 result.prompt_logprobs[order[i]] = self._prompt_logprobs(hidden[int(starts[i]) :], chunk)
         return result
 
-    def _prompt_logprobs(self, hidden: torch.Tensor, chunk: Chunk) -> list[TokenLogprobs]:
+    def _prompt_logprobs(self, hidden: Tensor, chunk: Chunk) -> list[TokenLogprobs]:
         """Logprobs of the prompt tokens start + 1 .. end; row i of `hidden` is position start + i."""
         wanted = chunk.seq.request.params.prompt_logprobs or 0
         end = min(chunk.end + 1, chunk.seq.prompt_len)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from engine.execution.logprobs import read_logprobs, token_logprobs
 from engine.types import SamplingParams, Sequence, TokenLogprobs
@@ -68,12 +69,12 @@ class Cuts:
     """Positions in `drawn` of rows without top_k and top_p."""
     cut: list[int]
     """Positions in `drawn` of rows with top_k or top_p."""
-    temperature: torch.Tensor
-    min_p: torch.Tensor | None
+    temperature: Tensor
+    min_p: Tensor | None
     """log(min_p) of each drawn row, -inf for none; None where no row has it."""
-    top_k: torch.Tensor
+    top_k: Tensor
     """Of the rows of `cut`; the vocabulary's size for none."""
-    top_p: torch.Tensor
+    top_p: Tensor
     """Of the rows of `cut`; above 1 for none."""
     candidates: int
 
@@ -88,7 +89,7 @@ class Batch:
     """Rows whose logits are changed before anything is drawn."""
     logprobs: list[int]
     """Rows that want logprobs."""
-    logprob_rows: torch.Tensor | None
+    logprob_rows: Tensor | None
     """These on the device; None where all rows or none want them."""
     drawn: list[int]
     """Rows that are not greedy."""
@@ -119,7 +120,7 @@ class Sampler:
         self._kernels = kernels if isinstance(kernels, DrawsTokens) else None
         self._batch: Batch | None = None
 
-    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> tuple[list[int], dict[int, TokenLogprobs]]:
+    def sample(self, logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], dict[int, TokenLogprobs]]:
         """The next token of each row, and row -> logprobs where asked for. logits: [rows, vocab], left unchanged."""
         batch = self._batch_of(sequences)
         changed = self._adjust(logits, batch) if batch.adjusted else logits
@@ -137,7 +138,7 @@ class Sampler:
         entries = token_logprobs(raw, chosen, wanted)  # queued before the host waits for the tokens
         return to_host(tokens), dict(zip(batch.logprobs, read_logprobs(entries, wanted), strict=True))
 
-    def _numbers(self, batch: Batch) -> torch.Tensor:
+    def _numbers(self, batch: Batch) -> Tensor:
         """[rows] fp64 in [0, 1): where each row's distribution is inverted in this step."""
         if not batch.drawn:
             assert batch.draws is not None
@@ -146,7 +147,7 @@ class Sampler:
         numbers[batch.drawn] = uniforms(batch.seeds, _positions(batch))
         return to_device(numbers, self._device)
 
-    def _pick(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def _pick(self, logits: Tensor, batch: Batch) -> Tensor:
         """The token of each row, by torch operations. logits: [rows, vocab]."""
         if not batch.drawn:
             return logits.float().argmax(-1)
@@ -228,10 +229,10 @@ class Sampler:
         """top_k where it cuts anything, else 0."""
         return params.top_k if 0 < params.top_k < self._vocab_size else 0
 
-    def _tensor(self, values: list[float]) -> torch.Tensor:
+    def _tensor(self, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self._device)
 
-    def _adjust(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def _adjust(self, logits: Tensor, batch: Batch) -> Tensor:
         """A float copy of the logits with bias, min_tokens and penalties applied to the rows that have them."""
         changed = logits.float().clone() if logits.dtype == torch.float32 else logits.float()
         flat = changed.view(-1)
@@ -262,13 +263,13 @@ class Sampler:
             flat.index_add_(0, *self._there(counted))
         return changed
 
-    def _there(self, changes: list[Changes]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _there(self, changes: list[Changes]) -> tuple[Tensor, Tensor]:
         """(places, amounts) of all of them, on the device."""
         places = np.concatenate([change.places for change in changes])
         amounts = np.concatenate([change.amounts for change in changes])
         return to_device(places, self._device), to_device(amounts, self._device)
 
-    def _draw(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def _draw(self, logits: Tensor, batch: Batch) -> Tensor:
         """A random token for each drawn row. logits: [drawn rows, vocab] in fp32."""
         cuts = batch.cuts
         assert cuts is not None
@@ -287,7 +288,7 @@ class Sampler:
         tokens[cuts.cut] = self._draw_cut(scaled[cuts.cut], at[cuts.cut], cuts)
         return tokens
 
-    def _draw_cut(self, scaled: torch.Tensor, at: torch.Tensor, cuts: Cuts) -> torch.Tensor:
+    def _draw_cut(self, scaled: Tensor, at: Tensor, cuts: Cuts) -> Tensor:
         """Tokens of rows with top_k or top_p, drawn among the likeliest candidates."""
         count = cuts.candidates
         while True:
@@ -306,7 +307,7 @@ class Sampler:
         return tokens.gather(1, invert(kept, at)[:, None])[:, 0]
 
 
-def invert(probs: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+def invert(probs: Tensor, at: Tensor) -> Tensor:
     """Index in each row where the (unnormalised) cumulative distribution passes `at` in [0, 1). probs: [rows, n]."""
     cumulative = probs.double().cumsum(-1)
     target = (at.double() * cumulative[:, -1])[:, None]
@@ -356,7 +357,7 @@ def _positions(batch: Batch) -> npt.NDArray[np.uint64]:
     return np.array([batch.rows[i].seq.output_len for i in batch.drawn], np.uint64)
 
 
-def to_host(tokens: torch.Tensor) -> list[int]:
+def to_host(tokens: Tensor) -> list[int]:
     """The tokens of a step: where the host waits for the device."""
     chosen: list[int] = tokens.tolist()
     return chosen

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from engine.cache.spec import FULL_ATTENTION, SLIDING_WINDOW, CacheSpec, GroupSpec, StateSpec
 from engine.models.hf_config import HfConfig, ModelError
@@ -130,7 +131,7 @@ class CausalLM:
     def rope_tables(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> list[RopeTable]:
         return [RopeTable(rope, max_positions, dtype, device) for rope in self._ropes]
 
-    def forward(self, token_ids: torch.Tensor, step: Step, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, token_ids: Tensor, step: Step, wanted: Tensor | None = None) -> Tensor:
         """Hidden states after the last norm, [tokens, hidden]; the cache of the batch's positions is filled.
 
         `wanted`: the rows that are returned, and computed where tokens no longer see each other; None: all.
@@ -138,7 +139,7 @@ class CausalLM:
         x = self.vocabulary.look_up(token_ids)
         if self.config.embedding_scale != 1.0:
             x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)  # on the host: nothing waits for a copy
-        residual: torch.Tensor | None = None
+        residual: Tensor | None = None
         for index, block in enumerate(self.blocks):
             x, residual = block(x, residual, step, wanted if index == self._last_mixing else None)
             if len(x) == 0:
@@ -146,14 +147,14 @@ class CausalLM:
         assert residual is not None
         return self.norm.add(x, residual, step)[0]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab], in the model's dtype. Other ranks `lend_logits` meanwhile."""
         assert self.samples, "whole logits are on rank 0 alone"
         logits = self.vocabulary.logits(hidden)
         assert logits is not None
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
-    def lend_logits(self, hidden: torch.Tensor) -> None:
+    def lend_logits(self, hidden: Tensor) -> None:
         """This rank's part of what `logits` puts together on rank 0, of the same rows."""
         assert self.vocabulary.logits(hidden) is None, "rank 0 makes logits"
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
-import torch
+from torch import Tensor
 
 from engine.models.rope import RopeConfig
 from engine.models.shard import Cut, Extent, Shard, size_of
@@ -22,9 +22,9 @@ from kernels import Kernels, PagedKV
 class LayerState:
     """One recurrent layer's state in every unit of the pool, as strided views."""
 
-    tail: torch.Tensor
+    tail: Tensor
     """[units, width - 1, channels] in the model's dtype: the last inputs of the convolution."""
-    recurrent: torch.Tensor
+    recurrent: Tensor
     """[units, ...] in fp32; of zero size in a layer that only convolves."""
 
 
@@ -41,7 +41,7 @@ class Step:
     """One step's batch, as the layers see it."""
 
     ops: Kernels
-    rotary: list[tuple[torch.Tensor, torch.Tensor]]
+    rotary: list[tuple[Tensor, Tensor]]
     """(cos, signed sin) of the batch's positions for each of the model's rope settings."""
     kv: list[PagedKV]
     """The KV of each attention group."""
@@ -56,7 +56,7 @@ class Step:
 class Mixer(Protocol):
     """What a block applies: attention, a recurrent layer, an MLP."""
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor: ...
+    def __call__(self, x: Tensor, step: Step) -> Tensor: ...
 
 
 @runtime_checkable
@@ -98,7 +98,7 @@ class Linear:
         weight.multiplies = True
         return linear
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         out = self.weight.times(x, None if self.bias is None else self.bias.tensor)
         return out if self.add_up is None else self.add_up(out)
 
@@ -111,10 +111,10 @@ class RMSNorm:
         self.eps = eps
         self.zero_centred = zero_centred
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
         return step.ops.rms_norm(x, self.weight.tensor, self.eps, self.zero_centred)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(self, x: Tensor, residual: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """(norm of x + residual, x + residual); `residual` is consumed."""
         return step.ops.add_rms_norm(x, residual, self.weight.tensor, self.eps, self.zero_centred)
 
@@ -169,10 +169,10 @@ class Attention:
         self.group = 0
         self.layer = 0
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
         return self.output(self.attend(self.qkv(x), step))
 
-    def attend(self, qkv: torch.Tensor, step: Step) -> torch.Tensor:
+    def attend(self, qkv: Tensor, step: Step) -> Tensor:
         """Everything between the projections: [tokens, (heads + 2 kv_heads) * dim] -> [tokens, heads * dim]."""
         c, tokens = self.config, qkv.shape[0]
         qk = qkv[:, : self.qk_width].view(tokens, self.qk_heads, c.head_dim)
@@ -203,11 +203,11 @@ def _head_norms(scope: WeightScope, c: AttentionConfig) -> Weight:
     )
 
 
-def silu_and_mul(x: torch.Tensor, step: Step) -> torch.Tensor:
+def silu_and_mul(x: Tensor, step: Step) -> Tensor:
     return step.ops.silu_and_mul(x)
 
 
-def gelu_tanh_and_mul(x: torch.Tensor, step: Step) -> torch.Tensor:
+def gelu_tanh_and_mul(x: Tensor, step: Step) -> Tensor:
     return step.ops.gelu_tanh_and_mul(x)
 
 
@@ -220,7 +220,7 @@ class GatedMLP:
         hidden_size: int,
         intermediate_size: int,
         bias: bool = False,
-        activation: Callable[[torch.Tensor, Step], torch.Tensor] = silu_and_mul,
+        activation: Callable[[Tensor, Step], Tensor] = silu_and_mul,
         inputs: tuple[str, ...] = ("gate_proj", "up_proj"),
         output: str = "down_proj",
     ) -> None:
@@ -230,7 +230,7 @@ class GatedMLP:
         self.down = Linear(scope, {output: hidden_size}, inner, bias)
         self.activation = activation
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
         return self.down(self.activation(self.gate_up(x), step))
 
 
@@ -251,8 +251,8 @@ class DecoderBlock:
     residual_scale: float = 1.0
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, kept: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: Tensor, residual: Tensor | None, step: Step, kept: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """`kept`: the rows that go on behind the mixer; None: all."""
         if residual is None:
             residual, x = x, self.mixer_norm(x, step)
@@ -266,7 +266,7 @@ class DecoderBlock:
         x, residual = self.mlp_norm.add(x, residual, step)
         return self._branch(self.mlp, self.post_mlp_norm, x, step), residual
 
-    def _branch(self, mixer: Mixer, post_norm: RMSNorm | None, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def _branch(self, mixer: Mixer, post_norm: RMSNorm | None, x: Tensor, step: Step) -> Tensor:
         x = mixer(x, step)
         if post_norm is not None:
             x = post_norm(x, step)

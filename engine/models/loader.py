@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from engine.models import CausalLM, HfConfig, ModelError, Shard, build_model
 from engine.models.weights import Part, Weight
@@ -112,7 +113,7 @@ def _renamed(name: str, model: CausalLM) -> str:
     return name
 
 
-def _place(tensor: torch.Tensor, places: list[tuple[Weight, Part]], path: Path) -> None:
+def _place(tensor: Tensor, places: list[tuple[Weight, Part]], path: Path) -> None:
     for weight, part in places:
         if tuple(tensor.shape) != part.shape:
             raise ModelError(f"{path}: {part.name}: shape {list(tensor.shape)}, expected {list(part.shape)}")

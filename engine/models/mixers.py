@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from engine.models.hf_config import HfConfig, ModelError
 from engine.models.layers import Linear, StateShape, Step
@@ -57,7 +58,7 @@ class GatedDeltaNet:
         c = self.config
         return StateShape((c.conv_width - 1, self.channels), (c.value_heads, c.key_dim, c.value_dim))
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
         c, tokens, state = self.config, x.shape[0], step.states[self.index]
         mixed, gate, rate, dt = torch.split(self.inputs(x), self.sizes, -1)
         mixed = step.ops.causal_conv(mixed, self.conv.tensor, None, state.tail, step.state_plan, True)
@@ -122,7 +123,7 @@ class Mamba2:
         c = self.config
         return StateShape((c.conv_width - 1, self.channels), (c.heads, c.head_dim, c.state_dim))
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
         c, tokens, state = self.config, x.shape[0], step.states[self.index]
         gate, mixed, dt = torch.split(self.inputs(x), self.sizes, -1)
         bias = None if self.conv_bias is None else self.conv_bias.tensor
@@ -155,7 +156,7 @@ class _SharedNorm:
         self.group_channels = config.inner_size // config.groups
         self.eps = config.norm_eps
 
-    def __call__(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
         """x, gate: [tokens, channels of this rank], which are all of one group."""
         assert self.add_up is not None
         gated = x.float() * F.silu(gate.float())
@@ -191,7 +192,7 @@ class ShortConv:
     def state_shape(self) -> StateShape:
         return StateShape((self.conv_width - 1, self.channels))
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
         before, after, value = self.inputs(x).chunk(3, -1)
         bias = None if self.conv_bias is None else self.conv_bias.tensor
         tail = step.states[self.index].tail

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from engine.models.layers import Step
 from engine.models.weights import WeightScope
@@ -33,7 +33,7 @@ class RoutedMLP:
         self.gate_up = scope.assembled((num_experts, 2 * inner.size, hidden_size), gates)
         self.down = scope.assembled((num_experts, hidden_size, inner), downs)
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
         odds = F.linear(x, self.router.tensor).float().softmax(-1)
         weights, experts = odds.topk(self.top_k)
         if self.renormalise:

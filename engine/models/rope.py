@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from engine.models.hf_config import HfConfig, ModelError
 
@@ -45,7 +46,7 @@ class RopeConfig:
             where=config.where,
         )
 
-    def frequencies(self) -> tuple[torch.Tensor, float]:
+    def frequencies(self) -> tuple[Tensor, float]:
         """(inverse frequencies [rotary_dim / 2] in fp32, factor on cos and sin)."""
         inverse = 1.0 / self.theta ** (torch.arange(0, self.rotary_dim, 2, dtype=torch.int64).float() / self.rotary_dim)
         kind = self.scaling.get("rope_type", self.scaling.get("type", "default"))
@@ -67,14 +68,14 @@ class RopeConfig:
             raise ModelError(f"{self.where}: rope scaling {key}: expected a number, got {value!r}")
         return float(value)
 
-    def _llama3(self, inverse: torch.Tensor) -> torch.Tensor:
+    def _llama3(self, inverse: Tensor) -> Tensor:
         factor, low, high = self._number("factor"), self._number("low_freq_factor"), self._number("high_freq_factor")
         original = self._number("original_max_position_embeddings")
         wavelength = 2 * math.pi / inverse
         smooth = ((original / wavelength - low) / (high - low)).clamp(0, 1)
         return inverse * ((1 - smooth) / factor + smooth)
 
-    def _yarn(self, inverse: torch.Tensor) -> tuple[torch.Tensor, float]:
+    def _yarn(self, inverse: Tensor) -> tuple[Tensor, float]:
         factor = self._number("factor")
         original = self._number("original_max_position_embeddings", float(self.original_positions))
         fast, slow = self._number("beta_fast", 32.0), self._number("beta_slow", 1.0)
@@ -114,6 +115,6 @@ class RopeTable:
         self.cos = torch.cat((cos, cos), -1).to(device, dtype)  # [positions, rotary_dim]
         self.signed_sin = torch.cat((-sin, sin), -1).to(device, dtype)
 
-    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, signed sin) of each position: [tokens, rotary_dim] each."""
         return self.cos.index_select(0, positions), self.signed_sin.index_select(0, positions)

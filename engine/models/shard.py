@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from engine.models.hf_config import ModelError
 
@@ -46,7 +47,7 @@ class Cut:
     def whole(self) -> bool:
         return self.ranges == ((0, self.total),)
 
-    def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    def of(self, tensor: Tensor, dim: int) -> Tensor:
         """What is held of `tensor`."""
         return torch.cat([tensor.narrow(dim, start, end - start) for start, end in self.ranges], dim)
 
@@ -69,9 +70,9 @@ class Shard:
 
     rank: int = 0
     size: int = 1
-    add_up: Callable[[torch.Tensor], torch.Tensor] | None = None
+    add_up: Callable[[Tensor], Tensor] | None = None
     """Replaces a tensor by its sum over the ranks, in place, and returns it; the same bits on each. None: one rank."""
-    gather: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+    gather: Callable[[Tensor], Tensor | None] | None = None
     """On rank 0: the [rows, n] of all ranks side by side, [rows, size * n]; elsewhere None. None: one rank."""
 
     def split(self, count: int, what: str, width: int = 1) -> Cut:

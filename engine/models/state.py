@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from engine.models.layers import LayerState, StateShape
 
@@ -36,7 +37,7 @@ class StateLayout:
             at += _aligned(math.prod(shape.tail) * tail_dtype.itemsize)
         return StateLayout(tuple(shapes), tail_dtype, tuple(recurrent_starts), tuple(tail_starts), at)
 
-    def views(self, buffer: torch.Tensor, unit_bytes: int) -> list[LayerState]:
+    def views(self, buffer: Tensor, unit_bytes: int) -> list[LayerState]:
         """Each layer's state in every unit. buffer: [units * unit_bytes] uint8."""
         return [
             LayerState(
@@ -53,9 +54,7 @@ def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _view(
-    buffer: torch.Tensor, unit_bytes: int, start_bytes: int, shape: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
+def _view(buffer: Tensor, unit_bytes: int, start_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """[units, *shape] of `dtype`, `start_bytes` into each unit."""
     assert unit_bytes % ALIGNMENT_BYTES == 0
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]

@@ -6,8 +6,8 @@ one summand alone is not zero. Logits of a rank's tokens are put together on ran
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from engine.models.shard import Shard
 from engine.models.weights import Weight, WeightScope
@@ -28,7 +28,7 @@ class Vocabulary:
         self.head = self.embedding if head is None else root.weight(head, (rows, hidden_size))
         self.head.multiplies, self.head.looked_up = True, head is None
 
-    def look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def look_up(self, token_ids: Tensor) -> Tensor:
         """[tokens] -> [tokens, hidden], on every rank."""
         add_up = self._shard.add_up
         if add_up is None:
@@ -37,7 +37,7 @@ class Vocabulary:
         rows = (token_ids - self._first).masked_fill(foreign, 0)
         return add_up(F.embedding(rows, self.embedding.tensor).masked_fill(foreign[:, None], 0.0))
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+    def logits(self, hidden: Tensor) -> Tensor | None:
         """[rows, hidden] -> [rows, vocab] on rank 0, None on the others; all of them must be called alike."""
         logits = self.head.times(hidden)
         if self._shard.gather is None:

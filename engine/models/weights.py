@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from engine.models.shard import Cut, Extent, Shard, size_of, total_of
 from kernels.cpu.packed import PackedMatrix, pack_matrix, packed_linear
@@ -26,7 +27,7 @@ class Part:
     shape: tuple[int, ...]
     """Its shape in the checkpoint."""
     at: Index = ()
-    take: Callable[[torch.Tensor], torch.Tensor] | None = None
+    take: Callable[[Tensor], Tensor] | None = None
     """What of it is copied (a rank's share, a reordering); None: all of it, as it is."""
 
 
@@ -42,15 +43,15 @@ class Weight:
     """A matrix that inputs are multiplied with by `times`: it may be packed for that."""
     looked_up: bool = False
     """Its rows are read as well (a tied embedding): packed, it stays also as it was."""
-    _tensor: torch.Tensor | None = None
+    _tensor: Tensor | None = None
     _packed: PackedMatrix | None = None
 
     @property
-    def tensor(self) -> torch.Tensor:
+    def tensor(self) -> Tensor:
         assert self._tensor is not None, f"{self.parts[0].name} is not loaded, or packed"
         return self._tensor
 
-    def allocate(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         self._tensor = torch.empty(self.shape, dtype=self.dtype or dtype, device=device)
         self._packed = None
         return self._tensor
@@ -63,7 +64,7 @@ class Weight:
         if self._packed is not None and not self.looked_up:
             self._tensor = None
 
-    def times(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x @ W^T + bias. x: [tokens, inputs]."""
         if self._packed is not None:
             return packed_linear(x, self._packed, bias)
@@ -85,11 +86,7 @@ class WeightScope:
         return WeightScope(f"{self.prefix}{name}.", self.weights, self.shard)
 
     def part(
-        self,
-        name: str,
-        shape: tuple[Extent, ...],
-        at: Index = (),
-        take: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        self, name: str, shape: tuple[Extent, ...], at: Index = (), take: Callable[[Tensor], Tensor] | None = None
     ) -> Part:
         """`take` gets the tensor cut."""
         return Part(self.prefix + name, tuple(map(total_of, shape)), at, _cut_then(shape, take))
@@ -105,15 +102,13 @@ class WeightScope:
         return weight
 
 
-def _cut_then(
-    shape: tuple[Extent, ...], take: Callable[[torch.Tensor], torch.Tensor] | None
-) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def _cut_then(shape: tuple[Extent, ...], take: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor] | None:
     """Cut the dimensions that are not whole, then `take`."""
     cuts = [(dim, extent) for dim, extent in enumerate(shape) if isinstance(extent, Cut) and not extent.whole]
     if not cuts:
         return take
 
-    def cut_and_take(tensor: torch.Tensor) -> torch.Tensor:
+    def cut_and_take(tensor: Tensor) -> Tensor:
         for dim, cut in cuts:
             tensor = cut.of(tensor, dim)
         return tensor if take is None else take(tensor)

@@ -77,14 +77,5 @@ def silu_and_mul(bf16: bool, x: int, out: int, tokens: int, size: int, /) -> Non
 def has_products() -> bool: ...
 def pack_matrix(weight: int, outputs: int, inputs: int, packed: int, /) -> None: ...
 def product(
-    x: int,
-    rows: int,
-    x_stride: int,
-    packed: int,
-    outputs: int,
-    inputs: int,
-    bias: int,
-    out: int,
-    threads: int,
-    /,
+    x: int, rows: int, x_stride: int, packed: int, outputs: int, inputs: int, bias: int, out: int, threads: int, /
 ) -> None: ...

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from kernels.cpu import _native
 from kernels.interface import IntArray, PagedKV, Ragged
@@ -45,14 +46,14 @@ class CpuKernels(ReferenceKernels):
 
     def attention(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         kv: PagedKV,
         layer: int,
         plan: _native.AttentionPlan | ReferencePlan,
         scale: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if isinstance(plan, ReferencePlan):
             return super().attention(q, k, v, kv, layer, plan, scale)
         assert q.dtype == k.dtype == v.dtype == kv.buffer.dtype
@@ -76,7 +77,7 @@ class CpuKernels(ReferenceKernels):
         )
         return out
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False) -> torch.Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Tensor:
         if not (2 <= x.dim() <= 3 and _are_native(x, weight)):
             return super().rms_norm(x, weight, eps, zero_centred)
         out = torch.empty(x.shape, dtype=x.dtype)
@@ -84,8 +85,8 @@ class CpuKernels(ReferenceKernels):
         return out
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool = False
+    ) -> tuple[Tensor, Tensor]:
         if not (x.dim() == 2 and _are_native(x, weight, residual) and residual.is_contiguous()):
             return super().add_rms_norm(x, residual, weight, eps, zero_centred)
         assert residual.shape == x.shape
@@ -93,7 +94,7 @@ class CpuKernels(ReferenceKernels):
         _norm(x, weight, residual.data_ptr(), out, eps, zero_centred)
         return out, residual
 
-    def rotate(self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+    def rotate(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
         tokens, heads, dim = x.shape
         width = cos.shape[-1]
         if not _are_native(x, cos, signed_sin):
@@ -117,7 +118,7 @@ class CpuKernels(ReferenceKernels):
         )
         return out
 
-    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+    def silu_and_mul(self, x: Tensor) -> Tensor:
         if not (_are_native(x) and x.is_contiguous() and x.shape[-1] % 2 == 0):
             return super().silu_and_mul(x)
         size = x.shape[-1] // 2
@@ -125,9 +126,7 @@ class CpuKernels(ReferenceKernels):
         _native.silu_and_mul(_BF16[x.dtype], x.data_ptr(), out.data_ptr(), out.numel() // max(size, 1), size)
         return out
 
-    def experts(
-        self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
+    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Tokens are sorted by expert, so that each expert that is used runs once, on all its tokens."""
         top_k = chosen.shape[1]
         order = chosen.reshape(-1).argsort(stable=True)
@@ -145,19 +144,19 @@ class CpuKernels(ReferenceKernels):
         return torch.zeros_like(x).index_add_(0, tokens, outputs)
 
 
-def _are_native(*tensors: torch.Tensor) -> bool:
+def _are_native(*tensors: Tensor) -> bool:
     """Whether the native operations take these tensors together."""
     dtype = tensors[0].dtype
     return dtype in _BF16 and all(x.dtype == dtype for x in tensors[1:])
 
 
-def _heads_in_rows(x: torch.Tensor) -> torch.Tensor:
+def _heads_in_rows(x: Tensor) -> Tensor:
     """x: [tokens, heads, dim], copied unless a token's heads lie one behind the other."""
     dim = x.shape[2]
     return x if x.stride()[1:] == (dim, 1) else x.contiguous()
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor, residual: int, out: torch.Tensor, eps: float, zero: bool) -> None:
+def _norm(x: Tensor, weight: Tensor, residual: int, out: Tensor, eps: float, zero: bool) -> None:
     dim = x.shape[-1]
     heads = x.shape[1] if x.dim() == 3 else 1
     if x.stride()[1:] != ((dim, 1) if x.dim() == 3 else (1,)):

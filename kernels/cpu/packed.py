@@ -15,6 +15,7 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from kernels.cpu import _native
 
@@ -30,7 +31,7 @@ PANEL = 64
 
 @dataclass(frozen=True, slots=True)
 class NativeMatrix:
-    panels: torch.Tensor
+    panels: Tensor
     """[panels, inputs / 2, PANEL]: pairs of bf16 as int32, zeros after the last output."""
     outputs: int
     inputs: int
@@ -38,9 +39,9 @@ class NativeMatrix:
 
 @dataclass(frozen=True, slots=True)
 class BlockedMatrix:
-    blocked: torch.Tensor
+    blocked: Tensor
     """[outputs, inputs] in oneDNN's layout."""
-    plain: torch.Tensor | None
+    plain: Tensor | None
     """[outputs, inputs] in fp32, of a small matrix."""
     plain_rows_max: int
     """Rows of x up to which `plain` is the faster one."""
@@ -75,7 +76,7 @@ def has_native_products() -> bool:
     return torch.get_num_threads() == 1 or not multiplies_in_hardware(torch.bfloat16)
 
 
-def pack_matrix(weight: torch.Tensor) -> PackedMatrix | None:
+def pack_matrix(weight: Tensor) -> PackedMatrix | None:
     """[outputs, inputs] packed for `packed_linear`; None where that gains nothing (another dtype, device or CPU)."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return None
@@ -88,23 +89,23 @@ def pack_matrix(weight: torch.Tensor) -> PackedMatrix | None:
     if not has_fast_bf16():
         return None
     with torch.inference_mode():  # the number is a hint of how many rows x will have; the layout is the same for all
-        blocked = cast(torch.Tensor, torch.ops.mkldnn._reorder_linear_weight.default(weight, 16))
+        blocked = cast(Tensor, torch.ops.mkldnn._reorder_linear_weight.default(weight, 16))
         if weight.numel() > SMALL_MATRIX_ELEMS:
             return BlockedMatrix(blocked, None, 0)
         return BlockedMatrix(blocked, weight.float(), SMALL_PRODUCTS_MAX // weight.numel())
 
 
-def packed_linear(x: torch.Tensor, packed: PackedMatrix, bias: torch.Tensor | None) -> torch.Tensor:
+def packed_linear(x: Tensor, packed: PackedMatrix, bias: Tensor | None) -> Tensor:
     """x @ W^T + bias, W as `pack_matrix` gave it. x: [tokens, inputs]. Returns [tokens, outputs]."""
     if isinstance(packed, NativeMatrix):
         return _native_linear(x, packed, bias)
     if x.shape[0] <= packed.plain_rows_max:
         assert packed.plain is not None
         return F.linear(x.float(), packed.plain, None if bias is None else bias.float()).to(x.dtype)
-    return cast(torch.Tensor, _linear(x, packed.blocked, bias, "none", _NO_SCALARS, ""))
+    return cast(Tensor, _linear(x, packed.blocked, bias, "none", _NO_SCALARS, ""))
 
 
-def _native_linear(x: torch.Tensor, packed: NativeMatrix, bias: torch.Tensor | None) -> torch.Tensor:
+def _native_linear(x: Tensor, packed: NativeMatrix, bias: Tensor | None) -> Tensor:
     tokens, inputs = x.shape
     assert inputs == packed.inputs
     assert x.dtype == torch.bfloat16

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from kernels.interface import IntArray, PagedKV, Ragged, StatePlan, wide
 from kernels.reference.conv import causal_conv
@@ -38,15 +39,8 @@ class ReferenceKernels:
         return ReferencePlan(batch, block_table, window)
 
     def attention(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        kv: PagedKV,
-        layer: int,
-        plan: ReferencePlan,
-        scale: float,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: ReferencePlan, scale: float
+    ) -> Tensor:
         batch = plan.batch
         k_cache, v_cache = kv.layer_views(layer)
         spans = list(zip(batch.query_starts[:-1].tolist(), batch.query_starts[1:].tolist(), strict=True))
@@ -63,9 +57,7 @@ class ReferenceKernels:
             )
         return out
 
-    def _places(
-        self, plan: ReferencePlan, kv: PagedKV, sequence: int, first: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _places(self, plan: ReferencePlan, kv: PagedKV, sequence: int, first: int) -> tuple[Tensor, Tensor, Tensor]:
         """Unit, sub-block and offset of the positions [first, context) of a sequence."""
         positions = np.arange(first, int(plan.batch.context_lens[sequence]))
         blocks = plan.block_table[sequence][positions // kv.block_size]
@@ -73,19 +65,19 @@ class ReferenceKernels:
         units, subs, offsets = (torch.from_numpy(place).to(self.device) for place in places)
         return units, subs, offsets
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False) -> torch.Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Tensor:
         value = x.to(wide(x.dtype))
         value = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + eps)
         gain = weight.to(value.dtype)
         return (value * (gain + 1 if zero_centred else gain)).to(x.dtype)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool = False
+    ) -> tuple[Tensor, Tensor]:
         total = x + residual
         return self.rms_norm(total, weight, eps, zero_centred), total
 
-    def rotate(self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+    def rotate(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
         width = cos.shape[-1]
         turned, rest = x[..., :width], x[..., width:]
         first, second = turned.chunk(2, -1)
@@ -93,43 +85,33 @@ class ReferenceKernels:
         return torch.cat((turned * cos[:, None] + swapped * signed_sin[:, None], rest), -1)
 
     def norm_and_rotate(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        zero_centred: bool,
-        cos: torch.Tensor,
-        signed_sin: torch.Tensor,
-    ) -> torch.Tensor:
+        self, x: Tensor, weight: Tensor, eps: float, zero_centred: bool, cos: Tensor, signed_sin: Tensor
+    ) -> Tensor:
         return self.rotate(self.rms_norm(x, weight, eps, zero_centred), cos, signed_sin)
 
-    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+    def silu_and_mul(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, -1)
         return F.silu(gate) * up
 
-    def gelu_tanh_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+    def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, -1)
         return F.gelu(gate, approximate="tanh") * up
 
-    def experts(
-        self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
+    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(x)
         for token in range(x.shape[0]):
             for expert, weight in zip(chosen[token].tolist(), weights[token], strict=True):
                 out[token] += weight * (down[expert] @ self.silu_and_mul(gate_up[expert] @ x[token]))
         return out
 
-    def relu_squared(self, x: torch.Tensor) -> torch.Tensor:
+    def relu_squared(self, x: Tensor) -> Tensor:
         return F.relu(x).square()
 
-    def norm_then_gate(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def norm_then_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         normed = self.rms_norm(x, weight, eps).to(wide(x.dtype))
         return (normed * F.silu(gate.to(normed.dtype))).to(x.dtype)
 
-    def gate_then_norm(
-        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, groups: int
-    ) -> torch.Tensor:
+    def gate_then_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
         gated = x.to(wide(x.dtype)) * F.silu(gate.to(wide(x.dtype)))
         parts = gated.reshape(*x.shape[:-1], groups, -1)
         return self.rms_norm(parts, weight.view(groups, -1), eps).reshape(x.shape).to(x.dtype)
@@ -138,43 +120,22 @@ class ReferenceKernels:
         return StatePlan.of(batch, units, self.device)
 
     def causal_conv(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        tails: torch.Tensor,
-        plan: StatePlan,
-        silu: bool,
-    ) -> torch.Tensor:
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: StatePlan, silu: bool
+    ) -> Tensor:
         return causal_conv(x, weight, bias, tails, plan, silu)
 
     def gated_delta(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        log_decay: torch.Tensor,
-        rate: torch.Tensor,
-        states: torch.Tensor,
-        plan: StatePlan,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: StatePlan
+    ) -> Tensor:
         return gated_delta(q, k, v, log_decay, rate, states, plan, self.chunked_scans)
 
     def state_space(
-        self,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        rate: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        skip: torch.Tensor,
-        states: torch.Tensor,
-        plan: StatePlan,
-    ) -> torch.Tensor:
+        self, x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, skip: Tensor, states: Tensor, plan: StatePlan
+    ) -> Tensor:
         return state_space(x, dt, rate, b, c, skip, states, plan, self.chunked_scans)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, scale: float) -> torch.Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
     """Causal attention of one sequence whose queries are its last positions.
 
     q: [queries, heads, dim]; k and v: [context, kv_heads, dim]. Returns [queries, heads, dim] in q's dtype.

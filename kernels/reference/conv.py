@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from kernels.interface import StatePlan, wide
 
 
-def causal_conv(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tails: torch.Tensor, plan: StatePlan, silu: bool
-) -> torch.Tensor:
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: StatePlan, silu: bool) -> Tensor:
     """See `interface.Kernels.causal_conv`. Decoding sequences go together, the others one by one."""
     taps = weight.t().to(wide(x.dtype))  # [width, channels]
     out = torch.empty_like(x)
@@ -34,7 +33,7 @@ def causal_conv(
     return out
 
 
-def _finish(total: torch.Tensor, bias: torch.Tensor | None, silu: bool) -> torch.Tensor:
+def _finish(total: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
     if bias is not None:
         total = total + bias
     return F.silu(total) if silu else total

@@ -11,6 +11,7 @@ so that a chunk costs matrix products and one triangular solve. Everything is co
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from kernels.interface import StatePlan, wide
 
@@ -19,15 +20,8 @@ NORM_EPS = 1e-6
 
 
 def gated_delta(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    log_decay: torch.Tensor,
-    rate: torch.Tensor,
-    states: torch.Tensor,
-    plan: StatePlan,
-    chunked: bool,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: StatePlan, chunked: bool
+) -> Tensor:
     """See `interface.Kernels.gated_delta`. Decoding sequences go together, the others one by one."""
     dtype = wide(q.dtype)
     groups = v.shape[1] // q.shape[1]
@@ -49,11 +43,11 @@ def gated_delta(
     return out
 
 
-def _unit(x: torch.Tensor) -> torch.Tensor:
+def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + NORM_EPS)
 
 
-def running_decay(log_decay: torch.Tensor, future: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def running_decay(log_decay: Tensor, future: Tensor) -> tuple[Tensor, Tensor]:
     """Within a chunk: the running sum a_t of log_decay [..., size], and exp(a_t - a_j) [..., size, size] for j <= t.
 
     Sums are taken in fp64: under fast decay they are large, and their small differences matter.
@@ -63,9 +57,7 @@ def running_decay(log_decay: torch.Tensor, future: torch.Tensor) -> tuple[torch.
     return total.to(log_decay.dtype), between
 
 
-def delta_step(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, rate: torch.Tensor, state: torch.Tensor
-) -> torch.Tensor:
+def delta_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, state: Tensor) -> Tensor:
     """One token of each of `n` sequences; `state` [n, heads, key_dim, value_dim] is updated in place.
 
     q, k: [n, heads, key_dim] (unit length, q scaled); v: [n, heads, value_dim]; log_decay, rate: [n, heads].
@@ -77,8 +69,8 @@ def delta_step(
 
 
 def delta_scan(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, rate: torch.Tensor, state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
     """One sequence, token by token: (outputs [tokens, heads, value_dim], last state)."""
     state = state[None].clone()
     out = [
@@ -89,8 +81,8 @@ def delta_scan(
 
 
 def delta_chunks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, rate: torch.Tensor, state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
     """One sequence, chunk by chunk: (outputs [tokens, heads, value_dim], last state)."""
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [heads, tokens, dim]
     log_decay, rate = log_decay.t(), rate.t()[..., None]

@@ -9,6 +9,7 @@ inside a chunk a masked product like attention, between chunks the state. Comput
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from kernels.interface import StatePlan, wide
 from kernels.reference.delta import running_decay
@@ -17,16 +18,16 @@ CHUNK = 64
 
 
 def state_space(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    rate: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    skip: torch.Tensor,
-    states: torch.Tensor,
+    x: Tensor,
+    dt: Tensor,
+    rate: Tensor,
+    b: Tensor,
+    c: Tensor,
+    skip: Tensor,
+    states: Tensor,
     plan: StatePlan,
     chunked: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """See `interface.Kernels.state_space`. Decoding sequences go together, the others one by one."""
     dtype = wide(x.dtype)
     inputs, dt, b, c = x.to(dtype), dt.to(dtype), b.to(dtype), c.to(dtype)
@@ -46,9 +47,7 @@ def state_space(
     return out.addcmul_(inputs, skip.to(dtype)[:, None]).to(x.dtype)
 
 
-def ssd_step(
-    x: torch.Tensor, log_decay: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
-) -> torch.Tensor:
+def ssd_step(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> Tensor:
     """One token of each of `n` sequences; `state` [n, heads, head_dim, state_dim] is updated in place.
 
     x: [n, heads, head_dim], times dt; log_decay: [n, heads]; b, c: [n, groups, state_dim].
@@ -59,18 +58,14 @@ def ssd_step(
     return (state @ c.repeat_interleave(per_group, 1)[..., None])[..., 0]
 
 
-def ssd_scan(
-    x: torch.Tensor, log_decay: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def ssd_scan(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """One sequence, token by token: (outputs [tokens, heads, head_dim], last state)."""
     state = state[None].clone()
     out = [ssd_step(x[t, None], log_decay[t, None], b[t, None], c[t, None], state) for t in range(x.shape[0])]
     return torch.cat(out), state[0]
 
 
-def ssd_chunks(
-    x: torch.Tensor, log_decay: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def ssd_chunks(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """One sequence, chunk by chunk: (outputs [tokens, heads, head_dim], last state)."""
     tokens, heads, dim = x.shape
     groups = b.shape[1]

@@ -29,7 +29,7 @@ def dot(a, b, acc, PRECISION: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit(do_not_specialize=["layer_row"])
 def store_kv(
     k_ptr, v_ptr, cache_ptr, slots_ptr, k_token, k_head, v_token, v_head, layer_row,
-    DIM: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    DIM: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One program a token: its K and V rows go to the slot's row; a negative slot is padding."""
     token = tl.program_id(0).to(tl.int64)
@@ -49,7 +49,7 @@ def store_kv(
 def attend_tile(
     acc, total, peak, q, cache_ptr, table_ptr, table_block, start, end, query_at, offset, layer_row, scale,
     dim, DIM: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
     """Take the keys [start, start + BLOCK_N), cut at `end`, into a running softmax.
 
@@ -90,7 +90,7 @@ def decode_attention(
     layer_row, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
     """Grid (sequences, kv heads, splits): the query heads of one KV head over one part of a sequence's context.
 
@@ -164,7 +164,7 @@ def prefill_attention(
     table_block, layer_row, scale, heads,
     GROUP: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
     """Grid (tiles, kv heads): BLOCK_Q queries of a sequence, times the GROUP query heads of one KV head.
 

@@ -13,6 +13,7 @@ import os
 
 import torch
 import triton
+from torch import Tensor
 
 from kernels.interface import IntArray, PagedKV, Ragged
 from kernels.sampling import Draws
@@ -76,30 +77,16 @@ class TritonKernels:
         return 1 << (max(1, min(wanted, SPLITS_MAX)).bit_length() - 1)
 
     def attention(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        kv: PagedKV,
-        layer: int,
-        plan: AttentionPlan,
-        scale: float,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: AttentionPlan, scale: float
+    ) -> Tensor:
         out = self.store_and_decode(q, k, v, kv, layer, plan, scale)
         if plan.decode_count < q.shape[0]:
             self._prefill(q, out, kv, layer * kv.layer_rows, plan, scale)
         return out
 
     def store_and_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        kv: PagedKV,
-        layer: int,
-        plan: AttentionPlan,
-        scale: float,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: AttentionPlan, scale: float
+    ) -> Tensor:
         """`attention` without its prompts: their rows of the result are not filled yet."""
         tokens, heads, dim = q.shape
         assert dim == kv.head_dim
@@ -115,9 +102,7 @@ class TritonKernels:
             self._decode(q, out, kv, layer_row, plan, scale)
         return out
 
-    def _decode(
-        self, q: torch.Tensor, out: torch.Tensor, kv: PagedKV, layer_row: int, plan: AttentionPlan, scale: float
-    ) -> None:
+    def _decode(self, q: Tensor, out: Tensor, kv: PagedKV, layer_row: int, plan: AttentionPlan, scale: float) -> None:
         count, (_, heads, dim) = plan.decode_count, q.shape
         group = heads // kv.num_kv_heads
         block_d = power_of_two(dim, 16)
@@ -138,9 +123,7 @@ class TritonKernels:
                 out, part, part_scale, plan.splits, DIM=dim, BLOCK=SPLITS_MAX, BLOCK_D=block_d
             )
 
-    def _prefill(
-        self, q: torch.Tensor, out: torch.Tensor, kv: PagedKV, layer_row: int, plan: AttentionPlan, scale: float
-    ) -> None:
+    def _prefill(self, q: Tensor, out: Tensor, kv: PagedKV, layer_row: int, plan: AttentionPlan, scale: float) -> None:
         _, heads, dim = q.shape
         group = heads // kv.num_kv_heads
         block_m, block_n, warps, stages = prefill_tile(power_of_two(dim, 16), q.element_size())
@@ -154,40 +137,32 @@ class TritonKernels:
             PRECISION=self._precision(q), WIDE=self._interpreted, num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
-    def _precision(self, x: torch.Tensor) -> str:
+    def _precision(self, x: Tensor) -> str:
         """How fp32 products are taken: exactly; 16-bit ones have no choice."""
         return "ieee" if x.element_size() > 2 else "tf32"
 
     # row by row
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False) -> torch.Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Tensor:
         return self._norm(x, None, weight, eps, "plain", zero_centred)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool = False
+    ) -> tuple[Tensor, Tensor]:
         residual = residual.contiguous()
         return self._norm(x, residual, weight, eps, "add", zero_centred), residual
 
-    def norm_then_gate(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def norm_then_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm(x, gate, weight, eps, "after")
 
-    def gate_then_norm(
-        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, groups: int
-    ) -> torch.Tensor:
+    def gate_then_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
         parts = (*x.shape[:-1], groups, x.shape[-1] // groups)
         normed = self._norm(x.view(parts), gate.view(parts), weight.view(groups, -1), eps, "before")
         return normed.view(x.shape)
 
     def _norm(
-        self,
-        x: torch.Tensor,
-        other: torch.Tensor | None,
-        weight: torch.Tensor,
-        eps: float,
-        mode: str,
-        zero_centred: bool = False,
-    ) -> torch.Tensor:
+        self, x: Tensor, other: Tensor | None, weight: Tensor, eps: float, mode: str, zero_centred: bool = False
+    ) -> Tensor:
         rows = row_view(x)
         others = rows if other is None else row_view(other)
         assert others.shape == rows.shape
@@ -208,7 +183,7 @@ class TritonKernels:
         most = max(1, (1 << 15 if self._interpreted else 2048) // block)
         return most if rows >= most * self._processors else 1
 
-    def rotate(self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+    def rotate(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
         rows = row_view(x)
         tokens, heads, dim = rows.shape
         half = cos.shape[-1] // 2
@@ -223,14 +198,8 @@ class TritonKernels:
         return out
 
     def norm_and_rotate(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        zero_centred: bool,
-        cos: torch.Tensor,
-        signed_sin: torch.Tensor,
-    ) -> torch.Tensor:
+        self, x: Tensor, weight: Tensor, eps: float, zero_centred: bool, cos: Tensor, signed_sin: Tensor
+    ) -> Tensor:
         rows = row_view(x)
         tokens, heads, dim = rows.shape
         half = cos.shape[-1] // 2
@@ -245,13 +214,13 @@ class TritonKernels:
         )  # fmt: skip
         return out
 
-    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+    def silu_and_mul(self, x: Tensor) -> Tensor:
         return self._activate(x, False)
 
-    def gelu_tanh_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+    def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
         return self._activate(x, True)
 
-    def _activate(self, x: torch.Tensor, gelu: bool) -> torch.Tensor:
+    def _activate(self, x: Tensor, gelu: bool) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         half = x.shape[-1] // 2
         out = torch.empty((*x.shape[:-1], half), dtype=x.dtype, device=x.device)
@@ -261,7 +230,7 @@ class TritonKernels:
         )
         return out
 
-    def relu_squared(self, x: torch.Tensor) -> torch.Tensor:
+    def relu_squared(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         dim = x.shape[-1]
@@ -273,9 +242,7 @@ class TritonKernels:
 
     # experts
 
-    def experts(
-        self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
+    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Sorting by expert is torch's (argsort, searchsorted: no wait for the device); the products are ours."""
         tokens, hidden = x.shape
         top_k, (count, _, size) = chosen.shape[1], down.shape
@@ -315,44 +282,31 @@ class TritonKernels:
         refill_recurrent_plan(plan, units)
 
     def causal_conv(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        tails: torch.Tensor,
-        plan: RecurrentPlan,
-        silu: bool,
-    ) -> torch.Tensor:
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: RecurrentPlan, silu: bool
+    ) -> Tensor:
         return causal_conv(x, weight, bias, tails, plan, silu)
 
     def gated_delta(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        log_decay: torch.Tensor,
-        rate: torch.Tensor,
-        states: torch.Tensor,
-        plan: RecurrentPlan,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: RecurrentPlan
+    ) -> Tensor:
         return gated_delta(q, k, v, log_decay, rate, states, plan, self._interpreted)
 
     def state_space(
         self,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        rate: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        skip: torch.Tensor,
-        states: torch.Tensor,
+        x: Tensor,
+        dt: Tensor,
+        rate: Tensor,
+        b: Tensor,
+        c: Tensor,
+        skip: Tensor,
+        states: Tensor,
         plan: RecurrentPlan,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         return state_space(x, dt, rate, b, c, skip, states, plan, self._interpreted)
 
     # sampling
 
-    def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
         rows, vocab = logits.shape
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         out = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -364,7 +318,7 @@ class TritonKernels:
         return out
 
 
-def row_view(x: torch.Tensor) -> torch.Tensor:
+def row_view(x: Tensor) -> Tensor:
     """x as [outer, inner, dim] with adjacent elements in the last axis, copied only where it cannot be a view."""
     if x.stride(-1) != 1:
         x = x.contiguous()

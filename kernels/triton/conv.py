@@ -25,7 +25,7 @@ def finish(total, bias_ptr, channel, mask, BIAS: tl.constexpr, SILU: tl.constexp
 @triton.jit
 def conv_step(
     x_ptr, weight_ptr, bias_ptr, tails_ptr, units_ptr, out_ptr, x_token, tails_unit, tails_row, channels,
-    WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Grid (sequences, channel blocks): one token each; the tail moves on by one. A negative unit is padding."""
     token = tl.program_id(0).to(tl.int64)
@@ -49,7 +49,7 @@ def conv_step(
 def conv_tile(
     x_ptr, weight_ptr, bias_ptr, tails_ptr, starts_ptr, units_ptr, tile_seq_ptr, tile_token_ptr, out_ptr,
     x_token, tails_unit, tails_row, channels,
-    WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Grid (tiles, channel blocks): TOKENS tokens of a sequence, from token tile_token of the batch on."""
     tile = tl.program_id(0)
@@ -83,7 +83,7 @@ def conv_tile(
 @triton.jit(do_not_specialize=["first_seq"])
 def conv_tails(
     x_ptr, tails_ptr, starts_ptr, units_ptr, x_token, tails_unit, tails_row, channels, first_seq,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Grid (sequences, channel blocks): the last WIDTH - 1 inputs, old tail included, become the tail."""
     seq = first_seq + tl.program_id(0)

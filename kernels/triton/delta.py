@@ -21,7 +21,7 @@ import triton.language as tl
 def delta_step(
     q_ptr, k_ptr, v_ptr, decay_ptr, rate_ptr, states_ptr, units_ptr, out_ptr,
     q_token, q_head, k_token, k_head, v_token, v_head, states_unit, heads, scale,
-    GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
     """Grid (sequences, value heads, value blocks): one token each. A negative unit is padding."""
     token = tl.program_id(0).to(tl.int64)
@@ -53,7 +53,7 @@ def prepare_chunks(
     q_ptr, k_ptr, v_ptr, decay_ptr, rate_ptr, starts_ptr, tile_seq_ptr, tile_token_ptr,
     new_v_ptr, new_k_ptr, inner_ptr, q_token, q_head, k_token, k_head, v_token, v_head, heads, scale,
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """Grid (chunks, value heads). Leaves new_v [tokens, heads, VALUE], new_k [tokens, heads, KEY] and inner
     [tokens, heads, CHUNK], all fp32; 2 ** LEVELS == CHUNK. Rows of q, k and v are taken BLOCK columns at a time."""
@@ -123,7 +123,7 @@ def scan_chunks(
     q_ptr, k_ptr, decay_ptr, new_v_ptr, new_k_ptr, inner_ptr, states_ptr, starts_ptr, units_ptr, out_ptr,
     q_token, q_head, k_token, k_head, states_unit, heads, scale, first_seq,
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """Grid (sequences, value heads, value blocks): a sequence's chunks in order, its state in registers."""
     seq = first_seq + tl.program_id(0)

@@ -12,13 +12,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels.triton.attention import dot
 
 
-def sort_by_expert(
-    chosen: torch.Tensor, count: int, block_m: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def sort_by_expert(chosen: Tensor, count: int, block_m: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(order, starts, tile_expert, tile_row), all on the device, as the kernels want them.
 
     order: [tokens * top_k] choices sorted by expert; starts: [count + 1]; the tiles: as many as there can be at most,
@@ -38,7 +37,7 @@ def sort_by_expert(
 @triton.jit
 def expert_gate_up(
     x_ptr, weight_ptr, out_ptr, order_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr, x_token, hidden, size, top_k,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
     """Grid (tiles, column blocks): out[row] = silu(gate(x)) * up(x), rows sorted by expert.
 
@@ -72,7 +71,7 @@ def expert_gate_up(
 @triton.jit
 def expert_down(
     x_ptr, weight_ptr, scale_ptr, out_ptr, order_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr, hidden, size,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
     """Grid (tiles, column blocks): out[token, choice] = scale[token, choice] * down(x[row]), in fp32.
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kernels.interface import IntArray, PagedKV, Ragged, slot_rows
 from kernels.transfer import ALIGNED_INTS, overwrite, upload
@@ -25,13 +26,13 @@ def power_of_two(size: int, least: int = 1) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    slots: torch.Tensor
+    slots: Tensor
     """[tokens]: row where the K of each token goes in layer 0."""
-    starts: torch.Tensor
+    starts: Tensor
     """[sequences + 1]: the batch's query_starts."""
-    lens: torch.Tensor
+    lens: Tensor
     """[sequences]: context lengths."""
-    table: torch.Tensor
+    table: Tensor
     """[width, sequences]: row of the first token of each block, K of layer 0. Blocks first, so that what a step needs
     of a table made for longer sequences lies in one piece."""
     batch: Ragged | None
@@ -40,11 +41,11 @@ class AttentionPlan:
     splits: int
     """Parts that the context of a decoding sequence is cut into."""
     window: int | None
-    tiles_by_size: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    refilled: torch.Tensor | None = None
+    tiles_by_size: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    refilled: Tensor | None = None
     """Of a fixed plan: slots, lens and table in one piece."""
 
-    def tiles(self, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def tiles(self, queries: int) -> tuple[Tensor, Tensor]:
         """[tiles] each: sequence and first query in it of each tile of prefill queries; uploaded once a step.
 
         Last queries first: they see the most keys, and a long tile that starts late would be waited for.
@@ -72,12 +73,7 @@ def table_rows(block_table: IntArray, kv: PagedKV) -> IntArray:
 
 
 def plan_attention(
-    batch: Ragged,
-    block_table: IntArray,
-    kv: PagedKV,
-    window: int | None,
-    device: torch.device,
-    splits: int,
+    batch: Ragged, block_table: IntArray, kv: PagedKV, window: int | None, device: torch.device, splits: int
 ) -> AttentionPlan:
     """The plan of any batch."""
     arrays = [slot_rows(batch, block_table, kv), batch.query_starts, batch.context_lens, table_rows(block_table, kv).T]
@@ -129,12 +125,12 @@ def refill_decode_plan(plan: AttentionPlan, batch: Ragged, block_table: IntArray
 
 @dataclass(frozen=True, slots=True)
 class RecurrentPlan:
-    starts: torch.Tensor
+    starts: Tensor
     """[sequences + 1]: the batch's query_starts."""
-    units: torch.Tensor
+    units: Tensor
     """[sequences]: the unit of each sequence's state."""
-    tile_seq: torch.Tensor
-    tile_token: torch.Tensor
+    tile_seq: Tensor
+    tile_token: Tensor
     """[tiles]: sequence and first token (in the batch) of each chunk of STATE_CHUNK tokens."""
     decode_count: int
     sequences: int

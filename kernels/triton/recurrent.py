@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 import triton
+from torch import Tensor
 
 from kernels.triton import conv as triton_conv
 from kernels.triton import delta as triton_delta
@@ -16,19 +17,14 @@ from kernels.triton import ssm as triton_ssm
 from kernels.triton.plan import STATE_CHUNK, RecurrentPlan, power_of_two
 
 
-def _precision(x: torch.Tensor) -> str:
+def _precision(x: Tensor) -> str:
     """Of products: exact for fp32; for 16-bit inputs TF32, which rounds no coarser than they were rounded."""
     return "ieee" if x.element_size() > 2 else "tf32"
 
 
 def causal_conv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    tails: torch.Tensor,
-    plan: RecurrentPlan,
-    silu: bool,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: RecurrentPlan, silu: bool
+) -> Tensor:
     tokens, channels = x.shape
     width = weight.shape[1]
     assert x.stride(1) == tails.stride(2) == 1
@@ -57,15 +53,15 @@ def causal_conv(
 
 
 def gated_delta(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    log_decay: torch.Tensor,
-    rate: torch.Tensor,
-    states: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    rate: Tensor,
+    states: Tensor,
     plan: RecurrentPlan,
     interpreted: bool,
-) -> torch.Tensor:
+) -> Tensor:
     tokens, heads, value = v.shape
     key = q.shape[2]
     assert states.stride()[1:] == (key * value, value, 1)
@@ -104,16 +100,16 @@ def gated_delta(
 
 
 def state_space(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    rate: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    skip: torch.Tensor,
-    states: torch.Tensor,
+    x: Tensor,
+    dt: Tensor,
+    rate: Tensor,
+    b: Tensor,
+    c: Tensor,
+    skip: Tensor,
+    states: Tensor,
     plan: RecurrentPlan,
     interpreted: bool,
-) -> torch.Tensor:
+) -> Tensor:
     tokens, heads, dim = x.shape
     state = b.shape[2]
     assert states.stride()[1:] == (dim * state, state, 1)

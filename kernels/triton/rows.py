@@ -15,7 +15,7 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["rows"])
 def norm_rows(
     x_ptr, other_ptr, weight_ptr, out_ptr, rows, inner, x_outer, x_inner, other_outer, other_inner, weight_inner, eps,
-    DIM: tl.constexpr, MODE: tl.constexpr, ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    DIM: tl.constexpr, MODE: tl.constexpr, ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Root mean square norm of ROWS rows. `other` is, by MODE: "plain" nothing; "add" a residual, to which x is added,
     which is normed and keeps the sum; "before" and "after" a gate whose silu multiplies before or after the norm."""
@@ -48,7 +48,7 @@ def norm_rows(
 @triton.jit(do_not_specialize=["rows"])
 def rotate_rows(
     x_ptr, cos_ptr, sin_ptr, out_ptr, rows, heads, x_token, x_head, cos_token, sin_token,
-    DIM: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr,
+    DIM: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr
 ):  # fmt: skip
     """Rotate the first 2 * HALF dims of ROWS (token, head) rows, halves against each other; copy the rest."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -75,7 +75,7 @@ def rotate_rows(
 def norm_and_rotate_rows(
     x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, rows, heads, x_token, x_head, weight_head, cos_token, sin_token, eps,
     DIM: tl.constexpr, HALF: tl.constexpr, ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr
 ):  # fmt: skip
     """`norm_rows` without another operand, then `rotate_rows`, of ROWS (token, head) rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -181,7 +181,7 @@ def token_at(
 @triton.jit
 def draw_rows(
     logits_ptr, temperature_ptr, min_p_ptr, top_k_ptr, top_p_ptr, at_ptr, out_ptr, logits_row, vocab,
-    SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Grid (rows). SHIFT: bits that fp32 has more than the logits."""
     row = tl.program_id(0).to(tl.int64)

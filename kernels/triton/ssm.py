@@ -25,7 +25,7 @@ def differences(total):
 def ssm_step(
     x_ptr, dt_ptr, rate_ptr, b_ptr, c_ptr, skip_ptr, states_ptr, units_ptr, out_ptr,
     x_token, x_head, b_token, b_group, c_token, c_group, states_unit, heads,
-    PER_GROUP: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
+    PER_GROUP: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr
 ):  # fmt: skip
     """Grid (sequences, heads, dim blocks): one token each. A negative unit is padding."""
     token = tl.program_id(0).to(tl.int64)
@@ -52,7 +52,7 @@ def ssm_step(
 @triton.jit
 def ssm_scores(
     b_ptr, c_ptr, starts_ptr, tile_seq_ptr, tile_token_ptr, scores_ptr, b_token, b_group, c_token, c_group, groups,
-    STATE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    STATE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """Grid (chunks, groups): C B^T of a chunk, which the heads of a group share; scores is [tokens, groups, CHUNK].
 
@@ -80,7 +80,7 @@ def ssm_chunks(
     x_ptr, dt_ptr, rate_ptr, b_ptr, c_ptr, skip_ptr, states_ptr, scores_ptr, starts_ptr, units_ptr, out_ptr,
     x_token, x_head, b_token, b_group, c_token, c_group, states_unit, heads, first_seq,
     PER_GROUP: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
-    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """Grid (sequences, heads, dim blocks): a sequence's chunks in order, given their `ssm_scores`."""
     seq = first_seq + tl.program_id(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
+from torch import Tensor
 
 from engine.models.decoder import CausalLM, DecoderConfig, attention_config
 from engine.models.hf_config import HfConfig, ModelError, layer_types
@@ -130,7 +130,7 @@ class SquaredReluMLP:
         self.up = Linear(scope, {"up_proj": inner}, hidden_size, bias)
         self.down = Linear(scope, {"down_proj": hidden_size}, inner, bias)
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
         return self.down(step.ops.relu_squared(self.up(x)))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
+from torch import Tensor
 
 from engine.models.decoder import CausalLM, DecoderConfig, attention_config
 from engine.models.hf_config import HfConfig, layer_types
@@ -38,7 +38,7 @@ class GatedAttention(Attention):
         super().__init__(scope, config, _queries_keys_values_gates(scope, config))
         self.qkv_width = self.qk_width + self.config.num_kv_heads * config.head_dim
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
         projected = self.qkv(x)
         attended = self.attend(projected[:, : self.qkv_width], step)
         return self.output(attended * projected[:, self.qkv_width :].sigmoid())
@@ -51,7 +51,7 @@ def _queries_keys_values_gates(scope: WeightScope, config: AttentionConfig) -> L
     queries, keys = c.num_heads * c.head_dim, key_rows.size
     gates = queries + 2 * keys
 
-    def half(which: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def half(which: int) -> Callable[[Tensor], Tensor]:
         return lambda tensor: tensor.view(c.num_heads, 2, c.head_dim, *tensor.shape[1:])[:, which].flatten(0, 1)
 
     def stacked(kind: str, *columns: int) -> Weight:
