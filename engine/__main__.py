@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-OURS = ("events", "prompts", "kernels")
+OURS = ("options", "events", "prompts", "kernels")
 """Packages that stand beside `engine`. Other distributions have packages of these names."""
 
 

@@ -20,7 +20,7 @@ import torch
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import MAMBA, CacheSpec
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.core import EngineCore, Runner
 from engine.execution.runner import ModelRunner
 from engine.execution.sizing import make_runner, rank_device, resolve_max_len, sequences_max, size_cache
@@ -33,6 +33,7 @@ from events import Event
 from events.publisher import EventPublisher
 from events.sources import GroupInfo
 from kernels.cpu.packed import multiplies_in_hardware
+from options import ConfigError
 from prompts import Tokenizer
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def _download(name: str) -> Path:
 def assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None = None) -> Assembled:
     """Load the model and build everything. `eos_token_ids`: from a tokenizer that is already loaded.
 
-    Raises ConfigError, ModelError, TokenizerError, EventsError (all ValueErrors or with a clear message), MemoryError,
+    Raises ConfigError, ModelError, TokenizerError (all ValueErrors or with a clear message), MemoryError,
     RunnerLost where another rank ends.
     """
     if config.tensor_parallel_size == 1:

@@ -1,4 +1,4 @@
-"""What the engine was told: one frozen value, parsed once at the edge (the CLI or `LLM`), handed to every part.
+"""What the engine was told: frozen values, read once at the edge (the CLI or `LLM`), handed to every part.
 
 Nothing is derived here from a model or a machine; what is derived (the context length, the number of blocks) is a
 result of loading, reported in `messages.CoreInfo`, and never written back.
@@ -8,98 +8,142 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
-from events.config import KVEventsConfig
+from msgspec import Meta
+
+from events.config import KVEventsConfig, rank_endpoint
+from options import FOLDER, ROOT, SECRET, Flag, Schema, Seconds, Size, check
 
 __version__ = "0.1.0"
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-DEFAULT_BLOCK_SIZE = 16
 
+Count = Annotated[int, Meta(ge=1, le=10**9, title="N")]
+Tokens = Annotated[int, Meta(ge=1, le=10**9, title="TOKENS")]
+Bytes = Annotated[int, Meta(ge=1, le=10**15, title="BYTES"), Size()]
+Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$", title="DEVICE", examples=["auto", "cpu", "cuda:0"])]
+Backend = Literal["auto", "triton", "flash-attn", "fla", "torch", "cpu", "reference"]
 
-class ConfigError(ValueError):
-    """A setting that cannot be served; the message names the flag, the value and what is expected."""
+EVENTS_HELP = (
+    "JSON of vLLM's keys: enable_kv_cache_events, publisher, endpoint, replay_endpoint, buffer_steps, hwm, "
+    "max_queue_size, topic. Without any of them events are on, on ports that the system chooses, on the interface of "
+    "--host; a router finds them by GET /kv_event_sources. Events carry prompts as token ids: keep them on a private "
+    "network. '{\"enable_kv_cache_events\": false}' turns them off."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything the core process needs. Sizes are in tokens unless the name says otherwise."""
 
-    model: str | None = None
-    """A local folder of an HF checkpoint, or a hub name that is in the local cache; None: the built-in random model."""
-    tokenizer: str | None = None
-    """Folder of tokenizer files, where it is not the model's."""
-    dtype: str = "auto"
-    device: str = "auto"
-    """`auto` takes a GPU where one works, else the CPU."""
-    max_model_len: int | None = None
-    block_size: int = DEFAULT_BLOCK_SIZE
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    num_gpu_blocks_override: int | None = None
-    kv_cache_memory_bytes: int | None = None
-    enable_prefix_caching: bool = True
-    attention_backend: str | None = None
-    enforce_eager: bool = False
-    """On a GPU: launch every kernel of a decode step instead of replaying a recorded step."""
-    seed: int = 0
-    num_threads: int = 1
-    """Threads of the step loop's tensor library; one a worker keeps workers on one machine out of each other's way."""
-    generation_config: str = "auto"
-    """Where default sampling parameters come from: `auto` (the model's generation_config.json) or `vllm` (none)."""
-    kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
-    tensor_parallel_size: int = 1
-    """Processes that compute the model together, each a part of every layer."""
-    check_invariants: bool = False
-    """Verify the scheduler's and the pool's invariants after every step: for tests, slow."""
-    log_level: str = "info"
-    legacy_events: bool = False
-    """Publish events as positional arrays, as vLLM did before June 2026."""
+    model: Annotated[
+        str | None,
+        "A local folder of an HF checkpoint, or a hub name. [default: the built-in random model]",
+    ] = None
+    tokenizer: Annotated[str | None, FOLDER, Flag(metavar="FOLDER"), "Tokenizer files, where they are not MODEL's."] = (
+        None
+    )
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"], Flag(), "Of weights and cache; auto: the checkpoint's own."
+    ] = "auto"
+    device: Annotated[Device, Flag(), "auto, cpu, cuda or cuda:N. auto takes a GPU where one works."] = "auto"
+    max_model_len: Annotated[Tokens | None, Flag(), "Longest prompt plus answer. [default: the model's own]"] = None
+    block_size: Annotated[Tokens, Flag(), "Tokens of a cache block, of its hash and of an event."] = 16
+    max_num_seqs: Annotated[Count, Flag(), "Sequences in one step."] = 256
+    max_num_batched_tokens: Annotated[Tokens, Flag(), "Tokens in one step; longer prompts are computed in chunks."] = (
+        2048
+    )
+    num_gpu_blocks_override: Annotated[Count | None, Flag(), "Blocks of the cache, on any device."] = None
+    kv_cache_memory_bytes: Annotated[Bytes | None, Flag(), "Size of the cache, on any device: 4GB, 512MiB."] = None
+    enable_prefix_caching: Annotated[
+        bool, Flag("--enable-prefix-caching/--no-enable-prefix-caching"), "Reuse what earlier prompts computed."
+    ] = True
+    kv_events: Annotated[KVEventsConfig, Flag("--kv-events-config", metavar="JSON"), EVENTS_HELP] = field(
+        default_factory=KVEventsConfig
+    )
+    legacy_events: Annotated[
+        bool, Flag(), "Publish events as arrays, for subscribers older than vLLM's map format."
+    ] = False
+    """As vLLM did before June 2026."""
+    generation_config: Annotated[
+        Literal["auto", "vllm"],
+        Flag(),
+        "Default sampling parameters: auto takes the model's generation_config.json, vllm none.",
+    ] = "auto"
+    attention_backend: Annotated[Backend | None, Flag(), "Kernels. [default: auto]"] = None
+    num_threads: Annotated[Count, Flag(), "CPU threads of the step loop."] = 1
+    """One a worker keeps workers on one machine out of each other's way."""
+    seed: Annotated[Annotated[int, Meta(ge=-(10**18), le=10**18)], Flag(), "Of sampling without a seed of its own."] = 0
+    tensor_parallel_size: Annotated[
+        Count,
+        Flag("--tensor-parallel-size", "-tp"),
+        "Processes that compute the model together, one a GPU, each a part of every layer.",
+    ] = 1
+    enforce_eager: Annotated[bool, Flag(), "On a GPU: no recorded decode steps (CUDA graphs)."] = False
+    """Launch every kernel of a decode step instead of replaying a recorded step."""
+    check_invariants: Annotated[bool, Flag(hidden=True), "Verify scheduler and pool after every step: slow."] = False
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Flag("--log-level", "--uvicorn-log-level"),
+        "How much is logged, to stderr.",
+    ] = "info"
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"--dtype {self.dtype!r}: expected one of {', '.join(DTYPES)}")
-        for flag, value in (
-            ("--max-model-len", self.max_model_len),
-            ("--block-size", self.block_size),
-            ("--max-num-seqs", self.max_num_seqs),
-            ("--max-num-batched-tokens", self.max_num_batched_tokens),
-            ("--num-gpu-blocks-override", self.num_gpu_blocks_override),
-            ("--kv-cache-memory-bytes", self.kv_cache_memory_bytes),
-            ("--num-threads", self.num_threads),
-            ("--tensor-parallel-size", self.tensor_parallel_size),
-        ):
-            if value is not None and value < 1:
-                raise ConfigError(f"{flag} {value}: expected a positive integer")
+        check(self)
+        if self.kv_events.enabled:
+            rank_endpoint(self.kv_events.endpoint, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """Everything the HTTP process needs besides the engine's own settings."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_names: tuple[str, ...] = ()
-    """Names that requests may use; the first is the one answers carry. Empty: the model's own name."""
-    api_keys: tuple[str, ...] = ()
-    chat_template: str | None = None
-    """Text of a Jinja chat template that replaces the model's own."""
-    max_queue: int | None = 1024
-    """Sequences that may be inside the engine (waiting and running) before new ones are refused; None: no limit."""
-    max_body_bytes: int = 64 << 20
-    body_timeout_s: float = 60.0
-    shutdown_timeout_s: float = 30.0
-    """How long running requests may finish after SIGTERM or Ctrl-C."""
-    request_timeout_s: float | None = None
-    """How long one request may take; None: as long as it needs."""
-    stall_timeout_s: float = 120.0
-    """A streaming client that takes no byte for so long is dropped."""
-    log_requests: bool = False
+    host: Annotated[str, Flag(metavar="HOST"), "Interface of the API and of the events."] = "127.0.0.1"
+    port: Annotated[Annotated[int, Meta(ge=0, le=65535)], Flag(), "0 lets the system choose."] = 8000
+    served_model_names: Annotated[
+        tuple[str, ...],
+        Flag("--served-model-name", metavar="NAME..."),
+        "Names that requests may use; answers carry the one that was asked for. [default: MODEL]",
+    ] = ()
+    api_keys: Annotated[
+        tuple[str, ...],
+        SECRET,
+        Flag("--api-key", metavar="KEY", env="ENGINE_API_KEY"),
+        "Require Authorization: Bearer KEY. May be repeated; or set ENGINE_API_KEY.",
+    ] = field(default=(), repr=False)
+    chat_template: Annotated[
+        str | None, Flag(metavar="FILE"), "Jinja template (or its text) instead of the model's own."
+    ] = None
+    max_queue: Annotated[
+        Annotated[int, Meta(ge=0, le=10**9, title="N")],
+        Flag(),
+        "Sequences inside, running and waiting, before new ones get 429. 0: no limit.",
+    ] = 1024
+    max_body_bytes: Annotated[Bytes, "Of a request; longer ones are answered 413."] = 64 << 20
+    body_timeout_s: Annotated[Seconds, "For a client to send a whole request."] = 60.0
+    request_timeout_s: Annotated[
+        Seconds | None, Flag("--request-timeout"), "Longest a request may take, waiting included. [default: no limit]"
+    ] = None
+    stall_timeout_s: Annotated[Seconds, "A streaming client that takes no byte for so long is dropped."] = 120.0
+    shutdown_timeout_s: Annotated[
+        Annotated[float, Meta(ge=0, le=1e9, title="SECONDS")],
+        Flag("--shutdown-timeout"),
+        "How long running requests may finish after SIGTERM or Ctrl-C.",
+    ] = 30.0
+    log_requests: Annotated[bool, Flag("--enable-log-requests/--disable-log-requests"), "One line a request."] = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port {self.port}: expected 0 to 65535")
-        if self.max_queue is not None and self.max_queue < 1:
-            raise ConfigError(f"--max-queue {self.max_queue}: expected a positive integer")
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """What `engine serve` is told."""
+
+    server: Annotated[ServerConfig, ROOT] = field(default_factory=ServerConfig)
+    engine: Annotated[EngineConfig, ROOT] = field(default_factory=EngineConfig)
+
+
+SCHEMA = Schema(ServeConfig, "engine")
 
 
 def default_kv_events(host: str) -> KVEventsConfig:

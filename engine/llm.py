@@ -13,7 +13,7 @@ import itertools
 import operator
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +27,7 @@ from engine.assembly import Assembled, assemble, locate
 from engine.config import EngineConfig
 from engine.types import Request, SamplingParams, TokenLogprobs
 from events.config import KVEventsConfig
+from options import Schema, load
 from prompts import ChatRequest, RequestError, Tokenizer
 from prompts.schemas import Int64, Salt
 
@@ -335,7 +336,9 @@ def _config(
         events = kv_events
     else:
         events = KVEventsConfig.parse(msgspec.json.encode(kv_events).decode())
-    return EngineConfig(model=model, kv_events=events, **settings)
+    given = {name: value for name, value in settings.items() if value is not None}
+    config: EngineConfig = load(Schema(EngineConfig, "engine"), table=given).config
+    return replace(config, model=model, kv_events=events)
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

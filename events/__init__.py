@@ -2,7 +2,7 @@
 
 from events.codec import decode_batch, encode_batch
 from events.config import KVEventsConfig
-from events.errors import ConfigError, DecodeError, EventsError, InvariantError
+from events.errors import DecodeError, EventsError, InvariantError
 from events.feed import EventFeed, FeedHandler
 from events.feed_sockets import StreamSource
 from events.hashing import BlockHash, block_hash, block_hashes, hash_keys, pack_token_ids, wire_keys
@@ -43,6 +43,7 @@ from events.types import (
     Event,
     EventBatch,
 )
+from options import ConfigError
 
 __all__ = [
     "CPU",

@@ -9,28 +9,27 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from events.errors import ConfigError
+from options import ConfigError
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where and how a worker publishes. Parsed once, by `parse`; fields and defaults are vLLM's."""
 
-    enable_kv_cache_events: bool = False
-    publisher: Literal["zmq", "null"] | None = None
-    """None: "zmq" where events are enabled, else "null"."""
-    endpoint: str = "tcp://*:5557"
-    """Where events are published. Rank r uses the port + r."""
-    replay_endpoint: str | None = None
-    """Where missed batches and snapshots are asked for; always bound. None: not offered."""
-    buffer_steps: Count = 10_000
-    """Batches kept for replay."""
-    hwm: Count = 100_000
-    """Messages ZeroMQ queues for one slow subscriber before it drops; 0 = no limit."""
-    max_queue_size: Annotated[int, msgspec.Meta(ge=1)] = 100_000
-    """Batches that may wait for the publisher's thread; beyond it the oldest is not sent live (replay still has it)."""
-    topic: str = ""
+    enable_kv_cache_events: Annotated[bool, "Publish events. On where none of these settings is given."] = False
+    publisher: Annotated[
+        Literal["zmq", "null"] | None, "null: nothing is published. [default: zmq where events are enabled]"
+    ] = None
+    endpoint: Annotated[str, "Where events are published. Rank r uses the port + r."] = "tcp://*:5557"
+    replay_endpoint: Annotated[str | None, "Where missed batches and snapshots are asked for; always bound."] = None
+    """None: not offered."""
+    buffer_steps: Annotated[Count, "Batches kept for replay."] = 10_000
+    hwm: Annotated[Count, "Messages queued for one slow subscriber before it loses some; 0: no limit."] = 100_000
+    max_queue_size: Annotated[Positive, "Batches that may wait for the publisher's thread."] = 100_000
+    """Beyond it the oldest is not sent live (replay still has it)."""
+    topic: Annotated[str, "Begins every message: subscribers choose by it."] = ""
 
     @property
     def enabled(self) -> bool:

@@ -7,10 +7,6 @@ class EventsError(Exception):
     """Root of everything this package raises on purpose."""
 
 
-class ConfigError(EventsError, ValueError):
-    """A configuration value that cannot be used; the message names the key, the value and what is expected."""
-
-
 class DecodeError(EventsError, ValueError):
     """The envelope of an event batch is unreadable; nothing of the payload was used."""
 

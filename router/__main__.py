@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-OURS = ("events", "prompts")
+OURS = ("options", "events", "prompts")
 """Packages that stand beside `router`. Other distributions have packages of these names."""
 
 

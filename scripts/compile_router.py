@@ -23,10 +23,12 @@ NOT_COMPILED = re.compile(r"\(msgspec\.Struct|^import click$", re.MULTILINE)
 
 
 def modules() -> list[str]:
-    """The files to compile: all of these rooms but msgspec structs, which msgspec builds in C, and the command line."""
+    """The files to compile: all of these rooms but msgspec structs, which msgspec builds in C, the command line, and
+    configurations, whose annotations are read (router/*/config.py; mypyc keeps none)."""
     files = [ROOT / "router" / "counters.py"]
     files += [file for room in ROOMS for file in sorted((ROOT / "router" / room).glob("*.py"))]
-    return [str(file.relative_to(ROOT)) for file in files if not NOT_COMPILED.search(file.read_text())]
+    files = [file for file in files if file.name != "config.py" and not NOT_COMPILED.search(file.read_text())]
+    return [str(file.relative_to(ROOT)) for file in files]
 
 
 def compile_modules(out: Path, *, optimise: str = "2") -> int:
@@ -41,7 +43,7 @@ def compile_modules(out: Path, *, optimise: str = "2") -> int:
     work = Path(tempfile.mkdtemp(prefix="router-mypyc-"))
     try:
         left_out = shutil.ignore_patterns("native", "*.so", "*.pyd", "__pycache__")
-        for package in ("router", "prompts", "events"):
+        for package in ("router", "prompts", "events", "options"):
             shutil.copytree(ROOT / package, work / package, ignore=left_out)
         os.chdir(work)
         # Without site packages: what is installed where a wheel is built must not change what is built.

@@ -10,12 +10,13 @@ from dataclasses import replace
 import torch
 
 from engine.cache.spec import CacheSpec
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.execution.decode_graphs import CudaCapture
 from engine.execution.profiling import peak_step_bytes
 from engine.execution.runner import ModelRunner, units_for_memory
 from engine.models import CausalLM
 from kernels import select
+from options import ConfigError
 
 log = logging.getLogger("engine.sizing")
 

@@ -100,7 +100,7 @@ class ServerState:
         if self.draining:
             raise unavailable("the server is shutting down")
         limit, inside = self.config.max_queue, self.client.in_flight + self._entering
-        if limit is not None and inside + sequences > limit:
+        if limit and inside + sequences > limit:
             if sequences > limit:
                 raise RequestError(f"n: {sequences} sequences, expected at most {limit} (--max-queue)", param="n")
             raise RequestError(

@@ -16,31 +16,28 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
 
-from prompts.segments import CACHE_BYTES_DEFAULT
 from router.app.accounting import count_end, log_state, request_fields
 from router.app.admin import Admin
+from router.app.config import ProcessConfig
 from router.app.dashboard import Dashboard
 from router.app.reading import Reading
 from router.app.server import TICK_S, RouterApp
-from router.app.siblings import Share, Siblings
+from router.app.siblings import Siblings
 from router.app.system import raise_file_limit, settle_heap, tls_context
 from router.counters import Metrics
-from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind
-from router.edge.config import EdgeConfig
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
 from router.edge.relay import make_relay
 from router.edge.upstream import UpstreamPool
-from router.fleet.discovery import Prober, WorkerFlag
+from router.fleet.discovery import Prober, parse_worker_flag
 from router.fleet.feed import IndexFeed
-from router.fleet.members import Fleet, FleetConfig
+from router.fleet.members import Fleet
 from router.fleet.peers import PeerLoads, PeerSockets
 from router.fleet.snapshots import PeerClient, PeerRoutes, ask_seed
 from router.http.connection import ClientConnection
@@ -55,48 +52,6 @@ log = logging.getLogger("router")
 LOOPBACK = ("127.", "::1", "::ffff:127.")
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessConfig:
-    """Everything one process is told."""
-
-    host: str
-    port: int
-    core: CoreConfig
-    edge: EdgeConfig
-    fleet: FleetConfig
-    workers: tuple[WorkerFlag, ...] = ()
-    names: tuple[WorkerFlag, ...] = ()
-    """Hosts that resolve to many workers."""
-    workers_file: Path | None = None
-    tokenizer: str | None = None
-    chat_template: str | None = None
-    segment_cache_bytes: int = CACHE_BYTES_DEFAULT
-    """Of each model, for encoded text."""
-    bind_events: tuple[str, ...] = ()
-    """Addresses for publishers that connect instead of bind."""
-    peers: tuple[str, ...] = ()
-    """Addresses where other routers of the same workers publish their load."""
-    peer_bind: str | None = None
-    """Where this router publishes its own."""
-    snapshot_urls: tuple[str, ...] = ()
-    """Admin addresses of routers from whose knowledge this one starts."""
-    worker_api_key: str | None = None
-    admin: tuple[str, int] | None = None
-    """Address of the admin routes; None serves them to loopback on the main one."""
-    tls: tuple[Path, Path] | None = None
-    """(certificate, key)."""
-    tokenize_threads: int = field(default_factory=lambda: max(1, min(8, os.cpu_count() or 1)))
-    seed: int = 0
-    log_decisions: float = 0.0
-    """Share of requests whose decisions are logged with every candidate's terms."""
-    log_share: float = 0.0
-    """Share of requests that get a line in the log."""
-    announce: bool = True
-    """Print the address on stdout once requests are taken."""
-    share: Share | None = None
-    """Which process of several this is."""
-
-
 class RouterProcess:
     """`await RouterProcess(config, version).run()` serves until SIGTERM or SIGINT."""
 
@@ -105,8 +60,10 @@ class RouterProcess:
         self._version = version
         self._now = time.monotonic  # uvloop's own clock stands still within a turn of the loop
         self._stop = asyncio.Event()
-        self._executor = ThreadPoolExecutor(config.tokenize_threads, thread_name_prefix="tokenize")
-        seed, self._snapshot_urls = ask_seed(config.snapshot_urls)
+        self._executor = ThreadPoolExecutor(
+            config.tokenize_threads or min(8, os.cpu_count() or 1), thread_name_prefix="tokenize"
+        )
+        seed, self._snapshot_urls = ask_seed(config.snapshot_from)
         self._index = make_index(seed)
         self._core = RouterCore(self._index, config.core, seed=config.seed)
         self._metrics = Metrics()
@@ -126,7 +83,7 @@ class RouterProcess:
             self._executor,
             override=config.tokenizer,
             chat_template=config.chat_template,
-            cache_bytes=config.segment_cache_bytes,
+            cache_bytes=config.segment_cache_mb << 20,
         )
         self._reading = Reading(self._core, self._prompts)
         self._feed = IndexFeed(self._index, on_connection=self._stream_changed)
@@ -211,13 +168,14 @@ class RouterProcess:
     async def _listen(self) -> int:
         """Open every address; the main one's port."""
         config = self._config
-        tls = tls_context(config.tls)
+        tls = tls_context(config.tls_cert, config.tls_key)
         shared = config.share is not None
         main = self._listener(self._may_administer)
         port = await main.start(config.host, config.port, tls, reuse_port=shared)
-        if config.admin is not None:
-            admin_port = await self._listener(_always).start(*config.admin, tls, reuse_port=shared)
-            log.info("admin routes on %s:%d", config.admin[0], admin_port)
+        admin = config.admin_address
+        if admin is not None:
+            admin_port = await self._listener(_always).start(*admin, tls, reuse_port=shared)
+            log.info("admin routes on %s:%d", admin[0], admin_port)
         if config.share is not None:
             await self._listener(_always).start_unix(config.share.control(config.share.index))
         return port
@@ -236,12 +194,12 @@ class RouterProcess:
         return listener
 
     def _start_fleet(self) -> None:
-        for flag in self._config.workers:
+        for flag in self._config.worker_flags:
             self._fleet.watch(flag, origin="operator")
-        for name in self._config.names:
-            self._fleet.follow_name(name)
+        for name in self._config.worker_dns:
+            self._fleet.follow_name(parse_worker_flag(name))
         if self._config.workers_file is not None:
-            self._fleet.follow_file(self._config.workers_file)
+            self._fleet.follow_file(Path(self._config.workers_file))
 
     def _meet_peers(self) -> PeerSockets | None:
         """Share load with other routers where the operator named any. Raises OSError."""
@@ -254,7 +212,7 @@ class RouterProcess:
         return sockets
 
     def _announce(self, port: int) -> None:
-        scheme = "https" if self._config.tls is not None else "http"
+        scheme = "https" if self._config.tls_cert is not None else "http"
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         log.info("policy %s, listening on %s://%s:%d", self._config.core.policy, scheme, host, port)
         if self._config.announce:
@@ -323,7 +281,7 @@ class RouterProcess:
     def _ended(self, exchange: Exchange) -> None:
         now = self._now()
         count_end(self._core, self._metrics, exchange, now)
-        share = self._config.log_share
+        share = self._config.log_requests
         if share and (share >= 1 or random.random() < share):
             fields = request_fields(exchange, now)
             log.info("request %s", " ".join(f"{k}={v}" for k, v in fields.items()), extra={"fields": fields})

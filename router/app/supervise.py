@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from router.app.process import ProcessConfig
+from router.app.config import ProcessConfig
 from router.app.siblings import Share
 
 log = logging.getLogger("router")
@@ -75,7 +75,7 @@ def supervise(config: ProcessConfig, count: int, run: Callable[[ProcessConfig], 
         _await_controls(folder, count, stopping)
         if not stopping:
             host = f"[{config.host}]" if ":" in config.host else config.host
-            scheme = "https" if config.tls is not None else "http"
+            scheme = "https" if config.tls_cert is not None else "http"
             print(f"router listening on {scheme}://{host}:{port}", flush=True)
         while children:
             pid, status = os.wait()

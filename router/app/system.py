@@ -6,7 +6,6 @@ import contextlib
 import gc
 import resource
 import ssl
-from pathlib import Path
 
 
 def settle_heap() -> None:
@@ -27,10 +26,10 @@ def raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def tls_context(files: tuple[Path, Path] | None) -> ssl.SSLContext | None:
+def tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
     """Raises OSError or ssl.SSLError for files that are no certificate and key."""
-    if files is None:
+    if certificate is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*files)
+    context.load_cert_chain(certificate, key)
     return context

@@ -1,128 +1,128 @@
-"""Every number the router's cores can be tuned by, in frozen dataclasses that are parsed once at the command line."""
+"""Every number the router's cores can be tuned by; docs/routing.md's symbols are in brackets."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
-POLICIES = ("kv", "round_robin", "least_requests", "random", "sticky")
+from msgspec import Meta
 
+from options import ConfigError, Flag, Seconds, check
 
-class ConfigError(ValueError):
-    """A setting has a value that cannot work; the message names it and says what is expected."""
+Positive = Annotated[float, Meta(gt=0, le=1e12)]
+NotNegative = Annotated[float, Meta(ge=0, le=1e12)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=1, le=10**12, title="N")]
+Rates = tuple[NotNegative, NotNegative, NotNegative, NotNegative]
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceModel:
-    """How long a worker takes: the prior that learning starts from. docs/routing.md's symbols are in brackets."""
+    """How long a worker takes: the prior that learning starts from."""
 
-    prefill_s_per_token: float = 1e-4
-    """[a] seconds to prefill one token at an empty context."""
-    quadratic_tokens: float = 50_000.0
-    """[Lq] context length at which a token costs twice what it costs at an empty context."""
-    step_s: float = 0.012
-    """[t0] fixed time of an engine step."""
-    decode_request_s: float = 50e-6
-    """[c] time a decoding request adds to a step."""
-    decode_context_s: float = 2.5e-8
-    """[d] time a token of decode context adds to a step."""
-    step_tokens: int = 2048
-    """[step_budget] prefill tokens of one step."""
+    prefill_s_per_token: Annotated[Positive, "[a] Seconds to prefill one token at an empty context."] = 1e-4
+    quadratic_tokens: Annotated[Positive, "[Lq] Context length at which a token costs twice that."] = 50_000.0
+    step_s: Annotated[NotNegative, "[t0] Fixed time of an engine step."] = 0.012
+    decode_request_s: Annotated[NotNegative, "[c] Time a decoding request adds to a step."] = 50e-6
+    decode_context_s: Annotated[NotNegative, "[d] Time a token of decode context adds to a step."] = 2.5e-8
+    step_tokens: Annotated[Count, "[step_budget] Prefill tokens of one step."] = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class CostConfig:
     """The weights of the cost."""
 
-    beta_scale: float = 1.0
-    """[beta = beta_scale * U * (1 + Q / P) / max(1 - U, 0.1); the pool's means of U and P, its shortest Q] weight of
-    new prefill against waiting, as the pool fills: how many later requests it will delay."""
-    beta_max: float = 50.0
-    beta_min: float = 0.1
-    """Floor of beta: on an idle pool, prefilling a prefix twice must save this part of it to be worth it."""
-    utilisation_weight: float = 0.1
-    """Seconds of price for each unit of a worker's own utilisation: spreads what is otherwise equal."""
-    utilisation_window_s: float = 60.0
-    decode_weight: float = 0.0
-    """Optional 0.05: price for prefilling where many are decoding (end-to-end time against first token)."""
-    tie_s: float = 1e-6
-    """Prices closer than this are a tie, and ties rotate."""
-    load_s_per_token: tuple[float, float, float, float] = (0.0, 2e-6, 2e-5, 4e-5)
-    """Seconds to fetch a cached token from GPU, CPU, STORAGE, REMOTE."""
-    progress_cap: float = 0.95
-    """The oldest prefill never counts as more than this part done before its first token is seen."""
+    beta_scale: Annotated[NotNegative, "Weight of new prefill against waiting, as the pool fills."] = 1.0
+    """[beta = beta_scale * U * (1 + Q / P) / max(1 - U, 0.1); the pool's means of U and P, its shortest Q]: how many
+    later requests it will delay."""
+    beta_max: Annotated[NotNegative, "Ceiling of beta."] = 50.0
+    beta_min: Annotated[NotNegative, "Floor of beta: what prefilling a prefix twice must save on an idle pool."] = 0.1
+    utilisation_weight: Annotated[NotNegative, "Seconds of price for each unit of a worker's own utilisation."] = 0.1
+    """Spreads what is otherwise equal."""
+    utilisation_window_s: Annotated[Seconds, "Over which utilisation is averaged."] = 60.0
+    decode_weight: Annotated[
+        NotNegative, "Price for prefilling where many are decoding; 0.05 favours end-to-end time."
+    ] = 0.0
+    tie_s: Annotated[NotNegative, "Prices closer than this are a tie, and ties rotate."] = 1e-6
+    load_s_per_token: Annotated[Rates, "Seconds to fetch a cached token from GPU, CPU, STORAGE, REMOTE."] = (
+        0.0,
+        2e-6,
+        2e-5,
+        4e-5,
+    )
+    progress_cap: Annotated[Share, "The most of the oldest prefill that counts as done before its first token."] = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class LearnConfig:
     """Online estimation of each worker's ServiceModel."""
 
-    enabled: bool = True
-    half_life: float = 300.0
-    """First tokens after which an observation weighs half."""
-    prior_weight: float = 8.0
-    """What the rest of the pool is like counts as this many observations of a worker."""
-    err_low: float = 0.9
-    """The prefill rate used is this part of the estimate: half of it costs 2 %, twice it 9 %."""
+    enabled: Annotated[bool, "Learn how fast each worker is."] = True
+    half_life: Annotated[Positive, "First tokens after which an observation weighs half."] = 300.0
+    prior_weight: Annotated[NotNegative, "What the rest of the pool is like counts as so many observations."] = 8.0
+    err_low: Annotated[Annotated[float, Meta(gt=0, le=1)], "The prefill rate used is this part of the estimate."] = 0.9
+    """Half of the true rate costs 2 %, twice it 9 %."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueConfig:
     """The reordering queue. `enabled` is off by default because it trades the tail under overload for the mean."""
 
-    enabled: bool = False
-    hold_above_s: float = 0.2
-    """Hold a request when the winner's slow * Q is longer than this: enough to keep an engine busy for a step."""
-    gamma: float = 0.1
-    """Held requests are tried in ascending P * slow - gamma * waited."""
-    tries: int = 24
-    """Held requests tried at each first token and each tick."""
-    requests_max: int = 4096
-    wait_s_max: float = 120.0
-    """Deadline of a held request that brings none: it is then forwarded to the cheapest worker."""
-    tick_s: float = 0.05
+    enabled: Annotated[
+        bool, Flag("--queue/--no-queue"), "Hold requests in the router while every worker is busy, shortest first."
+    ] = False
+    hold_above_s: Annotated[NotNegative, "Hold a request when the winner's slow * Q is longer than this."] = 0.2
+    """Enough to keep an engine busy for a step."""
+    gamma: Annotated[NotNegative, "Held requests are tried in ascending P * slow - gamma * waited."] = 0.1
+    tries: Annotated[Count, "Held requests tried at each first token and each tick."] = 24
+    requests_max: Annotated[Count, "Requests held; more are refused with 429."] = 4096
+    wait_s_max: Annotated[
+        Seconds, "Longest wait of a request without a deadline; the cheapest worker then gets it."
+    ] = 120.0
+    tick_s: Annotated[Seconds, "Between two tries."] = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class WorkingSetConfig:
     """What crowding a worker's cache costs (router/decide/working_set.py)."""
 
-    enabled: bool = True
-    live_s: float = 90.0
-    """A prompt that was sent within so many seconds is expected to come back."""
-    reuse_max: float = 5.0
-    """The times that a computed token is used again are learned, but never taken to be more."""
-    reuse_memory: float = 500.0
-    """Requests over which they are averaged."""
-    chunk_tokens: int = 1024
+    enabled: Annotated[bool, "Count what each worker's cache is needed for."] = True
+    live_s: Annotated[Seconds, "A prompt that was sent within so many seconds is expected to come back."] = 90.0
+    reuse_max: Annotated[NotNegative, "The most times that a computed token is taken to be used again."] = 5.0
+    reuse_memory: Annotated[Annotated[float, Meta(ge=1, le=1e12)], "Requests over which those times are averaged."] = (
+        500.0
+    )
+    chunk_tokens: Annotated[Count, "Prompts are compared in pieces of so many tokens."] = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class RetryConfig:
     """Retries happen only before the first byte, on a worker not yet tried."""
 
-    attempts_max: int = 3
-    budget_ratio: float = 0.2
-    """Retries allowed per request routed, over a sliding window, on top of `budget_min`."""
-    budget_min: int = 10
+    attempts_max: Annotated[Count, "Workers that a request is sent to, one after the other."] = 3
+    budget_ratio: Annotated[Share, "Retries allowed per request routed, over a sliding window."] = 0.2
+    budget_min: Annotated[Annotated[int, Meta(ge=0, le=10**12)], "Retries allowed on top of that."] = 10
 
 
 @dataclass(frozen=True, slots=True)
 class HealthConfig:
     """The circuit breaker of each worker."""
 
-    failures_to_open: int = 3
-    """Consecutive failures after which a worker is broken; a refused connection counts as all of them."""
-    open_s: float = 1.0
-    """First pause before a probe is let through; doubles up to `open_s_max`."""
-    open_s_max: float = 30.0
+    failures_to_open: Annotated[Count, "Consecutive failures after which a worker is broken."] = 3
+    """A refused connection counts as all of them."""
+    open_s: Annotated[Seconds, "First pause before a request may try it again; doubles each time."] = 1.0
+    open_s_max: Annotated[Seconds, "Longest such pause."] = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
-    """All of the above. Unknown keys are rejected by `parse`."""
+    """All of the above."""
 
-    policy: str = "kv"
+    policy: Annotated[
+        Literal["kv", "round_robin", "least_requests", "random", "sticky"],
+        Flag(),
+        "kv: the lowest price, as docs/routing.md has it. The others are for comparison.",
+    ] = "kv"
     service: ServiceModel = field(default_factory=ServiceModel)
     cost: CostConfig = field(default_factory=CostConfig)
     learn: LearnConfig = field(default_factory=LearnConfig)
@@ -130,70 +130,22 @@ class CoreConfig:
     working_set: WorkingSetConfig = field(default_factory=WorkingSetConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
-    session_affinity: bool = False
-    """Keep a session on its worker while it is eligible, whatever the policy."""
-    session_ttl_s: float = 3600.0
-    sessions_max: int = 100_000
-    pin_grace_s: float = 0.25
-    """How long a finished request's prefix still counts as cached: the answer races its last events by milliseconds.
-    While it counts, what was evicted meanwhile is promised all the same: no longer, then, than a slow link needs."""
-    requests_max: int = 100_000
-    """Requests in flight or held; more are refused with 429."""
-    history_tokens: int = 500_000
-    """Assumed cache of a worker without events that does not advertise its capacity."""
+    session_affinity: Annotated[bool, Flag(), "Keep a session (x-session-id, or `user`) on its worker."] = False
+    """While it is eligible, whatever the policy."""
+    session_ttl_s: Annotated[Seconds, "A session that pauses longer is forgotten."] = 3600.0
+    sessions_max: Annotated[Count, "Sessions remembered."] = 100_000
+    pin_grace_s: Annotated[NotNegative, "Seconds that a finished request's prefix still counts as cached."] = 0.25
+    """The answer races its last events by milliseconds. While it counts, what was evicted meanwhile is promised all the
+    same: no longer, then, than a slow link needs."""
+    requests_max: Annotated[Count, Flag("--max-in-flight"), "Requests in flight or held; more are answered 429."] = (
+        100_000
+    )
+    history_tokens: Annotated[Count, "Assumed cache of a worker without events that does not tell its capacity."] = (
+        500_000
+    )
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ConfigError(f"policy: got {self.policy!r}, expected one of {', '.join(POLICIES)}")
-        _positive("pin_grace_s", self.pin_grace_s, allow_zero=True)
-        _positive("requests_max", self.requests_max)
-        _positive("queue.requests_max", self.queue.requests_max)
-        _positive("queue.wait_s_max", self.queue.wait_s_max)
-        _positive("queue.tick_s", self.queue.tick_s)
-        _positive("service.prefill_s_per_token", self.service.prefill_s_per_token)
-        _positive("service.quadratic_tokens", self.service.quadratic_tokens)
-        _positive("service.step_tokens", self.service.step_tokens)
-        _positive("working_set.live_s", self.working_set.live_s)
-        _positive("working_set.reuse_memory", self.working_set.reuse_memory)
-        _positive("working_set.chunk_tokens", self.working_set.chunk_tokens)
-        _positive("cost.utilisation_window_s", self.cost.utilisation_window_s)
-        _positive("retry.attempts_max", self.retry.attempts_max)
-        _positive("health.failures_to_open", self.health.failures_to_open)
-
-    @classmethod
-    def parse(cls, settings: dict[str, Any]) -> CoreConfig:
-        """Build from nested dicts, as JSON or `--set queue.enabled=true` gives them. Raises ConfigError."""
-        parts = {
-            "service": ServiceModel,
-            "cost": CostConfig,
-            "learn": LearnConfig,
-            "queue": QueueConfig,
-            "working_set": WorkingSetConfig,
-            "retry": RetryConfig,
-            "health": HealthConfig,
-        }
-        known = {f.name for f in fields(cls)}
-        values: dict[str, Any] = {}
-        for key, value in settings.items():
-            if key not in known:
-                raise ConfigError(f"{key}: unknown setting, expected one of {', '.join(sorted(known))}")
-            if key in parts:
-                values[key] = _part(key, parts[key], value)
-            else:
-                values[key] = value
-        return cls(**values)
-
-
-def _part(name: str, kind: Any, settings: Any) -> Any:
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{name}: got {settings!r}, expected an object")
-    known = {f.name for f in fields(kind)}
-    for key in settings:
-        if key not in known:
-            raise ConfigError(f"{name}.{key}: unknown setting, expected one of {', '.join(sorted(known))}")
-    return kind(**settings)
-
-
-def _positive(name: str, value: float, *, allow_zero: bool = False) -> None:
-    if value < 0 or (value == 0 and not allow_zero):
-        raise ConfigError(f"{name}: got {value!r}, expected a number {'>=' if allow_zero else '>'} 0")
+        check(self)
+        low, high = self.cost.beta_min, self.cost.beta_max
+        if low > high:
+            raise ConfigError(f"cost.beta_min: got {low!r}, expected at most cost.beta_max, which is {high!r}")

@@ -19,8 +19,8 @@ import msgspec
 
 from events.errors import DecodeError
 from events.sources import EventSource, default_sources
+from options import ConfigError
 from router.asking import Unanswered, ask
-from router.decide.config import ConfigError
 from router.decide.workers import CacheView, ServedModel, WorkerSpec
 from router.fleet.answers import (
     number,

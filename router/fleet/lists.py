@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from router.decide.config import ConfigError
+from options import ConfigError
 from router.fleet.discovery import WorkerFlag, parse_worker_flag, worker_id_of
 
 log = logging.getLogger("router")

@@ -14,13 +14,15 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 from urllib.parse import urlsplit
+
+from msgspec import Meta
 
 from events.errors import EventsError
 from events.sources import EventSource
+from options import ConfigError, Flag, Seconds
 from router.asking import Unanswered
-from router.decide.config import ConfigError
 from router.decide.core import RouterCore
 from router.decide.messages import FailureKind, Instruction
 from router.decide.workers import WorkerState
@@ -69,23 +71,18 @@ class StreamFeed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """Seconds, except `failures_to_down`."""
+    """How often workers are looked at."""
 
-    health_s: float = 2.0
-    """Between two checks of a worker."""
-    sources_s: float = 10.0
-    """Between two looks at where a worker publishes: a new epoch means that it restarted."""
-    starting_s: float = 0.5
-    """Between two checks of a worker that is down, and the first two probes of one that was never reached."""
-    starting_s_max: float = 5.0
-    """Between two probes of a worker that was never reached: the pause doubles up to this while it says the same."""
-    failures_to_down: int = 2
-    """Failed checks in a row that take a worker out; traffic's own failures do so at once."""
-    names_s: float = 10.0
-    """Between two resolutions of names that stand for many workers."""
-    peers_s: float = 10.0
-    """Before other routers are asked again for the past of a stream that none had; doubles up to `peers_s_max`."""
-    peers_s_max: float = 600.0
+    health_s: Annotated[Seconds, Flag("--health-interval"), "Between two looks at a worker."] = 2.0
+    sources_s: Annotated[Seconds, "Between two looks at where a worker publishes."] = 10.0
+    """A new epoch means that it restarted."""
+    starting_s: Annotated[Seconds, "Between two looks at a worker that is down, or was never reached."] = 0.5
+    starting_s_max: Annotated[Seconds, "The pause for one that was never reached doubles up to this."] = 5.0
+    failures_to_down: Annotated[Annotated[int, Meta(ge=1, le=10**9)], "Failed looks in a row that take it out."] = 2
+    """Traffic's own failures do so at once."""
+    names_s: Annotated[Seconds, "Between two resolutions of names that stand for many workers."] = 10.0
+    peers_s: Annotated[Seconds, "Before other routers are asked again for what none could tell; doubles."] = 10.0
+    peers_s_max: Annotated[Seconds, "The longest pause between such questions."] = 600.0
 
 
 @dataclass(slots=True)
@@ -341,7 +338,7 @@ class Fleet:
             return
         try:
             sources = await self._prober.sources(member.flag, member.facts)
-        except (Unanswered, EventsError) as error:
+        except (Unanswered, EventsError, ConfigError) as error:
             member.problem = f"event sources: {error}"[:REASON_CHARS_MAX]
             self.unusable[member.flag.worker_id] += 1
             return

@@ -11,14 +11,14 @@ import asyncio
 import socket
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Protocol
 
 import msgspec
 
 from prompts.errors import RequestError
-from router.http.request import BadRequest, HttpLimits, HttpRequest, RequestParser
+from router.http.config import ClientTimeouts, HttpLimits
+from router.http.request import BadRequest, HttpRequest, RequestParser
 
 REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 JSON = b"application/json"
@@ -64,16 +64,6 @@ class Application(Protocol):
 
     def crashed(self, where: str, error: Exception) -> None:
         """Something raised that must not: count and log it. What it was about is ended by the caller."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClientTimeouts:
-    """Seconds."""
-
-    request_s: float = 60.0
-    """From a request's first byte to its last: slow-loris clients are cut off with 408."""
-    keep_alive_s: float = 75.0
-    """Between requests."""
 
 
 class ClientConnection(asyncio.Protocol):

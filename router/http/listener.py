@@ -7,7 +7,8 @@ import ssl
 from pathlib import Path
 from typing import Any
 
-from router.http.connection import Application, ClientConnection, ClientTimeouts
+from router.http.config import ClientTimeouts
+from router.http.connection import Application, ClientConnection
 
 
 class Listener:

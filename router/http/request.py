@@ -15,24 +15,15 @@ Invariants:
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from router.http.chunked import BodyTooLarge, ChunkedBody
+from router.http.config import HttpLimits
 from router.http.headers import LINES, TOKEN, HeaderBlock, ProtocolError, Template, framing
 
 _HEAD = re.compile(rb"(?:\r\n)?(" + TOKEN + rb") (/[!-~]*|\*) HTTP/([0-9]\.[0-9])\r\n(" + LINES + rb")\r\n")
 _NEVER = re.compile(rb"[^\t\r\n -~\x80-\xff]|(?<!\r)\n|\r(?!\n|\Z)")
 """What no head contains."""
 _METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"TRACE"))
-
-
-@dataclass(frozen=True, slots=True)
-class HttpLimits:
-    """What a client may send, in bytes."""
-
-    head_bytes_max: int = 64 * 1024
-    headers_max: int = 128
-    body_bytes_max: int = 64 * 1024 * 1024
 
 
 class BadRequest(Exception):

@@ -17,11 +17,12 @@ from engine.api.choice import new_choice
 from engine.api.detokenizer import DetokenizerFactory
 from engine.api.params import ModelLimits, sampling_params
 from engine.cli import parse, serve_command, spread_names
-from engine.config import ConfigError, EngineConfig, default_kv_events, is_loopback
+from engine.config import EngineConfig, default_kv_events, is_loopback
 from engine.http.metrics import Histogram
 from engine.messages import FrameReader, frame
 from engine.process.client import merge
 from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
+from options import ConfigError
 from prompts import RequestError, parse_chat, parse_completion
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -186,8 +187,8 @@ def test_vllms_way_to_give_several_names(given_args: str, expected: str) -> None
 
 def parsed(*args: str) -> Any:
     context = serve_command.make_context("serve", list(args))
-    flags = dict(context.params)
-    return parse(flags.pop("model"), flags)
+    config = parse(dict(context.params))
+    return config.engine, config.server
 
 
 def test_flags_become_configs() -> None:
@@ -199,7 +200,7 @@ def test_flags_become_configs() -> None:
     assert not engine.enable_prefix_caching
     assert engine.kv_events.topic == "t"
     assert engine.kv_events.endpoint == "tcp://*:5557"
-    assert (server.api_keys, server.port, server.max_queue) == (("k",), 0, None)
+    assert (server.api_keys, server.port, server.max_queue) == (("k",), 0, 0)
 
 
 def test_events_are_on_by_default_and_stay_on_the_apis_interface() -> None:

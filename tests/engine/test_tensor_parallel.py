@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import CacheSpec
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.core import EngineCore, Runner, RunnerLost
 from engine.execution import sizing
 from engine.execution.sizing import make_runner, size_cache
@@ -32,6 +32,7 @@ from engine.parallel.ranks import Leader
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.tiny.model import Recipe, cached_model
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, TokenLogprobs, UnitId
+from options import ConfigError
 
 MODELS = {
     "qwen3": Recipe(shards=3),

@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 def test_the_compiled_router_passes_the_tests_of_its_sources(tmp_path: Path) -> None:
     home = tmp_path / "home"
     rubbish = shutil.ignore_patterns("__pycache__")
-    for name in ("router", "prompts", "events"):
+    for name in ("router", "prompts", "events", "options"):
         shutil.copytree(ROOT / name, home / name, ignore=rubbish)
     for name in ("tests/router", "tests/contracts", "docs"):
         shutil.copytree(ROOT / name, home / name, ignore=rubbish)

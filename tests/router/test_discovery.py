@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from events.errors import DecodeError
-from router.decide.config import ConfigError
+from options import ConfigError
 from router.decide.workers import CacheView, ServedModel
 from router.fleet.answers import read_block_size, read_cache_capacity, read_models, read_sources
 from router.fleet.discovery import (

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from router.decide.config import ConfigError
+from options import ConfigError
 from router.fleet.discovery import WorkerFacts, WorkerFlag, normalise_url, parse_worker_flag
 from router.fleet.members import Fleet, FleetConfig, _Member
 

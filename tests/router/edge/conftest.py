@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from options import Schema, load
 from router.app.admin import Admin
 from router.app.reading import Reading
 from router.app.server import RouterApp
@@ -22,9 +23,8 @@ from router.edge.config import EdgeConfig, Timeouts
 from router.edge.proxy import Proxy
 from router.edge.relay import make_relay
 from router.edge.upstream import UpstreamPool
-from router.http.connection import ClientTimeouts
+from router.http.config import ClientTimeouts, HttpLimits
 from router.http.listener import Listener
-from router.http.request import HttpLimits
 from router.index.protocol import HolderId, IndexStats, IngestReport, Match, PinId, Scope
 from router.prompting.reader import PromptReader
 
@@ -212,7 +212,10 @@ class Edge:
         **edge: Any,
     ) -> None:
         self.timeouts = timeouts or Timeouts()
-        self.core = RouterCore(self.index, CoreConfig.parse({"policy": policy, "pin_grace_s": 0.0, **(core or {})}))
+        self.core = RouterCore(
+            self.index,
+            load(Schema(CoreConfig, "router"), table={"policy": policy, "pin_grace_s": 0.0, **(core or {})}).config,
+        )
         self.pool = UpstreamPool(connect_s_max=self.timeouts.connect_s)
         self.metrics = Metrics()
         self.relay = make_relay(asyncio.get_running_loop()) if self._relays else None

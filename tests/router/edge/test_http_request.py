@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.http.request import BadRequest, HttpLimits, HttpRequest, RequestParser
+from router.http.config import HttpLimits
+from router.http.request import BadRequest, HttpRequest, RequestParser
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\n"
 

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.http.request import BadRequest, HttpLimits, HttpRequest, RequestParser
+from router.http.config import HttpLimits
+from router.http.request import BadRequest, HttpRequest, RequestParser
 
 _spec = importlib.util.spec_from_file_location("raw_requests", Path(__file__).with_name("raw_requests.py"))
 assert _spec is not None

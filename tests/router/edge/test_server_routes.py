@@ -11,8 +11,7 @@ import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.tokenizer import Tokenizer
-from router.http.connection import ClientTimeouts
-from router.http.request import HttpLimits
+from router.http.config import ClientTimeouts, HttpLimits
 
 CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}).encode()
 

@@ -1,0 +1,21 @@
+"""What a program can be told: from the fields of its configuration classes come files, environment, flags and docs."""
+
+from options.fields import FILE, FOLDER, ROOT, SECRET, Flag, Option, Schema, Seconds, check
+from options.load import Loaded, load
+from options.values import ConfigError, Size
+
+__all__ = [
+    "FILE",
+    "FOLDER",
+    "ROOT",
+    "SECRET",
+    "ConfigError",
+    "Flag",
+    "Loaded",
+    "Option",
+    "Schema",
+    "Seconds",
+    "Size",
+    "check",
+    "load",
+]

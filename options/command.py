@@ -1,0 +1,156 @@
+"""The command line of a configuration: its flags, `--config`, `--set`, and the command `config`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import click
+import msgspec
+
+from options.fields import SECRET, Option, Schema
+from options.load import Loaded, load, read_file
+from options.values import ConfigError, parts
+
+
+def with_flags(schema: Schema) -> Callable[[Any], Any]:
+    """Decorates a command that takes all of the program's settings: `load_given` reads its parameters."""
+    flags = [_click_option(option) for option in schema.options.values() if option.member.flag is not None]
+    config = click.option(
+        "--config",
+        "config_file",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        envvar=f"{schema.prefix}CONFIG",
+        help=f"Settings in TOML. See `{schema.program} config`.",
+    )
+    setting = click.option(
+        "--set",
+        "settings",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help=f"Any setting of `{schema.program} config`: port=9000. May be repeated.",
+    )
+
+    def decorate(function: Any) -> Any:
+        for flag in reversed([config, *flags, setting]):
+            function = flag(function)
+        return function
+
+    return decorate
+
+
+def load_given(schema: Schema, parameters: dict[str, Any]) -> Loaded:
+    """From a command's parameters, the environment and the file they name. Raises click.UsageError."""
+    flags = {path: parameters[_parameter(path)] for path in schema.options if _parameter(path) in parameters}
+    given = {path: value for path, value in flags.items() if value is not None and value != ()}
+    file = parameters["config_file"]
+    try:
+        return load(
+            schema,
+            table=None if file is None else read_file(file),
+            where=str(file),
+            environment=os.environ,
+            settings=parameters["settings"],
+            flags=given,
+        )
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def config_command(schema: Schema, verify: Callable[[Any], None] | None = None) -> click.Command:
+    """`config`: all settings as a table, or with --check those that the file, the environment and flags give."""
+
+    @click.command(
+        "config", help=f"Print every setting of `{schema.program}`; with --check: what they come to, and why."
+    )
+    @click.option("--check", is_flag=True, help="Print the values that a start with the same words would have.")
+    @with_flags(schema)
+    def command(check: bool, **parameters: Any) -> None:
+        if not check:
+            click.echo(table(schema), nl=False)
+            return
+        loaded = load_given(schema, parameters)
+        try:
+            if verify is not None:
+                verify(loaded.config)
+        except ConfigError as error:
+            raise click.UsageError(str(error)) from None
+        click.echo(as_toml(schema, loaded), nl=False)
+
+    return command
+
+
+def table(schema: Schema) -> str:
+    """Markdown: what docs/configuration.md holds."""
+    rows = ["| setting | flag | is | default | |", "|---|---|---|---|---|"]
+    for option in _shown(schema):
+        flag = " ".join(f"`{name}`" for name in option.names) if option.member.flag is not None else ""
+        default = "" if option.default is None or option.member.is_section else f"`{_toml(option.default)}`"
+        rows.append(f"| `{option.path}` | {flag} | {option.expected} | {default} | {option.member.help} |")
+    return "\n".join(rows).replace("\n\n", "\n") + "\n"
+
+
+def as_toml(schema: Schema, loaded: Loaded) -> str:
+    """A file that says the same, each line with its origin. Secrets are counted, not shown."""
+    lines: list[str] = []
+    section, values = "", schema.values(loaded.config)
+    shown = [option for option in _shown(schema) if not option.member.is_section]
+    for option in sorted(shown, key=lambda one: one.path.rpartition(".")[0]):
+        head, _, name = option.path.rpartition(".")
+        if head != section:
+            lines.append(f"\n[{head}]")
+            section = head
+        origin = loaded.origins.get(option.path, "default")
+        value = values[option.path]
+        if SECRET in option.member.marks and value:
+            lines.append(f"# {name} is set, and not shown  # {origin}")
+        elif value is None:
+            lines.append(f"# {name} is not set")
+        else:
+            lines.append(f"{name} = {_toml(value)}  # {origin}")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(schema: Schema) -> list[Option]:
+    return [option for option in schema.options.values() if not (option.member.flag and option.member.flag.hidden)]
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _parameter(path: str) -> str:
+    return path.replace(".", "__")
+
+
+def _click_option(option: Option) -> Any:
+    flag, member = option.member.flag, option.member
+    assert flag is not None
+    bare, marks = parts(member.kind)
+    default = option.default
+    text = member.help
+    if default is not None and default != () and not member.is_section:
+        on, _, off = option.names[0].partition("/")
+        text += f" [default: {(on if default else off)[2:] if bare is bool else default}]"
+    names = (*option.names, _parameter(option.path))
+    if bare is bool:
+        return click.option(*names, default=None, help=text, hidden=flag.hidden)
+    titles = [mark.title for mark in marks if isinstance(mark, msgspec.Meta) and mark.title]
+    metavar = flag.metavar or (titles[-1] if titles else _metavar(member.kind))
+    many = get_origin(bare) is tuple
+    return click.option(*names, multiple=many, metavar=metavar, help=text, hidden=flag.hidden)
+
+
+def _metavar(kind: Any) -> str:
+    bare, _ = parts(kind)
+    if get_origin(bare) is Literal:
+        return f"[{'|'.join(get_args(bare))}]"
+    return {int: "N", float: "NUMBER"}.get(bare, "TEXT")

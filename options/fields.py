@@ -1,0 +1,197 @@
+"""A configuration class, taken apart: one `Option` for each field that users may set.
+
+A configuration is a frozen dataclass (or msgspec struct) whose fields have defaults. A field that users may set is
+annotated with its type, its range and one line of help; what else is annotated says how it appears:
+
+    port: Annotated[int, Meta(ge=0, le=65535), Flag(), "0 lets the system choose."] = 8080
+    timeouts: Timeouts = Timeouts()                   # a section: timeouts.connect_s
+    core: Annotated[CoreConfig, ROOT] = CoreConfig()  # its fields stand at the root: cost.beta_scale
+
+A field without help is not for users. Such classes stay interpreted, as mypyc keeps no annotations:
+scripts/compile_router.py leaves out every config.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from options.values import ConfigError, expected, parts, read_or_refuse
+
+ROOT = "<root>"
+"""A section without a name of its own."""
+SECRET = "<secret>"
+"""Never printed."""
+FILE, FOLDER = "<file>", "<folder>"
+"""A path that has to exist."""
+_MARKS = (ROOT, SECRET, FILE, FOLDER)
+
+Seconds = Annotated[float, msgspec.Meta(ge=0.001, le=1e9, title="SECONDS")]
+
+
+class Flag:
+    """The field has a flag: `names`, or --its-name. `env`: an older variable that also sets it."""
+
+    def __init__(self, *names: str, metavar: str = "", env: str | None = None, hidden: bool = False) -> None:
+        self.names, self.metavar, self.env, self.hidden = names, metavar, env, hidden
+
+
+@dataclass(frozen=True)
+class Member:
+    """A field as it is declared."""
+
+    name: str
+    kind: Any
+    """Its type, without None."""
+    marks: tuple[str, ...]
+    help: str
+    flag: Flag | None
+    is_section: bool
+    """A configuration of its own."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A field in its place."""
+
+    path: str
+    member: Member
+    default: Any
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its flag; "--on/--off" where it is true or false."""
+        assert self.member.flag is not None
+        if self.member.flag.names:
+            return self.member.flag.names
+        name = self.member.name.replace("_", "-")
+        return (f"--{name}/--no-{name}",) if self.member.kind is bool else (f"--{name}",)
+
+    @property
+    def label(self) -> str:
+        """What an error calls it: its flag, else its path."""
+        return self.path if self.member.flag is None else self.names[0].partition("/")[0]
+
+    @property
+    def expected(self) -> str:
+        if self.member.is_section:
+            return "a JSON object"
+        place = next((mark[1:-1] for mark in self.member.marks if mark in (FILE, FOLDER)), None)
+        return f"a {place}" if place is not None else expected(self.member.kind)
+
+    def read(self, where: str, value: Any) -> Any:
+        """Raises ConfigError."""
+        return read_or_refuse(where, value, self.member.kind, secret=SECRET in self.member.marks)
+
+
+class Schema:
+    """Everything a program can be told; its name begins the variables: BLOCKCAST_ROUTER_PORT."""
+
+    def __init__(self, kind: type, program: str) -> None:
+        self.kind, self.program = kind, program
+        self.prefix = f"BLOCKCAST_{program.upper()}_"
+        self.options: dict[str, Option] = {}
+        self.sections: set[str] = set()
+        self._add(kind, kind(), "")
+        self.variables = {self.variable(path): path for path in self.options}
+        for path, option in self.options.items():
+            if option.member.flag is not None and option.member.flag.env is not None:
+                self.variables[option.member.flag.env] = path
+
+    def _add(self, kind: type, defaults: Any, prefix: str) -> None:
+        for member in members(kind):
+            path, default = prefix + member.name, getattr(defaults, member.name)
+            if member.help:
+                self.options[path] = Option(path, member, default)
+            if member.is_section and ROOT in member.marks:
+                self._add(member.kind, default, prefix)
+            elif member.is_section:
+                self.sections.add(path)
+                self._add(member.kind, default, f"{path}.")
+
+    def variable(self, path: str) -> str:
+        return self.prefix + path.upper().replace(".", "_")
+
+    def unknown(self, where: str, key: str, known: list[str] | None = None) -> ConfigError:
+        """The error for a name that is not there, with the nearest one that is."""
+        known = [*self.options] if known is None else known
+        tails = {name.rpartition(".")[2]: name for name in reversed(known)}
+        near = difflib.get_close_matches(key, known, 1) or difflib.get_close_matches(key.rpartition(".")[2], tails, 1)
+        hint = f", the nearest is {tails.get(near[0], near[0])}" if near else ""
+        return ConfigError(f"{where}: no such setting{hint} (`{self.program} config` lists all)")
+
+    def values(self, config: Any) -> dict[str, Any]:
+        """path -> what a configuration has there."""
+        return _values(config, "")
+
+    def build(self, values: dict[str, Any]) -> Any:
+        """The configuration in which these paths have these values. Raises ConfigError."""
+        return _build(self.kind, values, "")
+
+
+def _build(kind: type, values: dict[str, Any], prefix: str) -> Any:
+    given: dict[str, Any] = {}
+    for member in members(kind):
+        path = prefix + member.name
+        if member.is_section:
+            given[member.name] = _build(member.kind, values, prefix if ROOT in member.marks else f"{path}.")
+        elif path in values:
+            given[member.name] = values[path]
+    return kind(**given)
+
+
+def _values(config: Any, prefix: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for member in members(type(config)):
+        value, path = getattr(config, member.name), prefix + member.name
+        if member.is_section:
+            found |= _values(value, prefix if ROOT in member.marks else f"{path}.")
+        else:
+            found[path] = value
+    return found
+
+
+def check(config: Any, prefix: str = "") -> None:
+    """Whether every field is of its type and in its range, however `config` was made. Raises ConfigError."""
+    for member in members(type(config)):
+        value = getattr(config, member.name)
+        if member.is_section:
+            check(value, prefix if ROOT in member.marks else f"{prefix}{member.name}.")
+        elif member.help and value is not None:
+            option = Option(prefix + member.name, member, None)
+            option.read(option.label, value)
+
+
+def members(kind: type) -> tuple[Member, ...]:
+    """Its fields, in order."""
+    if kind not in _MEMBERS:
+        hints = get_type_hints(kind, include_extras=True)
+        names = getattr(kind, "__struct_fields__", None) or [item.name for item in fields(kind)]
+        _MEMBERS[kind] = tuple(_member(name, hints[name]) for name in names)
+    return _MEMBERS[kind]
+
+
+_MEMBERS: dict[type, tuple[Member, ...]] = {}
+
+
+def _member(name: str, hint: Any) -> Member:
+    bare, notes = parts(hint)
+    kind = bare
+    texts = [note for note in notes if isinstance(note, str) and note not in _MARKS]
+    if get_origin(kind) in (Union, types.UnionType):
+        (kind,) = (one for one in get_args(kind) if one is not type(None))
+    for note in notes:
+        if not isinstance(note, (str, Flag)):
+            kind = Annotated[kind, note]
+    return Member(
+        name=name,
+        kind=kind,
+        marks=tuple(note for note in notes if isinstance(note, str) and note in _MARKS),
+        help=texts[0] if texts else "",
+        flag=next((note for note in notes if isinstance(note, Flag)), None),
+        is_section=isinstance(bare, type) and (is_dataclass(bare) or issubclass(bare, msgspec.Struct)),
+    )

@@ -1,0 +1,143 @@
+"""One value of a configuration: read from text (environment, flags) or from a file's own types, and what to say if not.
+
+Types are those that msgspec knows, with `msgspec.Meta` for ranges and `Size` for bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import msgspec
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message names it, its value and what is expected."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Marks a number of bytes that may come with a unit: 512MiB, 4GB, 4g."""
+
+    base: int = 1
+    """What a plain number counts: 1 << 20 where the setting is in MiB."""
+
+
+_UNITS = "kmgt"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgtKMGT])([iI]?[bB])?|[bB])?")
+
+
+def parts(kind: Any) -> tuple[Any, list[Any]]:
+    """A type without `Annotated`, and what it was annotated with."""
+    return (kind.__origin__, list(kind.__metadata__)) if get_origin(kind) is Annotated else (kind, [])
+
+
+def parse_size(text: str, base: int) -> int | None:
+    """How many times `base` bytes, rounded up; None for what is no size.
+
+    GB is 10^9 and GiB 2^30; letters alone are vLLM's: 4g is 4 * 10^9, 4G is 4 * 2^30.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        return None
+    number, letter, rest = match.groups()
+    if letter is None:
+        if not number.isdigit() and not text.strip()[-1].isalpha():
+            return None
+        count = math.ceil(float(number)) if "." in number else int(number)
+        return count if text.strip()[-1].isdigit() else -(-count // base)
+    binary = len(rest) == 2 if rest else letter.isupper()
+    scale: int = (1024 if binary else 1000) ** (_UNITS.index(letter.lower()) + 1)
+    return math.ceil(float(number) * scale / base)
+
+
+def read_text(text: str, kind: Any) -> Any:
+    """A value from text. Raises ValueError or MsgspecError without words for a person."""
+    bare, marks = parts(kind)
+    if get_origin(bare) is tuple:
+        item = get_args(bare)[0]
+        if text.startswith("["):
+            return read(json.loads(text), kind)
+        return msgspec.convert([read_text(word, item) for word in text.split()], kind)
+    if bare is str or get_origin(bare) is Literal:
+        return msgspec.convert(text, kind)
+    return read(text if _size(marks) else msgspec.convert(text, kind, strict=False), kind)
+
+
+def read(value: Any, kind: Any) -> Any:
+    """A value as a file or a program gives it. Raises ValueError or MsgspecError without words for a person."""
+    size = _size(parts(kind)[1])
+    if size is not None and isinstance(value, str):
+        value = parse_size(value, size.base)
+    made = msgspec.convert(value, kind)
+    if not all(math.isfinite(number) for number in _floats(made)):
+        raise ValueError("not finite")
+    return made
+
+
+def _floats(value: Any) -> list[float]:
+    return [item for item in (value if isinstance(value, tuple) else (value,)) if isinstance(item, float)]
+
+
+def _size(marks: list[Any]) -> Size | None:
+    return next((mark for mark in marks if isinstance(mark, Size)), None)
+
+
+def expected(kind: Any) -> str:
+    """What a value must be, in words: "a whole number from 0 to 65535"."""
+    bare, marks = parts(kind)
+    if bare is bool:
+        return "true or false"
+    if get_origin(bare) is Literal:
+        return "one of " + ", ".join(get_args(bare))
+    if get_origin(bare) is tuple:
+        item, *more = get_args(bare)
+        return (
+            f"a list, each {expected(item)}" if more == [...] else f"a list of {len(more) + 1}, each {expected(item)}"
+        )
+    if bare is str:
+        examples = [example for meta in marks if isinstance(meta, msgspec.Meta) for example in meta.examples or ()]
+        return "text" + (f" such as {' or '.join(examples)}" if examples else "")
+    size = _size(marks)
+    noun = "a whole number" if bare is int else "a number"
+    if size is not None:
+        noun = f"a size such as 4GB or 512MiB, plain numbers in {'MiB' if size.base > 1 else 'bytes'},"
+    return f"{noun} {_range(marks)}".strip().removesuffix(",")
+
+
+def _range(marks: list[Any]) -> str:
+    low, high = "", ""
+    for meta in marks:
+        if isinstance(meta, msgspec.Meta):
+            low = f"from {_number(meta.ge)}" if meta.ge is not None else low
+            low = f"above {_number(meta.gt)}" if meta.gt is not None else low
+            high = f"to {_number(meta.le)}" if meta.le is not None else high
+    return f"{low} {high}".strip() if high else low.replace("from", "of at least")
+
+
+def _number(value: float) -> str:
+    return f"{value:g}".replace("e+", "e") if abs(value) >= 1e9 else f"{value:.12g}"
+
+
+def read_or_refuse(where: str, value: Any, kind: Any, *, secret: bool = False) -> Any:
+    """`read`, or `read_text` where it is a `Text`. Raises ConfigError in full words; a secret is not repeated."""
+    text = isinstance(value, Text)
+    try:
+        return read_text(value, kind) if text else read(value, kind)
+    except (ValueError, msgspec.MsgspecError):
+        shown = "a value that is not shown here" if secret else _shown(str(value) if text else value)
+        raise ConfigError(f"{where}: got {shown}, expected {expected(kind)}") from None
+
+
+class Text(str):
+    """A value from the environment or a flag: to be read by its setting's type."""
+
+    __slots__ = ()
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -1,0 +1,30 @@
+"""What a client may send, and how long it may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from options import Flag, Seconds, Size
+
+Bytes = Annotated[int, Meta(ge=1, le=10**15, title="BYTES"), Size()]
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """What a client may send."""
+
+    head_bytes_max: Annotated[Bytes, "Of a request's head; longer ones are answered 431."] = 64 << 10
+    headers_max: Annotated[Annotated[int, Meta(ge=1, le=10**6)], "Of a request; more are answered 431."] = 128
+    body_bytes_max: Annotated[Bytes, Flag("--max-body-bytes"), "Of a request; longer ones are answered 413."] = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTimeouts:
+    """How long a client may take."""
+
+    request_s: Annotated[Seconds, Flag("--request-timeout"), "For a client to send a whole request."] = 60.0
+    """From its first byte to its last: slow-loris clients are cut off with 408."""
+    keep_alive_s: Annotated[Seconds, "Between two requests of a client's connection."] = 75.0
