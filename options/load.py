@@ -112,8 +112,8 @@ def _object(where: str, value: Any) -> dict[str, Any]:
     if isinstance(value, Text):
         try:
             value = json.loads(value)
-        except ValueError as error:
-            raise ConfigError(f"{where}: got {str(value)!r}, expected a JSON object: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{where}: got {str(value)[:200]!r}, expected a JSON object: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: got {value!r}, expected a table")
     return value

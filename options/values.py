@@ -27,7 +27,7 @@ class Size:
 
 
 _UNITS = "kmgt"
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgtKMGT])([iI]?[bB])?|[bB])?")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgtKMGT])([iI]?[bB])?|[bB])?", re.ASCII)
 
 
 def parts(kind: Any) -> tuple[Any, list[Any]]:
@@ -127,7 +127,7 @@ def read_or_refuse(where: str, value: Any, kind: Any, *, secret: bool = False) -
     text = isinstance(value, Text)
     try:
         return read_text(value, kind) if text else read(value, kind)
-    except (ValueError, msgspec.MsgspecError):
+    except (ValueError, RecursionError, msgspec.MsgspecError):
         shown = "a value that is not shown here" if secret else _shown(str(value) if text else value)
         raise ConfigError(f"{where}: got {shown}, expected {expected(kind)}") from None
 

@@ -1,0 +1,324 @@
+"""Both programs' settings, all of them: each is refused where it is wrong, whichever way it comes, and documented."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from engine.cli import cli as engine_cli
+from engine.config import SCHEMA as ENGINE
+from options import SECRET, ConfigError, Option, Schema, load
+from options.command import _shown, table
+from options.load import read_file
+from options.values import Text, parts
+from router.app.cli import cli as router_cli
+from router.app.config import SCHEMA as ROUTER
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+CLIS = {"router": router_cli, "engine": engine_cli}
+EVERY = [
+    pytest.param(schema, option, id=f"{schema.program}-{option.path}")
+    for schema in (ROUTER, ENGINE)
+    for option in schema.options.values()
+]
+LEAVES = [case for case in EVERY if not case.values[1].member.is_section]  # type: ignore[union-attr]
+
+
+def wrong(kind: Any) -> Iterator[Any]:
+    """Values of a wrong type or out of range, as a file has them."""
+    bare, marks = parts(kind)
+    yield {"a": 1}
+    if get_origin(bare) is tuple:
+        yield "no list"
+        yield [1] if get_args(bare)[0] is str else [1.0]
+        yield [{}]
+        for item in wrong(get_args(bare)[0]):
+            yield [item]
+        return
+    yield ["a"]
+    if get_origin(bare) is Literal:
+        yield "what nobody offers"
+        yield 1
+    elif bare is str:
+        yield 5
+        yield True
+    elif bare is bool:
+        yield "perhaps"
+        yield 2
+    else:
+        yield "abc"
+        yield True
+        yield math.nan
+        yield math.inf
+        yield 10**40 if bare is int else 1e300
+        yield 1.5 if bare is int else "1.5"
+        for meta in (mark for mark in marks if isinstance(mark, msgspec.Meta)):
+            if meta.ge is not None:
+                yield meta.ge - 1
+            if meta.gt is not None:
+                yield meta.gt
+            if meta.le is not None:
+                yield meta.le * 2 + 1
+    for meta in (mark for mark in marks if isinstance(mark, msgspec.Meta) and mark.pattern is not None):
+        yield f"\0 no {meta.pattern}"
+
+
+def as_text(value: Any) -> str | None:
+    """The same in a variable or a flag; None where text of that kind is right."""
+    if isinstance(value, (bool, dict)):
+        return None
+    return msgspec.json.encode(value).decode() if isinstance(value, list) else str(value)
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    return value  # type: ignore[no-any-return]
+
+
+def ask(program: str, *args: str, **environment: str) -> Result:
+    return CliRunner().invoke(CLIS[program], ["config", "--check", *args], env=environment)
+
+
+@pytest.mark.parametrize(("schema", "option"), EVERY)
+def test_every_setting_has_a_type_a_range_and_a_line_of_help(schema: Schema, option: Option) -> None:
+    assert option.member.help
+    assert "\n" not in option.member.help
+    bare, marks = parts(option.member.kind)
+    for kind in get_args(bare) if get_origin(bare) is tuple else (bare,):
+        item, item_marks = parts(kind)
+        if item in (int, float):
+            limits = [mark for mark in (*marks, *item_marks) if isinstance(mark, msgspec.Meta)]
+            assert any(meta.ge is not None or meta.gt is not None for meta in limits), "no smallest value"
+            assert any(meta.le is not None for meta in limits), "no largest value"
+
+
+@pytest.mark.parametrize(("schema", "option"), LEAVES)
+def test_a_wrong_value_is_refused_in_a_file(schema: Schema, option: Option) -> None:
+    for value in wrong(option.member.kind):
+        with pytest.raises(ConfigError, match=rf"^f\.toml: {option.path}.*expected") as caught:
+            load(schema, table=nested(option.path, value), where="f.toml")
+        if SECRET not in option.member.marks and not isinstance(value, dict):
+            assert repr(value)[:50] in str(caught.value)
+
+
+@pytest.mark.parametrize(("schema", "option"), LEAVES)
+def test_a_wrong_value_is_refused_in_the_environment_and_in_set(schema: Schema, option: Option) -> None:
+    kind, _ = parts(option.member.kind)
+    texts = [as_text(value) for value in wrong(option.member.kind)]
+    for text in texts:
+        if text is None or (kind is str and not _patterned(option)) or _fits(option, text):
+            continue
+        with pytest.raises(ConfigError, match=rf"^{schema.variable(option.path)}: got .*expected"):
+            load(schema, environment={schema.variable(option.path): text})
+        with pytest.raises(ConfigError, match=rf"^--set {option.path}: got .*expected"):
+            load(schema, settings=[f"{option.path}={text}"])
+
+
+@pytest.mark.parametrize(("schema", "option"), [case for case in LEAVES if case.values[1].member.flag is not None])  # type: ignore[union-attr]
+def test_a_wrong_value_is_refused_as_a_flag(schema: Schema, option: Option) -> None:
+    kind, _ = parts(option.member.kind)
+    if kind is bool:
+        return  # there is nothing that could be wrong
+    for value in wrong(option.member.kind):
+        items = value if get_origin(kind) is tuple and isinstance(value, list) else [value]
+        text = as_text(items[0]) if items else None
+        if text is None or _fits(option, text) or (get_origin(kind) is tuple and _fits(option, f"[{text!r}]")):
+            continue
+        if get_origin(kind) is tuple and get_args(kind)[0] is str:
+            continue  # any text
+        if kind is str and not _patterned(option):
+            continue
+        said = ask(schema.program, option.label, text)
+        assert said.exit_code == 2, said.output
+        assert f"{option.label}: got " in said.output
+        assert "Traceback" not in said.output
+
+
+def _patterned(option: Option) -> bool:
+    return any(isinstance(mark, msgspec.Meta) and mark.pattern for mark in parts(option.member.kind)[1])
+
+
+def _fits(option: Option, text: str) -> bool:
+    """As text it is right after all: 1.5 where the file's "1.5" was wrong, a list's one word."""
+    try:
+        option.read("", Text(text))
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("schema", "option"), LEAVES)
+def test_what_is_right_comes_through_each_way(schema: Schema, option: Option) -> None:
+    """The default, or an example, set anew: the value and its origin; a flag wins over a variable, it over a file."""
+    value = option.default if option.default not in (None, (), "") else _example(option)
+    if value is None:
+        return  # a file that would have to exist
+    plain = list(value) if isinstance(value, tuple) else value
+    text = msgspec.json.encode(plain).decode() if isinstance(value, (tuple, bool, int, float)) else str(value)
+    variable = schema.variable(option.path)
+    for given, origin in (
+        ({"table": nested(option.path, plain), "where": "f"}, "f"),
+        ({"environment": {variable: text}, "table": nested(option.path, plain), "where": "f"}, variable),
+        ({"settings": [f"{option.path}={text}"], "environment": {variable: text}}, "--set"),
+    ):
+        loaded = load(schema, **given)  # type: ignore[arg-type]
+        assert schema.values(loaded.config)[option.path] == value
+        assert loaded.origins[option.path] == origin
+
+
+def _example(option: Option) -> Any:
+    bare, marks = parts(option.member.kind)
+    if option.member.marks and option.member.marks != (SECRET,):
+        return None
+    if option.path.startswith(("tls", "processes")):
+        return None
+    if get_origin(bare) is tuple:
+        item = parts(get_args(bare)[0])
+        return (next((example for mark in item[1] for example in mark.examples or ()), "http://a:1"),)
+    if get_origin(bare) is Literal:
+        return get_args(bare)[0]
+    examples = [example for mark in marks if isinstance(mark, msgspec.Meta) for example in mark.examples or ()]
+    return examples[0] if examples else {int: 7, float: 7.0}.get(bare, "text")
+
+
+def test_a_flag_wins_over_the_environment_and_it_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "router.toml"
+    file.write_text("port = 1\nhost = 'h'\nsession_ttl_s = 5\n[cost]\nbeta_scale = 3\n[queue]\nenabled = true\n")
+    said = ask("router", "--config", str(file), "--port", "3", "--no-queue", BLOCKCAST_ROUTER_PORT="2",
+               BLOCKCAST_ROUTER_HOST="e", BLOCKCAST_ROUTER_QUEUE_ENABLED="true")  # fmt: skip
+    assert said.exit_code == 0, said.output
+    for line in ("port = 3  # --port", 'host = "e"  # BLOCKCAST_ROUTER_HOST', f"beta_scale = 3.0  # {file}",
+                 "enabled = false  # --queue", f"session_ttl_s = 5.0  # {file}", "seed = 0  # default"):  # fmt: skip
+        assert line in said.output.splitlines()
+
+
+@pytest.mark.parametrize("program", ["router", "engine"])
+def test_what_check_prints_is_a_file_that_says_the_same(program: str, tmp_path: Path) -> None:
+    first = ask(program, "--port", "7", "--log-level", "debug").output
+    file = tmp_path / "again.toml"
+    file.write_text(first)
+    second = ask(program, "--config", str(file)).output
+    assert [line.split("  # ")[0] for line in first.splitlines()] == [
+        line.split("  # ")[0] for line in second.splitlines()
+    ]
+
+
+@pytest.mark.parametrize("program", ["router", "engine"])
+def test_keys_are_never_printed(program: str, tmp_path: Path) -> None:
+    file = tmp_path / "f.toml"
+    file.write_text('api_keys = ["hush1"]\n')
+    variable = f"{program.upper()}_API_KEY"
+    for said in (
+        ask(program, "--config", str(file)),
+        ask(program, "--api-key", "hush2"),
+        ask(program, **{variable: "hush3"}),
+    ):
+        assert said.exit_code == 0, said.output
+        assert "hush" not in said.output
+        assert "api_keys is set" in said.output
+    file.write_text("api_keys = 5\n")
+    assert "5" not in ask(program, "--config", str(file)).output.partition("got")[2]
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [
+        ({"table": {"cost": {"beta_scal": 1}}}, "cost.beta_scale"),
+        ({"table": {"beta_scale": 1}}, "cost.beta_scale"),
+        ({"table": {"timeout": {"connect_s": 1}}}, "timeouts.connect_s"),
+        ({"settings": ["prot=1"]}, "port"),
+        ({"environment": {"BLOCKCAST_ROUTER_PROT": "1"}}, "BLOCKCAST_ROUTER_PORT"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(given: Any, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=rf"no such setting, the nearest is {nearest} "):
+        load(ROUTER, **given)
+
+
+def test_what_kubernetes_sets_is_left_alone_or_explained() -> None:
+    names = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT_8080_TCP", "PORT_8080_TCP_ADDR")
+    load(ROUTER, environment={f"BLOCKCAST_ROUTER_{name}": "tcp://10.0.0.1:8080" for name in names})
+    with pytest.raises(ConfigError, match="enableServiceLinks"):
+        load(ROUTER, environment={"BLOCKCAST_ROUTER_PORT": "tcp://10.0.0.1:8080"})
+
+
+@pytest.mark.parametrize(
+    "content", [b"port = ", b"\xff", b"[cost\n", b"cost = 5\n", b"a.b.c = 1\n", b"port = 2020-01-01\n"]
+)
+def test_a_broken_file_is_one_line(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "f.toml"
+    file.write_bytes(content)
+    for path in (file, tmp_path / "missing.toml", tmp_path):
+        said = ask("router", "--config", str(path))
+        assert said.exit_code == 2
+        assert str(path) in said.output
+        assert "Traceback" not in said.output
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--worker", "http://a:1", "--worker", "http://a:1"), "worker a:1 is given twice"),
+        (("--worker", "ftp://a"), "worker url"),
+        (("--tls-cert", __file__), "expected both or neither"),
+        (("--admin", "127.0.0.1:70000"), "--admin"),
+        (("--processes", "2", "--peer-bind", "tcp://*:1"), "--processes"),
+        (("--set", "cost.beta_min=2", "--set", "cost.beta_max=1"), "cost.beta_min"),
+        (("--set", "cost"), "KEY=VALUE"),
+        (("--set", "learn=5"), "expected a table"),
+        (("--workers-file", "/nowhere"), "a file that exists"),
+        (("--tokenizer", __file__), "a folder that exists"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(args: tuple[str, ...], says: str) -> None:
+    said = ask("router", *args)
+    assert said.exit_code == 2
+    assert says in said.output
+
+
+def test_a_line_of_the_workers_file_is_checked(tmp_path: Path) -> None:
+    file = tmp_path / "workers"
+    file.write_text("http://a:1\nnonsense=1\n")
+    assert f"{file}:2" in ask("router", "--workers-file", str(file)).output
+
+
+def test_a_whole_section_comes_as_json() -> None:
+    loaded = load(ENGINE, environment={"BLOCKCAST_ENGINE_KV_EVENTS": '{"topic": "t", "hwm": 5}'})
+    assert (loaded.config.engine.kv_events.topic, loaded.config.engine.kv_events.hwm) == ("t", 5)
+    for text in ("[1]", "{", "5", "abc"):
+        with pytest.raises(ConfigError, match="--kv-events-config"):
+            load(ENGINE, flags={"kv_events": text})
+    with pytest.raises(ConfigError, match=r"--kv-events-config\.hwn: no such setting, the nearest is kv_events.hwm"):
+        load(ENGINE, flags={"kv_events": '{"hwn": 5}'})
+
+
+@pytest.mark.parametrize("schema", [ROUTER, ENGINE], ids=lambda schema: schema.program)
+def test_the_page_holds_the_table(schema: Schema) -> None:
+    """Printed by `router config` and `engine config`."""
+    text = PAGE.read_text()
+    mark = f"{schema.program}-settings"
+    held = text.partition(f"<!-- {mark} -->\n")[2].partition(f"<!-- /{mark} -->")[0]
+    assert held == table(schema)
+    assert all(f"`{option.path}`" in held for option in _shown(schema))
+
+
+def test_the_page_s_file_is_one(tmp_path: Path) -> None:
+    file = tmp_path / "router.toml"
+    file.write_text(PAGE.read_text().partition("```toml\n")[2].partition("```")[0])
+    config = load(ROUTER, table=read_file(file)).config
+    assert config.segment_cache_mb == 1024
+    assert len(config.worker_flags) == 2
+
+
+@pytest.mark.parametrize("schema", [ROUTER, ENGINE], ids=lambda schema: schema.program)
+def test_variables_and_parameters_are_one_to_one(schema: Schema) -> None:
+    assert len({schema.variable(path) for path in schema.options}) == len(schema.options)
+    names = [name for option in schema.options.values() if option.member.flag is not None for name in option.names]
+    assert len(names) == len(set(names))

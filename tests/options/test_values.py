@@ -1,0 +1,108 @@
+"""Single values: sizes with units, words for what is expected, odd numbers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import Meta, MsgspecError
+
+from options.values import ConfigError, Size, Text, expected, parse_size, read, read_or_refuse, read_text
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_"),
+    [
+        ("4096", 4096), ("4GB", 4 * 10**9), ("4GiB", 4 << 30), ("4 GiB", 4 << 30), ("4g", 4 * 10**9), ("4G", 4 << 30),
+        ("1.5k", 1500), ("0.5MiB", 1 << 19), ("10b", 10), ("2T", 2 << 40), ("64mb", 64 * 10**6), ("0", 0), ("1.5B", 2),
+    ],
+)  # fmt: skip
+def test_sizes(text: str, bytes_: int) -> None:
+    assert parse_size(text, 1) == bytes_
+
+
+@pytest.mark.parametrize("text", ["", "GB", "4X", "-4GB", "4.5", "1e9", "4GBB", "4 G B", "٤GB", "0x10", "4,5GB", "nan"])
+def test_no_sizes(text: str) -> None:
+    assert parse_size(text, 1) is None
+
+
+def test_a_plain_number_counts_the_setting_s_own_unit() -> None:
+    assert parse_size("64", 1 << 20) == 64
+    assert parse_size("1GiB", 1 << 20) == 1024
+    assert parse_size("1kB", 1 << 20) == 1  # rounded up: not "none"
+
+
+@given(number=st.integers(0, 10**6), unit=st.sampled_from(["", "b", "k", "K", "MB", "MiB", "g", "G"]))
+def test_sizes_grow_with_their_number(number: int, unit: str) -> None:
+    one, more = parse_size(f"{number}{unit}", 1), parse_size(f"{number + 1}{unit}", 1)
+    assert one is not None
+    assert more is not None
+    assert one < more
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [
+        ("8080", Port, 8080),
+        ("true", bool, True),
+        ("0", bool, False),
+        ("a b", tuple[str, ...], ("a", "b")),
+        ('["a b"]', tuple[str, ...], ("a b",)),
+        ("[1, 2.5]", tuple[float, float], (1.0, 2.5)),
+        ("1 2.5", tuple[float, float], (1.0, 2.5)),
+        ("12", str, "12"),
+        ("auto", Literal["auto", "cpu"], "auto"),
+        ("2k", Annotated[int, Size()], 2000),
+    ],
+)
+def test_text_is_read_by_its_type(text: str, kind: Any, value: Any) -> None:
+    assert read_text(text, kind) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("", Port), ("8_0", Port), ("1.5", Port), ("65536", Port), ("yes", bool), ("inf", float), ("-inf", float),
+        ("nan", float), ("1e999", float), ("1 inf", tuple[float, float]), ("1", tuple[float, float]), ("9" * 5000, int),
+        ("[1", tuple[int, ...]), ("cuda", Literal["auto", "cpu"]), ("[" * 100_000, tuple[str, ...]),
+    ],
+)  # fmt: skip
+def test_text_that_does_not_fit_is_refused_in_words(text: str, kind: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^x: got .*, expected "):
+        read_or_refuse("x", Text(text), kind)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (True, int),
+        (True, float),
+        ("1", int),
+        (1, str),
+        (1.5, int),
+        (float("nan"), float),
+        (10**400, float),
+        (None, int),
+    ],
+)
+def test_values_of_a_file_keep_their_type(value: Any, kind: Any) -> None:
+    with pytest.raises((ValueError, MsgspecError)):
+        read(value, kind)
+
+
+def test_what_is_expected_is_said_in_words() -> None:
+    assert expected(Port) == "a whole number from 0 to 65535"
+    assert expected(Annotated[float, Meta(gt=0)]) == "a number above 0"
+    assert expected(Annotated[int, Meta(ge=1)]) == "a whole number of at least 1"
+    assert expected(Literal["a", "b"]) == "one of a, b"
+    assert expected(tuple[float, float]) == "a list of 2, each a number"
+
+
+def test_a_secret_is_not_repeated() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_or_refuse("api_keys", ["hush", 5], tuple[str, ...], secret=True)
+    assert "hush" not in str(caught.value)
