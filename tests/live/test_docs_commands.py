@@ -3,7 +3,8 @@
 A `bash` or `console` block, or one without a language that begins with a program, is taken command by command. Servers
 are started for real and stay up for the rest of the page; their ports are mapped to free ones, and a worker that the
 page has running already (`gpu1:8000`) is one of ours. Of another engine's command what it publishes is read. A command
-that this file does not know how to run fails the test: teach it here.
+that this file does not know how to run fails the test: teach it here. A block of TOML that begins with
+`# NAME` is that file.
 """
 
 from __future__ import annotations
@@ -87,8 +88,12 @@ class Session:
             self._check(["curl", "-sS", "--fail-with-body", "--max-time", "60", *self._mapped(words[1:])])
         elif program == "scripts/kv_subscriber":
             self._check(["timeout", "--preserve-status", "-s", "INT", WATCH_S, sys.executable, *self._mapped(words)])
-        elif program in ("scripts/make_tiny_model", "engine"):
-            start = [sys.executable, "-m", "engine"] if program == "engine" else [sys.executable, str(ROOT / program)]
+        elif program in ("scripts/make_tiny_model", "engine", "router"):
+            start = (
+                [sys.executable, "-m", program]
+                if program in ("engine", "router")
+                else [sys.executable, str(ROOT / program)]
+            )
             self._check([*start, *self._mapped(words[1:])])
         elif program in ("scripts/test", "scripts/check"):  # they run this very test: only that they are sound
             self._check(["bash", "-n", str(ROOT / program)])
@@ -194,6 +199,8 @@ def _ready_line(log: str) -> str:
 def test_every_command_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    for name, text in re.findall(r"^```toml\n# (\S+)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        (tmp_path / name).write_text(text)
     session = Session(tmp_path)
     try:
         for command in commands(page):
