@@ -100,6 +100,10 @@ class Reading:
     ) -> RouteRequest:
         """What the core is asked."""
         parsed = asked.parsed
+        if token_ids is not None and parsed.truncate_prompt_tokens == -1:
+            longest = self._longest(asked)
+            if longest is not None and len(token_ids) >= longest:
+                token_ids = token_ids[1 - longest :]  # as vLLM: the end of the prompt, and room for one token
         return RouteRequest(
             request_id=request_id,
             model=asked.model,
@@ -117,9 +121,12 @@ class Reading:
     def _estimate(self, asked: Asked) -> int:
         """What a prompt that was not tokenised may come to: never more than its model takes, or an image in a body
         would price its worker out."""
+        return min(estimate_tokens(asked.body_bytes), self._longest(asked) or ESTIMATE_MAX)
+
+    def _longest(self, asked: Asked) -> int | None:
+        """The longest context that a worker has for the model, in tokens."""
         served = self._core.resolve_model(asked.model)
-        longest = served.max_model_len if served is not None else None
-        return min(estimate_tokens(asked.body_bytes), longest or ESTIMATE_MAX)
+        return served.max_model_len if served is not None else None
 
     def _model(self, name: str | None) -> tuple[str, str, str | None]:
         """(name, base model, LoRA) of what the client asked for; without a name, the first model there is."""

@@ -119,11 +119,13 @@ class Registry:
         if counted and context_max is not None and whole > context_max:
             pool = [t for t in pool if self._fits(t.worker_id, request.model, whole)]
             if not pool:
+                limit = max(w.models[request.model].max_model_len or 0 for w in self._serving(request.model))
                 return Refuse(
                     request.request_id,
                     400,
                     "context_length_exceeded",
-                    f"The prompt has {request.prompt_tokens} tokens; no worker of {request.model!r} takes so many.",
+                    f"The prompt has {request.prompt_tokens} tokens and an answer takes one more; no worker of "
+                    f"{request.model!r} has room for more than {limit}.",
                 )
         if request.worker is not None:
             pool = [t for t in pool if request.worker in (t.worker_id, t.name)]
@@ -179,12 +181,15 @@ class Registry:
             self._context_max[key] = min(limits, default=None)
         return pool
 
+    def _serving(self, model: str) -> list[Worker]:
+        return [worker for worker in self.workers.values() if model in worker.models]
+
     def _fits(self, worker_id: str, model: str, tokens: int) -> bool:
         limit = self.workers[worker_id].models[model].max_model_len
         return limit is None or tokens <= limit
 
     def _refuse(self, request: RouteRequest) -> Refuse:
-        serving = [w for w in self.workers.values() if request.model in w.models]
+        serving = self._serving(request.model)
         if not serving and any(w.state is WorkerState.UP for w in self.workers.values()):
             names = ", ".join(sorted(self.models())) or "none"
             return Refuse(

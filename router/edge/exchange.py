@@ -116,7 +116,12 @@ class Exchange:
         """End with an error of our own, before any byte of an answer."""
         if self._end(f"refused_{code}"):
             self._drop_connection()
-            self.client.refuse(status, code, message, retry_after_s)
+            param = None
+            if code == "unknown_model":
+                param = "model"
+            elif code == "context_length_exceeded":
+                param = "messages" if self.request.path.endswith("/chat/completions") else "prompt"
+            self.client.refuse(status, code, message, retry_after_s, param=param)
 
     # From the client's side ---------------------------------------------------------------------------------------
 

@@ -24,8 +24,6 @@ REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 JSON = b"application/json"
 WRITE_BUFFER_BYTES = 256 * 1024
 """Answer bytes that wait for a slow client before its worker is not read any more."""
-PARAMS = {"model_not_found": "model", "context_length_exceeded": "messages"}
-"""Which field an error of the core's is about."""
 LINGER_S = 2.0
 """How long an early error stays readable while the client is still sending."""
 AHEAD_BYTES_MAX = 64 * 1024
@@ -228,13 +226,15 @@ class ClientConnection(asyncio.Protocol):
             headers = (*headers, (b"allow", error.allow.encode()))
         self.respond(error.status, msgspec.json.encode(error.body()), headers=headers)
 
-    def refuse(self, status: int, code: str, message: str, retry_after_s: float | None) -> None:
-        """Answer with an OpenAI-style error of the router's own."""
+    def refuse(
+        self, status: int, code: str, message: str, retry_after_s: float | None, *, param: str | None = None
+    ) -> None:
+        """Answer with an OpenAI-style error of the router's own. `param`: the field of the body that it is about."""
         if code == "unknown_model":
             code = "model_not_found"  # OpenAI's word
         headers = [] if retry_after_s is None else [(b"retry-after", b"%d" % max(1, round(retry_after_s)))]
         self.respond_error(
-            RequestError(message, param=PARAMS.get(code), code=code, status=status, type=error_type(status)), headers
+            RequestError(message, param=param, code=code, status=status, type=error_type(status)), headers
         )
 
     # For the server -----------------------------------------------------------------------------------------------

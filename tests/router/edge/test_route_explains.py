@@ -79,3 +79,35 @@ def test_the_explained_decision_is_the_one_taken(edge: Any, make_post: Any, poli
         assert outcomes >= {200, 400, 404}, (seed, outcomes)
 
     edge.run(scenario())
+
+
+def test_a_prompt_that_is_to_be_cut_is_cut_as_vllm_cuts_it(edge: Any, make_post: Any) -> None:
+    """`truncate_prompt_tokens: -1` keeps the end of the prompt, with room for one token."""
+
+    async def scenario() -> None:
+        await edge.start(policy="kv")
+        upstream = await edge.worker(edge.reply())
+        models = (ServedModel("tiny", "tiny", max_model_len=100),)
+        edge.core.add_worker(WorkerSpec("w", f"http://127.0.0.1:{upstream.port}", models), 0.0)
+        for count, keep, prompt_tokens in [(99, -1, 99), (100, -1, 99), (5000, -1, 99), (5000, 7, 7)]:
+            body = {"model": "tiny", "prompt": list(range(count)), "truncate_prompt_tokens": keep}
+            status, _, explained = parts(await edge.exchange(make_post(json.dumps(body).encode(), b"/route")))
+            assert status == 200, explained
+            assert explained["prompt_tokens"] == prompt_tokens
+
+    edge.run(scenario())
+
+
+def test_a_prompt_that_is_too_long_is_refused_with_its_field_and_the_limit(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start(policy="kv")
+        upstream = await edge.worker(edge.reply())
+        models = (ServedModel("tiny", "tiny", max_model_len=100),)
+        edge.core.add_worker(WorkerSpec("w", f"http://127.0.0.1:{upstream.port}", models), 0.0)
+        body = json.dumps({"model": "tiny", "prompt": list(range(500))}).encode()
+        answer = await edge.exchange(make_post(body, b"/v1/completions"))
+        status, _, error = parts(answer)
+        assert (status, error["error"]["code"], error["error"]["param"]) == (400, "context_length_exceeded", "prompt")
+        assert "100" in error["error"]["message"]
+
+    edge.run(scenario())
