@@ -87,10 +87,10 @@ def test_a_prompt_that_is_to_be_cut_is_cut_as_vllm_cuts_it(edge: Any, make_post:
     async def scenario() -> None:
         await edge.start(policy="kv")
         upstream = await edge.worker(edge.reply())
-        models = (ServedModel("tiny", "tiny", max_model_len=100),)
+        models = (ServedModel("short", "short", max_model_len=100),)
         edge.core.add_worker(WorkerSpec("w", f"http://127.0.0.1:{upstream.port}", models), 0.0)
         for count, keep, prompt_tokens in [(99, -1, 99), (100, -1, 99), (5000, -1, 99), (5000, 7, 7)]:
-            body = {"model": "tiny", "prompt": list(range(count)), "truncate_prompt_tokens": keep}
+            body = {"model": "short", "prompt": list(range(count)), "truncate_prompt_tokens": keep}
             status, _, explained = parts(await edge.exchange(make_post(json.dumps(body).encode(), b"/route")))
             assert status == 200, explained
             assert explained["prompt_tokens"] == prompt_tokens
@@ -102,9 +102,9 @@ def test_a_prompt_that_is_too_long_is_refused_with_its_field_and_the_limit(edge:
     async def scenario() -> None:
         await edge.start(policy="kv")
         upstream = await edge.worker(edge.reply())
-        models = (ServedModel("tiny", "tiny", max_model_len=100),)
+        models = (ServedModel("short", "short", max_model_len=100),)
         edge.core.add_worker(WorkerSpec("w", f"http://127.0.0.1:{upstream.port}", models), 0.0)
-        body = json.dumps({"model": "tiny", "prompt": list(range(500))}).encode()
+        body = json.dumps({"model": "short", "prompt": list(range(500))}).encode()
         answer = await edge.exchange(make_post(body, b"/v1/completions"))
         status, _, error = parts(answer)
         assert (status, error["error"]["code"], error["error"]["param"]) == (400, "context_length_exceeded", "prompt")
