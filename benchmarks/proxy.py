@@ -17,10 +17,7 @@ import asyncio
 import json
 import random
 import statistics
-import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +25,8 @@ import _path
 import click
 from harness.figures import cpu_seconds, in_words, machine, rank, write_json
 from harness.load import Answer, Client, closed_loop, post
-from harness.peers import PEERS, our_program, peer_command
-from harness.programs import Program, await_true, metric, ours
+from harness.peers import PEERS, before_mocks, peer_command
+from harness.programs import Program, await_true, metric
 
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.routing import parse_routing
@@ -233,27 +230,6 @@ def show(name: str, result: dict[str, Any]) -> None:
         f"+{stream['chunk_lag_p50_ms']:.3f} ms p50, +{stream['chunk_lag_p99_ms']:.3f} ms p99, first chunk "
         f"+{stream['first_chunk_p50_ms']:.3f} ms"
     )
-
-
-@contextmanager
-def before_mocks(
-    folder: Path, checkout: bool, mock_args: list[list[str]], *router_args: str
-) -> Iterator[tuple[Program, str, list[str]]]:
-    """Our router before a mock worker for each list of arguments: (its process, its URL, the mocks' URLs)."""
-    path = {"PYTHONPATH": f"{_path.ROOT}:{_path.ROOT}/scripts"}
-    with ExitStack() as stack:
-        urls = []
-        for number, args in enumerate(mock_args):
-            command = [sys.executable, "-m", "harness.mock", "--model", str(folder), *args]
-            mock = stack.enter_context(Program(command, folder / f"mock{number}.log", env=path))
-            urls.append("http://127.0.0.1:" + mock.await_line(r"^(\d+)$"))
-        own = ours("router") if checkout else [str(our_program())]
-        command = [*own, "run", *urls, "--port", "0", *router_args]
-        # An installed package must not be shadowed by the checkout: it runs elsewhere.
-        router = Program(
-            command, folder / "router.log", env=path if checkout else None, cwd=None if checkout else folder
-        )
-        yield stack.enter_context(router), router.await_line(), urls
 
 
 @click.command(help=__doc__)

@@ -24,8 +24,9 @@ import _path  # noqa: F401
 import click
 from harness.figures import in_words, machine, resident_bytes, write_json
 from harness.load import Client, post
+from harness.peers import before_mocks
 from harness.programs import metric
-from proxy import Bodies, before_mocks, question
+from proxy import Bodies, question
 
 from engine.tiny.tokenizer import write_tokenizer
 

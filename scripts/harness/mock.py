@@ -146,10 +146,12 @@ async def churn(events: EventPublisher, rate: float) -> None:
         await asyncio.sleep(1.0 / rate)
 
 
-async def serve(model: str, announce: Path | None, chunks: int, pace_ms: float, churn_rate: float) -> None:
+async def serve(
+    model: str, announce: Path | None, chunks: int, pace_ms: float, churn_rate: float, max_model_len: int
+) -> None:
     events = publisher(json.loads(announce.read_text()) if announce is not None else [])
     churning = asyncio.create_task(churn(events, churn_rate)) if churn_rate else None
-    card = {"id": "mock", "object": "model", "owned_by": "mock", "root": model, "max_model_len": 1 << 20}
+    card = {"id": "mock", "object": "model", "owned_by": "mock", "root": model, "max_model_len": max_model_len}
     pages = {
         b"/health": b"",
         b"/v1/models": json.dumps({"object": "list", "data": [card]}).encode(),
@@ -171,11 +173,12 @@ async def serve(model: str, announce: Path | None, chunks: int, pace_ms: float, 
 @click.option("--chunks", default=64)
 @click.option("--pace-ms", default=10.0)
 @click.option("--churn", default=0.0, help="Chains of blocks stored and removed a second.")
-def main(model: str, announce: Path | None, chunks: int, pace_ms: float, churn: float) -> None:
+@click.option("--max-model-len", default=1 << 20)
+def main(model: str, announce: Path | None, chunks: int, pace_ms: float, churn: float, max_model_len: int) -> None:
     import uvloop
 
     uvloop.install()
-    asyncio.run(serve(model, announce, chunks, pace_ms, churn))
+    asyncio.run(serve(model, announce, chunks, pace_ms, churn, max_model_len))
 
 
 if __name__ == "__main__":

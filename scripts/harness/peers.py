@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import click
 
-from harness.programs import ROOT, free_port
+from harness.programs import ROOT, Program, free_port, ours
 
 PEERS = ("smg", "vllm-router")
 """Names of distributions and of their programs."""
@@ -52,3 +54,24 @@ def peer_command(name: str, urls: list[str]) -> tuple[list[str], int]:
         *program, "--worker-urls", *urls, "--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware",
         "--prometheus-port", str(free_port()),
     ], port  # fmt: skip
+
+
+@contextmanager
+def before_mocks(
+    folder: Path, checkout: bool, mock_args: list[list[str]], *router_args: str
+) -> Iterator[tuple[Program, str, list[str]]]:
+    """Our router before a mock worker for each list of arguments: (its process, its URL, the mocks' URLs)."""
+    path = {"PYTHONPATH": f"{ROOT}:{ROOT}/scripts"}
+    with ExitStack() as stack:
+        urls = []
+        for number, args in enumerate(mock_args):
+            command = [sys.executable, "-m", "harness.mock", "--model", str(folder), *args]
+            mock = stack.enter_context(Program(command, folder / f"mock{number}.log", env=path))
+            urls.append("http://127.0.0.1:" + mock.await_line(r"^(\d+)$"))
+        own = ours("router") if checkout else [str(our_program())]
+        command = [*own, "run", *urls, "--port", "0", *router_args]
+        # An installed package must not be shadowed by the checkout: it runs elsewhere.
+        router = Program(
+            command, folder / "router.log", env=path if checkout else None, cwd=None if checkout else folder
+        )
+        yield stack.enter_context(router), router.await_line(), urls

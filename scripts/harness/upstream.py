@@ -35,18 +35,25 @@ class Upstream:
     """A worker whose pages are given and whose POSTs are answered step by step. Use as `async with`."""
 
     def __init__(
-        self, pages: Mapping[str, bytes], steps: Callable[[], Steps] = lambda: (WAIT,), *, at_accept: str = ""
+        self,
+        pages: Mapping[str, bytes],
+        steps: Callable[[], Steps] = lambda: (WAIT,),
+        *,
+        at_accept: str = "",
+        port: int = 0,
     ) -> None:
         self.pages = {"/health": b"{}", **pages}
         """Path -> body of a 200, or a whole answer where it begins with HTTP."""
         self.steps = steps
         self.at_accept = at_accept
         """CLOSE or RESET: what becomes of every connection."""
-        self.requests = 0
+        self.any_page: bytes | None = None
+        """The body for every path that has no page."""
+        self._port = port
         self.url = ""
 
     async def __aenter__(self) -> Upstream:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=2**26)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port, limit=2**26)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
@@ -63,13 +70,12 @@ class Upstream:
                 method, path, _ = head.split(b" ", 2)
                 at = head.lower().find(b"content-length:")
                 await reader.readexactly(int(head[at + 15 :].split(b"\r\n")[0]) if at >= 0 else 0)
-                page = self.pages.get(path.decode("latin-1").partition("?")[0])
+                page = self.pages.get(path.decode("latin-1").partition("?")[0], self.any_page)
                 if page is not None:
                     writer.write(page if page.startswith(b"HTTP/") else whole(page))
                 elif method == b"GET":
                     writer.write(whole(b"{}", b"HTTP/1.1 404 Not Found\r\n"))
                 else:
-                    self.requests += 1
                     if await self._play(reader, writer, self.steps()):
                         return
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):

@@ -1,0 +1,313 @@
+"""The attacks of scripts/hostile, one coroutine a group."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import zmq
+from event_faults_script import BLOCK, stored
+from harness.load import Answer, Client, post
+from harness.programs import await_true, call
+from harness.upstream import CLOSE, RESET, STREAM, Steps, Upstream, chunk, model_card, models_page, whole
+from harness.workers import FakeWorker, Publisher
+from hostile_bodies import BODIES
+from hostile_events import EVENTS, FRAMES, PAGES, PEER, REPLAYS
+from hostile_http import Variant, variants
+from hostile_upstreams import AFTER, BEFORE, CUT, GOOD, ODD
+from hostile_world import CLOSED_S_MAX, ENDED, QUIET_S, STAYS_OPEN, World
+
+AT_ONCE = 32
+BODY_S_MAX = 120.0
+ANSWER_S_MAX = 25.0
+"""More than --total-timeout: what is not over then hangs."""
+EVENT_S_MAX = 60.0
+PAUSE_S = 0.1
+"""Between requests, so that what a worker says unasked finds its connection idle: in the middle of the next request
+nobody could tell it from the answer."""
+
+
+def named(found: dict[str, Any], world: World, count: int) -> list[tuple[str, Any]]:
+    return world.picked([(name, value) for name, value in found.items() if world.match in name], count)
+
+
+async def http(world: World) -> None:
+    """Each variant whole, then cut: the answers are the same."""
+    found = {f"http: {v.name}": v for v in variants()}
+    for name, variant in named(found, world, 30):
+        async with world.attack(name):
+            await _cut_everywhere(world, name, variant)
+
+
+async def _cut_everywhere(world: World, name: str, variant: Variant) -> None:
+    data = variant.data
+    patience_s = CLOSED_S_MAX if variant.answers else QUIET_S
+    statuses, end = await world.exchange(data, patience_s=patience_s)
+    taken = sum(status < 400 for status in statuses)
+    if end == STAYS_OPEN:
+        world.fault(name, "the connection stays open", data)
+    if variant.answers is not None and taken != variant.answers:
+        world.fault(name, f"statuses {statuses}, expected {variant.answers} below 400", data)
+    if end == ENDED:  # else more bytes are awaited, and the client's end of sending is what ends it
+        patience_s = CLOSED_S_MAX
+    limit = asyncio.Semaphore(AT_ONCE)
+
+    async def cut(*pieces: bytes) -> None:
+        async with limit:
+            again, end = await world.exchange(*pieces, patience_s=patience_s)
+        if sum(status < 400 for status in again) != taken or end == STAYS_OPEN:
+            lengths = [len(piece) for piece in pieces][:20]
+            world.fault(name, f"cut into {lengths}: statuses {again}, {end}; whole {statuses}", data)
+
+    few = 6 if world.short else 160 if len(data) < 2000 else 4
+    offsets = range(1, len(data))
+    chosen = world.rng.sample(offsets, min(few, len(offsets)))
+    cuts = [(data[:at], data[at:]) for at in chosen]
+    if len(data) < 2000:
+        cuts.append(tuple(data[i : i + 1] for i in range(len(data))))
+    await asyncio.gather(*(cut(*pieces) for pieces in cuts))
+
+
+async def upstreams(world: World) -> None:
+    """Each beside a sound worker of the same model; then answers broken off at every offset."""
+    kinds = {f"upstream: {name}": (steps, "") for modes in (BEFORE, AFTER, ODD) for name, steps in modes.items()}
+    kinds |= {f"upstream: {how}s every connection": ((), how) for how in (CLOSE, RESET)}
+    limit = asyncio.Semaphore(1 if world.match else 6)
+
+    async def one(number: int, name: str, steps: Steps, at_accept: str) -> None:
+        async with limit, world.attack(name):
+            await _beside_a_sound_one(world, f"up{number}", name, steps, at_accept)
+
+    chosen = named(kinds, world, 12)
+    await asyncio.gather(*(one(number, name, *how) for number, (name, how) in enumerate(chosen)))
+    for name, answer in named({f"upstream: {name}, broken off": answer for name, answer in CUT.items()}, world, 1):
+        offsets = list(range(len(answer))) if not world.short else world.rng.sample(range(len(answer)), 20)
+        for how in (CLOSE, RESET):
+            async with world.attack(f"{name} ({how})"):
+                await _broken_off(world, f"{name} ({how})", answer, [(answer[:at], how) for at in offsets])
+
+
+async def _beside_a_sound_one(world: World, model: str, name: str, steps: Steps, at_accept: str) -> None:
+    pages = {"/v1/models": models_page(model_card(model))}
+    before = name.removeprefix("upstream: ") in BEFORE or at_accept
+    async with Upstream(pages, lambda: steps) as rogue, Upstream(pages, lambda: (whole(GOOD),)) as sound:
+        workers = [await world.add(rogue.url, events="none"), await world.add(sound.url, events="none")]
+        if not await world.up(workers[0]) or not await world.up(workers[1]):
+            world.fault(name, "a worker whose pages are sound is not taken in", steps)
+        rogue.at_accept = at_accept
+        async with Client(world.url, patience_s=ANSWER_S_MAX) as client:
+            for number in range(3 if world.short else 6):
+                body = {"model": model, "prompt": [number] * 20, "stream": bool(number % 2)}
+                headers = {} if number < 4 else {"x-blockcast-worker": workers[0]}
+                answer = await client.ask(post("/v1/completions", body, headers))
+                await asyncio.sleep(PAUSE_S)
+                _judge(world, name, answer, steps)
+                # A worker named in the request cannot be replaced, nor one that takes its whole time to fail.
+                if before and not headers and answer.status not in (200, 504):
+                    world.fault(name, f"not repeated on the sound worker: {answer.status} {answer.error}", steps)
+        await world.remove(*workers)
+
+
+def _judge(world: World, name: str, answer: Answer, steps: object) -> None:
+    if answer.error == "timeout":
+        world.fault(name, f"hangs: status {answer.status} after {ANSWER_S_MAX:g} s", steps)
+    if b"STALE" in answer.body:
+        world.fault(name, "bytes that nobody asked for reached a client", steps)
+    if (
+        name.removeprefix("upstream: ") in AFTER
+        and answer.status == 200
+        and not answer.error
+        and b"GOOD" not in answer.body
+    ):
+        world.fault(name, f"a broken answer looks whole: {answer.body[-200:]!r}", steps)
+
+
+async def _broken_off(world: World, name: str, answer: bytes, steps: list[Steps]) -> None:
+    """One worker for a few of them, as one that fails often is left alone."""
+    model, left = f"cut{len(world.attacks)}", list(steps)
+    pages = {"/v1/models": models_page(model_card(model))}
+
+    def next_steps() -> Steps:
+        return left.pop() if left else (answer,)
+
+    end_s = time.monotonic() + 120
+    async with Upstream(pages, lambda: (whole(GOOD),)) as sound, Client(world.url, patience_s=ANSWER_S_MAX) as client:
+        workers = [await world.add(sound.url, events="none")]
+        while left and time.monotonic() < end_s:
+            async with Upstream(pages, next_steps) as rogue:
+                worker = await world.add(rogue.url, events="none")
+                await world.up(worker)
+                for number in range(12):
+                    body = {"model": model, "prompt": [number] * 20}
+                    got = await client.ask(post("/v1/completions", body))
+                    if got.error == "timeout":
+                        world.fault(name, f"hangs; {len(left)} offsets are left", steps)
+                    is_whole = b"GOOD" in got.body or b"[DONE]" in got.body or b"FULL" in got.body[-200:]
+                    if got.status == 200 and not got.error and not (is_whole and got.body):
+                        world.fault(name, f"a broken answer looks whole: {got.body!r}", steps)
+                await world.remove(worker)
+        await world.remove(*workers)
+    if left:
+        world.attacks[-1]["note"] = f"{len(left)} offsets were not reached"
+
+
+async def bodies(world: World) -> None:
+    sizes = (10**6,) if world.short else (10**6, 10**7, 6 * 10**7)
+    kinds = {f"body: {name}, {size // 10**6} MB": (*BODIES[name], size) for name in BODIES for size in sizes}
+    for name, (path, make, size) in named(kinds, world, 8):
+        request = post(path, make(size))
+        async with world.attack(name) as entry, Client(world.url, patience_s=BODY_S_MAX) as client:
+            answer = await client.ask(request)
+            entry["note"] = f"{answer.status} {answer.error} in {answer.end_s - answer.sent_s:.2f} s"
+            if answer.status >= 500 or answer.error == "timeout" or not answer.status:
+                world.fault(name, entry["note"], request[:300])
+    if not world.short and "unfinished" in f"body: 12 unfinished ones{world.match}":
+        async with world.attack("body: 12 unfinished ones of 60 MB"):
+            host, port = world.url.removeprefix("http://").split(":")
+            opened = [await asyncio.open_connection(host, int(port)) for _ in range(12)]
+            head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 60000001\r\n\r\n"
+            for _, writer in opened:
+                writer.write(head + b"x" * 60_000_000)
+            await asyncio.sleep(3)
+            for _, writer in opened:
+                writer.transport.abort()
+
+
+class Sound:
+    """A worker whose events are followed while others misbehave: how long until one is known."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.worker = FakeWorker("sound", Publisher())
+        self._count = 0
+
+    async def delay_s(self) -> float | None:
+        """None: not within the time."""
+        self._count += 1
+        ids = [(self._count * 7919 + i) % 30000 for i in range(4 * BLOCK + 1)]
+        self.worker.publisher.publish(stored([self._count * 100 + i for i in range(4)], ids[:-1]))
+        begun = time.monotonic()
+
+        def known() -> bool:
+            url, headers = f"{self._world.url}/route", self._world._headers
+            status, answer = call(url, {"model": "sound", "prompt": ids}, headers=headers, timeout_s=60)
+            return status == 200 and any(row["cached_tokens"] == 4 * BLOCK for row in answer["candidates"])
+
+        found = await asyncio.to_thread(await_true, known, EVENT_S_MAX, 0.01)
+        return time.monotonic() - begun if found else None
+
+
+class LyingReplays(Publisher):
+    """Answers questions to the replay socket with what it was given."""
+
+    def __init__(self, replies: list[list[bytes]]) -> None:
+        self._replies = replies
+        super().__init__()
+
+    def _answer(self, router: zmq.Socket[bytes], stop: Any) -> None:
+        answered = 0
+        while not stop.is_set():
+            if not router.poll(20):
+                continue
+            identity, *_ = router.recv_multipart()
+            answered += 1
+            for frames in self._replies if answered <= 20 else ():
+                router.send_multipart([identity, b"", *frames])
+        router.close(0)
+
+
+async def events(world: World) -> None:
+    sound = Sound(world)
+    await world.up(await world.add(sound.worker.url))
+    await asyncio.to_thread(sound.worker.publisher.await_subscriber)
+    if await sound.delay_s() is None:
+        world.fault("events", "the sound worker's events are not known even before the first attack", "")
+
+    def frames_of(payloads: Callable[[], Iterator[bytes]]) -> Iterator[list[bytes]]:
+        return ([b"", struct.pack(">Q", seq), payload] for seq, payload in enumerate(payloads()))
+
+    kinds: dict[str, Any] = {f"events: {n}": (lambda p=p: frames_of(p), Publisher) for n, p in EVENTS.items()}
+    kinds |= {f"frames: {n}": (lambda f=f: iter(f), Publisher) for n, f in FRAMES.items()}
+    gap = [[b"", struct.pack(">Q", 9), b"\x93\xcb" + b"\x00" * 8 + b"\x90\xc0"]]
+    kinds |= {f"replay: {n}": (lambda: iter(gap), lambda r=r: LyingReplays(r)) for n, r in REPLAYS.items()}
+    try:
+        for number, (name, (frames, publisher)) in enumerate(named(kinds, world, 10)):
+            async with world.attack(name) as entry:
+                worker = FakeWorker(f"evil{number}", publisher())
+                added = await world.add(worker.url)
+                await world.up(added)
+                await asyncio.to_thread(worker.publisher.await_subscriber)
+                await asyncio.to_thread(_send, worker, frames)
+                delay_s = await sound.delay_s()
+                entry["note"] = f"a sound event is known after {delay_s or 0:.2f} s"
+                if delay_s is None:
+                    world.fault(name, f"events of the sound worker are not known after {EVENT_S_MAX:g} s", name)
+                await world.remove(added)
+                await asyncio.to_thread(worker.close)
+    finally:
+        await asyncio.to_thread(sound.worker.close)
+
+
+def _send(worker: FakeWorker, frames: Callable[[], Iterator[list[bytes]]]) -> None:
+    for message in frames():
+        worker.publisher._pub.send_multipart(message)
+
+
+async def discovery(world: World) -> None:
+    found = named({f"discovery: {name}": pages for name, pages in PAGES.items()}, world, 8)
+    while found:
+        batch, found = found[:6], found[6:]
+        await asyncio.gather(*(_discovered(world, name, pages) for name, pages in batch))
+
+
+async def _discovered(world: World, name: str, pages: dict[str, bytes]) -> None:
+    async with world.attack(name) as entry:
+        card = model_card(f"found{len(world.attacks)}")
+        sound = {"/v1/models": models_page(card), "/kv_event_sources": b"{}"}
+        async with Upstream({**sound, **pages}, lambda: (whole(GOOD),)) as rogue:
+            worker = await world.add(rogue.url)
+            await asyncio.sleep(1.0 if world.short else 2.5)
+            status, state = await world.admin("/workers")
+            rows = [row for row in state["workers"] if row["worker_id"] == worker] if status == 200 else []
+            entry["note"] = rows[0]["state"] if rows else "not listed"
+            if status != 200:
+                world.fault(name, f"/workers answers {status}: {str(state)[:200]}", pages)
+            await world.remove(worker)
+
+
+async def peers(world: World) -> None:
+    context = zmq.Context()
+    pub = context.socket(zmq.PUB)
+    pub.linger = 0
+    pub.bind(f"tcp://127.0.0.1:{world.peer_port}")
+    await asyncio.sleep(1.5)
+    try:
+        for name, messages in named({f"peer: {name}": frames for name, frames in PEER.items()}, world, 4):
+            async with world.attack(name):
+                for frames in messages:
+                    pub.send_multipart(frames)
+                await asyncio.sleep(0.3 if world.short else 1.5)
+    finally:
+        pub.close(0)
+        context.term()
+    dumps = {"noise": bytes(range(256)), "deep": b"[" * 100_000, "50 MB": b"x" * 50_000_000, "null": b"null"}
+    dumps["chunks without end"] = STREAM + chunk(b"x" * 9000) * 1000
+    for name, dump in named({f"dump: {name}": dump for name, dump in dumps.items()}, world, 1):
+        async with world.attack(name), Upstream({}, lambda: (whole(b"{}"),), port=world.dump_port) as peer:
+            peer.any_page = dump
+            worker = FakeWorker(f"dumped{len(world.attacks)}", Publisher())
+            for _ in range(3):
+                worker.publisher.publish(stored([1], [1] * BLOCK))
+            worker.publisher.trim(2)
+            added = await world.add(worker.url)
+            await asyncio.sleep(1.0 if world.short else 3.0)
+            await world.remove(added)
+            await asyncio.to_thread(worker.close)
+
+
+GROUPS: dict[str, Callable[[World], Awaitable[None]]] = {
+    "http": http, "upstreams": upstreams, "events": events, "bodies": bodies, "discovery": discovery, "peers": peers,
+}  # fmt: skip

@@ -1,0 +1,227 @@
+"""What scripts/hostile attacks: a router before two mock workers, the victim beside the attacks, the books about it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+from harness.figures import rank, resident_tree_mib
+from harness.load import Client, post
+from harness.peers import before_mocks
+from harness.programs import ROOT, Program, await_true, call, free_port, ours
+
+T = TypeVar("T")
+ADMIN_KEY = "hostile-admin"
+CLOSED_S_MAX = 10.0
+"""How long a connection may stay open after all was said."""
+QUIET_S = 0.5
+"""Where more bytes would be needed to make a request: how long they are not sent before the end of sending is."""
+ENDED, AT_EOF, STAYS_OPEN = "ended", "at EOF", "stays open"
+TRACEBACK = "Traceback (most recent call last)"
+_STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})[ \r]")
+
+
+class World:
+    """Use as `async with`."""
+
+    def __init__(self, *, match: str, short: bool, checkout: bool, seconds: float, seed: int) -> None:
+        self.match, self.short, self.rng = match, short, random.Random(seed)
+        self._checkout, self._end_s = checkout, time.monotonic() + seconds
+        self._folder = Path(tempfile.mkdtemp(prefix="blockcast-hostile-"))
+        self._stack = ExitStack()
+        self._log_at = 0
+        self._samples: list[tuple[float, float]] = []
+        """(when, MiB)."""
+        self.peer_port, self.dump_port = free_port(), free_port()
+        self.attacks: list[dict[str, Any]] = []
+        self.faults: list[dict[str, str]] = []
+
+    async def __aenter__(self) -> World:
+        from engine.tiny.tokenizer import write_tokenizer
+
+        write_tokenizer(self._folder, 4096, 8192)
+        flags = ["--request-timeout", "2", "--connect-timeout", "1", "--first-byte-timeout", "2", "--idle-timeout", "2",
+                 "--total-timeout", "20", "--health-interval", "0.5", "--peer", f"tcp://127.0.0.1:{self.peer_port}",
+                 "--snapshot-from", f"http://127.0.0.1:{self.dump_port}"]  # fmt: skip
+        known = subprocess.run(ours("router", "run", "--help"), capture_output=True, text=True, cwd=ROOT).stdout
+        self._headers = {"Authorization": f"Bearer {ADMIN_KEY}"} if "--admin-api-key" in known else {}
+        flags += ["--admin-api-key", ADMIN_KEY] if self._headers else []
+        mocks = [["--max-model-len", "8192", "--churn", "10"]] * 2
+        try:
+            self.router, self.url, urls = self._stack.enter_context(
+                before_mocks(self._folder, self._checkout, mocks, *flags)
+            )
+            await self._warm()
+            self._file = self._folder / "victim"
+            self._file.touch()
+            command = [sys.executable, "-m", "harness.victim", self.url, urls[0], str(self._file)]
+            path = {"PYTHONPATH": f"{ROOT}:{ROOT}/scripts"}
+            self._victim = self._stack.enter_context(Program(command, self._folder / "victim.log", env=path))
+            self._sampling = asyncio.create_task(self._sample())
+            await asyncio.sleep(1.0)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._sampling.cancel()
+        await asyncio.to_thread(self._stack.close)
+        if not self.faults:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _warm(self) -> None:
+        """Until the victim's requests are answered, some hundreds of times."""
+        body = {"model": "mock", "messages": [{"role": "user", "content": "hello"}]}
+
+        async def answered() -> bool:
+            async with Client(self.url) as client:
+                answers = [await client.ask(post("/v1/chat/completions", body)) for _ in range(300)]
+            return all(answer.status == 200 for answer in answers)
+
+        for _ in range(100):
+            if await answered():
+                return
+            await asyncio.sleep(0.2)
+        raise RuntimeError(f"the router does not serve:\n{self.router.text()[-2000:]}")
+
+    async def _sample(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                self._samples.append((time.monotonic(), resident_tree_mib(self.router.pid)))
+            await asyncio.sleep(0.1)
+
+    # Books ------------------------------------------------------------------------------------------------------------
+
+    def left_s(self) -> float:
+        return max(0.0, self._end_s - time.monotonic())
+
+    def picked(self, found: Sequence[T], count: int) -> list[T]:
+        """All of them, or so many by chance where it is to be short."""
+        return self.rng.sample(found, min(count, len(found))) if self.short else list(found)
+
+    @contextlib.asynccontextmanager
+    async def attack(self, name: str) -> AsyncIterator[dict[str, Any]]:
+        """One attack by name; afterwards the log is read and the victim's delays are kept with it."""
+        entry: dict[str, Any] = {"name": name, "note": "", "begun": time.monotonic()}
+        self.attacks.append(entry)
+        yield entry
+        await asyncio.sleep(0.05)
+        entry["end"] = time.monotonic()
+        self._read_log(name)
+        if self.router.process.poll() is not None:
+            raise RuntimeError(f"the router ended with {self.router.process.poll()} after {name}; {self.kept_log()}")
+
+    def fault(self, attack: str, what: str, reproducer: object) -> None:
+        self.faults.append({"attack": attack, "what": what[:600], "reproducer": repr(reproducer)[:4000]})
+
+    def _read_log(self, attack: str) -> None:
+        text = self.router.text()
+        new, self._log_at = text[self._log_at :], len(text)
+        if TRACEBACK in new:
+            lines = [line for line in new.partition(TRACEBACK)[2].splitlines() if line.strip()]
+            raised = next((i for i, line in enumerate(lines) if not line.startswith(" ")), 0)
+            self.fault(attack, f"raised in the router: {' | '.join(lines[max(0, raised - 2) : raised + 1])}", "")
+
+    def kept_log(self) -> str:
+        return str(self.router.log)
+
+    def memory_mib(self) -> float:
+        return round(resident_tree_mib(self.router.pid), 1)
+
+    async def settled_mib(self, before: float) -> float:
+        """Once it is back, or after some seconds."""
+        end_s = time.monotonic() + (2 if self.short else 10)
+        while self.memory_mib() > 1.1 * before and time.monotonic() < end_s:
+            await asyncio.sleep(0.2)
+        return self.memory_mib()
+
+    def close_books(self, windows: list[dict[str, Any]]) -> None:
+        """What the victim saw and what memory was, in each of these windows (`begun`, `end`)."""
+        lines = [json.loads(line) for line in self._file.read_text().splitlines()]
+        for window in [*self.attacks, *windows]:
+            end_s = window.get("end", time.monotonic())
+            inside = [line for line in lines if window["begun"] <= line[0] <= end_s]
+            for name, key in (("router", ""), ("direct", "direct_")):
+                delays = [ms for _, ms, status, who in inside if who == name and status > 0] or [0.0]
+                window[f"{key}worst_ms"], window[f"{key}p99_ms"] = max(delays), rank(delays, 0.99)
+            window["mib_most"] = round(
+                max([mib for at_s, mib in self._samples if window["begun"] <= at_s <= end_s] or [0])
+            )
+        for window in self.attacks:
+            bad = [line for line in lines if window["begun"] <= line[0] <= window.get("end", 0) and line[3] == "router"]
+            wrong = [line[2] for line in bad if line[2] != 200]
+            if wrong:
+                self.fault(
+                    window["name"], f"{len(wrong)} of {len(bad)} requests of the victim got {sorted(set(wrong))}", ""
+                )
+
+    # Means ------------------------------------------------------------------------------------------------------------
+
+    async def admin(self, path: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
+        return await asyncio.to_thread(call, self.url + path, body, method, headers=self._headers, timeout_s=60)
+
+    async def add(self, url: str, **more: Any) -> str:
+        """A worker; its id."""
+        status, answer = await self.admin("/workers", {"url": url, **more})
+        if status != 201:
+            raise RuntimeError(f"POST /workers {url} answers {status}: {answer}")
+        return url.partition("//")[2]
+
+    async def up(self, worker: str, seconds: float = 20.0) -> bool:
+        def is_up() -> bool:
+            rows = call(f"{self.url}/workers", headers=self._headers)[1]["workers"]
+            return any(row["worker_id"] == worker and row["state"] == "up" for row in rows)
+
+        return bool(await asyncio.to_thread(await_true, is_up, seconds, 0.1))
+
+    async def remove(self, *workers: str) -> None:
+        for worker in workers:
+            await self.admin(f"/workers/{worker}", method="DELETE")
+
+    async def exchange(self, *pieces: bytes, patience_s: float = QUIET_S) -> tuple[list[int], str]:
+        """The statuses that come back for these reads, and when the router ended the connection: ENDED by itself, AT_EOF
+        when nothing more was to come, or STAYS_OPEN."""
+        host, port = self.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        data = b""
+
+        async def read(seconds: float) -> bool:
+            async def all_of_it() -> None:
+                nonlocal data
+                while received := await reader.read(1 << 16):
+                    data += received
+
+            try:
+                await asyncio.wait_for(all_of_it(), seconds)
+            except asyncio.TimeoutError:
+                return False
+            except ConnectionError:
+                pass
+            return True
+
+        with contextlib.suppress(ConnectionError):
+            for i, piece in enumerate(pieces):
+                writer.write(piece)
+                if i < 50:
+                    await writer.drain()
+                    await asyncio.sleep(0.001)
+        end = ENDED if await read(patience_s) else STAYS_OPEN
+        if end != ENDED:
+            with contextlib.suppress(OSError, RuntimeError):
+                writer.write_eof()
+            end = AT_EOF if await read(CLOSED_S_MAX) else STAYS_OPEN
+        writer.transport.abort()
+        return [int(status) for status in _STATUS.findall(data) if status != b"100"], end
