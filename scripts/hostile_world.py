@@ -192,8 +192,8 @@ class World:
             await self.admin(f"/workers/{worker}", method="DELETE")
 
     async def exchange(self, *pieces: bytes, patience_s: float = QUIET_S) -> tuple[list[int], str]:
-        """The statuses that come back for these reads, and when the router ended the connection: ENDED by itself, AT_EOF
-        when nothing more was to come, or STAYS_OPEN."""
+        """The statuses that come back for these reads, and when the router ended the connection: ENDED by itself,
+        AT_EOF when nothing more was to come, or STAYS_OPEN."""
         host, port = self.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         data = b""
