@@ -181,6 +181,7 @@ class Scheduler:
         if self.totals.preemptions == preemptions:
             self._admit(planned, budget)
         plan = StepPlan(chunks=list(planned.values()))
+        assert planned or self._running or not self._waiting, "requests wait, and nothing runs that they could wait for"
         if planned:
             self.cache.fill(plan)
             self._planned, self._plan = list(planned), plan
@@ -333,10 +334,8 @@ class Scheduler:
             for other in self._waiting[:_COMPARED_MAX]:
                 self.cache.plan_common(seq, other.seq)
             end = self.cache.clip(seq, min(len(seq.token_ids), seq.computed + budget))
-            if not self.cache.grow(seq, end):
-                self.cache.release(seq)
-                self._waiting.insert(index, entry)
-                break
+            grown = self.cache.grow(seq, end)
+            assert grown, "admitted without room for its tokens"
             self.cache.reserve(seq, end)
             insort(self._running, entry)
             if not seq.preemptions:

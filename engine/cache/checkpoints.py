@@ -78,25 +78,23 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ a sequence's state
 
-    def start(self, seq: Sequence, source: Node | None) -> bool:
-        """Give `seq` a state of its own, to be restored from `source` (None: zeroed) by this step. False: no memory."""
-        checkpoint = None if source is None else source.blocks[self._kind]
-        if checkpoint is not None:
-            self._pool.acquire(checkpoint)
-        own = self._allocate(self._kind)
-        if own is not None:
-            self._states[seq] = _State(own, checkpoint)
-        elif checkpoint is None:
-            return False
-        elif checkpoint.refs > 1:
-            self._release(checkpoint)
-            return False
-        else:  # no room for a copy: the checkpoint itself becomes the sequence's state
-            own = checkpoint
+    def start(self, seq: Sequence, source: Block[Node] | None, *, copies: bool) -> None:
+        """Give `seq` a state of its own, to be restored from the checkpoint `source` (None: zeroed) by this step.
+
+        There must be room for it. Without `copies` the checkpoint itself becomes the state: nobody else may hold it.
+        """
+        if source is not None:
+            self._pool.acquire(source)
+        if source is None or copies:
+            own = self._allocate(self._kind)
+            assert own is not None, "admitted without room for its state"
+            self._states[seq] = _State(own, source)
+        else:
+            own = source
+            assert own.refs == 1
             self._tree.take(own)
             self._states[seq] = _State(own, None, fresh=False)
         seq.state_unit = own.unit.index
-        return True
 
     def plan(self, seq: Sequence, blocks: int, hash_: int) -> None:
         """Take a checkpoint of `seq` after so many blocks, named by the hash of the last of them."""

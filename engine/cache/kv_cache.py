@@ -122,13 +122,20 @@ class KVCache:
         """Start a sequence on what the cache holds of it: fills its tables and sets `seq.computed`.
 
         False, and nothing changed, when all its known tokens and `spare_blocks` more would not fit beside what is live.
+        Once it is admitted, its known tokens find their memory.
         """
         assert seq not in self._chains
         known = self.match(seq)
         nodes = known[: self._windows.resumable(known)]
-        shared = sum(node.blocks[FULL].refs > 0 for node in nodes)  # type: ignore[union-attr]
-        if not self.has_spare(-(-len(seq.token_ids) // self.block_size) - shared + spare_blocks):
+        counts = self._windows.demand(-(-len(seq.token_ids) // self.block_size) + spare_blocks)
+        for g, window in enumerate(self._windows.blocks):
+            seen = nodes if window is None else nodes[max(0, len(nodes) - window) :]
+            counts[g] -= sum(block.refs > 0 for node in seen if (block := node.blocks[g]) is not None)
+        if not self.pool.can_allocate(counts):
             return False
+        # With a copy a resumed sequence has two states until its first step is done, unless another holds the source.
+        source = nodes[-1].blocks[-1] if nodes and self._checkpoints is not None else None
+        copies = source is None or source.refs > 0 or self.pool.can_allocate([*counts[:-1], counts[-1] + 1])
         chain = Chain(len(self._groups))
         seq.block_tables = [[] for _ in self._groups]
         for g in self._groups:
@@ -148,10 +155,7 @@ class KVCache:
         self._chains[seq] = chain
         seq.computed = len(nodes) * self.block_size
         if self._checkpoints is not None:
-            if not self._checkpoints.start(seq, nodes[-1] if nodes else None):
-                self._chains.pop(seq).release(self.pool)
-                seq.block_tables, seq.computed = [], 0
-                return False
+            self._checkpoints.start(seq, source, copies=copies)
             if self.enable_prefix_caching:
                 names = self._names.of(seq, last := (len(seq.token_ids) - 1) // self.block_size)
                 for stop in {len(known), last} - {0}:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from drawn_specs import specs
 from fake_device import EOS, Bench
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -17,10 +17,10 @@ from engine.types import StepPlan
 class CoreMachine(RuleBasedStateMachine):
     @initialize(
         spec=specs(4, 9),
-        units=st.integers(4, 16),
+        units=st.integers(2, 16),
         max_num_seqs=st.integers(1, 4),
         extra_budget=st.integers(0, 20),
-        max_model_len=st.integers(8, 60),
+        max_model_len=st.integers(8, 60) | st.just(400),
         eos=st.booleans(),
     )
     def start(
@@ -72,6 +72,15 @@ class CoreMachine(RuleBasedStateMachine):
                 )
             except RequestRefusedError:
                 assert len(text) >= self.bench.core.scheduler.token_limit
+
+    @rule(data=st.data(), short_of=st.integers(1, 6), new=st.integers(0, 30), max_tokens=st.integers(1, 12))
+    def add_one_that_fills_the_pool(self, data: st.DataObject, short_of: int, new: int, max_tokens: int) -> None:
+        """As long as the pool can hold, or nearly, most of it said before: resumed, it needs memory for a moment more."""
+        length = self.bench.core.scheduler.token_limit - short_of
+        known = data.draw(st.sampled_from(self.texts))[: max(0, length - new)]
+        if length > 0:
+            self.bench.add(f"r{self.count}", known + [2] * (length - len(known)), max_tokens=max_tokens)
+            self.count += 1
 
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:
@@ -135,3 +144,27 @@ class CoreMachine(RuleBasedStateMachine):
 
 TestCore = CoreMachine.TestCase
 TestCore.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@settings(max_examples=150)
+@given(
+    spec=specs(4, 9),
+    units=st.integers(2, 14),
+    budget=st.integers(1, 80),
+    asked=st.lists(
+        st.tuples(st.integers(0, 40), st.booleans(), st.integers(1, 4), st.integers(1, 9)), min_size=2, max_size=5
+    ),
+)
+def test_whatever_fits_alone_is_served(
+    spec: CacheSpec, units: int, budget: int, asked: list[tuple[int, bool, int, int]]
+) -> None:
+    """Beginnings of one text, and requests that continue one to the pool's end: none waits for ever."""
+    config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=budget, max_model_len=500)
+    bench = Bench(KVCache(spec, units, step_tokens_max=budget), config)
+    for number, (new, fills, short_of, max_tokens) in enumerate(asked):
+        length = max(0, bench.core.scheduler.token_limit - short_of)
+        text = [3] * (length - new) + [1] * min(new, length) * fills
+        if text:
+            bench.add(f"r{number}", text, max_tokens=max_tokens)
+            bench.drain()
+    bench.assert_correct()
