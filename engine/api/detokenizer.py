@@ -9,6 +9,7 @@ is held back, never emitted and taken back.
 from __future__ import annotations
 
 import codecs
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders
 
 REPLACEMENT = "\ufffd"
+HELD_TOKENS_MAX = 32
 
 
 class Detokenizer(Protocol):
@@ -73,7 +75,8 @@ class WindowDetokenizer:
 
     The window keeps the tokens of the last emitted piece as context, so that decoders which treat a first token apart
     (a stripped leading space) or join bytes into characters see the same surroundings. A window that ends in the
-    replacement character may be half a character and is held back. (The method of TGI and vLLM.)
+    replacement character may be half a character and is held back, but not more than HELD_TOKENS_MAX of them: no
+    character has so many bytes, and every push decodes all that is held. (The method of TGI and vLLM, who hold any.)
     """
 
     __slots__ = ("_context", "_context_text", "_decode", "_new")
@@ -87,12 +90,17 @@ class WindowDetokenizer:
     def push(self, token_ids: Sequence[int]) -> str:
         self._new.extend(token_ids)
         text = self._decode(self._context + self._new)
-        if len(text) <= len(self._context_text) or text.endswith(REPLACEMENT):
+        known, full = len(self._context_text), len(self._new) >= HELD_TOKENS_MAX
+        if len(text) <= known:
+            if full:  # tokens without a text, such as special ones: the first of all may matter to a decoder
+                self._context, self._new = (self._context + self._new)[:HELD_TOKENS_MAX], []
+                self._context_text = self._decode(self._context)
             return ""
-        piece = text[len(self._context_text) :]
+        if text.endswith(REPLACEMENT) and not full:
+            return ""
         self._context, self._new = self._new, []
         self._context_text = self._decode(self._context)
-        return piece
+        return text[known:]
 
     def flush(self) -> str:
         if not self._new:
@@ -145,7 +153,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], include: bool) -> None:
         """`stops`: none empty. `include`: a stop string that is found stays in the text."""
         assert all(stops), "an empty stop string would stop everything"
-        self._stops = tuple(stops)
+        self._stops = sorted(set(stops))
         self._include = include
         self._longest = max(map(len, stops), default=0)
         self._inner = frozenset(char for stop in stops for char in stop[:-1])
@@ -177,12 +185,13 @@ class StopStrings:
         return None if best is None else (best[1], best[2])
 
     def _possible_start(self, text: str) -> int:
-        """Length of the longest tail of `text` that is a proper beginning of a stop string."""
+        """Length of the longest tail of `text`, which holds no stop string, that is the beginning of one."""
         if not text or text[-1] not in self._inner:
             return 0
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             tail = text[-length:]
-            if any(len(stop) > length and stop.startswith(tail) for stop in self._stops):
+            at = bisect_left(self._stops, tail)  # those that begin with the tail follow where it would stand
+            if at < len(self._stops) and self._stops[at].startswith(tail):
                 return length
         return 0
 

@@ -108,6 +108,12 @@ class Checkpoints:
         """Whether a running sequence will take a checkpoint of the prefix `names`, deeper than `after` blocks."""
         return any(after < blocks <= len(names) and names[blocks - 1].hash == hash_ for blocks, hash_ in self._planned)
 
+    def unplan(self, seq: Sequence) -> None:
+        """Take no further checkpoint of `seq`: what it computes stays unnamed, and nobody shall wait for it."""
+        state = self._states[seq]
+        while state.stops:
+            self._pass_stop(state)
+
     def clip(self, seq: Sequence, end: int) -> int:
         """The end of a chunk that may not run past the next planned checkpoint and, if long, ends on a boundary."""
         stops = self._states[seq].stops
@@ -186,11 +192,10 @@ class Checkpoints:
 
     def release(self, seq: Sequence) -> None:
         """Give up the state of `seq` and its plans. Its checkpoints stay cached."""
+        self.unplan(seq)
         state = self._states.pop(seq)
         assert state.saving is None
         self._unpin(state)
-        while state.stops:
-            self._pass_stop(state)
         self._pool.release(state.own)
         seq.state_unit = None
 

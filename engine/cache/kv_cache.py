@@ -165,7 +165,7 @@ class KVCache:
 
     def plan_common(self, seq: Sequence, other: Sequence) -> None:
         """Plan a checkpoint of the running `seq` where its prompt and that of the waiting `other` part."""
-        if self._checkpoints is None or not self.enable_prefix_caching:
+        if self._checkpoints is None or not self.enable_prefix_caching or self._chains[seq].detached:
             return
         low, high = 0, min(len(seq.token_ids) - 1, len(other.token_ids) - 1) // self.block_size
         ours, theirs = self._names.of(seq, high), self._names.of(other, high)
@@ -212,7 +212,7 @@ class KVCache:
         for index in range(len(chain.nodes), finished):
             node = self.tree.ensure(names[index], chain.nodes[-1] if chain.nodes else None)
             if node is None:
-                chain.detached = True
+                self._detach(seq, chain)
                 return
             chain.nodes.append(node)
             for g in self._groups:
@@ -306,8 +306,8 @@ class KVCache:
         for block in self.tree.clear():
             if block.refs == 0:
                 self.pool.drop(block)
-        for chain in self._chains.values():
-            chain.detached = True
+        for seq, chain in self._chains.items():
+            self._detach(seq, chain)
             chain.nodes = []
             chain.committed = 0
             chain.unpin_merges(self.pool)
@@ -343,6 +343,11 @@ class KVCache:
                 assert block.refs == refs.get(block, 0), f"{block!r}: {refs.get(block, 0)} table entries"
 
     # ------------------------------------------------------------------ inside
+
+    def _detach(self, seq: Sequence, chain: Chain) -> None:
+        chain.detached = True
+        if self._checkpoints is not None:
+            self._checkpoints.unplan(seq)
 
     def _is_coming(self, index: int, hash_: int) -> bool:
         """Whether the prompt of a running sequence has this block at `index`, later than in the step being planned."""

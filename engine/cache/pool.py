@@ -189,6 +189,9 @@ class UnitPool(Generic[NodeT]):
         self._cached[kind][block] = None
         if is_state:
             heapq.heappush(self._states, (block.stamp, next(self._state_entries), block))
+            if len(self._states) > 2 * len(self._cached[kind]) + 64:  # most are of states that were used again since
+                self._states = [entry for entry in self._states if _is_current(entry)]
+                heapq.heapify(self._states)
         elif unit.live == 0:
             self._idle[kind][unit] = None
 
@@ -282,9 +285,8 @@ class UnitPool(Generic[NodeT]):
 
     def _oldest_state(self) -> Block[NodeT] | None:
         while self._states:
-            stamp, _, block = self._states[0]
-            if block.refs == 0 and block.node is not None and block.stamp == stamp:
-                return block
+            if _is_current(self._states[0]):
+                return self._states[0][2]
             heapq.heappop(self._states)
         return None
 
@@ -370,9 +372,16 @@ class UnitPool(Generic[NodeT]):
             if kind == self._state_kind:
                 queued = {b for stamp, _, b in self._states if stamp == b.stamp}
                 assert set(blocks) <= queued
+                assert len(self._states) <= 2 * len(self.units) + 64
                 continue
             assert [b.stamp for b in blocks] == sorted(b.stamp for b in blocks)
             assert list(self._idle[kind]) == sorted(idle[kind], key=_newest)
+
+
+def _is_current(entry: tuple[int, int, Block[NodeT]]) -> bool:
+    """Whether a queued state is cached, and not used since it was queued."""
+    stamp, _, block = entry
+    return block.refs == 0 and block.node is not None and block.stamp == stamp
 
 
 def _newest(unit: Unit[NodeT]) -> int:

@@ -128,3 +128,36 @@ def test_everything_at_once_under_pressure() -> None:
     bench.assert_correct()
     assert len(bench.ends) == 24
     assert bench.core.stats().prefix_cache_hits > 0
+
+
+def test_nobody_waits_for_a_checkpoint_that_a_reset_has_taken_back() -> None:
+    bench = make_bench(units=80, budget=32)
+    shared = list(range(1000, 1200))
+    bench.add("a", [*shared, 1], max_tokens=2)
+    bench.step()
+    bench.core.reset_prefix_cache()
+    bench.add("b", [*shared, 2], max_tokens=2)
+    bench.core.scheduler.config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=2000)
+    bench.step()
+    assert bench.core.scheduler.running == 2
+    bench.drain()
+    bench.assert_correct()
+
+
+def test_a_state_that_is_used_again_and_again_leaves_no_trail() -> None:
+    bench = make_bench(units=40)
+    for turn in range(400):
+        bench.add(f"t{turn}", [*range(1000, 1040), turn % 3], max_tokens=1)
+        bench.drain()  # checks the length of the pool's queue
+
+
+def test_a_resumed_sequence_that_needs_the_whole_pool_takes_the_checkpoint_itself() -> None:
+    bench = make_bench(units=12)
+    length = bench.core.scheduler.token_limit - 1
+    text = list(range(1000, 1000 + length - 64))
+    bench.add("a", text, max_tokens=1)
+    bench.drain()
+    bench.add("b", [*text, *range(64)], max_tokens=9)
+    bench.drain()
+    assert bench.firsts["b"].cached_tokens > 0
+    bench.assert_correct()

@@ -89,6 +89,26 @@ def test_window_equals_the_full_decode_of_text(text: str) -> None:
     assert emitted + detokenizer.flush() == BYTE_FALLBACK.decode(ids) == text
 
 
+@pytest.mark.parametrize("cut", [1, 7, 500])
+@pytest.mark.parametrize(
+    "token", ["<0xFF>", "<0xE4>", SPECIAL, "▁", "a"], ids=["no byte of text", "a lead byte", "special", "space", "text"]
+)
+def test_a_window_costs_so_much_a_token_and_not_more(token: str, cut: int) -> None:
+    """What is decoded grows with the tokens, whatever they are, and the text is still that of all of them."""
+    decoded = 0
+
+    def decode(ids: list[int]) -> str:
+        nonlocal decoded
+        decoded += len(ids)
+        return str(BYTE_FALLBACK.decode(ids))
+
+    ids = [BYTE_FALLBACK.token_to_id(token)] * 4000 + BYTE_FALLBACK.encode("b c").ids
+    detokenizer = WindowDetokenizer(decode)
+    pieces = [detokenizer.push(ids[start : start + cut]) for start in range(0, len(ids), cut)]
+    assert "".join(pieces) + detokenizer.flush() == BYTE_FALLBACK.decode(ids)
+    assert decoded < 100 * len(ids)
+
+
 def test_special_tokens_are_spelled_only_on_request() -> None:
     ids = [*BYTE_LEVEL.encode("hi").ids, BYTE_LEVEL.token_to_id(SPECIAL)]
     factory = DetokenizerFactory(BYTE_LEVEL)

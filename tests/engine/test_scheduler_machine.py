@@ -75,7 +75,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), short_of=st.integers(1, 6), new=st.integers(0, 30), max_tokens=st.integers(1, 12))
     def add_one_that_fills_the_pool(self, data: st.DataObject, short_of: int, new: int, max_tokens: int) -> None:
-        """As long as the pool can hold, or nearly, most of it said before: resumed, it needs memory for a moment more."""
+        """As long as the pool, or nearly, most of it said before: resumed, it needs more memory for a moment."""
         length = self.bench.core.scheduler.token_limit - short_of
         known = data.draw(st.sampled_from(self.texts))[: max(0, length - new)]
         if length > 0:

@@ -161,11 +161,9 @@ def checkpoint_of_the_block_before(patch: Patch) -> None:
 def checkpoint_unpinned_while_it_is_restored(patch: Patch) -> None:
     real = Checkpoints.start
 
-    def start(self: Checkpoints, seq: Any, source: Any) -> bool:
-        if not real(self, seq, source):
-            return False
+    def start(self: Checkpoints, seq: Any, source: Any, *, copies: bool) -> None:
+        real(self, seq, source, copies=copies)
         self._unpin(self._states[seq])
-        return True
 
     patch.setattr(Checkpoints, "start", start)
 
