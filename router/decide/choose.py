@@ -16,6 +16,7 @@ from router.decide.config import CoreConfig
 from router.decide.messages import Decision, RouteRequest, Terms
 from router.decide.policy import (
     KvCost,
+    OwnPolicy,
     choose_least_requests,
     choose_random,
     choose_round_robin,
@@ -61,6 +62,7 @@ class Chooser:
         self._config = config
         self._rng = rng
         self._rotation = 0
+        self.own = OwnPolicy(config.policy_function) if config.policy_function is not None else None
         self.sessions = Sessions(config.session_ttl_s, config.sessions_max)
 
     def rotate(self) -> None:
@@ -108,12 +110,17 @@ class Chooser:
             if peek:
                 rng = random.Random(0)
                 rng.setstate(self._rng.getstate())
-            winner = self._by_policy(request, candidates, cost, rng)
+            winner = self._by_policy(request, candidates, cost, resident, rng)
         return Chosen(cost, winner, prompt, resident)
 
-    def _by_policy(self, request: RouteRequest, candidates: list[Target], cost: KvCost, rng: random.Random) -> int:
+    def _by_policy(
+        self, request: RouteRequest, candidates: list[Target], cost: KvCost, resident: list[int], rng: random.Random
+    ) -> int:
         policy = self._config.policy
         rotation = self._rotation
+        if self.own is not None:
+            own = self.own.choose(request, [cost.terms(i, resident[i]) for i in range(len(candidates))])
+            return cost.choose(rotation) if own is None else own
         if policy == "kv":
             return cost.choose(rotation)
         if policy == "round_robin":

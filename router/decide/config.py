@@ -123,6 +123,11 @@ class CoreConfig:
         Flag(),
         "kv: the lowest price, as docs/routing.md has it. The others are for comparison.",
     ] = "kv"
+    policy_function: Annotated[
+        str | None,
+        Flag(metavar="MODULE:NAME"),
+        "A function of your own that chooses instead; examples/own_policy.py has one.",
+    ] = None
     service: ServiceModel = field(default_factory=ServiceModel)
     cost: CostConfig = field(default_factory=CostConfig)
     learn: LearnConfig = field(default_factory=LearnConfig)

@@ -54,7 +54,7 @@ class RouterCore:
         self._chooser = Chooser(self.registry, self.tracker, self.book, config, random.Random(seed))
         self._live: dict[str, Live] = {}
         self._held = HeldQueue(config.queue)
-        self._reorders = config.queue.enabled and config.policy == "kv"
+        self._reorders = config.queue.enabled and config.policy == "kv" and config.policy_function is None
         self._next_try_s = 0.0
         self._retries = RetryBudget(config.retry)
         self._ledger = Ledger(self.watchdog)
@@ -402,7 +402,10 @@ class RouterCore:
             for worker in self.registry.workers.values()
             for target in self.registry.targets_of(worker.worker_id)
         ]
-        return CoreSnapshot(rows, len(self._held), len(self._live) - len(self._held), dict(self.counters))
+        counters = dict(self.counters)
+        if self._chooser.own is not None:
+            counters["policy_failed"] = self._chooser.own.failures
+        return CoreSnapshot(rows, len(self._held), len(self._live) - len(self._held), counters)
 
     def check_invariants(self) -> None:
         """Books agree with each other; called by tests after every stimulus."""

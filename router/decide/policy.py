@@ -7,16 +7,21 @@ are arguments.
 
 from __future__ import annotations
 
+import importlib
+import logging
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import xxhash
 
+from options import ConfigError
 from router.decide.config import CostConfig
-from router.decide.messages import Terms
+from router.decide.messages import RouteRequest, Terms
 from router.decide.target import Target
 from router.index.protocol import Match
+
+log = logging.getLogger("router")
 
 STICKY_TOKENS = 256
 """Without a session key, `sticky` goes by this many first tokens of the prompt."""
@@ -169,6 +174,37 @@ class KvCost:
             ttft_s=target.slow * (waiting + held + prefill) + load_s,
             cost=cost,
         )
+
+
+class OwnPolicy:
+    """An operator's own function: `choose(request, terms) -> index into terms`, one `Terms` a candidate.
+
+    Where it raises or returns no index, nobody loses an answer: it is counted, logged the first time, and the price
+    decides. Raises ConfigError where the function cannot be found.
+    """
+
+    def __init__(self, name: str) -> None:
+        module, colon, function = name.partition(":")
+        try:
+            found = getattr(importlib.import_module(module), function) if colon else None
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"policy_function: got {name!r}: {error}") from error
+        if not callable(found):
+            raise ConfigError(f"policy_function: got {name!r}, expected MODULE:NAME of a function")
+        self._function: Callable[[RouteRequest, list[Terms]], object] = found
+        self.failures = 0
+
+    def choose(self, request: RouteRequest, terms: list[Terms]) -> int | None:
+        try:
+            chosen = self._function(request, terms)
+            if type(chosen) is not int or not 0 <= chosen < len(terms):
+                raise ValueError(f"got {chosen!r}, expected an index from 0 to {len(terms) - 1}")
+        except Exception:
+            self.failures += 1
+            if self.failures == 1:
+                log.exception("the policy function failed; the price decides, here and whenever it fails again")
+            return None
+        return chosen
 
 
 def choose_round_robin(targets: Sequence[Target], rotation: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -41,6 +42,28 @@ def free_port() -> int:
 def test_every_example_has_a_test() -> None:
     text = Path(__file__).read_text()
     assert [file.name for file in EXAMPLES.glob("*.py") if f'"{file.name}"' not in text] == []
+
+
+def test_the_policy_of_ones_own_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
+    assert (EXAMPLES / "own_policy.py").exists()
+    with contextlib.ExitStack() as stack:
+
+        def run(name: str, *arguments: str) -> str:
+            program = Program(tmp_path / f"{name}.log", *arguments)
+            stack.callback(program.close)
+            return program.await_ready().url
+
+        engines = [run(f"engine-{number}", "engine", "serve", "--port", "0") for number in range(2)]
+        router = run("router", "router", "run", *engines, "--port", "0", "--policy-function", "own_policy:choose")
+        until(lambda: call(f"{router}/health")[0] == 200, "a worker is up")
+        body = {"prompt": "word " * 200, "max_tokens": 2}
+        workers = set()
+        for _ in range(4):  # the price would go there too, round robin would not
+            status, headers, _ = call(f"{router}/v1/completions", body)
+            assert status == 200
+            workers.add(headers["x-blockcast-worker"])
+        assert len(workers) == 1
 
 
 def test_offline_generation_reuses_the_shared_beginning() -> None:

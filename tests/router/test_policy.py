@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import random
+import re
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from options import ConfigError
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
-from router.decide.policy import KvCost, beta_of, choose_least_requests, choose_sticky, load_seconds, sticky_key
+from router.decide.policy import (
+    KvCost,
+    OwnPolicy,
+    beta_of,
+    choose_least_requests,
+    choose_sticky,
+    load_seconds,
+    sticky_key,
+)
 from router.decide.target import SharedLoad, Target
 from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId, Match
@@ -179,3 +190,24 @@ def test_chance_is_an_argument() -> None:
     _, targets = tracker_of(4)
     one = [choose_random(targets, random.Random(7)) for _ in range(3)]
     assert one == [one[0]] * 3
+
+
+@pytest.mark.parametrize("name", ["nowhere:f", "math", "math:", "math:pi", ":f", "math:nothing"])
+def test_a_policy_function_that_is_not_there_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(repr(name))):
+        OwnPolicy(name)
+
+
+@pytest.mark.parametrize("answer", [2, -1, True, None, "0", ValueError("no"), RecursionError()])
+def test_a_policy_function_that_fails_leaves_the_choice_to_the_price(monkeypatch: Any, answer: object) -> None:
+    def choose(request: object, terms: list[object]) -> object:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(random, "own", choose, raising=False)
+    own = OwnPolicy("random:own")
+    assert [own.choose(None, [None, None]) for _ in range(3)] == [None] * 3
+    assert own.failures == 3
+    monkeypatch.setattr(random, "own", lambda request, terms: 1)
+    assert OwnPolicy("random:own").choose(None, [None, None]) == 1
