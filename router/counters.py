@@ -55,6 +55,8 @@ COUNTED = (
     "client_disconnects",
     "http_errors",
     "crashes",
+    "held_bytes",
+    "refused_bytes",
     "request_s",
     "ttft_s",
     "routing_s",
@@ -79,6 +81,10 @@ class Metrics:
         self.http_errors: Counter[str] = Counter()
         self.crashes: Counter[tuple[str, str]] = Counter()
         """(boundary, type of the exception) of what raised there and must not."""
+        self.held_bytes = 0
+        """Of clients' requests that arrive or are in flight, now; router/http/budget.py keeps it."""
+        self.refused_bytes: Counter[str] = Counter()
+        """bound -> requests that would have exceeded it."""
         self._crash_logged_s: dict[tuple[str, str], float] = {}
         self.request_s = Histogram(LATENCY_BOUNDS_S)
         self.ttft_s = Histogram(LATENCY_BOUNDS_S)

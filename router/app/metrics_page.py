@@ -35,6 +35,10 @@ def counted_families(metrics: Metrics) -> Iterator[Family]:
     yield _counter(
         "crashes", "Exceptions that ended a request they should not have.", ("where", "kind"), metrics.crashes.items()
     )
+    yield GaugeMetricFamily(PREFIX + "held_bytes", "Bytes of requests kept, each above 16 KiB.", metrics.held_bytes)
+    yield _counter(
+        "refused_bytes", "Requests refused because too many bytes are kept.", ("bound",), _keyed(metrics.refused_bytes)
+    )
     for name, text, value in (
         ("prompt_tokens", "Prompt tokens of routed requests, as tokenised here.", metrics.prompt_tokens),
         ("predicted_cached_tokens", "Prompt tokens predicted to be cached.", metrics.predicted_cached_tokens),

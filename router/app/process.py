@@ -40,6 +40,7 @@ from router.fleet.feed import IndexFeed
 from router.fleet.members import Fleet
 from router.fleet.peers import PeerLoads, PeerSockets
 from router.fleet.snapshots import PeerClient, PeerRoutes, ask_seed
+from router.http.budget import Budget
 from router.http.connection import ClientConnection
 from router.http.listener import Listener
 from router.http.request import HttpRequest
@@ -77,6 +78,7 @@ class RouterProcess:
             timeouts=config.edge.timeouts,
             worker_authorization=None if key is None else f"Bearer {key}".encode(),
             relay=make_relay(asyncio.get_running_loop()),
+            budget=Budget(config.edge.limits, self._metrics),
         )
         self._proxy.log_share = config.log_decisions
         self._prompts = PromptReader(

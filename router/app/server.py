@@ -45,6 +45,7 @@ class RouterApp:
         serves_admin: Callable[[ClientConnection, HttpRequest], bool],
     ) -> None:
         self.limits = config.limits
+        self.budget = proxy.budget
         self.draining = False
         self._proxy = proxy
         self._reading = reading
@@ -59,22 +60,27 @@ class RouterApp:
 
     # Application --------------------------------------------------------------------------------------------------
 
+    def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
+        """Whose request it is, told by its head. Raises RequestError before its body is read, or kept."""
+        if not request.path.startswith("/v1/"):
+            return connection.peer
+        party = self._key_of(request) if self._keys else connection.peer
+        if party is None:
+            raise RequestError(
+                "a valid API key is needed: Authorization: Bearer KEY", param=None, code="invalid_api_key", status=401,
+                type=error_type(401),
+            )  # fmt: skip
+        if request.method not in PASSED_METHODS:
+            raise MethodNotAllowed(request, PASSED_METHODS)
+        return party
+
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Answer one request now or later."""
         path = request.path
-        try:
-            if path.startswith("/v1/") and path != "/v1/models":
-                self._check_key(request)
-                if request.method not in PASSED_METHODS:
-                    raise MethodNotAllowed(request, PASSED_METHODS)
-                self._serve(connection, request)
-            else:
-                if path.startswith("/v1/"):
-                    self._check_key(request)
-                self._admin.handle(connection, request, allowed=self._serves_admin(connection, request))
-        except RequestError as error:
-            self._metrics.http_errors[str(error.status)] += 1
-            connection.respond_error(error)
+        if path.startswith("/v1/") and path != "/v1/models":
+            self._serve(connection, request)
+        else:
+            self._admin.handle(connection, request, allowed=self._serves_admin(connection, request))
 
     def rejected(self, status: int) -> None:
         self._metrics.http_errors[str(status)] += 1
@@ -133,19 +139,11 @@ class RouterApp:
         self._traces += 1
         return b"%s-%x" % (self._trace_prefix.encode(), self._traces)
 
-    def _check_key(self, request: HttpRequest) -> None:
-        """Raises RequestError 401 where keys are required and the request brings none of them."""
-        if not self._keys or self.has_key(request):
-            return
-        raise RequestError(
-            "a valid API key is needed: Authorization: Bearer KEY", param=None, code="invalid_api_key", status=401,
-            type=error_type(401),
-        )  # fmt: skip
-
-    def has_key(self, request: HttpRequest) -> bool:
-        """Whether the request brings one of the configured keys. Every key is compared, each in constant time."""
+    def _key_of(self, request: HttpRequest) -> str | None:
+        """A name for the key that the request brings; None where it brings none of ours. Every key is compared, each in
+        constant time."""
         given = request.header(b"authorization") or b""
         scheme, _, token = given.partition(b" ")
         token = token.strip() if scheme.lower() == b"bearer" else b""
-        matches = [hmac.compare_digest(token, key) for key in self._keys]
-        return any(matches)
+        matches = [f"key {number}" for number, key in enumerate(self._keys) if hmac.compare_digest(token, key)]
+        return matches[0] if matches else None

@@ -68,6 +68,7 @@ class Registry:
         """Forget a known worker, its targets and holders."""
         self._drop_targets(self.workers.pop(worker_id))
         del self._targets[worker_id]
+        self._states.pop(worker_id, None)
         self.changed()
 
     def changed(self) -> None:

@@ -20,6 +20,8 @@ from router.edge.config import Timeouts
 from router.edge.exchange import Exchange
 from router.edge.relay import StreamRelay
 from router.edge.upstream import Endpoint, UpstreamPool
+from router.http.budget import Budget
+from router.http.config import HttpLimits
 from router.http.connection import ClientConnection
 from router.http.request import HttpRequest
 
@@ -39,8 +41,10 @@ class Proxy(Carrier):
         timeouts: Timeouts,
         worker_authorization: bytes | None = None,
         relay: StreamRelay | None = None,
+        budget: Budget | None = None,
     ) -> None:
         super().__init__(core, pool, metrics, now, worker_authorization, relay)
+        self.budget = budget if budget is not None else Budget(HttpLimits(), metrics)
         self.explains = False
         """Keep every candidate's terms in decisions: while somebody watches."""
         self.log_share = 0.0

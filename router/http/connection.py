@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from prompts.errors import RequestError
+from router.http.budget import SMALL_BYTES, Budget
 from router.http.config import ClientTimeouts, HttpLimits
 from router.http.request import BadRequest, HttpRequest, RequestParser
 
@@ -53,9 +54,13 @@ class Work(Protocol):
 
 class Application(Protocol):
     limits: HttpLimits
+    budget: Budget
+
+    def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
+        """Who sent `request`, of which only the head need be there. Raises RequestError where it will not be served."""
 
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
-        """Answer `request` now or later."""
+        """Answer `request`, which was admitted, now or later."""
 
     def rejected(self, status: int) -> None:
         """A connection sent what is no request."""
@@ -69,11 +74,14 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_app",
+        "_body_bytes",
         "_busy",
         "_head_only",
+        "_held",
         "_keep_alive",
         "_lingers",
         "_parser",
+        "_party",
         "_paused_reading",
         "_registry",
         "_since_s",
@@ -98,6 +106,12 @@ class ClientConnection(asyncio.Protocol):
         self.peer = ""
         self.tls = False
         self._busy = False
+        self._body_bytes = 0
+        """Of the current request."""
+        self._party = ""
+        """Whom what is kept here is booked on."""
+        self._held = 0
+        """Bytes booked."""
         self.answering = False
         """Bytes of the current answer were sent."""
         self._head_only = False
@@ -120,7 +134,7 @@ class ClientConnection(asyncio.Protocol):
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             self._socket = sock.fileno()
         peer = transport.get_extra_info("peername")
-        self.peer = peer[0] if isinstance(peer, tuple) else ""
+        self.peer = self._party = peer[0] if isinstance(peer, tuple) else ""
         self.tls = transport.get_extra_info("sslcontext") is not None
         self._registry.add(self)
 
@@ -129,12 +143,15 @@ class ClientConnection(asyncio.Protocol):
             return
         if not self._busy and not self._parser.midway:
             self._since_s = time.monotonic()
-        self._parser.feed(data)
+        try:
+            self._parser.feed(data)
+            if self._busy:
+                self._wait_ahead()
+        except Exception as error:  # noqa: BLE001  a boundary
+            self.crash(error)
+            return
         if not self._busy:
             self._step()
-        elif self._parser.buffered > AHEAD_BYTES_MAX and not self._paused_reading and self._transport is not None:
-            self._paused_reading = True
-            self._transport.pause_reading()
 
     def eof_received(self) -> bool:
         return False  # a client that stops sending is taken to be gone: see connection_lost
@@ -143,6 +160,9 @@ class ClientConnection(asyncio.Protocol):
         self._transport = None
         self._registry.discard(self)
         self._drop_work()
+        if self._held:
+            self._app.budget.change(self._party, self._held, 0)
+            self._held = 0
 
     def pause_writing(self) -> None:
         try:
@@ -177,6 +197,9 @@ class ClientConnection(asyncio.Protocol):
         """The current answer is complete."""
         self.work = None
         self._busy = False
+        self._body_bytes = 0
+        if self._held:
+            self._hold()
         self._since_s = time.monotonic()
         if not keep_alive or not self._keep_alive:
             self._close()
@@ -222,6 +245,8 @@ class ClientConnection(asyncio.Protocol):
     def respond_error(self, error: RequestError, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         if error.status == 401:
             headers = (*headers, (b"www-authenticate", b"Bearer"))
+        elif error.code == "overloaded" and not headers:
+            headers = (*headers, (b"retry-after", b"1"))
         elif isinstance(error, MethodNotAllowed):
             headers = (*headers, (b"allow", error.allow.encode()))
         self.respond(error.status, msgspec.json.encode(error.body()), headers=headers)
@@ -253,7 +278,8 @@ class ClientConnection(asyncio.Protocol):
                 self._transport.abort()
         elif self._parser.midway:
             if waited > timeouts.request_s:
-                self._reject(BadRequest(408, f"the request was not complete within {timeouts.request_s:g} s"))
+                message = f"the request was not complete within {timeouts.request_s:g} s"
+                self._reject(RequestError(message, param=None, code="bad_http", status=408))
         elif waited > timeouts.keep_alive_s:
             self._transport.close()
 
@@ -284,6 +310,8 @@ class ClientConnection(asyncio.Protocol):
             else:
                 asyncio.get_running_loop().call_soon(self._go_on)
         except BadRequest as error:
+            self._reject(RequestError(error.message, param=None, code="bad_http", status=error.status))
+        except RequestError as error:
             self._reject(error)
         except Exception as error:  # noqa: BLE001  a boundary: whatever it is, this connection ends with it
             self.crash(error)
@@ -296,8 +324,15 @@ class ClientConnection(asyncio.Protocol):
         self._head_only = request.method == "HEAD"
         if not request.keep_alive:
             self._keep_alive = False
+        self._body_bytes = len(request.body)
         try:
+            self._admit(request)
+            self._hold()
             self._app.handle(self, request)
+        except RequestError as error:
+            self._drop_work()
+            self._app.rejected(error.status)
+            self.respond_error(error)
         except Exception as error:  # noqa: BLE001  a boundary: this request fails, the connection lives
             self.crash(error)
 
@@ -305,13 +340,48 @@ class ClientConnection(asyncio.Protocol):
         if not self._busy:
             self._step()
 
+    def _admit(self, request: HttpRequest) -> None:
+        party = self._app.admit(self, request)
+        if party != self._party:
+            held, self._held = self._held, 0
+            self._app.budget.change(self._party, held, 0)
+            self._party = party
+
+    def _hold(self) -> None:
+        """Book what is kept for this client. Raises RequestError where that is too much."""
+        kept = self._body_bytes + self._parser.buffered
+        if kept <= SMALL_BYTES:
+            kept = 0
+        if kept != self._held:
+            self._app.budget.change(self._party, self._held, kept)
+            self._held = kept
+
     def _wait_for_more(self) -> None:
+        """Of a request that has begun. Raises RequestError where there is no use in waiting."""
+        begun = self._parser.begun()
+        if begun is not None:
+            self._head_only = begun.method == "HEAD"
+            self._admit(begun)
+        self._hold()
         transport = self._transport
         if self._paused_reading:
             self._paused_reading = False
             transport.resume_reading()
         if self._parser.take_continue():
             transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _wait_ahead(self) -> None:
+        """Of what is sent ahead of an answer: keep a little, or nothing where that would be too much."""
+        try:
+            self._hold()
+        except RequestError:
+            self._parser.stop()
+            self._keep_alive = False
+            self._unread = True
+            self._hold()
+        if self._parser.buffered > AHEAD_BYTES_MAX and not self._paused_reading and self._transport is not None:
+            self._paused_reading = True
+            self._transport.pause_reading()
 
     def _drop_work(self) -> None:
         """Tell whoever answers that the client does not wait for it any more."""
@@ -323,13 +393,14 @@ class ClientConnection(asyncio.Protocol):
         except Exception as error:  # noqa: BLE001  a boundary
             self._app.crashed("client", error)
 
-    def _reject(self, error: BadRequest) -> None:
-        """What was sent is no request: say so and close."""
+    def _reject(self, error: RequestError) -> None:
+        """What was sent is no request, or one that will not be read to its end: say so and close."""
         self._app.rejected(error.status)
-        self._busy, self.answering, self._head_only = True, False, False
+        self._parser.stop()
+        self._busy, self.answering = True, False
         self._keep_alive = False
         self._unread = True
-        self.refuse(error.status, "bad_http", error.message, None)
+        self.respond_error(error)
 
     def _close(self) -> None:
         """Close after the answer was read. Closing with unread input would reset the connection under it."""

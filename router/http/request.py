@@ -117,6 +117,15 @@ class RequestParser:
         self._expects_continue = False
         return wants
 
+    def stop(self) -> None:
+        """Read nothing more, and forget what came of a request that is not complete."""
+        self._ended = True
+        self._data = b""
+        self._at = 0
+        self._head = bytearray()
+        self._body = bytearray()
+        self._request = self._chunks = None
+
     def feed(self, data: bytes) -> None:
         """Bytes from the client. They are read by `next`."""
         if self._ended:

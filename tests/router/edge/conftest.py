@@ -23,6 +23,7 @@ from router.edge.config import EdgeConfig, Timeouts
 from router.edge.proxy import Proxy
 from router.edge.relay import make_relay
 from router.edge.upstream import UpstreamPool
+from router.http.budget import Budget
 from router.http.config import ClientTimeouts, HttpLimits
 from router.http.listener import Listener
 from router.index.protocol import HolderId, IndexStats, IngestReport, Match, PinId, Scope
@@ -220,7 +221,13 @@ class Edge:
         self.metrics = Metrics()
         self.relay = make_relay(asyncio.get_running_loop()) if self._relays else None
         self.proxy = Proxy(
-            self.core, self.pool, self.metrics, now=time.monotonic, timeouts=self.timeouts, relay=self.relay
+            self.core,
+            self.pool,
+            self.metrics,
+            now=time.monotonic,
+            timeouts=self.timeouts,
+            relay=self.relay,
+            budget=Budget(limits or HttpLimits(), self.metrics),
         )
         self.executor = ThreadPoolExecutor(1)
         self.prompts = PromptReader(self.executor)
@@ -279,6 +286,7 @@ class Edge:
                 not self.proxy.exchanges
                 and not self.proxy.relay
                 and not self.index.pins
+                and not self.metrics.held_bytes
                 and self.pool.counts()[0] == self.pool.counts()[1]
             ):
                 return

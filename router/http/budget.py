@@ -1,0 +1,50 @@
+"""How many bytes of clients' requests are kept at once: in sum, and for each party (an API key, else an address).
+
+Owns the books: who takes bytes gives them back. Refuses to know what the bytes are. Invariant: what is held is the sum
+over the parties, and a party that holds none is not listed.
+"""
+
+from __future__ import annotations
+
+from prompts.errors import RequestError
+from router.counters import Metrics
+from router.http.config import HttpLimits
+
+SMALL_BYTES = 16 * 1024
+"""What a connection keeps up to this is not counted: connections are, and small requests pass while big ones wait."""
+
+
+class Budget:
+    """Of one process."""
+
+    def __init__(self, limits: HttpLimits, metrics: Metrics) -> None:
+        self._limits = limits
+        self._metrics = metrics
+        self._parties: dict[str, int] = {}
+
+    def change(self, party: str, before: int, after: int) -> None:
+        """`party` keeps `after` bytes where it kept `before`. Raises RequestError, and changes nothing, where that is
+        more than a bound allows."""
+        more, held = after - before, self._metrics.held_bytes
+        mine = self._parties.get(party, 0) + more
+        assert mine >= 0
+        if more > 0 and mine > self._limits.party_bytes_max:
+            self._metrics.refused_bytes["party"] += 1
+            raise _full(429, "this client has too many bytes of requests in flight")
+        if more > 0 and held + more > self._limits.held_bytes_max:
+            self._metrics.refused_bytes["sum"] += 1
+            raise _full(503, "the router keeps as many bytes of requests as it may")
+        self._metrics.held_bytes = held + more
+        if mine:
+            self._parties[party] = mine
+        else:
+            self._parties.pop(party, None)
+
+    def check_invariants(self) -> None:
+        assert self._metrics.held_bytes == sum(self._parties.values())
+        assert all(count > 0 for count in self._parties.values())
+
+
+def _full(status: int, message: str) -> RequestError:
+    kind = "rate_limit_error" if status == 429 else "server_error"
+    return RequestError(message, param=None, code="overloaded", status=status, type=kind)

@@ -1,0 +1,249 @@
+"""What clients make the router keep: bounded while it comes, in sum and for each party; refused before its body is read
+where it would be refused after; given back however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tracemalloc
+from collections import Counter
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prompts.errors import RequestError
+from router.counters import Metrics
+from router.http.budget import Budget
+from router.http.config import HttpLimits
+from router.http.request import BadRequest, RequestParser
+
+MIB = 1 << 20
+KEY = b"Authorization: Bearer k1\r\n"
+
+
+def head(length: int, extra: bytes = b"", path: bytes = b"/v1/completions") -> bytes:
+    return b"POST " + path + b" HTTP/1.1\r\nHost: r\r\n" + extra + b"Content-Length: %d\r\n\r\n" % length
+
+
+@pytest.mark.parametrize("expect", [b"", b"Expect: 100-continue\r\n"])
+@pytest.mark.parametrize("framing", [b"Content-Length: 50000000", b"Transfer-Encoding: chunked"])
+@pytest.mark.parametrize("before", [b"", b"GET /metrics HTTP/1.1\r\nHost: r\r\n\r\n"])
+def test_a_body_without_a_key_is_not_waited_for(edge: Any, expect: bytes, framing: bytes, before: bytes) -> None:
+    async def scenario() -> None:
+        await edge.start(api_keys=("k1",))
+        start = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\n"
+        answer = await edge.exchange(before + start + expect + framing + b"\r\n\r\n")  # and then waits for the close
+        assert answer.count(b"HTTP/1.1 401") == 1
+        assert b"www-authenticate: Bearer" in answer
+        assert b" 100 " not in answer
+        assert answer.startswith(b"HTTP/1.1 200") == bool(before)
+
+    edge.run(scenario())
+
+
+def test_a_method_that_is_not_passed_on_is_refused_before_its_body(edge: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        answer = await edge.exchange(head(50_000_000).replace(b"POST", b"TRACE"))
+        assert answer.startswith(b"HTTP/1.1 405")
+
+    edge.run(scenario())
+
+
+def test_unfinished_bodies_are_bounded_in_sum_and_for_each_key(edge: Any, make_post: Any) -> None:
+    limits = HttpLimits(held_bytes_max=6 * MIB, party_bytes_max=4 * MIB)
+
+    async def scenario() -> None:
+        await edge.start(api_keys=("k1", "k2"), limits=limits)
+        await edge.worker(edge.reply())
+        writers = []
+
+        async def upload(key: bytes) -> bytes:
+            """Most of a body of 1 MiB; what was answered."""
+            reader, writer = await edge.connect()
+            writers.append(writer)
+            writer.write(head(MIB, b"Authorization: Bearer " + key + b"\r\n") + bytes(MIB - 1))
+            try:
+                return await asyncio.wait_for(reader.read(-1), 0.3)
+            except asyncio.TimeoutError:
+                return b""
+
+        first = [await upload(b"k1") for _ in range(6)]
+        assert [answer[9:12] for answer in first] == [b"", b"", b"", b"", b"429", b"429"]
+        second = [await upload(b"k2") for _ in range(4)]
+        assert [answer[9:12] for answer in second] == [b"", b"", b"503", b"503"]
+        for answer in (*first[4:], *second[2:]):
+            assert b"retry-after: 1\r\n" in answer
+        assert edge.metrics.refused_bytes == {"party": 2, "sum": 2}
+        assert 5 * MIB < edge.metrics.held_bytes <= limits.held_bytes_max
+        small = make_post(b'{"model":"tiny","prompt":"x"}', b"/v1/completions", [KEY.strip()])
+        assert (await edge.exchange(small)).startswith(b"HTTP/1.1 200")  # the others are not in its way
+        for writer in writers:
+            writer.close()
+        await edge.settle()
+        edge.proxy.budget.check_invariants()
+        assert await upload(b"k1") == b""
+        writers[-1].close()
+
+    edge.run(scenario())
+
+
+def test_bodies_in_flight_count_until_they_are_answered(edge: Any, make_post: Any) -> None:
+    limits = HttpLimits(held_bytes_max=3 * MIB, party_bytes_max=3 * MIB)
+
+    async def scenario() -> None:
+        gate = asyncio.Event()
+
+        async def gated(request: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await gate.wait()
+            await edge.reply()(request, reader, writer)
+
+        await edge.start(limits=limits)
+        upstream = await edge.worker(gated)
+        body = b'{"model":"tiny","x":"' + b"y" * MIB + b'"}'
+        running = [asyncio.create_task(edge.exchange(make_post(body, b"/v1/completions"))) for _ in range(2)]
+        while len(upstream.received) < 2:
+            await asyncio.sleep(0.01)
+        assert edge.metrics.held_bytes > 2 * MIB
+        assert (await edge.exchange(make_post(body, b"/v1/completions"))).startswith(b"HTTP/1.1 429")
+        gate.set()
+        assert all(answer.startswith(b"HTTP/1.1 200") for answer in await asyncio.gather(*running))
+        await edge.settle()
+        assert (await edge.exchange(make_post(body, b"/v1/completions"))).startswith(b"HTTP/1.1 200")
+
+    edge.run(scenario())
+
+
+def test_what_is_sent_ahead_of_an_answer_is_bounded_too(edge: Any, make_post: Any) -> None:
+    limits = HttpLimits(held_bytes_max=MIB, party_bytes_max=MIB)
+
+    async def scenario() -> None:
+        gate = asyncio.Event()
+
+        async def gated(request: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await gate.wait()
+            await edge.reply()(request, reader, writer)
+
+        await edge.start(limits=limits)
+        await edge.worker(gated)
+        small = make_post(b'{"model":"tiny","prompt":"x"}', b"/v1/completions", close=False)
+        clients = [await edge.connect() for _ in range(8)]
+        for _, writer in clients:
+            writer.write(small + small * 10_000)  # 2 MB each
+        await asyncio.sleep(0.2)
+        assert edge.metrics.held_bytes <= MIB
+        gate.set()
+        for reader, _ in clients:
+            assert (await reader.read(12)) == b"HTTP/1.1 200"
+        for _, writer in clients:
+            writer.close()
+
+    edge.run(scenario())
+
+
+def test_what_a_client_left_behind_is_freed_without_the_garbage_collector(edge: Any) -> None:
+    """A cycle of parser and connection kept abandoned uploads: 40 clients of 30 MB each were 1.2 GB."""
+
+    async def scenario() -> None:
+        await edge.start()
+
+        async def leave(number: int) -> None:
+            _, writer = await edge.connect()
+            chunked = b"POST /v1/x HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n100000\r\n"
+            writer.write((chunked if number % 2 else head(MIB)) + bytes(MIB - 9))
+            await writer.drain()
+            while not edge.metrics.held_bytes:
+                await asyncio.sleep(0.005)
+            writer.transport.abort()
+
+        await leave(0)
+        await edge.settle()
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            for number in range(12):
+                await leave(number)
+            await edge.settle()
+            while edge.listener.connections:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            kept = tracemalloc.get_traced_memory()[0] - before
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+        assert kept < MIB, kept
+
+    edge.run(scenario())
+
+
+def test_a_body_in_tiny_chunks_costs_its_payload_not_its_chunks() -> None:
+    parser = RequestParser(HttpLimits())
+    parser.feed(b"POST / HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n")
+    assert parser.next() is None
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for _ in range(100):
+        parser.feed(b"8\r\n12345678\r\n" * 1000)
+        assert parser.next() is None
+    kept = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert kept < 1.3 * 800_000 + 10_000
+    parser.feed(b"2\r\nab\r\n" * 200_000)
+    with pytest.raises(BadRequest, match="framing"):
+        parser.next()
+
+
+def over(field: str) -> tuple[HttpLimits, bytes, bytes]:
+    """(a low limit, what keeps it, what exceeds it)."""
+    first = b"GET /metrics HTTP/1.1\r\nHost: r\r\n"
+    big = 40_000
+    if field == "head_bytes_max":
+        return HttpLimits(head_bytes_max=500), first + b"\r\n", first + b"X: " + b"a" * 500 + b"\r\n\r\n"
+    if field == "headers_max":
+        return HttpLimits(headers_max=6), first + b"X: a\r\n" * 4 + b"\r\n", first + b"X: a\r\n" * 5 + b"\r\n"
+    limits = HttpLimits(**{field: big})
+    path = b"/metrics"
+    return limits, head(big, path=path) + bytes(big), head(big + 1, path=path) + bytes(big) + b"x"
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(HttpLimits)])
+def test_every_limit_holds(edge: Any, field: str) -> None:
+    """A new field fails here until somebody says what exceeds it."""
+    limits, kept, exceeding = over(field)
+
+    async def scenario() -> None:
+        await edge.start(limits=limits)
+        close = b"Host: r\r\nConnection: close\r\n"
+        assert (await edge.exchange(kept.replace(b"Host: r\r\n", close, 1)))[9:12] in (b"200", b"405")
+        assert (await edge.exchange(exceeding.replace(b"Host: r\r\n", close, 1)))[9:12] in (
+            b"413",
+            b"429",
+            b"431",
+            b"503",
+        )
+
+    edge.run(scenario())
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 7), st.integers(0, 60)), max_size=40))
+def test_the_books_of_what_is_held(changes: list[tuple[str, int, int]]) -> None:
+    metrics = Metrics()
+    budget = Budget(HttpLimits(held_bytes_max=100, party_bytes_max=70), metrics)
+    held: Counter[tuple[str, int]] = Counter()
+    for party, connection, after in changes:
+        before = held[party, connection]
+        mine = sum(count for (who, _), count in held.items() if who == party)
+        fits = mine + after - before <= 70 and held.total() + after - before <= 100
+        if after <= before or fits:
+            budget.change(party, before, after)
+            held[party, connection] = after
+        else:
+            with pytest.raises(RequestError):
+                budget.change(party, before, after)
+        assert metrics.held_bytes == held.total()
+        budget.check_invariants()
