@@ -54,6 +54,11 @@ class EngineConfig:
     )
     num_gpu_blocks_override: Annotated[Count | None, Flag(), "Blocks of the cache, on any device."] = None
     kv_cache_memory_bytes: Annotated[Bytes | None, Flag(), "Size of the cache, on any device: 4GB, 512MiB."] = None
+    gpu_memory_utilization: Annotated[
+        Annotated[float, Meta(gt=0.0, le=1.0)],
+        Flag(),
+        "Share of a GPU's memory for weights, steps and the cache, which gets what they leave.",
+    ] = 0.9
     enable_prefix_caching: Annotated[
         bool, Flag("--enable-prefix-caching/--no-enable-prefix-caching"), "Reuse what earlier prompts computed."
     ] = True

@@ -14,17 +14,16 @@ from typing import Protocol
 import msgspec
 
 from engine.scheduler import Scheduler
-from engine.types import Request, SequenceOutput, StepPlan, StepResult
+from engine.types import Request, RunnerLost, SequenceOutput, StepPlan, StepResult
 from events import Event
 
 log = logging.getLogger(__name__)
 
+FAILURES_MAX = 10
+"""Steps that fail one after the other before the engine ends: what no request can mend, a new process may."""
+
 Publish = Callable[[Collection[Event]], None]
 """Takes what a step changed. The events are made when it is iterated, on whatever thread that is."""
-
-
-class RunnerLost(RuntimeError):
-    """The runner can compute no further step: the engine must end. The message says why."""
 
 
 class Runner(Protocol):
@@ -63,6 +62,8 @@ class EngineCore:
         self._publish = publish
         self._steps = 0
         self._failed_steps = 0
+        self._failures = 0
+        """Steps that failed since one was computed."""
 
     @property
     def has_work(self) -> bool:
@@ -92,8 +93,12 @@ class EngineCore:
         except Exception as error:
             log.exception("step %d failed; its %d requests end with an error", self._steps, len(plan.chunks))
             self._failed_steps += 1
-            outputs = self.scheduler.fail(plan, f"the engine failed to compute a step: {type(error).__name__}: {error}")
+            self._failures += 1
+            if self._failures >= FAILURES_MAX:
+                raise RunnerLost(f"{FAILURES_MAX} steps failed in a row, the last with {_story(error)}") from error
+            outputs = self.scheduler.fail(plan, f"the engine failed to compute a step: {_story(error)}")
         else:
+            self._failures = 0
             outputs = self.scheduler.apply(plan, result)
         self._publish_events()
         return outputs
@@ -127,3 +132,7 @@ class EngineCore:
         events = self.scheduler.cache.take_events()
         if events is not None:
             self._publish(events)
+
+
+def _story(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -40,6 +40,10 @@ BlockId = NewType("BlockId", int)
 """Physical KV block of one group: `unit * blocks_per_unit(group) + sub_block`. What block tables and kernels hold."""
 
 
+class RunnerLost(RuntimeError):
+    """No further step can be computed: the engine must end. The message says why, in one line."""
+
+
 class FinishReason(str, enum.Enum):
     """Why a sequence ended; the value is OpenAI's `finish_reason` where OpenAI has one."""
 

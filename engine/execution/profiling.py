@@ -1,8 +1,9 @@
 """What a step needs besides weights and cache, found by computing the largest one before the cache is sized.
 
-The step is a prompt (several, where one may not be as long) beside as many prompts of one token as there may be
-sequences, as many tokens together as a step may have, over a cache just large enough; all draw a token, with penalties,
-which need a copy of the logits. With several ranks all of them must measure, since they meet inside the step.
+The step is a chunk of a prompt (several, where one may not be as long) beside as many tokens of other sequences as
+there may be sequences, as many tokens together as a step may have, all at the end of the longest context; all draw a
+token, with penalties, which need a copy of the logits, and want logprobs. With several ranks all of them must measure,
+since they meet inside the step.
 """
 
 from __future__ import annotations
@@ -20,37 +21,32 @@ from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, Step
 def largest_step(spec: CacheSpec, token_count: int, sequences: int, length_max: int) -> tuple[StepPlan, int]:
     """(a step of so many sequences, each of at most so many tokens, that computes so many tokens together; its units).
 
-    The short ones share one block of each group and one state: what they compute is of no use to anybody.
+    All have one unit of each group for every position, and one state: what they compute is of no use to anybody.
     """
     token_count = min(token_count, sequences * length_max)
     rest, lengths = token_count, list[int]()
     while rest > sequences - len(lengths):  # of those that are left each has at least one token
         lengths.append(min(length_max, rest - (sequences - len(lengths) - 1)))
         rest -= lengths[-1]
-    units = 0
+    tokens = [0] * length_max
+    tables = []
+    for group in range(len(spec.groups)):
+        per_unit = spec.blocks_per_unit(group)
+        blocks = -(-length_max // spec.block_size)
+        tables.append([BlockId(group * per_unit + block % per_unit) for block in range(blocks)])
+    state = None if spec.state is None else UnitId(len(spec.groups))
 
-    def sequence(length: int, name: str) -> Sequence:
-        nonlocal units
-        params = SamplingParams(temperature=1.0, top_p=0.9, frequency_penalty=0.1)
-        tokens = [0] * length
-        seq = Sequence(Request(request_id=name, token_ids=tokens, params=params), tokens, length, 0.0)
-        for group in range(len(spec.groups)):
-            per_unit, table = spec.blocks_per_unit(group), list[BlockId]()
-            while len(table) * spec.block_size < length:
-                table += [BlockId(units * per_unit + sub) for sub in range(per_unit)]
-                units += 1
-            seq.block_tables.append(table)
-        if spec.state is not None:
-            seq.state_unit = UnitId(units)
-            units += 1
-        return seq
+    def chunk(count: int, name: str) -> Chunk:
+        wanted = 20 if count > 1 else None
+        params = SamplingParams(
+            temperature=1.0, top_p=0.9, frequency_penalty=0.1, logprobs=20, prompt_logprobs=wanted
+        )  # fmt: skip
+        request = Request(request_id=name, token_ids=tokens, params=params)
+        seq = Sequence(request, tokens, length_max, 0.0, block_tables=tables, state_unit=state)
+        return Chunk(seq, length_max - count, length_max, samples=True)
 
-    seqs = [sequence(length, f"profile {i}") for i, length in enumerate(lengths)]
-    if rest:
-        seqs += [sequence(1, "profile")] * rest
-    chunks = [Chunk(seq, 0, seq.prompt_len, samples=True) for seq in seqs]
-    resets = sorted({seq.state_unit for seq in seqs if seq.state_unit is not None})
-    return StepPlan(chunks, state_resets=resets), units
+    chunks = [chunk(length, f"profile {i}") for i, length in enumerate(lengths)] + [chunk(1, "profile")] * rest
+    return StepPlan(chunks, state_resets=[] if state is None else [state]), len(spec.groups) + (state is not None)
 
 
 def peak_step_bytes(

@@ -20,7 +20,7 @@ from engine.execution.logprobs import LogprobTensors, read_logprobs, token_logpr
 from engine.execution.sampler import Sampler
 from engine.models import CausalLM
 from engine.models.layers import Step
-from engine.types import BlockId, Chunk, StepPlan, StepResult, TokenLogprobs, UnitId
+from engine.types import BlockId, Chunk, RunnerLost, StepPlan, StepResult, TokenLogprobs, UnitId
 from kernels import Kernels, PagedKV, Ragged, select
 from kernels.interface import FixedPlans, IntArray
 from kernels.transfer import to_device
@@ -102,7 +102,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Do the step. Results are in the order of `plan.chunks`."""
+        """Do the step. Results are in the order of `plan.chunks`. Raises RunnerLost where none can be done any more."""
+        try:
+            return self._execute(plan)
+        except Exception as error:
+            try:
+                self._probe()
+            except RuntimeError as fault:
+                raise RunnerLost(f"{self.device} computes nothing any more: {fault}".partition("\n")[0]) from error
+            raise
+
+    def _probe(self) -> None:
+        """Compute something small: a kernel's error sticks to its CUDA context, and fails whatever comes after it."""
+        torch.ones(1, device=self.device).sum().item()
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         for group, source, target in plan.block_moves:
             self._move_block(group, source, target)
         self._prepare_states(plan)

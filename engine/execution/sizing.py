@@ -23,8 +23,7 @@ log = logging.getLogger("engine.sizing")
 CACHE_BYTES_MAX = 4 << 30
 """Cache on a CPU without a flag that sizes it; or a quarter of the free memory, if that is less."""
 CACHE_TOKENS_MAX = 1 << 20
-"""Without a flag a small model does not fill that memory: enough is enough."""
-GPU_MEMORY_SHARE = 0.9
+"""Without a flag a small model on a CPU does not fill that memory: enough is enough."""
 GPU_STEP_BYTES = 1 << 30
 """What a step on a GPU is taken to need where it is not measured: in a dry run."""
 GPU_GRAPH_BYTES = 1 << 29
@@ -62,7 +61,10 @@ def size_cache(
         try:
             step_bytes = peak_step_bytes(profiled, spec, tokens, sequences_max(config), max_model_len, device)
         except torch.OutOfMemoryError as error:
-            raise ConfigError(f"--max-num-batched-tokens {tokens}: no memory for so large a step: {error}") from error
+            raise ConfigError(
+                f"--max-num-batched-tokens {tokens}, --max-num-seqs {config.max_num_seqs}, --max-model-len "
+                f"{max_model_len}: no memory for so large a step over so long a context: {error}"
+            ) from error
         log.info("the largest step needs %d MiB besides weights and cache", step_bytes >> 20)
     try:
         count = count_units(config, spec, device, step_bytes)
@@ -133,21 +135,21 @@ def count_units(config: EngineConfig, spec: CacheSpec, device: torch.device, ste
         flag, budget = f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}", config.kv_cache_memory_bytes
         count = units_for_memory(spec, budget)
     else:
-        flag, budget = "the free memory", _free_memory(device, step_bytes)
+        flag, budget = "the free memory", _free_memory(config, device, step_bytes)
+        count = units_for_memory(spec, budget)
         if device.type == "cpu":
-            budget //= config.tensor_parallel_size  # the ranks share it
-        enough = -(-CACHE_TOKENS_MAX // (spec.block_size * per_unit))
-        count = min(units_for_memory(spec, budget), enough)
+            count = min(count, -(-CACHE_TOKENS_MAX // (spec.block_size * per_unit)))
     if count < 1:
         raise ConfigError(f"{flag}: {budget} bytes hold no unit of the cache ({spec.unit_bytes} bytes)")
     return count
 
 
-def _free_memory(device: torch.device, step_bytes: int) -> int:
+def _free_memory(config: EngineConfig, device: torch.device, step_bytes: int) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return int(free - (1 - GPU_MEMORY_SHARE) * total - step_bytes - GPU_GRAPH_BYTES)
-    return min(CACHE_BYTES_MAX, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
+        return int(free - (1 - config.gpu_memory_utilization) * total - step_bytes - GPU_GRAPH_BYTES)
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(CACHE_BYTES_MAX, available // 4) // config.tensor_parallel_size  # the ranks share it
 
 
 def resolve_max_len(config: EngineConfig, model: CausalLM) -> int:

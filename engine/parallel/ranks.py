@@ -31,11 +31,11 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from engine.config import EngineConfig
-from engine.core import Runner, RunnerLost
+from engine.core import Runner
 from engine.messages import FrameReader, frame
 from engine.models import Shard
 from engine.parallel.orders import Planned, PlanWriter
-from engine.types import StepPlan, StepResult
+from engine.types import RunnerLost, StepPlan, StepResult
 
 LOOPBACK = "127.0.0.1"
 COLLECTIVE_TIMEOUT_S = 300.0

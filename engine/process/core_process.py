@@ -25,7 +25,6 @@ import msgspec
 
 from engine.assembly import Assembled, assemble
 from engine.config import EngineConfig
-from engine.core import RunnerLost
 from engine.messages import (
     Abort,
     Add,
@@ -38,7 +37,7 @@ from engine.messages import (
     ResetDone,
     frame,
 )
-from engine.types import FinishReason, SequenceOutput
+from engine.types import FinishReason, RunnerLost, SequenceOutput
 
 STATS_PERIOD_S = 0.1
 

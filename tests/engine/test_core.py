@@ -8,7 +8,7 @@ from fake_device import EOS, Bench, EventChecker, continuation
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
 from engine.scheduler import RequestRefusedError, SchedulerConfig
-from engine.types import FinishReason, StepPlan
+from engine.types import FinishReason, RunnerLost, StepPlan
 from events import AllBlocksCleared, BlockRemoved, BlockStored
 from events.hashing import unpack_token_ids
 
@@ -410,3 +410,25 @@ def test_the_checker_itself_notices() -> None:
         checker([event])
     with pytest.raises(AssertionError, match="child before"):
         checker([BlockStored([3], 2, [5], 1, None, "GPU", None, extra_keys=[None], group_idx=0)])
+
+
+def test_steps_that_all_fail_end_the_engine() -> None:
+    bench = make_bench()
+
+    def fail(plan: StepPlan) -> None:
+        raise OSError("no space left on device\nand a second line")
+
+    for number in range(9):
+        bench.device.on_execute = fail
+        bench.add(f"r{number}", [number])
+        bench.step()
+    bench.device.on_execute = lambda plan: None
+    bench.add("fine", [1])
+    bench.drain()  # one that is computed: the count begins anew
+    bench.device.on_execute = fail
+    for number in range(9):
+        bench.add(f"s{number}", [number])
+        bench.step()
+    bench.add("last", [1])
+    with pytest.raises(RunnerLost, match=r"^10 steps failed in a row, .* left on device$"):
+        bench.step()

@@ -19,15 +19,14 @@ def test_the_largest_step_runs_in_its_units(family, tokens, sequences):
     plan, units = largest_step(spec, tokens, sequences, length_max=128)
     assert plan.token_count == tokens
     assert len(plan.chunks) == min(tokens, sequences)
-    owners = []
-    for seq in {id(chunk.seq): chunk.seq for chunk in plan.chunks}.values():  # those of one token are one
-        assert seq.prompt_len <= 128
-        for group, table in enumerate(seq.block_tables):
-            assert len(table) * spec.block_size >= seq.prompt_len
-            assert max(table) < units * spec.blocks_per_unit(group)
-            owners.append({block // spec.blocks_per_unit(group) for block in table})
-    owners += [{unit} for unit in plan.state_resets]
-    assert sum(map(len, owners)) == len(set().union(*owners)) == units  # no unit serves two groups
+    owners = {}
+    for chunk in plan.chunks:
+        assert chunk.end == chunk.seq.prompt_len == 128  # at the end of the longest context
+        for group, table in enumerate(chunk.seq.block_tables):
+            assert len(table) * spec.block_size >= 128
+            owners[group] = {block // spec.blocks_per_unit(group) for block in table}
+    owners["state"] = set(plan.state_resets)
+    assert sum(map(len, owners.values())) == len(set().union(*owners.values())) == units  # no unit serves two groups
     runner = ModelRunner(model, spec, units, device=torch.device("cpu"), dtype=dtype, max_model_len=128)
     for token in runner.execute(plan).sampled:
         assert token is not None

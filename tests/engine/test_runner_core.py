@@ -10,11 +10,12 @@ from hand_driver import Driver, Oracle
 
 from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
+from engine.execution.profiling import largest_step
 from engine.execution.runner import ModelRunner
 from engine.models.loader import load_model
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.tiny.model import Recipe, cached_model
-from engine.types import FinishReason, Request, SamplingParams
+from engine.types import FinishReason, Request, RunnerLost, SamplingParams
 
 RECIPES = {
     "qwen3": Recipe(),
@@ -119,3 +120,22 @@ def test_a_step_that_fails_costs_its_requests_only():
     core.add(Request(request_id="good", token_ids=[1, 2, 3], params=SamplingParams(max_tokens=1)), now=0.0)
     (out,) = core.step(0.0)
     assert out.finish_reason is FinishReason.LENGTH
+
+
+def test_an_error_that_sticks_to_the_device_is_told_from_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, dtype = load_model(cached_model(Recipe()))
+    runner = ModelRunner(
+        model, model.cache_spec(16, dtype), 4, device=torch.device("cpu"), dtype=dtype, max_model_len=64
+    )  # fmt: skip
+    plan, _ = largest_step(runner.spec, 8, 2, 64)
+
+    def broken(*args: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
+
+    monkeypatch.setattr(runner, "_forward", broken)
+    with pytest.raises(RuntimeError, match="illegal") as passing:
+        runner.execute(plan)
+    assert not isinstance(passing.value, RunnerLost)
+    monkeypatch.setattr(runner, "_probe", broken)
+    with pytest.raises(RunnerLost, match=r"^cpu computes nothing any more: CUDA error: .* encountered$"):
+        runner.execute(plan)

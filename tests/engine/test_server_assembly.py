@@ -58,10 +58,15 @@ def test_a_folder_then_the_local_cache_then_the_hub(tmp_path: Path, monkeypatch:
     assert asked == ["org/new", "org/missing"]
 
 
-def test_the_flags_that_size_the_cache() -> None:
+def test_the_flags_that_size_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert count_units(EngineConfig(num_gpu_blocks_override=7), SPEC, CPU) == 7
     assert count_units(EngineConfig(kv_cache_memory_bytes=10 * SPEC.unit_bytes + 5), SPEC, CPU) == 10
     assert 1 <= count_units(EngineConfig(), SPEC, CPU) <= CACHE_TOKENS_MAX // 16
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (79 << 30, 80 << 30))
+    gpu, step = torch.device("cuda", 0), 3 << 30
+    large, small = (count_units(EngineConfig(gpu_memory_utilization=share), SPEC, gpu, step) for share in (0.9, 0.5))
+    assert large > CACHE_TOKENS_MAX  # no cap where memory is what the machine is for
+    assert (large - small) * SPEC.unit_bytes == pytest.approx(0.4 * (80 << 30), rel=0.01)
     with pytest.raises(ConfigError, match="--kv-cache-memory-bytes 5"):
         count_units(EngineConfig(kv_cache_memory_bytes=5), SPEC, CPU)
 

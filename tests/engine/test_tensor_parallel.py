@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import CacheSpec
 from engine.config import EngineConfig
-from engine.core import EngineCore, Runner, RunnerLost
+from engine.core import EngineCore, Runner
 from engine.execution import sizing
 from engine.execution.sizing import make_runner, size_cache
 from engine.models import CausalLM, HfConfig, ModelError, Shard, build_model
@@ -31,7 +31,7 @@ from engine.parallel.orders import Planned, PlanReader, PlanWriter
 from engine.parallel.ranks import Leader
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.tiny.model import Recipe, cached_model
-from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, TokenLogprobs, UnitId
+from engine.types import BlockId, Chunk, Request, RunnerLost, SamplingParams, Sequence, StepPlan, TokenLogprobs, UnitId
 from options import ConfigError
 
 MODELS = {
