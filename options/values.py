@@ -126,7 +126,7 @@ def read_or_refuse(where: str, value: Any, kind: Any, *, secret: bool = False) -
     """`read`, or `read_text` where it is a `Text`. Raises ConfigError in full words; a secret is not repeated."""
     text = isinstance(value, Text)
     try:
-        return read_text(value, kind) if text else read(value, kind)
+        return read_text(str(value), kind) if text else read(value, kind)
     except (ValueError, RecursionError, msgspec.MsgspecError):
         shown = "a value that is not shown here" if secret else _shown(str(value) if text else value)
         raise ConfigError(f"{where}: got {shown}, expected {expected(kind)}") from None
