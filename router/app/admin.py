@@ -156,7 +156,9 @@ class Admin:
                 )
                 for row in snapshot.workers
             },
-            tokenize_cpu_s=self._prompts.cpu_s,
+            tokenize_cpu_s=self._prompts.cpu_s + self._reading.helpers.cpu_s,
+            large_bodies=dict(self._reading.helpers.counts),
+            waiting_bytes=self._reading.helpers.waiting_bytes,
             segments={model: (one.hit_tokens, one.miss_tokens, one.used_bytes) for model, one in segments.items()},
         )
 
@@ -281,9 +283,7 @@ class Admin:
         """Explain where a request with these headers and this body, sent to `?path=`, would go now. Without a path the
         body tells whether it is a chat or a completion. Sends and changes nothing."""
         path = parse_qs(request.target.partition(b"?")[2].decode("latin-1")).get("path")
-        asked = self._reading.asked(request, path[0] if path else None)
-        read = self._reading.tokens(asked)
-        token_ids, tokenize_s = read if isinstance(read, tuple) else await read
+        asked, (token_ids, tokenize_s) = await self._reading.read(request, path[0] if path else None)
         route = self._reading.route_request(asked, token_ids, "explained", self._now())
         decision = self._core.explain(route, self._now())
         if isinstance(decision, Refuse):

@@ -110,6 +110,10 @@ def prompt_families(report: Report) -> Iterator[Family]:
     """Tokenising: CPU time, and each model's segment cache."""
     text = "CPU time of rendering and encoding prompts, estimated from one in sixteen."
     yield CounterMetricFamily(PREFIX + "tokenize_cpu_seconds", text, report.tokenize_cpu_s)
+    text = "Bodies given to helper processes: read, unread (load decided), refused (no JSON), full, failed."
+    yield _counter("large_bodies", text, ("outcome",), report.large_bodies.items())
+    text = "Bytes of large bodies that are not read yet."
+    yield GaugeMetricFamily(PREFIX + "large_bodies_waiting_bytes", text, report.waiting_bytes)
     hits = CounterMetricFamily(PREFIX + "segment_cache_hit_tokens", "Prompt tokens found encoded.", labels=("model",))
     misses = CounterMetricFamily(PREFIX + "segment_cache_miss_tokens", "Prompt tokens encoded anew.", labels=("model",))
     used = GaugeMetricFamily(PREFIX + "segment_cache_bytes", "Memory of encoded segments.", labels=("model",))

@@ -45,6 +45,7 @@ from router.http.connection import ClientConnection
 from router.http.listener import Listener
 from router.http.request import HttpRequest
 from router.index import make_index
+from router.prompting.pool import Helpers, PoolConfig
 from router.prompting.reader import PromptReader
 from router.prompting.remote import RemoteTokenizer
 
@@ -87,7 +88,10 @@ class RouterProcess:
             chat_template=config.chat_template,
             cache_bytes=config.segment_cache_mb << 20,
         )
-        self._reading = Reading(self._core, self._prompts)
+        self._helpers = Helpers(
+            PoolConfig(), chat_template=config.chat_template, cache_bytes=config.segment_cache_bytes
+        )
+        self._reading = Reading(self._core, self._prompts, self._helpers)
         self._feed = IndexFeed(self._index, on_connection=self._stream_changed)
         self._listeners: list[Listener] = []
         self._peers: PeerSockets | None = None
@@ -102,6 +106,7 @@ class RouterProcess:
         raise_file_limit()
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self._executor.shutdown, wait=False, cancel_futures=True)
+            stack.callback(self._helpers.close)
             stack.callback(self._pool.close)
             self._start_feed()
             stack.callback(self._feed.close)

@@ -7,26 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from prompts.errors import bad_value
-from prompts.routing import RoutingRequest, parse_routing
+from prompts.routing import Kind, RoutingRequest, parse_routing
 from router.decide.core import RouterCore
 from router.decide.messages import RouteRequest
 from router.http.request import HttpRequest
 from router.index.protocol import Scope
-from router.prompting.reader import PromptReader, estimate_tokens
+from router.prompting.encode import cut, is_light
+from router.prompting.helper import Order
+from router.prompting.pool import Helpers
+from router.prompting.reader import PromptReader, Read, estimate_tokens
 
-COMPLETIONS = frozenset(("/v1/chat/completions", "/v1/completions"))
+COMPLETIONS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 ESTIMATE_MAX = 131_072
 """Tokens, of a prompt for a model that does not tell how many it takes."""
 _JSON_STARTS = (b"{", b" ", b"\n", b"\r", b"\t")
 _NOTHING_READ = RoutingRequest(kind="other")
-
-Read = tuple[Sequence[int] | None, float]
-"""(the prompt's token ids, None where they cannot be had; seconds that reading it took)."""
 
 
 class Asked:
@@ -64,24 +65,25 @@ class Asked:
 class Reading:
     """From HTTP to the core's words, in two steps: what is asked for, then the prompt's tokens."""
 
-    def __init__(self, core: RouterCore, prompts: PromptReader) -> None:
+    def __init__(self, core: RouterCore, prompts: PromptReader, helpers: Helpers) -> None:
         self._core = core
         self._prompts = prompts
+        self.helpers = helpers
         self._scopes: dict[tuple[str, str | None], Scope] = {}
+
+    def is_light(self, request: HttpRequest, path: str | None) -> bool:
+        """Whether it can be read here: by `asked` and `tokens`. If not, `read` has it read elsewhere."""
+        return not self._is_json(request, path) or is_light(request.body)
 
     def asked(self, request: HttpRequest, path: str | None = None) -> Asked:
         """What a request sent to `path` (None: told by its body) asks for. Raises RequestError."""
-        completes = request.method == "POST" and (path is None or path in COMPLETIONS)
-        if not completes and request.body[:1] not in _JSON_STARTS:
-            parsed = _NOTHING_READ
-        else:
-            parsed = parse_routing(path or "", request.body)
-        if not completes and parsed.kind != "other":
-            parsed = msgspec.structs.replace(parsed, kind="other")
-        elif path is None:
-            parsed = msgspec.structs.replace(parsed, kind="completion" if parsed.messages is None else "chat")
-        model, base, lora = self._model(parsed.model)
-        return Asked(request, parsed, model, base, lora)
+        parsed = parse_routing("", request.body) if self._is_json(request, path) else _NOTHING_READ
+        kind = _kind(request, path)
+        if kind is None:
+            kind = "completion" if parsed.messages is None else "chat"
+        if kind != "other":
+            parsed = msgspec.structs.replace(parsed, kind=kind)
+        return Asked(request, parsed, *self._model(parsed.model))
 
     def tokens(self, asked: Asked) -> Read | asyncio.Future[Read]:
         """The prompt's token ids: at once where that is quick, else later."""
@@ -89,21 +91,45 @@ class Reading:
         if asked.parsed.kind == "other":
             return None, 0.0
         if prompts.asks(base):
-            return asyncio.ensure_future(prompts.ask(asked.parsed, base))
-        tokenizer = prompts.get(base)
+            return asyncio.ensure_future(prompts.ask(asked.parsed, base, self._tokens_max(asked.model)))
+        tokenizer, tokens_max = prompts.get(base), self._tokens_max(asked.model)
         if tokenizer is None or prompts.is_quick(asked.body_bytes):
-            return prompts.read(asked.parsed, tokenizer)
-        return prompts.run(asked.parsed, tokenizer)
+            return prompts.read(asked.parsed, tokenizer, tokens_max)
+        return prompts.run(asked.parsed, tokenizer, tokens_max)
+
+    async def read(
+        self, request: HttpRequest, path: str | None, wanted: Callable[[], bool] = lambda: True
+    ) -> tuple[Asked, Read]:
+        """What a request asks for and its tokens, wherever they are best read. Raises RequestError."""
+        if self.is_light(request, path):
+            asked = self.asked(request, path)
+            tokens = self.tokens(asked)
+            return asked, tokens if isinstance(tokens, tuple) else await tokens
+
+        def order(parsed: RoutingRequest) -> Order:
+            name, base, _ = self._model(parsed.model)
+            return self._prompts.order(base, parsed.kind, self._tokens_max(name))
+
+        started = time.perf_counter()
+        parsed, result = await self.helpers.read(request.body, _kind(request, path), order, wanted)
+        asked = Asked(request, parsed, *self._model(parsed.model))
+        ids: Sequence[int] | None
+        if isinstance(result, bytes):
+            remote = self._prompts.remote
+            ids = None if remote is None else (await remote.put(result, asked.base))[0]
+            ids = cut(ids, parsed, self._tokens_max(asked.model))
+        else:
+            ids = result
+        return asked, (ids, time.perf_counter() - started)
+
+    def _is_json(self, request: HttpRequest, path: str | None) -> bool:
+        return _kind(request, path) != "other" or request.body[:1] in _JSON_STARTS
 
     def route_request(
         self, asked: Asked, token_ids: Sequence[int] | None, request_id: str, started_s: float
     ) -> RouteRequest:
         """What the core is asked."""
         parsed = asked.parsed
-        if token_ids is not None and parsed.truncate_prompt_tokens == -1:
-            longest = self._longest(asked)
-            if longest is not None and len(token_ids) >= longest:
-                token_ids = token_ids[1 - longest :]  # as vLLM: the end of the prompt, and room for one token
         return RouteRequest(
             request_id=request_id,
             model=asked.model,
@@ -121,11 +147,11 @@ class Reading:
     def _estimate(self, asked: Asked) -> int:
         """What a prompt that was not tokenised may come to: never more than its model takes, or an image in a body
         would price its worker out."""
-        return min(estimate_tokens(asked.body_bytes), self._longest(asked) or ESTIMATE_MAX)
+        return min(estimate_tokens(asked.body_bytes), self._tokens_max(asked.model) or ESTIMATE_MAX)
 
-    def _longest(self, asked: Asked) -> int | None:
-        """The longest context that a worker has for the model, in tokens."""
-        served = self._core.resolve_model(asked.model)
+    def _tokens_max(self, model: str) -> int | None:
+        """How many tokens it takes, where that is known."""
+        served = self._core.resolve_model(model)
         return served.max_model_len if served is not None else None
 
     def _model(self, name: str | None) -> tuple[str, str, str | None]:
@@ -145,6 +171,13 @@ class Reading:
             if self._core.resolve_model(lora or base) is not None:
                 self._scopes[base, lora] = known
         return known
+
+
+def _kind(request: HttpRequest, path: str | None) -> Kind | None:
+    """What a request to this path is; None where the body tells."""
+    if path is None:
+        return None
+    return COMPLETIONS.get(path, "other") if request.method == "POST" else "other"
 
 
 def _integer(request: HttpRequest, name: bytes, low: int, high: int) -> int | None:

@@ -10,17 +10,19 @@ import asyncio
 import hmac
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from prompts.errors import RequestError
 from router.app.admin import Admin
-from router.app.reading import Asked, Read, Reading
+from router.app.reading import Asked, Reading
 from router.counters import Metrics
 from router.edge.config import EdgeConfig
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
 from router.http.connection import ClientConnection, MethodNotAllowed, error_type
 from router.http.request import HttpRequest
+from router.prompting.reader import Read
 
 log = logging.getLogger("router")
 
@@ -29,6 +31,10 @@ PASSED_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 """To workers. What remains asks about servers, and the one that was asked is this."""
 TICK_S = 0.02
 """How often the core's pending work is looked at."""
+
+
+async def _with(asked: Asked, read: asyncio.Future[Read]) -> tuple[Asked, Read]:
+    return asked, await read
 
 
 class RouterApp:
@@ -55,7 +61,7 @@ class RouterApp:
         self._serves_admin = serves_admin
         self._trace_prefix = os.urandom(6).hex()
         self._traces = 0
-        self._pending: set[asyncio.Future[Read]] = set()
+        self._pending: set[asyncio.Task[tuple[Asked, Read]]] = set()
         """Prompts being read; the loop alone would not keep them."""
 
     # Application --------------------------------------------------------------------------------------------------
@@ -92,27 +98,37 @@ class RouterApp:
 
     def _serve(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Send a request on: by its prompt where it has one that can be read, else by its model and load."""
-        asked = self._reading.asked(request, request.path)
+        reading, path = self._reading, request.path
+        if not reading.is_light(request, path):
+            exchange = self._open(connection, request)
+            self._later(exchange, reading.read(request, path, lambda: not exchange.done))
+            return
+        asked = reading.asked(request, path)
         exchange = self._open(connection, request)
-        read = self._reading.tokens(asked)
+        read = reading.tokens(asked)
         if isinstance(read, tuple):
             self._place(exchange, asked, read)
-            return
-        self._pending.add(read)
+        else:
+            self._later(exchange, _with(asked, read))
 
-        def done(future: asyncio.Future[Read]) -> None:
-            self._pending.discard(future)
-            if future.cancelled():
+    def _later(self, exchange: Exchange, reading: Coroutine[Any, Any, tuple[Asked, Read]]) -> None:
+        """Place a request once its prompt was read. Whatever raises ends it."""
+        task = asyncio.get_running_loop().create_task(reading)
+        self._pending.add(task)
+
+        def done(task: asyncio.Task[tuple[Asked, Read]]) -> None:
+            self._pending.discard(task)
+            if task.cancelled():
                 return
-            error = future.exception()
-            if error is not None:
-                log.error("a prompt could not be read, load decides", exc_info=error)
             try:
-                self._place(exchange, asked, future.result() if error is None else (None, 0.0))
-            except Exception as crash:  # noqa: BLE001  a boundary
-                exchange.crash(crash)
+                self._place(exchange, *task.result())
+            except RequestError as error:
+                self._metrics.http_errors[str(error.status)] += 1
+                exchange.reject(error)
+            except Exception as error:  # noqa: BLE001  a boundary: this request ends, the rest goes on
+                exchange.client.crash(error)
 
-        read.add_done_callback(done)
+        task.add_done_callback(done)
 
     def _place(self, exchange: Exchange, asked: Asked, read: Read) -> None:
         """Hand a request whose prompt was read to the core."""

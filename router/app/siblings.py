@@ -73,6 +73,10 @@ class Report(msgspec.Struct):
     tokenize_cpu_s: float
     segments: dict[str, tuple[int, int, int]]
     """model -> (tokens found, tokens encoded, bytes) of its segment cache."""
+    large_bodies: dict[str, int]
+    """outcome -> bodies given to helper processes."""
+    waiting_bytes: int
+    """Of large bodies that are not read yet."""
 
     def add(self, other: Report) -> None:
         """All but `metrics`, which router/app/metrics_page.py adds up."""
@@ -82,6 +86,8 @@ class Report(msgspec.Struct):
         for name, sums in other.workers.items():
             self.workers.setdefault(name, WorkerSums()).add(sums)
         self.tokenize_cpu_s += other.tokenize_cpu_s
+        self.large_bodies = dict(Counter(self.large_bodies) + Counter(other.large_bodies))
+        self.waiting_bytes += other.waiting_bytes
         for model, (hits, misses, used) in other.segments.items():
             mine = self.segments.get(model, (0, 0, 0))
             self.segments[model] = (mine[0] + hits, mine[1] + misses, mine[2] + used)

@@ -67,6 +67,7 @@ class Registry:
     def remove(self, worker_id: str) -> None:
         """Forget a known worker, its targets and holders."""
         self._drop_targets(self.workers.pop(worker_id))
+        self._states.pop(worker_id, None)
         del self._targets[worker_id]
         self._states.pop(worker_id, None)
         self.changed()

@@ -16,6 +16,7 @@ import errno
 import math
 from typing import TYPE_CHECKING
 
+from prompts.errors import RequestError
 from router.decide.messages import Decision, FailureKind, ReportedUsage, RouteRequest
 from router.edge.carrier import Carrier, gives_up
 from router.edge.config import Timeouts
@@ -122,6 +123,12 @@ class Exchange:
             elif code == "context_length_exceeded":
                 param = "messages" if self.request.path.endswith("/chat/completions") else "prompt"
             self.client.refuse(status, code, message, retry_after_s, param=param)
+
+    def reject(self, error: RequestError) -> None:
+        """The same, for what was found wrong with the request itself."""
+        if self._end("rejected"):
+            self._drop_connection()
+            self.client.respond_error(error)
 
     # From the client's side ---------------------------------------------------------------------------------------
 

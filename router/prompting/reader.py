@@ -1,8 +1,7 @@
 """Which tokenizer a model has here, and a request's prompt as token ids.
 
-Owns loading (in threads: a vocabulary takes a second to read) and the choice between encoding at once, in a thread, or
-by asking a worker. Where a prompt cannot be read, where the worker will have to refuse it, and where it will reuse
-nothing of it, the answer is None: such a request is routed by load alone and the worker's own words reach the client.
+Owns loading (in threads: a vocabulary takes a second to read) and the choice between encoding at once, in a thread, in
+a helper process, or by asking a worker.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Annotated
-
-import msgspec
 
 from prompts.errors import RequestError
-from prompts.routing import RoutingRequest
+from prompts.routing import Kind, RoutingRequest
 from prompts.segments import CACHE_BYTES_DEFAULT, SegmentStats
 from prompts.tokenizer import Tokenizer, TokenizerError
+from router.prompting.encode import cut, prompt_ids
+from router.prompting.helper import Order
 from router.prompting.remote import RemoteTokenizer
 
 log = logging.getLogger("router")
@@ -33,7 +31,8 @@ CPU_SAMPLE = 16
 CHARS_PER_TOKEN = 4.0
 """For estimates only."""
 
-_TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]]
+Read = tuple[Sequence[int] | None, float]
+"""(the prompt's token ids, None where they cannot be had; seconds that reading it took)."""
 
 
 class PromptReader:
@@ -59,6 +58,10 @@ class PromptReader:
         self._reads = 0
         self.cpu_s = 0.0
         """CPU time of rendering and encoding, estimated from a sample."""
+        self.failed = 0
+        """Prompts that raised what they should not."""
+        self._folders: dict[str, str] = {}
+        """model -> where its tokenizer was read from."""
         self.problems: dict[str, str] = {}
         """model -> why there is no tokenizer for it; shown by `/workers`."""
 
@@ -97,15 +100,13 @@ class PromptReader:
         """Prompts of this base model are read by a worker (`ask`) and not here."""
         return self.remote is not None and model not in self._tokenizers and self.remote.knows(model)
 
-    async def ask(self, parsed: RoutingRequest, model: str) -> tuple[Sequence[int] | None, float]:
+    async def ask(self, parsed: RoutingRequest, model: str, tokens_max: int | None) -> Read:
         """`read` by a worker. Ids that the request brings itself are taken as they are."""
-        ids, took_s = self.read(parsed, None)
+        ids, took_s = self.read(parsed, None, tokens_max)
         if ids is not None or self.remote is None:
             return ids, took_s
         ids, took_s = await self.remote.read(parsed, model)
-        if ids and parsed.truncate_prompt_tokens is not None and parsed.truncate_prompt_tokens > 0:
-            ids = ids[-parsed.truncate_prompt_tokens :]
-        return ids or None, took_s
+        return cut(ids, parsed, tokens_max), took_s
 
     async def _load(self, model: str, name: str) -> None:
         folder = checkpoint_folder(name)
@@ -122,59 +123,42 @@ class PromptReader:
             self.problems[model] = str(error)
             log.warning("no tokenizer for %s: %s", model, error)
             return
-        self._tokenizers[model] = loaded
+        self._tokenizers[model], self._folders[model] = loaded, str(folder)
         self.problems.pop(model, None)
         log.info("tokenizer of %s read from %s", model, folder)
 
     def is_quick(self, body_bytes: int) -> bool:
         return body_bytes <= INLINE_BYTES_MAX
 
-    def read(self, parsed: RoutingRequest, tokenizer: Tokenizer | None) -> tuple[Sequence[int] | None, float]:
-        """(token ids of the prompt to route on or None, seconds it took). Thread-safe.
-
-        Of several prompts the first is routed on; of a prompt with images, the text before the first.
-        """
+    def read(self, parsed: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None) -> Read:
+        """(token ids of the prompt to route on or None, seconds it took). Thread-safe; raises nothing."""
         self._reads += 1
         sampled = self._reads % CPU_SAMPLE == 0
         started_cpu = time.thread_time() if sampled else 0.0
         started = time.perf_counter()
         ids: Sequence[int] | None = None
         try:
-            ids = self._ids(parsed, tokenizer)
+            ids = prompt_ids(parsed, tokenizer, tokens_max)
         except RequestError as error:
             log.debug("prompt left to the worker to judge: %s", error.message)
-        if ids is not None and parsed.truncate_prompt_tokens is not None and parsed.truncate_prompt_tokens > 0:
-            ids = ids[-parsed.truncate_prompt_tokens :]
+        except Exception as error:  # noqa: BLE001  a client's text in a model's template: anything can come of it
+            self.failed += 1
+            log.debug("a prompt could not be read: %s: %s", type(error).__name__, error)
         took_s = time.perf_counter() - started
         if sampled:
             self.cpu_s += CPU_SAMPLE * (time.thread_time() - started_cpu)
-        return ids or None, took_s
-
-    def _ids(self, parsed: RoutingRequest, tokenizer: Tokenizer | None) -> Sequence[int] | None:
-        if parsed.scores_prompt:
-            return None
-        if parsed.kind == "chat":
-            if tokenizer is None or parsed.messages is None or tokenizer.chat_template is None:
-                return None
-            if parsed.chat_template is not None:
-                return None  # a program of the client's: it could run for ever, and workers refuse it by default
-            return tokenizer.chat_array(parsed)
-        prompt = parsed.prompt
-        if prompt is None:
-            return None
-        first = prompt if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt[0]
-        if isinstance(first, str):
-            return None if tokenizer is None else tokenizer.encode_array(first, parsed.add_special_tokens is not False)
-        try:
-            return msgspec.convert(first, _TokenIds)
-        except msgspec.ValidationError as error:
-            raise RequestError(f"prompt: {error}", param="prompt") from None
+        return ids, took_s
 
     def run(
-        self, parsed: RoutingRequest, tokenizer: Tokenizer | None
-    ) -> asyncio.Future[tuple[Sequence[int] | None, float]]:
+        self, parsed: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None
+    ) -> asyncio.Future[Read]:
         """`read` in a thread."""
-        return asyncio.get_running_loop().run_in_executor(self._executor, self.read, parsed, tokenizer)
+        return asyncio.get_running_loop().run_in_executor(self._executor, self.read, parsed, tokenizer, tokens_max)
+
+    def order(self, model: str, kind: Kind, tokens_max: int | None) -> Order:
+        """What a helper is to make of a body for this base model."""
+        asks = model if self.asks(model) else None
+        return Order(kind, self._folders.get(model), tokens_max, asks)
 
 
 def checkpoint_folder(name: str) -> Path | None:

@@ -52,7 +52,7 @@ class RemoteTokenizer:
 
     async def learn(self, model: str, url: str) -> bool:
         """Find out whether a worker tokenises; True where it does."""
-        ids, _ = await self._ask(url, {"model": model, "prompt": "a"})
+        ids, _ = await self._ask(url, msgspec.json.encode({"model": model, "prompt": "a"}))
         known = self._urls.setdefault(model, [])
         if ids and url not in known:
             known.append(url)
@@ -66,20 +66,24 @@ class RemoteTokenizer:
 
     async def read(self, parsed: RoutingRequest, model: str) -> tuple[Sequence[int] | None, float]:
         """(token ids of the prompt to route on or None, seconds it took)."""
-        urls = self._urls.get(model)
         body = request_body(parsed, model)
-        if not urls or body is None:
+        return (None, 0.0) if body is None else await self.put(msgspec.json.encode(body), model)
+
+    async def put(self, question: bytes, model: str) -> tuple[Sequence[int] | None, float]:
+        """`read` for a question that `request_body` made."""
+        urls = self._urls.get(model)
+        if not urls:
             return None, 0.0
         self._turn += 1
-        return await self._ask(urls[self._turn % len(urls)], body)
+        return await self._ask(urls[self._turn % len(urls)], question)
 
-    async def _ask(self, url: str, body: dict[str, Any]) -> tuple[list[int] | None, float]:
+    async def _ask(self, url: str, question: bytes) -> tuple[list[int] | None, float]:
         started = time.perf_counter()
         headers = {**self._headers, "Content-Type": "application/json"}
         ids = None
         try:
             status, answer = await ask(
-                self._session, f"{url}/tokenize", method="POST", headers=headers, data=msgspec.json.encode(body),
+                self._session, f"{url}/tokenize", method="POST", headers=headers, data=question,
                 seconds=ANSWER_S_MAX, bytes_max=ANSWER_BYTES_MAX,
             )  # fmt: skip
             if status == 200:

@@ -27,6 +27,7 @@ from router.http.budget import Budget
 from router.http.config import ClientTimeouts, HttpLimits
 from router.http.listener import Listener
 from router.index.protocol import HolderId, IndexStats, IngestReport, Match, PinId, Scope
+from router.prompting.pool import Helpers, PoolConfig
 from router.prompting.reader import PromptReader
 
 
@@ -237,7 +238,8 @@ class Edge:
             client_timeouts=client_timeouts or ClientTimeouts(),
             **edge,
         )
-        reading = Reading(self.core, self.prompts)
+        self.helpers = Helpers(PoolConfig(count=1), chat_template=None, cache_bytes=1 << 20)
+        reading = Reading(self.core, self.prompts, self.helpers)
         self.fleet = NoFleet(self.core)
         self.admin = Admin(
             self.core, self.fleet, self.prompts, reading, self.metrics, now=time.monotonic, version="test"
@@ -255,7 +257,9 @@ class Edge:
             self.proxy.perform(self.core.tick(time.monotonic()))
             self.core.check_invariants()
 
-    async def worker(self, script: Script, name: str | None = None, port: int | None = None) -> Upstream:
+    async def worker(
+        self, script: Script, name: str | None = None, port: int | None = None, *, max_model_len: int = 4096
+    ) -> Upstream:
         """Add a worker; with `port`, one where nothing listens."""
         upstream = Upstream(script)
         if port is None:
@@ -264,7 +268,7 @@ class Edge:
         else:
             upstream.port = port
         worker_id = name or f"w{len(self.core.workers)}"
-        models = (ServedModel("tiny", "tiny", max_model_len=4096),)
+        models = (ServedModel("tiny", "tiny", max_model_len=max_model_len),)
         self.core.add_worker(WorkerSpec(worker_id, f"http://127.0.0.1:{upstream.port}", models), time.monotonic())
         return upstream
 
@@ -302,6 +306,7 @@ class Edge:
         self.listener.stop_listening()
         self.listener.abort()
         self.pool.close()
+        self.helpers.close()
         for upstream in self.upstreams:
             await upstream.stop()
         self.executor.shutdown()

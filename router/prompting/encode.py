@@ -1,0 +1,135 @@
+"""A request's prompt as token ids, with bounds on the work. Pure: no process, no thread, no clock.
+
+Where a prompt cannot be read, where the worker will have to refuse it, and where it will reuse nothing of it, the
+answer is None: such a request is routed by load alone and the worker's own words reach the client.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+
+from prompts.errors import RequestError
+from prompts.routing import RoutingRequest, check_object
+from prompts.schemas import decode_json
+from prompts.tokenizer import Tokenizer
+
+TOKENS_MAX = 2**21
+"""Of a prompt for a model that does not tell how many it takes."""
+CHARS_A_TOKEN = 16
+"""Text is encoded up to so many characters for each token that the model takes; what is longer is too long."""
+OBJECTS_MAX = 50_000
+"""Messages, parts, tools and what they are made of: each costs a template some microseconds."""
+VALUES_MAX = 8_000_000
+LIGHT_BYTES, LIGHT_OBJECTS = 64 << 10, 512
+"""Up to here a body takes well under 25 ms to decode and render."""
+NAME_BYTES_MAX = 4096
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\Z)', re.DOTALL)
+_TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]]
+
+
+class _Envelope(msgspec.Struct):
+    """The fields that decide where a request goes, unread: of everything else only the syntax is looked at."""
+
+    model: msgspec.Raw = msgspec.Raw(b"null")
+    messages: msgspec.Raw = msgspec.Raw(b"null")
+    cache_salt: msgspec.Raw = msgspec.Raw(b"null")
+    priority: msgspec.Raw = msgspec.Raw(b"null")
+    stream: msgspec.Raw = msgspec.Raw(b"null")
+    user: msgspec.Raw = msgspec.Raw(b"null")
+    truncate_prompt_tokens: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_envelopes = msgspec.json.Decoder(_Envelope)
+
+
+def is_light(body: bytes) -> bool:
+    """Whether decoding and rendering a body keeps nobody waiting."""
+    return len(body) <= LIGHT_BYTES and body.count(b"{") + body.count(b"[") <= LIGHT_OBJECTS
+
+
+def is_within_bounds(body: bytes) -> bool:
+    """Whether a body of valid JSON has few enough values to be built: counted, before anything is."""
+    bare = _STRING.sub(b"", body)
+    objects = bare.count(b"{") + bare.count(b"[")
+    return objects <= OBJECTS_MAX and objects + bare.count(b",") <= VALUES_MAX
+
+
+def envelope(body: bytes) -> dict[str, Any]:
+    """What `RoutingRequest` needs before the prompt is read, and whether there are `messages`. Builds nothing of the
+    rest. Raises RequestError where the body is no JSON object."""
+    check_object(body)
+    fields = decode_json(_envelopes, body)
+    model, salt, priority = _value(fields.model), _value(fields.cache_salt), _value(fields.priority)
+    user, keep = _value(fields.user), _value(fields.truncate_prompt_tokens)
+    return {
+        "model": model if isinstance(model, str) else None,
+        "cache_salt": (salt if isinstance(salt, str) else None) or None,
+        "priority": priority if type(priority) is int and -(2**63) <= priority < 2**63 else 0,
+        "stream": bytes(fields.stream) == b"true",
+        "user": user if isinstance(user, str) else None,
+        "truncate_prompt_tokens": keep if type(keep) is int and -(2**63) <= keep < 2**63 else None,
+        "chats": bytes(memoryview(fields.messages)[:1]) == b"[",
+    }
+
+
+def _value(raw: msgspec.Raw) -> Any:
+    """A small value; a long one comes back cut, as the text that it is: nobody has such a name."""
+    data = bytes(memoryview(raw)[: NAME_BYTES_MAX + 1])
+    return msgspec.json.decode(raw) if len(data) <= NAME_BYTES_MAX else data.decode("utf-8", "replace")
+
+
+def prompt_ids(
+    parsed: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None
+) -> Sequence[int] | None:
+    """The ids to route on, at most one more than `tokens_max`. Of several prompts the first is routed on; of a prompt
+    with images, the text before the first. Raises RequestError."""
+    return cut(_ids(parsed, tokenizer, (tokens_max or TOKENS_MAX) + 1), parsed, tokens_max)
+
+
+def cut(ids: Sequence[int] | None, parsed: RoutingRequest, tokens_max: int | None) -> Sequence[int] | None:
+    """The part of a prompt that a worker would see: its end, where the request says so (`truncate_prompt_tokens`; -1 as
+    in vLLM: what the model takes, with room for one token)."""
+    keep = parsed.truncate_prompt_tokens
+    if keep == -1 and tokens_max is not None:
+        keep = max(tokens_max - 1, 1)
+    if ids and keep is not None and keep > 0:
+        ids = ids[-keep:]
+    return ids[: (tokens_max or TOKENS_MAX) + 1] if ids else None
+
+
+def _ids(parsed: RoutingRequest, tokenizer: Tokenizer | None, most: int) -> Sequence[int] | None:
+    if parsed.scores_prompt:
+        return None
+    if parsed.kind == "chat":
+        if tokenizer is None or parsed.messages is None or tokenizer.chat_template is None:
+            return None
+        if parsed.chat_template is not None:
+            return None  # a program of the client's: it could run for ever, and workers refuse it by default
+        return _encoded(tokenizer, tokenizer.chat_text(parsed), parsed, bool(parsed.add_special_tokens), most)
+    prompt = parsed.prompt
+    if prompt is None:
+        return None
+    first = prompt if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt[0]
+    if isinstance(first, str):
+        adds = parsed.add_special_tokens is not False
+        return None if tokenizer is None else _encoded(tokenizer, first, parsed, adds, most)
+    try:
+        return msgspec.convert(first, _TokenIds)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"prompt: {error}", param="prompt") from None
+
+
+def _encoded(
+    tokenizer: Tokenizer, text: str, parsed: RoutingRequest, add_special_tokens: bool, most: int
+) -> Sequence[int] | None:
+    """Ids of a text, of which no more is encoded than the model could take. None where that tells nothing: the end is
+    what counts, or so much text makes so few tokens."""
+    chars_max = most * CHARS_A_TOKEN
+    if len(text) > chars_max and parsed.truncate_prompt_tokens is not None:
+        return None
+    ids = tokenizer.encode_array(text[:chars_max], add_special_tokens)
+    return None if len(text) > chars_max and len(ids) < most else ids

@@ -1,0 +1,211 @@
+"""Large bodies are read by helper processes: with the same result, and nobody else waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.tiny.tokenizer import write_tokenizer
+from prompts.errors import RequestError
+from prompts.routing import RoutingRequest, parse_routing
+from prompts.tokenizer import Tokenizer
+from router.prompting import encode
+from router.prompting.encode import envelope, is_light, is_within_bounds, prompt_ids
+from router.prompting.helper import Order
+from router.prompting.pool import Helpers, PoolConfig
+
+WORDS = "one two three four five " * 6000
+
+
+def parts(answer: bytes) -> tuple[int, Any]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split(b" ")[1]), json.loads(body)
+
+
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "a chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": WORDS}]}),
+    "many turns": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}] * 3000}),
+    "parts": ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": WORDS}]}]}),
+    "text": ("/v1/completions", {"prompt": WORDS}),
+    "ids": ("/v1/completions", {"prompt": list(range(30_000))}),
+    "the last of it": ("/v1/completions", {"prompt": WORDS, "truncate_prompt_tokens": 7}),
+    "as much as there is room for": ("/v1/completions", {"prompt": WORDS, "truncate_prompt_tokens": -1}),
+    "its own template": ("/v1/chat/completions", {"messages": [{"role": "user", "content": WORDS}],
+                                                 "chat_template": "{{ 1 }}"}),
+    "an image": ("/v1/chat/completions", {"messages": [{"role": "user", "content": [
+        {"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:" + "A" * 99_999}}]}]}),
+    "no ids": ("/v1/completions", {"prompt": [-1] * 40_000}),
+    "too many objects": ("/v1/chat/completions", {"messages": [{}] * 60_000}),
+    "a batch": ("/v1/embeddings", {"input": ["words"] * 20_000}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BODIES)
+def test_a_helper_reads_what_this_process_would(edge: Any, make_post: Any, tmp_path: Path, what: str) -> None:
+    path, fields = BODIES[what]
+    body = json.dumps({"model": "tiny", "user": "u", "stream": False, **fields}).encode()
+    assert not is_light(body)
+    write_tokenizer(tmp_path, 1024, 4096)
+    tokenizer = Tokenizer.load(tmp_path)
+    expected = None
+    if path != "/v1/embeddings" and what not in ("no ids", "too many objects"):
+        expected = prompt_ids(parse_routing(path, body), tokenizer, 1_000_000)
+
+    async def scenario() -> None:
+        await edge.start(policy="kv")
+        edge.prompts._tokenizers["tiny"] = tokenizer
+        edge.prompts._folders["tiny"] = str(tmp_path)
+        worker = await edge.worker(edge.reply(), max_model_len=1_000_000)
+        routed = []
+        edge.proxy.on_end.append(lambda exchange: routed.append(exchange.route))
+        assert parts(await edge.exchange(make_post(body, path.encode())))[0] == 200
+        assert worker.received[0].body == body
+        (route,) = routed
+        assert (None if route.token_ids is None else list(route.token_ids)) == (
+            None if expected is None else list(expected)
+        )
+        assert (route.model, route.session, route.stream) == ("tiny", "u", False)
+        status, told = parts(await edge.exchange(make_post(body, f"/route?path={path}".encode())))
+        assert (status, told["worker"], told["tokenized"]) == (200, "w0", expected is not None)
+        assert edge.helpers.waiting_bytes == 0
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'{"prompt": "' + b"x" * 100_000, b"{" + b"\xff" * 100_000, b'{"a":' * 50_000, b"[" * 100_000, b"x" * 100_000],
+)
+def test_what_is_no_object_is_refused_all_the_same(edge: Any, make_post: Any, body: bytes) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        worker = await edge.worker(edge.reply())
+        status, told = parts(await edge.exchange(make_post(body, b"/v1/completions")))
+        assert (status, told["error"]["type"]) == (400, "invalid_request_error")
+        assert worker.received == []
+        wrong = make_post(b'{"prompt":"%b"}' % (b"x" * 100_000), b"/v1/completions", [b"x-blockcast-priority: high"])
+        assert parts(await edge.exchange(wrong))[0] == 400
+        usual = make_post(b'{"model":"tiny","prompt":"%b"}' % (b"x" * 100_000), b"/v1/completions")
+        assert parts(await edge.exchange(usual))[0] == 200
+
+    edge.run(scenario())
+
+
+def run(config: PoolConfig, work: Any) -> None:
+    async def scenario() -> None:
+        helpers = Helpers(config, chat_template=None, cache_bytes=1 << 20)
+        try:
+            await work(helpers)
+        finally:
+            helpers.close()
+
+    asyncio.run(scenario())
+
+
+PROMPT = json.dumps({"model": "m", "prompt": list(range(1000))}).encode()
+
+
+def ids_only(parsed: RoutingRequest) -> Order:
+    return Order(parsed.kind)
+
+
+def test_a_helper_that_dies_is_replaced() -> None:
+    async def work(helpers: Helpers) -> None:
+        for _ in range(3):
+            parsed, ids = await helpers.read(PROMPT, "completion", ids_only, lambda: True)
+            assert (parsed.model, len(ids or ())) == ("m", 1000)
+            process = helpers._helpers[0]._process
+            assert process is not None
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+
+    run(PoolConfig(count=1), work)
+
+
+def test_one_that_takes_too_long_is_ended_and_load_decides() -> None:
+    """The child is stopped, as if it were busy: no clock is compared with any work."""
+
+    async def work(helpers: Helpers) -> None:
+        def stops(parsed: RoutingRequest) -> Order:
+            process = helpers._helpers[0]._process
+            assert process is not None
+            os.kill(process.pid, signal.SIGSTOP)
+            return Order(parsed.kind)
+
+        parsed, ids = await helpers.read(PROMPT, "completion", stops, lambda: True)
+        assert (parsed.model, ids) == ("m", None)
+        assert helpers.counts["failed"] == 1
+        _, ids = await helpers.read(PROMPT, "completion", ids_only, lambda: True)
+        assert len(ids or ()) == 1000
+
+    run(PoolConfig(count=1, seconds_max=0.3), work)
+
+
+def test_memory_is_bounded_and_so_is_what_waits() -> None:
+    heavy = b'{"model":"m","prompt":[%b1]}' % (b"123456789," * 3_000_000)
+
+    async def work(helpers: Helpers) -> None:
+        _, ids = await helpers.read(heavy, "completion", ids_only, lambda: True)
+        assert ids is None, "the helper has no room for so many"
+        _, ids = await helpers.read(PROMPT, "completion", ids_only, lambda: True)
+        assert len(ids or ()) == 1000
+        waiting = [
+            asyncio.ensure_future(helpers.read(b"{%b}" % (b" " * 12_000_000), None, ids_only, lambda: True))
+            for _ in range(5)
+        ]
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        refused = [result for result in results if isinstance(result, RequestError)]
+        assert [error.status for error in refused] == [503, 503]
+        assert helpers.waiting_bytes == 0
+        with pytest.raises(RequestError, match="left"):
+            await helpers.read(PROMPT, None, ids_only, lambda: False)
+
+    run(PoolConfig(count=1, memory_bytes=160 << 20, waiting_bytes_max=40_000_000), work)
+
+
+@pytest.mark.parametrize(
+    ("body", "within"),
+    [
+        (b'{"messages":[%b{}]}' % (b"{}," * encode.OBJECTS_MAX), False),
+        (b'{"messages":[{"content":[%b{}]}]}' % (b"{}," * encode.OBJECTS_MAX), False),
+        (b'{"tools":[%b{}]}' % (b"[[[]]]," * (encode.OBJECTS_MAX // 3)), False),
+        (b'{"prompt":"%b"}' % (b'{[,\\"' * encode.VALUES_MAX), True),
+        (b'{"chat_template_kwargs":{%b"a":1}}' % (b'"a":1,' * encode.VALUES_MAX), False),
+        (b'{"prompt":[%b1]}' % (b"1," * 1_000_000), True),
+    ],
+    ids=["messages", "parts", "arrays", "a string", "keys", "ids"],
+)
+def test_values_are_counted_before_they_are_built(body: bytes, within: bool) -> None:
+    assert is_within_bounds(body) is within
+    assert envelope(body)["model"] is None
+
+
+def test_encoding_stops_where_the_context_ends(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 1024, 4096)
+    tokenizer = Tokenizer.load(tmp_path)
+    asked: list[int] = []
+
+    class Counting:
+        chat_template = None
+
+        def encode_array(self, text: str, add_special_tokens: bool = True) -> Any:
+            asked.append(len(text))
+            return tokenizer.encode_array(text, add_special_tokens)
+
+    parsed = parse_routing("/v1/completions", json.dumps({"prompt": WORDS}).encode())
+    counting: Any = Counting()
+    assert len(prompt_ids(parsed, counting, 100) or ()) == 101
+    assert asked == [101 * encode.CHARS_A_TOKEN]
+
+
+def test_long_names_are_cut() -> None:
+    """What nobody is called is not carried about."""
+    fields = envelope(b'{"model":"%b","user":%b,"priority":%b}' % (b"m" * 10**6, b"[" * 500 + b"]" * 500, b"9" * 10**6))
+    assert len(fields["model"]) <= encode.NAME_BYTES_MAX + 1
+    assert fields["user"] is None
