@@ -89,7 +89,7 @@ class RouterProcess:
             cache_bytes=config.segment_cache_mb << 20,
         )
         self._helpers = Helpers(
-            PoolConfig(), chat_template=config.chat_template, cache_bytes=config.segment_cache_bytes
+            PoolConfig(), chat_template=config.chat_template, cache_bytes=config.segment_cache_mb << 20
         )
         self._reading = Reading(self._core, self._prompts, self._helpers)
         self._feed = IndexFeed(self._index, on_connection=self._stream_changed)
