@@ -16,6 +16,7 @@ from router.edge.config import EdgeConfig
 from router.fleet.discovery import WorkerFlag, parse_worker_flag
 from router.fleet.lists import read_workers_file
 from router.fleet.members import FleetConfig
+from router.prompting.config import PoolConfig
 
 Part = Annotated[float, Meta(ge=0, le=1, title="SHARE")]
 Endpoint = Annotated[
@@ -95,6 +96,7 @@ class ProcessConfig:
     core: Annotated[CoreConfig, ROOT] = field(default_factory=CoreConfig)
     edge: Annotated[EdgeConfig, ROOT] = field(default_factory=EdgeConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
+    helpers: PoolConfig = field(default_factory=PoolConfig)
     processes: Annotated[
         Annotated[int, Meta(ge=1, le=256)], Flag(), "Equal processes on one port; each keeps the whole index."
     ] = 1

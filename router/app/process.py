@@ -45,7 +45,7 @@ from router.http.connection import ClientConnection
 from router.http.listener import Listener
 from router.http.request import HttpRequest
 from router.index import make_index
-from router.prompting.pool import Helpers, PoolConfig
+from router.prompting.pool import Helpers
 from router.prompting.reader import PromptReader
 from router.prompting.remote import RemoteTokenizer
 
@@ -89,7 +89,7 @@ class RouterProcess:
             cache_bytes=config.segment_cache_mb << 20,
         )
         self._helpers = Helpers(
-            PoolConfig(), chat_template=config.chat_template, cache_bytes=config.segment_cache_mb << 20
+            config.helpers, chat_template=config.chat_template, cache_bytes=config.segment_cache_mb << 20
         )
         self._reading = Reading(self._core, self._prompts, self._helpers)
         self._feed = IndexFeed(self._index, on_connection=self._stream_changed)

@@ -3,7 +3,7 @@ when one takes too long, started again at the next body.
 
 Owns how many wait and for how long. A body is read by the helper that read others with the same beginning, where that
 one is free: it has their text encoded. Invariants: a helper has one body at a time; `waiting_bytes` is the sum of the
-bodies that are waited for, at most `waiting_bytes_max`.
+bodies that are waited for, at most `waiting_mb`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,6 +24,7 @@ import msgspec
 from prompts.errors import RequestError
 from prompts.routing import Kind, RoutingRequest
 from prompts.segments import ID_TYPE
+from router.prompting.config import PoolConfig
 from router.prompting.helper import Done, Order, Settings, Told
 
 log = logging.getLogger("router")
@@ -34,17 +34,6 @@ BEGINNING_BYTES = 2048
 PIECE_BYTES = 1 << 20
 START_S_MAX = 30.0
 """For starting a helper, and for loading a vocabulary."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolConfig:
-    count: int = 2
-    seconds_max: float = 5.0
-    """For one body."""
-    memory_bytes: int = 2 << 30
-    """Of one helper."""
-    waiting_bytes_max: int = 512 << 20
-    """Of bodies that wait or are being read; more are answered 503."""
 
 
 class HelperFailed(Exception):
@@ -115,7 +104,7 @@ class Helpers:
 
     def __init__(self, config: PoolConfig, *, chat_template: str | None, cache_bytes: int) -> None:
         self._config = config
-        self._settings = Settings(chat_template, cache_bytes, config.memory_bytes)
+        self._settings = Settings(chat_template, cache_bytes, config.memory_mb << 20)
         self._helpers = [_Helper() for _ in range(config.count)]
         self.waiting_bytes = 0
         self.cpu_s = 0.0
@@ -132,7 +121,7 @@ class Helpers:
         """(what the body asks for; ids, or a question for a worker, or None). `kind`: of its path; None where the body
         tells. `order` says what to make of it, `wanted` whether its client is still there. Neither may raise.
         Raises RequestError for a body that is none, or that cannot be read now."""
-        if self.waiting_bytes + len(body) > self._config.waiting_bytes_max:
+        if self.waiting_bytes + len(body) > self._config.waiting_mb << 20:
             self.counts["full"] += 1
             raise _not_now("too many large bodies wait to be read")
         self.waiting_bytes += len(body)

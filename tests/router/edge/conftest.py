@@ -27,7 +27,8 @@ from router.http.budget import Budget
 from router.http.config import ClientTimeouts, HttpLimits
 from router.http.listener import Listener
 from router.index.protocol import HolderId, IndexStats, IngestReport, Match, PinId, Scope
-from router.prompting.pool import Helpers, PoolConfig
+from router.prompting.config import PoolConfig
+from router.prompting.pool import Helpers
 from router.prompting.reader import PromptReader
 
 

@@ -16,9 +16,10 @@ from prompts.errors import RequestError
 from prompts.routing import RoutingRequest, parse_routing
 from prompts.tokenizer import Tokenizer
 from router.prompting import encode
+from router.prompting.config import PoolConfig
 from router.prompting.encode import envelope, is_light, is_within_bounds, prompt_ids
 from router.prompting.helper import Order
-from router.prompting.pool import Helpers, PoolConfig
+from router.prompting.pool import Helpers
 
 WORDS = "one two three four five " * 6000
 
@@ -166,7 +167,7 @@ def test_memory_is_bounded_and_so_is_what_waits() -> None:
         with pytest.raises(RequestError, match="left"):
             await helpers.read(PROMPT, None, ids_only, lambda: False)
 
-    run(PoolConfig(count=1, memory_bytes=160 << 20, waiting_bytes_max=40_000_000), work)
+    run(PoolConfig(count=1, memory_mb=160, waiting_mb=38), work)
 
 
 @pytest.mark.parametrize(

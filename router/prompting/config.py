@@ -1,0 +1,23 @@
+"""How much of the machine large bodies may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from options import Seconds, Size
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """Of the helper processes that read bodies over 64 KiB, or of many objects."""
+
+    count: Annotated[Annotated[int, Meta(ge=1, le=64)], "Processes, started when they are first needed."] = 2
+    seconds_max: Annotated[Seconds, "For one body; what takes longer is ended, and load alone decides."] = 5.0
+    memory_mb: Annotated[Annotated[int, Meta(ge=64, le=10**6, title="MIB"), Size(1 << 20)], "Of one process."] = 2048
+    waiting_mb: Annotated[
+        Annotated[int, Meta(ge=1, le=10**6, title="MIB"), Size(1 << 20)],
+        "Of bodies that wait or are being read; more are answered 503.",
+    ] = 512
