@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("http", "decide", "edge", "app")
 """What runs for every request or chunk."""
-NOT_COMPILED = re.compile(r"\(msgspec\.Struct|^import click$", re.MULTILINE)
+NOT_COMPILED = re.compile(r"\((?:msgspec\.)?Struct\b|^import click$", re.MULTILINE)
 
 
 def modules() -> list[str]:

@@ -121,9 +121,7 @@ class Ours:
 
     def tell(self, target: str, service: ServiceModel) -> None:
         """Give a worker's constants instead of letting them be learned."""
-        known = self.core.tracker.targets[target]
-        known.service = service
-        known.refresh()
+        self.core.tracker.targets[target].teach(service)
 
     def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
         routed = RouteRequest(

@@ -48,7 +48,8 @@ class CacheBook:
 
     def __init__(self, index: PrefixIndex, config: CoreConfig) -> None:
         self._index = index
-        self._config = config
+        self._history_tokens, self._pin_grace_s = config.history_tokens, config.pin_grace_s
+        self._chunk_tokens = config.working_set.chunk_tokens
         self.working_sets = WorkingSets(config.working_set)
         self._histories: dict[str, HistoryCache] = {}
         """target name -> approximate cache, for targets without events."""
@@ -63,7 +64,7 @@ class CacheBook:
         tokens = spec.cache_tokens
         self.working_sets.set_capacity(target.name, None if tokens is None else tokens // spec.ranks)
         if spec.cache_view is CacheView.HISTORY and target.name not in self._histories:
-            self._histories[target.name] = HistoryCache((tokens or self._config.history_tokens) // spec.ranks)
+            self._histories[target.name] = HistoryCache((tokens or self._history_tokens) // spec.ranks)
 
     def leave(self, target: Target) -> None:
         """The target is about to go, and its holder with it."""
@@ -120,7 +121,7 @@ class CacheBook:
             assert request_id not in self._pins, f"request {request_id} is pinned already"
             self._pins[request_id] = (target.holder, self._index.pin(target.holder, prompt.ids, prompt.scope))
         if self.working_sets.follows(target.name):
-            keys = prompt.keys(self._config.working_set.chunk_tokens)
+            keys = prompt.keys(self._chunk_tokens)
             self.working_sets.sent(target.name, keys, len(prompt.ids), now, cached_share=cached_share)
 
     def ended(self, request_id: str, now: float, *, computed: bool) -> None:
@@ -130,7 +131,7 @@ class CacheBook:
             return
         holder, pin = pinned
         if computed:
-            self._grace.append((now + self._config.pin_grace_s, holder, pin))
+            self._grace.append((now + self._pin_grace_s, holder, pin))
         else:
             self._index.unpin(pin)
 
@@ -212,7 +213,8 @@ class WorkingSets:
     """
 
     def __init__(self, config: WorkingSetConfig) -> None:
-        self._config = config
+        self._enabled, self._live_s, self._reuse_max = config.enabled, config.live_s, config.reuse_max
+        self._chunk_tokens, self._keep = config.chunk_tokens, 1.0 - 1.0 / config.reuse_memory
         self._needs: dict[str, _Need] = {}
         self._chunks: OrderedDict[int, tuple[_Need, float, bool]] = OrderedDict()
         """key -> (where it was used last, when, whether it counts: it was used before), oldest first."""
@@ -224,7 +226,7 @@ class WorkingSets:
     # Targets -----------------------------------------------------------------------------------------------------
     def set_capacity(self, target: str, tokens: int | None) -> None:
         """How much the target's cache holds; None where that is not known: it is then taken to be always enough."""
-        if tokens is None or not self._config.enabled:
+        if tokens is None or not self._enabled:
             self.clear(target)
             self._needs.pop(target, None)
         elif target in self._needs:
@@ -261,7 +263,7 @@ class WorkingSets:
         need = self._needs.get(target)
         if need is None:
             return
-        keep = 1.0 - 1.0 / self._config.reuse_memory
+        keep = self._keep
         self._reused = self._reused * keep + tokens * cached_share
         self._computed = self._computed * keep + tokens * (1.0 - cached_share)
         chunks = self._chunks
@@ -280,7 +282,7 @@ class WorkingSets:
     @property
     def reuse(self) -> float:
         """How many times a computed token is used again, as far as lately seen, at most `reuse_max`."""
-        return min(self._reused / max(self._computed, 1.0), self._config.reuse_max)
+        return min(self._reused / max(self._computed, 1.0), self._reuse_max)
 
     # What the price asks -----------------------------------------------------------------------------------------
     def crowded(self, tokens: int, now: float) -> bool:
@@ -305,7 +307,7 @@ class WorkingSets:
             if need is None or not tokens:
                 found.append(0.0)
                 continue
-            others = (need.count - own[id(need)]) * self._config.chunk_tokens
+            others = (need.count - own[id(need)]) * self._chunk_tokens
             over = max(others + tokens - need.capacity, 0) / tokens
             found.append(min(over, 1.0 - cached_share))
         return found
@@ -314,7 +316,7 @@ class WorkingSets:
         """Tokens that live there and were used before; None where the capacity is not known."""
         self._expire(now)
         need = self._needs.get(target)
-        return None if need is None else need.count * self._config.chunk_tokens
+        return None if need is None else need.count * self._chunk_tokens
 
     def check_invariants(self) -> None:
         """Counts agree with what they count; times are in order."""
@@ -328,7 +330,7 @@ class WorkingSets:
 
     def _expire(self, now: float) -> None:
         self._expired_s = now
-        oldest_s = now - self._config.live_s
+        oldest_s = now - self._live_s
         chunks = self._chunks
         while chunks:
             key, (need, used_s, counts) = next(iter(chunks.items()))
@@ -339,7 +341,7 @@ class WorkingSets:
         self._recount()
 
     def _spare(self, need: _Need) -> int:
-        return need.capacity - need.count * self._config.chunk_tokens
+        return need.capacity - need.count * self._chunk_tokens
 
     def _recount(self) -> None:
         self._spare_min = min(map(self._spare, self._needs.values()), default=0)

@@ -59,7 +59,8 @@ class Chooser:
         self._registry = registry
         self._tracker = tracker
         self._book = book
-        self._config = config
+        self._cost, self._policy, self._affinity = config.cost, config.policy, config.session_affinity
+        self._chunk_tokens = config.working_set.chunk_tokens
         self._rng = rng
         self._rotation = 0
         self.own = OwnPolicy(config.policy_function) if config.policy_function is not None else None
@@ -89,7 +90,7 @@ class Chooser:
             if slower:
                 loads = [0.0] * len(candidates)
                 for i, match in slower.items():
-                    loads[i] = load_seconds(match, self._config.cost)
+                    loads[i] = load_seconds(match, self._cost)
         cost = KvCost(
             candidates,
             cached,
@@ -97,7 +98,7 @@ class Chooser:
             prompt_tokens=request.prompt_tokens,
             utilisation_factor=self._tracker.utilisation_factor(now),
             now=now,
-            config=self._config.cost,
+            config=self._cost,
             held_s=held_s,
         )
         if ahead:
@@ -116,7 +117,7 @@ class Chooser:
     def _by_policy(
         self, request: RouteRequest, candidates: list[Target], cost: KvCost, resident: list[int], rng: random.Random
     ) -> int:
-        policy = self._config.policy
+        policy = self._policy
         rotation = self._rotation
         if self.own is not None:
             own = self.own.choose(request, [cost.terms(i, resident[i]) for i in range(len(candidates))])
@@ -138,7 +139,7 @@ class Chooser:
         """Seconds that each candidate will compute again for want of room, over this prompt's further uses."""
         length = request.prompt_tokens
         shares = [tokens / length for tokens in cached]
-        keys = prompt.keys(self._config.working_set.chunk_tokens)
+        keys = prompt.keys(self._chunk_tokens)
         overflows = self._book.working_sets.overflows([t.name for t in candidates], shares, keys, len(prompt.ids))
         if not any(overflows):
             return None
@@ -152,7 +153,7 @@ class Chooser:
 
     def _affine(self, request: RouteRequest, candidates: list[Target], now: float) -> int | None:
         """The candidate this session was sent to before, where affinity is on."""
-        if not self._config.session_affinity or request.session is None:
+        if not self._affinity or request.session is None:
             return None
         name = self.sessions.get(request.session, now)
         if name is None:

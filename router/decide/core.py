@@ -45,6 +45,7 @@ class RouterCore:
 
     def __init__(self, index: PrefixIndex, config: CoreConfig, *, seed: int = 0) -> None:
         self.config = config
+        self._requests_max, self._affinity = config.requests_max, config.session_affinity
         self.index = index
         self.tracker = LoadTracker(config.service, config.cost, config.learn)
         self.book = CacheBook(index, config)
@@ -111,7 +112,7 @@ class RouterCore:
     def route(self, request: RouteRequest, now: float, *, explain: bool = False) -> Forward | Hold | Refuse:
         """Place a new request. `explain` fills the decision's candidates. The request id must not be live."""
         assert request.request_id not in self._live, f"request {request.request_id} is already known"
-        if len(self._live) >= self.config.requests_max:
+        if len(self._live) >= self._requests_max:
             self.counters["refused"] += 1
             return Refuse(request.request_id, 429, "too_many_requests", "The router is full.", 1.0)
         self._retries.arrived()
@@ -288,7 +289,7 @@ class RouterCore:
         if choice.prompt is not None:
             cached_share = decision.predicted_cached_tokens / max(request.prompt_tokens, 1)
             self.book.sent(request.request_id, target, choice.prompt, now, cached_share=cached_share)
-        if request.session is not None and self.config.session_affinity:
+        if request.session is not None and self._affinity:
             self._chooser.sessions.put(request.session, target.name, now)
         worker = self.registry.workers[target.worker_id]
         if worker.state is WorkerState.PROBING:

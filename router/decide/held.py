@@ -180,17 +180,17 @@ class RetryBudget:
     """Retries that may still be made: each request adds a part of one, so that a storm of failures is not doubled."""
 
     def __init__(self, config: RetryConfig) -> None:
-        self._config = config
+        self._attempts_max, self._ratio = config.attempts_max, config.budget_ratio
         self._left = float(config.budget_min)
         self._most = _BUDGET_TIMES * max(config.budget_min, 1)
 
     def arrived(self) -> None:
         """A new request came."""
-        self._left = min(self._left + self._config.budget_ratio, self._most)
+        self._left = min(self._left + self._ratio, self._most)
 
     def take(self, attempt: int) -> bool:
         """Take one retry of a request that was tried `attempt` times; False where there is none left for it."""
-        if attempt >= self._config.attempts_max or self._left < 1.0:
+        if attempt >= self._attempts_max or self._left < 1.0:
             return False
         self._left -= 1.0
         return True

@@ -86,6 +86,8 @@ class Target:
         "arrivals_scaled",
         "busy_since_s",
         "context_tokens",
+        "decode_context_s",
+        "decode_request_s",
         "decode_requests",
         "head_since_s",
         "holder",
@@ -103,6 +105,8 @@ class Target:
         "service",
         "slow",
         "speeds",
+        "step_prefill_s",
+        "step_s",
         "utilisation_scaled",
         "waiting_s",
         "worker_id",
@@ -117,11 +121,6 @@ class Target:
         self.name = worker_id if rank is None else f"{worker_id}#{rank}"
         self.speeds = speeds
         speeds.join(self.name)
-        self.service: ServiceModel = speeds.model(self.name)
-        self.prefill_rate = 0.0
-        """a"""
-        self.quadratic_rate = 0.0
-        """a / (2 * Lq)"""
         self.prefills: dict[str, InFlight] = {}
         """Routed and without a first token, in the order of routing."""
         self.prefill_s = 0.0
@@ -144,19 +143,30 @@ class Target:
         """When the worker turned to the oldest of them."""
         self.progress_max_s = 0.0
         """What progress can be at most: a part of the oldest one's P."""
+        self.teach(speeds.model(self.name))
+
+    def teach(self, service: ServiceModel) -> None:
+        """The worker is as fast as `service` says. Read once: these are looked at for every request."""
+        self.service = service
+        self.prefill_rate = service.prefill_s_per_token
+        """a"""
+        self.quadratic_rate = self.prefill_rate / (2.0 * service.quadratic_tokens)
+        """a / (2 * Lq)"""
+        self.step_s = service.step_s
+        self.decode_request_s = service.decode_request_s
+        self.decode_context_s = service.decode_context_s
+        self.step_prefill_s = self.prefill_rate * service.step_tokens
+        """What a step's prefill tokens take at an empty context."""
         self.refresh()
 
     def refresh(self) -> None:
         """Recompute what is derived from the service model and the decode load."""
-        service = self.service
-        self.prefill_rate = service.prefill_s_per_token
-        self.quadratic_rate = service.prefill_s_per_token / (2.0 * service.quadratic_tokens)
         requests, context = self.decode_requests, self.context_tokens
         if self.peer is not None:
             requests += self.peer.decode_requests
             context += self.peer.decode_context
-        step_overhead = service.step_s + service.decode_request_s * requests + service.decode_context_s * context
-        self.slow = 1.0 + step_overhead / (service.prefill_s_per_token * service.step_tokens)
+        step_overhead = self.step_s + self.decode_request_s * requests + self.decode_context_s * context
+        self.slow = 1.0 + step_overhead / self.step_prefill_s
 
     def prefill_seconds(self, prompt_tokens: int, cached_tokens: int) -> float:
         """P."""

@@ -256,7 +256,7 @@ class LoadTracker:
         for name in names:
             changed = self.targets.get(name)
             if changed is not None and changed.speeds is target.speeds:
-                changed.service = changed.speeds.model(name)
+                changed.teach(changed.speeds.model(name))
                 self._apply_peers(changed)
 
     # Other routers -----------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ class LoadTracker:
             target.peer = None
         else:
             # In this router's seconds: work, not time, is what another one can tell.
-            own_rate = target.service.prefill_s_per_token
+            own_rate = target.prefill_rate
             scales = [own_rate / load.prefill_rate if load.prefill_rate else 1.0 for load in loads]
             busy = [(load, scale) for load, scale in zip(loads, scales) if load.prefill_s > 0.0]
             oldest, oldest_scale = min(busy or [(loads[0], 1.0)], key=lambda pair: pair[0].oldest_routed_s)
