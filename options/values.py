@@ -119,7 +119,7 @@ def _range(marks: list[Any]) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:g}".replace("e+", "e") if abs(value) >= 1e9 else f"{value:.12g}"
+    return f"{value:g}".replace("e+0", "e").replace("e+", "e") if abs(value) >= 1e9 else f"{value:.12g}"
 
 
 def read_or_refuse(where: str, value: Any, kind: Any, *, secret: bool = False) -> Any:

@@ -306,13 +306,18 @@ def test_a_whole_section_comes_as_json() -> None:
         load(ENGINE, flags={"kv_events": '{"hwn": 5}'})
 
 
+def with_table(page: str, schema: Schema) -> str:
+    mark = f"{schema.program}-settings"
+    before, _, rest = page.partition(f"<!-- {mark} -->")
+    return f"{before}<!-- {mark} -->\n{table(schema)}<!-- /{mark} -->{rest.partition(f'<!-- /{mark} -->')[2]}"
+
+
 @pytest.mark.parametrize("schema", [ROUTER, ENGINE], ids=lambda schema: schema.program)
 def test_the_page_holds_the_table(schema: Schema) -> None:
-    """Printed by `router config` and `engine config`."""
+    """As `router config` and `engine config` print it; `python tests/options/test_programs.py` writes it there."""
     text = PAGE.read_text()
-    mark = f"{schema.program}-settings"
-    held = text.partition(f"<!-- {mark} -->\n")[2].partition(f"<!-- /{mark} -->")[0]
-    assert held == table(schema)
+    assert text == with_table(text, schema)
+    held = table(schema)
     assert all(f"`{option.path}`" in held for option in _shown(schema))
 
 
@@ -329,3 +334,7 @@ def test_variables_and_parameters_are_one_to_one(schema: Schema) -> None:
     assert len({schema.variable(path) for path in schema.options}) == len(schema.options)
     names = [name for option in schema.options.values() if option.member.flag is not None for name in option.names]
     assert len(names) == len(set(names))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(with_table(PAGE.read_text(), ROUTER), ENGINE))

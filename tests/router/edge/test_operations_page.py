@@ -1,4 +1,4 @@
-"""docs/operations.md against the program: every flag, every metric and every route is there, and nothing else."""
+"""docs/operations.md against the program: every metric and every route is there, and nothing that does not exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from router.app.openapi import document
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "operations.md").read_text()
 
 
-def test_every_flag_is_explained_and_exists() -> None:
+def test_every_flag_that_is_named_exists() -> None:
+    """All of them are in docs/configuration.md, which tests/options holds against the program."""
     assert isinstance(cli, click.Group)
     flags = {
         option
@@ -27,7 +28,7 @@ def test_every_flag_is_explained_and_exists() -> None:
     }
     table = PAGE.partition("## Flags")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(--[a-z-]+)[^`]*`", table)) - {"--help"}
-    assert named == flags
+    assert named <= flags
 
 
 def test_every_metric_is_explained_and_exists(edge: Any, make_post: Any) -> None:
