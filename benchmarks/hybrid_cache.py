@@ -25,15 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-_HERE = Path(__file__).resolve().parent
-sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE), str(_HERE)]
+import _path  # noqa: F401
+from hybrid_pages import BLOCK, ROWS, pages_of
 
-from hybrid_pages import BLOCK, ROWS, pages_of  # noqa: E402
-
-from engine.cache.kv_cache import KVCache  # noqa: E402
-from engine.dry_run import Pages  # noqa: E402
-from engine.types import Chunk, Request, SamplingParams, Sequence, StepPlan  # noqa: E402
-from events import block_hashes  # noqa: E402
+from engine.cache.kv_cache import KVCache
+from engine.dry_run import Pages
+from engine.types import Chunk, Request, SamplingParams, Sequence, StepPlan
+from events import block_hashes
 
 PREFILL_TOKENS_MAX = 8192
 """Budget of a prefill step, the same for every rule."""

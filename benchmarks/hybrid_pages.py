@@ -7,17 +7,12 @@ A model is built from its config alone, without weights. One that the engine can
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+import _path  # noqa: F401
+import torch
+from throughput_shapes import SHAPES
 
-_HERE = Path(__file__).resolve().parent
-sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE), str(_HERE)]
-
-import torch  # noqa: E402
-from throughput_shapes import SHAPES  # noqa: E402
-
-from engine.dry_run import PROMPTS, Pages  # noqa: E402
-from engine.models import HfConfig, build_model  # noqa: E402
+from engine.dry_run import PROMPTS, Pages
+from engine.models import HfConfig, build_model
 
 BLOCK = 16
 ROWS = {

@@ -35,7 +35,6 @@ from engine.core import EngineCore
 from engine.execution.decode_graphs import CudaCapture
 from engine.execution.runner import ModelRunner, unit_stride_bytes
 from engine.models import HfConfig, build_model
-from engine.models.loader import random_weights
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
 from kernels import select
@@ -52,7 +51,7 @@ class Engine:
         self.device = torch.device(options.device)
         self.dtype = getattr(torch, options.dtype)
         self.model = build_model(HfConfig(SHAPES[options.shape], options.shape))
-        random_weights(self.model, self.dtype, self.device)
+        self._draw_weights()
         self.spec = self.model.cache_spec(options.block_size, self.dtype)
         self.max_len = min(self.model.config.max_positions, options.max_len)
         self.units = self._unit_count()
@@ -63,6 +62,17 @@ class Engine:
         self.runner._buffer.zero_()
         self.kernels: list[dict[str, Any]] = []
         """Of the last timed step."""
+
+    def _draw_weights(self) -> None:
+        """Small random numbers: what is timed does not depend on them."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        for weight in self.model.weights:
+            tensor = weight.allocate(self.dtype, self.device)
+            if tensor.dim() == 1:
+                tensor.fill_(1.0)
+            else:
+                tensor.normal_(0.0, 0.02, generator=generator)
+            weight.pack()
 
     def _capture(self) -> CudaCapture | None:
         return None if self.device.type != "cuda" or self.options.enforce_eager else CudaCapture(self.device)

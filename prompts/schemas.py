@@ -8,7 +8,7 @@ wrong is for the worker to say. Refuses to know about tokens, templates and mode
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -44,7 +44,10 @@ StopTokenIds = Annotated[list[TokenIdField], Meta(max_length=MAX_STOP_TOKEN_IDS)
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 Stops = Annotated[list[Stop], Meta(max_length=MAX_STOPS)]
 Salt = Annotated[str, Meta(min_length=1, max_length=1024)]
-Prompt = str | list[str] | list[TokenIdField] | list[list[TokenIdField]]
+if TYPE_CHECKING:
+    Prompt = str | list[str] | list[TokenIdField] | list[list[TokenIdField]]
+else:
+    Prompt = Any  # msgspec cannot tell lists apart by their items: `_check_prompt` does
 
 MEDIA_PARTS = frozenset(
     {"image_url", "image", "input_image", "image_pil", "image_embeds", "audio_url", "input_audio", "audio", "video_url",
@@ -147,19 +150,9 @@ class CompletionRequest(CommonRequest, kw_only=True, frozen=True):
     prompt_embeds: Json = None
 
 
-class _CompletionShape(CommonRequest, kw_only=True, frozen=True):
-    """CompletionRequest with `prompt` unread: its four forms share the type `list`, which is told apart by hand."""
-
-    prompt: Json = None
-    echo: bool | None = None
-    logprobs: LogprobCount | None = None
-    suffix: str | None = None
-    prompt_embeds: Json = None
-
-
 _T = TypeVar("_T")
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
-_completion_decoder = msgspec.json.Decoder(_CompletionShape)
+_completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
 
 def parse_chat(data: bytes) -> ChatRequest:
@@ -180,12 +173,10 @@ def parse_chat(data: bytes) -> ChatRequest:
 
 def parse_completion(data: bytes) -> CompletionRequest:
     """Read a completion body. Raises RequestError that names field, value and expectation."""
-    shape = decode_json(_completion_decoder, data)
-    if shape.prompt is None:
-        raise RequestError("prompt: missing, expected a string or an array of token ids", param="prompt")
-    _check_prompt(shape.prompt)
-    _check_common(shape)
-    return CompletionRequest(**{name: getattr(shape, name) for name in shape.__struct_fields__})
+    request = decode_json(_completion_decoder, data)
+    _check_prompt(request.prompt)
+    _check_common(request)
+    return request
 
 
 def decode_json(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:

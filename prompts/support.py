@@ -6,15 +6,11 @@ from prompts.errors import RequestError, bad_value
 from prompts.schemas import MEDIA_PARTS, ChatRequest, CommonRequest, CompletionRequest
 
 
-def check_supported(request: ChatRequest | CompletionRequest, *, trust_chat_template: bool = False) -> None:
-    """Raise RequestError for the first field whose effect the engine does not have.
-
-    `trust_chat_template` lets a request bring its own template (vLLM's `--trust-request-chat-template`): a template
-    is a program, and a request could make it run long.
-    """
+def check_supported(request: ChatRequest | CompletionRequest) -> None:
+    """Raise RequestError for the first field whose effect the engine does not have."""
     _check_common(request)
     if isinstance(request, ChatRequest):
-        _check_chat(request, trust_chat_template)
+        _check_chat(request)
         return
     if request.suffix:
         raise bad_value("suffix", request.suffix, "no suffix: insertion is not supported")
@@ -40,7 +36,7 @@ def _check_common(request: CommonRequest) -> None:
             raise RequestError(f"{name}: not supported", param=name)
 
 
-def _check_chat(request: ChatRequest, trust_chat_template: bool) -> None:
+def _check_chat(request: ChatRequest) -> None:
     for index, message in enumerate(request.messages):
         content = message.get("content")
         for number, part in enumerate(content if isinstance(content, list) else ()):
@@ -50,5 +46,5 @@ def _check_chat(request: ChatRequest, trust_chat_template: bool) -> None:
     choice = request.tool_choice
     if choice is not None and choice not in ("none", "auto"):
         raise bad_value("tool_choice", choice, '"none" or "auto": a forced tool call is not supported')
-    if request.chat_template is not None and not trust_chat_template:
+    if request.chat_template is not None:  # a template is a program, and could be made to run long
         raise RequestError("chat_template: this server does not take templates from requests", param="chat_template")

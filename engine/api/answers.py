@@ -78,23 +78,13 @@ class ChatAnswer:
         if not self._options.usage:
             return b""
         generation = self._generation
-        return sse(
-            ChatChunk(
-                id=generation.id,
-                created=generation.created,
-                model=generation.model,
-                choices=[],
-                usage=generation.usage(),
-            )
-        )
+        return sse(ChatChunk(**generation.head(), choices=[], usage=generation.usage()))
 
     def whole(self) -> bytes:
         generation, body = self._generation, self._body
         first = generation.choices[0]
         answer = ChatCompletion(
-            id=generation.id,
-            created=generation.created,
-            model=generation.model,
+            **generation.head(),
             choices=[self._choice(choice) for choice in generation.choices],
             usage=generation.usage(),
             prompt_logprobs=UNSET if first.prompt_logprobs is None else self._logprobs.prompt(first.prompt_logprobs),
@@ -130,9 +120,7 @@ class ChatAnswer:
     def _chunk(self, choice: Choice, made: ChatChunkChoice) -> ChatChunk:
         generation = self._generation
         return ChatChunk(
-            id=generation.id,
-            created=generation.created,
-            model=generation.model,
+            **generation.head(),
             choices=[made],
             usage=generation.usage_of(choice) if self._options.continuous else UNSET,
         )
@@ -190,22 +178,12 @@ class CompletionAnswer:
         if not self._options.usage:
             return b""
         generation = self._generation
-        return sse(
-            Completion(
-                id=generation.id,
-                created=generation.created,
-                model=generation.model,
-                choices=[],
-                usage=generation.usage(),
-            )
-        )
+        return sse(Completion(**generation.head(), choices=[], usage=generation.usage()))
 
     def whole(self) -> bytes:
         generation = self._generation
         answer = Completion(
-            id=generation.id,
-            created=generation.created,
-            model=generation.model,
+            **generation.head(),
             choices=[self._choice(choice) for choice in generation.choices],
             usage=generation.usage(),
             system_fingerprint=None,
@@ -255,9 +233,7 @@ class CompletionAnswer:
     def _chunk(self, choice: Choice, made: CompletionChoice) -> Completion:
         generation = self._generation
         return Completion(
-            id=generation.id,
-            created=generation.created,
-            model=generation.model,
+            **generation.head(),
             choices=[made],
             usage=generation.usage_of(choice) if self._options.continuous else UNSET,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -43,6 +44,10 @@ class Generation:
     @property
     def streams(self) -> bool:
         return bool(self.body.stream)
+
+    def head(self) -> dict[str, Any]:
+        """What every answer and every chunk of one begins with."""
+        return {"id": self.id, "created": self.created, "model": self.model}
 
     def prompt_of(self, choice: Choice) -> list[int]:
         return self.prompts[choice.index // self.n]

@@ -113,12 +113,6 @@ class UnitPool(Generic[NodeT]):
         """Units that the live blocks need when packed: what no eviction and no compaction can give back."""
         return self._live_units
 
-    def live_blocks(self, kind: int) -> int:
-        return self._live[kind]
-
-    def cached_blocks(self, kind: int) -> int:
-        return len(self._cached[kind])
-
     def can_allocate(self, counts: Sequence[int]) -> bool:
         """Whether `counts[k]` more live blocks of every kind k fit, counting what eviction and compaction free."""
         units = sum(-(-(live + count) // n) for live, count, n in zip(self._live, counts, self.blocks_per_unit))

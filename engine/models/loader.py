@@ -77,18 +77,6 @@ def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torc
         weight.pack()
 
 
-def random_weights(model: CausalLM, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
-    """Fill the model's weights with small random numbers: for benchmarks of a shape, without a checkpoint."""
-    generator = torch.Generator(device).manual_seed(seed)
-    for weight in model.weights:
-        tensor = weight.allocate(dtype, device)
-        if tensor.dim() == 1:
-            tensor.fill_(1.0)
-        else:
-            tensor.normal_(0.0, 0.02, generator=generator)
-        weight.pack()
-
-
 def _shards(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if index.exists():

@@ -148,7 +148,7 @@ def test_wrong_chats_are_named(fields, param, words):
 @pytest.mark.parametrize(
     ("prompt", "param", "words"),
     [
-        (None, "prompt", "missing"),
+        (None, "prompt", "got null"),
         (5, "prompt", "got 5"),
         ({}, "prompt", "0 keys"),
         ([], "prompt", "not empty"),
@@ -226,7 +226,6 @@ def test_unsupported_by_one_endpoint():
         with pytest.raises(RequestError) as raised:
             check_supported(chat(**fields))
         assert raised.value.param == param
-    check_supported(chat(chat_template="x"), trust_chat_template=True)
     for fields, param in (({"suffix": "s"}, "suffix"), ({"prompt_embeds": "AA"}, "prompt_embeds")):
         with pytest.raises(RequestError) as raised:
             check_supported(completion(**fields))
@@ -315,3 +314,8 @@ def test_bytes_that_are_no_json_are_one_error(data):
 def test_routing_refuses_what_is_no_json_object(data):
     with pytest.raises(RequestError, match="JSON"):
         parse_routing("/v1/completions", data)
+
+
+def test_a_completion_without_a_prompt_says_so():
+    with pytest.raises(RequestError, match="prompt: missing"):
+        parse_completion(b'{"max_tokens": 3}')
