@@ -10,9 +10,11 @@ from typing import Any
 from router.http.config import ClientTimeouts
 from router.http.connection import Application, ClientConnection
 
+HANDSHAKE_S_MAX = 10.0
+
 
 class Listener:
-    """Accepts connections for one application."""
+    """Accepts connections for one application. Invariant: every socket of a client's counts, TLS handshakes too."""
 
     def __init__(self, app: Application, timeouts: ClientTimeouts, connections_max: int) -> None:
         self._app = app
@@ -20,17 +22,20 @@ class Listener:
         self._connections_max = connections_max
         self._server: Any = None
         self.connections: set[ClientConnection] = set()
+        self.handshakes: set[asyncio.Task[None]] = set()
+        """Connections that are not yet: their clients have to prove first that they speak TLS."""
 
     async def start(self, host: str, port: int, tls: ssl.SSLContext | None, *, reuse_port: bool = False) -> int:
         """Listen; returns the port. Raises OSError."""
 
         def connected() -> asyncio.Protocol:
-            if len(self.connections) >= self._connections_max:
-                return _Full()
-            return ClientConnection(self._app, self.connections)
+            full = len(self.connections) + len(self.handshakes) >= self._connections_max
+            if tls is not None:
+                return _Door(self, None if full else tls)
+            return _Full() if full else ClientConnection(self._app, self.connections)
 
         self._server = await asyncio.get_running_loop().create_server(
-            connected, host, port, ssl=tls, backlog=2048, reuse_port=reuse_port or None
+            connected, host, port, backlog=2048, reuse_port=reuse_port or None
         )
         return int(self._server.sockets[0].getsockname()[1])
 
@@ -39,6 +44,25 @@ class Listener:
         path.unlink(missing_ok=True)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(lambda: ClientConnection(self._app, self.connections), str(path))
+
+    def shake_hands(self, sock: Any, tls: ssl.SSLContext) -> None:
+        """Make a connection of an accepted socket, if its client speaks TLS within a bounded time."""
+        task = asyncio.get_running_loop().create_task(self._shake_hands(sock, tls))
+        self.handshakes.add(task)
+        task.add_done_callback(self.handshakes.discard)
+
+    async def _shake_hands(self, sock: Any, tls: ssl.SSLContext) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: ClientConnection(self._app, self.connections),
+                sock,
+                ssl=tls,
+                ssl_handshake_timeout=HANDSHAKE_S_MAX,
+            )
+        except (OSError, asyncio.TimeoutError):  # not TLS, none of ours, or too slow; SSLError is an OSError
+            self._app.rejected(400)
+        except Exception as error:  # noqa: BLE001  a boundary
+            self._app.crashed("handshake", error)
 
     @property
     def busy(self) -> bool:
@@ -56,12 +80,32 @@ class Listener:
         """No new connections, no new requests on those that are open."""
         if self._server is not None:
             self._server.close()
+        for task in list(self.handshakes):
+            task.cancel()
         for connection in list(self.connections):
             connection.close_when_idle()
 
     def abort(self) -> None:
         for connection in list(self.connections):
             connection.abort()
+
+
+class _Door(asyncio.Protocol):
+    """A TCP connection whose client is to begin TLS; without a context, one too many, which is closed at once."""
+
+    def __init__(self, listener: Listener, tls: ssl.SSLContext | None) -> None:
+        self._listener = listener
+        self._tls = tls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        plain: Any = transport
+        try:
+            if self._tls is not None:  # a handshake of the server's own would be hidden until its end
+                sock = plain.get_extra_info("socket").dup()
+                sock.setblocking(False)
+                self._listener.shake_hands(sock, self._tls)
+        finally:
+            plain.abort()
 
 
 class _Full(asyncio.Protocol):
