@@ -14,7 +14,7 @@ from harness.load import Answer, Client, post
 from harness.programs import await_true, call
 from harness.upstream import CLOSE, RESET, STREAM, Steps, Upstream, chunk, model_card, models_page, whole
 from harness.workers import FakeWorker, Publisher
-from hostile_bodies import BODIES
+from hostile_bodies import BODIES, CHAT
 from hostile_events import EVENTS, FRAMES, PAGES, PEER, REPLAYS
 from hostile_http import Variant, variants
 from hostile_upstreams import AFTER, BEFORE, CUT, GOOD, ODD
@@ -164,13 +164,14 @@ async def bodies(world: World) -> None:
             entry["note"] = f"{answer.status} {answer.error} in {answer.end_s - answer.sent_s:.2f} s"
             if answer.status >= 500 or answer.error == "timeout" or not answer.status:
                 world.fault(name, entry["note"], request[:300])
-    if not world.short and "unfinished" in f"body: 12 unfinished ones{world.match}":
-        async with world.attack("body: 12 unfinished ones of 60 MB"):
+    unfinished = {"body: 12 unfinished ones of 60 MB": 60_000_000}
+    for name, size in named(unfinished, world, 0):
+        async with world.attack(name):
             host, port = world.url.removeprefix("http://").split(":")
             opened = [await asyncio.open_connection(host, int(port)) for _ in range(12)]
-            head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 60000001\r\n\r\n"
             for _, writer in opened:
-                writer.write(head + b"x" * 60_000_000)
+                writer.write(b"POST %b HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % (CHAT.encode(), size + 1))
+                writer.write(b"x" * size)
             await asyncio.sleep(3)
             for _, writer in opened:
                 writer.transport.abort()

@@ -130,8 +130,8 @@ class World:
     def _read_log(self, attack: str) -> None:
         text = self.router.text()
         new, self._log_at = text[self._log_at :], len(text)
-        if TRACEBACK in new:
-            lines = [line for line in new.partition(TRACEBACK)[2].splitlines() if line.strip()]
+        for trace in new.split(TRACEBACK)[1:3]:
+            lines = [line for line in trace.splitlines()[1:] if line.strip(" ^~")]
             raised = next((i for i, line in enumerate(lines) if not line.startswith(" ")), 0)
             self.fault(attack, f"raised in the router: {' | '.join(lines[max(0, raised - 2) : raised + 1])}", "")
 
@@ -224,4 +224,6 @@ class World:
                 writer.write_eof()
             end = AT_EOF if await read(CLOSED_S_MAX) else STAYS_OPEN
         writer.transport.abort()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
         return [int(status) for status in _STATUS.findall(data) if status != b"100"], end

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +20,8 @@ from programs import Program, until
 
 pytestmark = pytest.mark.live
 
+ROOT = Path(__file__).resolve().parents[2]
+GROUPS = ("http", "upstreams", "discovery", "peers")
 ANSWER_S_MAX = 20.0
 CHAT = b'"messages":[{"role":"user","content":"hello"}],"max_tokens":1'
 
@@ -173,3 +178,18 @@ def test_clients_that_vanish_keep_nobody_waiting(served: Served) -> None:
         conn.sendall(post(body))
         conn.close()
     served.serves()
+
+
+def test_the_short_form_of_the_attacks_finds_nothing(tmp_path: Path) -> None:
+    """scripts/hostile: raw HTTP cut anywhere, lying workers and publishers, dear bodies, odd answers and peers."""
+    report = tmp_path / "hostile.json"
+    command = [sys.executable, str(ROOT / "scripts" / "hostile"), "--checkout", "--short", "--json", str(report)]
+    for group in GROUPS:
+        command += ["--only", group]
+    environment = {**os.environ, "BLOCKCAST_NO_VENV": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert report.exists(), done.stdout + done.stderr
+    found = json.loads(report.read_text())
+    assert found["faults"] == [], done.stdout
+    assert set(found["groups"]) == set(GROUPS)
+    assert all(row["attacks"] for row in found["groups"].values())
