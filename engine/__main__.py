@@ -35,7 +35,13 @@ def main() -> None:
     if problem is not None:
         print(f"engine: {problem}", file=sys.stderr)
         sys.exit(1)
-    from engine.cli import main as run
+    try:
+        from engine.cli import main as run
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in (*OURS, "engine"):
+            raise
+        print(f"engine: the package `{error.name}` is missing: install blockcast[engine]", file=sys.stderr)
+        sys.exit(1)
 
     run(sys.argv[1:])
 

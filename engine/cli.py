@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import click
 
 from engine.config import SCHEMA, ServeConfig, __version__, default_kv_events
 from options.command import config_command, load_given, with_flags
+
+NEEDED = ("torch", "numpy", "safetensors", "aiohttp", "tokenizers", "jinja2")
+"""Packages without which no model is served: looked for before one is loaded in another process."""
 
 HELP = """Run MODEL behind an OpenAI-compatible API and publish what its prefix cache holds.
 
@@ -42,6 +46,9 @@ def cli() -> None:
 @click.option("--dry-run", is_flag=True, help="Print how the cache would be laid out, and end.")
 def serve_command(dry_run: bool, **given: Any) -> None:
     config = parse(given)
+    missing = next((name for name in NEEDED if find_spec(name) is None), None)
+    if missing is not None:
+        raise click.ClickException(f"the package `{missing}` is missing: install blockcast[engine]")
     engine_config = config.engine
     logging.basicConfig(
         level=engine_config.log_level.upper(),

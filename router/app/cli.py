@@ -66,7 +66,7 @@ def run(urls: tuple[str, ...], **given: Any) -> None:
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     except OSError as error:
-        raise click.ClickException(f"cannot serve on {config.host}:{config.port}: {error}") from None
+        raise click.ClickException(str(error)) from None
 
 
 cli.add_command(config_command(SCHEMA, ProcessConfig.verify))

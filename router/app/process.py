@@ -27,7 +27,7 @@ from router.app.dashboard import Dashboard
 from router.app.reading import Reading
 from router.app.server import TICK_S, RouterApp
 from router.app.siblings import Siblings
-from router.app.system import raise_file_limit, settle_heap, tls_context
+from router.app.system import naming, raise_file_limit, settle_heap, tls_context
 from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind
@@ -108,8 +108,8 @@ class RouterProcess:
             stack.callback(self._executor.shutdown, wait=False, cancel_futures=True)
             stack.callback(self._helpers.close)
             stack.callback(self._pool.close)
-            self._start_feed()
             stack.callback(self._feed.close)
+            self._start_feed()
             session = await stack.enter_async_context(aiohttp.ClientSession())
             siblings = None if self._config.share is None else Siblings(self._config.share)
             if siblings is not None:
@@ -139,7 +139,8 @@ class RouterProcess:
     def _start_feed(self) -> None:
         self._feed.start()
         for endpoint in self._config.bind_events:
-            log.info("publishers may connect to %s", self._feed.bind(endpoint))
+            with naming("--bind-events", endpoint):
+                log.info("publishers may connect to %s", self._feed.bind(endpoint))
 
     def _assemble(self, session: aiohttp.ClientSession, siblings: Siblings | None) -> None:
         config, proxy = self._config, self._proxy
@@ -178,10 +179,12 @@ class RouterProcess:
         tls = tls_context(config.tls_cert, config.tls_key)
         shared = config.share is not None
         main = self._listener(self._may_administer)
-        port = await main.start(config.host, config.port, tls, reuse_port=shared)
+        with naming("--host and --port", f"{config.host}:{config.port}"):
+            port = await main.start(config.host, config.port, tls, reuse_port=shared)
         admin = config.admin_address
         if admin is not None:
-            admin_port = await self._listener(_always).start(*admin, tls, reuse_port=shared)
+            with naming("--admin", config.admin or ""):
+                admin_port = await self._listener(_always).start(*admin, tls, reuse_port=shared)
             log.info("admin routes on %s:%d", admin[0], admin_port)
         if config.share is not None:
             await self._listener(_always).start_unix(config.share.control(config.share.index))
@@ -213,7 +216,13 @@ class RouterProcess:
         if not self._config.peers and self._config.peer_bind is None:
             return None
         loads = PeerLoads(self._core.tracker, f"{socket.gethostname()}/{os.getpid()}")
-        sockets = PeerSockets(loads, self._config.peer_bind, self._config.peers)
+        sockets = PeerSockets(loads)
+        if self._config.peer_bind is not None:
+            with naming("--peer-bind", self._config.peer_bind):
+                sockets.bind(self._config.peer_bind)
+        for peer in self._config.peers:
+            with naming("--peer", peer):
+                sockets.connect(peer)
         if sockets.address is not None and self._config.share is None:
             log.info("other routers may follow this one's load with --peer %s", sockets.address)
         return sockets

@@ -18,8 +18,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from options import ConfigError
 from router.app.config import ProcessConfig
 from router.app.siblings import Share
+from router.app.system import naming
 
 log = logging.getLogger("router")
 
@@ -29,8 +31,13 @@ RESTART_S_MIN = 1.0
 
 def supervise(config: ProcessConfig, count: int, run: Callable[[ProcessConfig], None]) -> int:
     """Run `count` processes until SIGTERM or SIGINT; the exit status. Raises OSError where the port is taken."""
-    holder = hold_port(config.host, config.port)
-    port = holder.getsockname()[1]
+    with naming("--host and --port", f"{config.host}:{config.port}"):
+        holders = [hold_port(config.host, config.port)]
+    admin = config.admin_address
+    if admin is not None:
+        with naming("--admin", config.admin or ""):
+            holders.append(hold_port(*admin))
+    port = holders[0].getsockname()[1]
     folder = Path(tempfile.mkdtemp(prefix="blockcast-router-"))
     children: dict[int, int] = {}
     started_s: dict[int, float] = {}
@@ -41,6 +48,7 @@ def supervise(config: ProcessConfig, count: int, run: Callable[[ProcessConfig], 
         own = replace(
             config,
             port=port,
+            admin=None if admin is None else f"{admin[0]}:{holders[1].getsockname()[1]}",
             share=share,
             announce=False,
             seed=config.seed + index,
@@ -49,13 +57,18 @@ def supervise(config: ProcessConfig, count: int, run: Callable[[ProcessConfig], 
         )
         pid = os.fork()
         if pid == 0:
-            holder.close()
+            for holder in holders:
+                holder.close()
             status = 1
             try:
                 for number in (signal.SIGTERM, signal.SIGINT):
                     signal.signal(number, signal.SIG_DFL)
                 run(own)
                 status = 0
+            except (OSError, ConfigError) as error:
+                log.error("process %d: %s", index, error)
+            except Exception:
+                log.exception("process %d", index)
             finally:
                 sys.stderr.flush()
                 os._exit(status)
@@ -87,7 +100,8 @@ def supervise(config: ProcessConfig, count: int, run: Callable[[ProcessConfig], 
             if not stopping:
                 start(index)
     finally:
-        holder.close()
+        for holder in holders:
+            holder.close()
         shutil.rmtree(folder, ignore_errors=True)
     return 0
 

@@ -6,6 +6,11 @@ import contextlib
 import gc
 import resource
 import ssl
+from collections.abc import Iterator
+
+import zmq
+
+from options import ConfigError
 
 
 def settle_heap() -> None:
@@ -26,10 +31,22 @@ def raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+@contextlib.contextmanager
+def naming(flag: str, address: str) -> Iterator[None]:
+    """An address that cannot be had is told with the flag that asked for it. Raises OSError."""
+    try:
+        yield
+    except (OSError, zmq.ZMQError) as error:
+        raise OSError(f"{flag} {address}: cannot be used: {error.strerror or error}") from error
+
+
 def tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
-    """Raises OSError or ssl.SSLError for files that are no certificate and key."""
+    """Raises ConfigError for files that are no certificate and its key."""
     if certificate is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
+    try:
+        context.load_cert_chain(certificate, key)
+    except OSError as error:  # ssl's own errors are
+        raise ConfigError(f"--tls-cert {certificate}, --tls-key {key}: no certificate and its key: {error}") from error
     return context

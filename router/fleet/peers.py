@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -212,10 +211,9 @@ def _shared(load: TargetLoad, now: float) -> SharedLoad:
 
 
 class PeerSockets:
-    """The sockets: `bind` is where our messages are published, `connect` where the peers publish theirs."""
+    """The sockets."""
 
-    def __init__(self, loads: PeerLoads, bind: str | None, connect: Iterable[str]) -> None:
-        """Raises zmq.ZMQError naming an address that cannot be used."""
+    def __init__(self, loads: PeerLoads) -> None:
         self._loads = loads
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
@@ -229,13 +227,17 @@ class PeerSockets:
         self._sub.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
         self._sub.subscribe(TOPIC)
         self.address: str | None = None
-        if bind is not None:
-            self._pub.bind(bind)
-            endpoint = self._pub.getsockopt(zmq.LAST_ENDPOINT)
-            assert isinstance(endpoint, bytes)
-            self.address = endpoint.rstrip(b"\0").decode()
-        for endpoint_ in connect:
-            self._sub.connect(endpoint_)
+
+    def bind(self, endpoint: str) -> None:
+        """Publish our messages there. Raises zmq.ZMQError."""
+        self._pub.bind(endpoint)
+        bound = self._pub.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(bound, bytes)
+        self.address = bound.rstrip(b"\0").decode()
+
+    def connect(self, endpoint: str) -> None:
+        """Hear a peer's messages from there. Raises zmq.ZMQError."""
+        self._sub.connect(endpoint)
 
     def beat(self, now: float, messages_max: int = 1000) -> None:
         """Take in what came, say what changed. Never waits, nor reads for long. Call it every few milliseconds."""

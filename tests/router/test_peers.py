@@ -158,9 +158,11 @@ def test_nothing_is_said_when_nothing_changed() -> None:
 def test_over_real_sockets() -> None:
     (one, targets), (two, others) = tracker(), tracker()
     loads = [PeerLoads(one, "a"), PeerLoads(two, "b")]
-    first = PeerSockets(loads[0], "tcp://127.0.0.1:*", [])
+    first, second = PeerSockets(loads[0]), PeerSockets(loads[1])
+    first.bind("tcp://127.0.0.1:*")
     assert first.address is not None
-    second = PeerSockets(loads[1], "tcp://127.0.0.1:*", [first.address])
+    second.bind("tcp://127.0.0.1:*")
+    second.connect(first.address)
     one.route("a", targets[1], prompt_tokens=5000, cached_tokens=0, stream=True, now=time.monotonic())
     end = time.monotonic() + 10
     while others[1].peer is None and time.monotonic() < end:

@@ -1,0 +1,71 @@
+"""What a start cannot have is one line that names the flag: addresses that are taken, packages that are missing."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.live
+
+
+@pytest.fixture(scope="module")
+def taken() -> Iterator[int]:
+    """A port that somebody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def start(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", *args], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--port {}",),
+        ("--port 0", "--admin 127.0.0.1:{}"),
+        ("--port 0", "--bind-events tcp://127.0.0.1:{}"),
+        ("--port 0", "--peer-bind tcp://127.0.0.1:{}"),
+        ("--port {}", "--processes 2"),
+        ("--port 0", "--processes 2", "--admin 127.0.0.1:{}"),
+    ],
+    ids=lambda args: args[-1].split()[0] + args[0],
+)
+def test_a_taken_address_is_told_with_its_flag(args: tuple[str, ...], taken: int) -> None:
+    words = " ".join(args).format(taken).split()
+    done = start("router", "run", *words)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    flag = next(part.split()[0] for part in args if "{}" in part)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("Error: ")
+    assert flag in last
+    assert f":{taken}" in last
+
+
+def test_files_that_are_no_certificate_are_told_with_their_flag(tmp_path: Path) -> None:
+    (tmp_path / "cert").write_text("nothing")
+    done = start("router", "run", "--port", "0", *(f"--tls-{name}={tmp_path / 'cert'}" for name in ("cert", "key")))
+    assert done.returncode == 2
+    assert "--tls-cert" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("package", ["torch", "numpy", "safetensors", "aiohttp", "click"])
+def test_a_package_that_is_missing_is_one_line(package: str) -> None:
+    script = (
+        f"import sys; sys.modules[{package!r}] = None; sys.argv = ['engine', 'serve', '--port', '0']\n"
+        "from engine.__main__ import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    (line,) = done.stderr.strip().splitlines()
+    assert f"`{package}`" in line
+    assert "install blockcast[engine]" in line
