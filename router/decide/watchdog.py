@@ -1,11 +1,12 @@
 """The drift watchdog: does what the router believes of a worker still agree with what the worker says? Pure.
 
-Three comparisons a worker, each over a short window of finished requests, so that an alarm comes within 50 requests and
+Four comparisons a worker, each over a short window of finished requests, so that an alarm comes within 50 requests and
 goes when its cause does:
 
 * `prompt_tokens`: the router's token count against `usage.prompt_tokens`: another chat template or tokenizer;
 * `cached_tokens`: the predicted cached tokens against the reported ones: wrong tokens of the right number, a wrong
   salt, lost events;
+* `promised`: predictions that are too high: prefixes are evicted before the requests that count on them run;
 * `events`: the worker fills blocks, or reuses blocks that nobody announced, and says nothing: events off or not
   arriving.
 """
@@ -22,6 +23,8 @@ COUNT_SHARE = 0.25
 """Share of requests with another token count that raises `prompt_tokens`. Right means equal."""
 CACHED_SHARE = 0.5
 """Mispredicted tokens, as a share of the larger of predicted and reported, that raises `cached_tokens`."""
+PROMISED_SHARE = 0.1
+"""Tokens predicted and not reported, as a share of all prompt tokens, that raise `promised`."""
 BLOCK_TOKENS = 256
 """Length of a worker's block where it does not tell: so many uncached prompt tokens should be announced."""
 
@@ -32,6 +35,8 @@ class _Window:
     """Whether each request's token count differed."""
     cached: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     """(|predicted - reported|, the larger of the two) where either is not zero."""
+    promised: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    """(predicted - reported where that is positive, prompt tokens) of every request."""
     unannounced: int = 0
     """Requests that computed a block, or reused one that no event vouches for, since the last Stored event."""
     stored: int = 0
@@ -66,6 +71,8 @@ class Watchdog:
             window.counts.append(counted_tokens != prompt_tokens)
         if counted_tokens is not None and cached_tokens is not None and (predicted_cached or cached_tokens):
             window.cached.append((abs(predicted_cached - cached_tokens), max(predicted_cached, cached_tokens)))
+        if counted_tokens is not None and cached_tokens is not None:
+            window.promised.append((max(predicted_cached - cached_tokens, 0), counted_tokens))
         length = prompt_tokens if prompt_tokens is not None else counted_tokens
         computed = length is not None and length - (cached_tokens or 0) >= (block_tokens or BLOCK_TOKENS)
         reused = counted_tokens is not None and resident is not None and (cached_tokens or 0) > resident
@@ -102,6 +109,13 @@ class Watchdog:
                 found.append(
                     f"cached_tokens: {100 * missed // total} % of the cached tokens of {len(window.cached)} requests "
                     "were predicted wrongly: other tokens, another salt, or lost events"
+                )
+        if len(window.promised) >= REQUESTS_MIN:
+            broken, prompts = sum(b for b, _ in window.promised), sum(p for _, p in window.promised)
+            if broken > PROMISED_SHARE * prompts:
+                found.append(
+                    f"promised: {broken} tokens of {len(window.promised)} requests were predicted to be cached and were "
+                    f"not, {100 * broken // prompts} % of all their tokens: the cache is too small for what is sent there"
                 )
         if expects_events and window.unannounced >= REQUESTS_MIN:
             found.append(
