@@ -115,7 +115,7 @@ class Watchdog:
             if broken > PROMISED_SHARE * prompts:
                 found.append(
                     f"promised: {broken} tokens of {len(window.promised)} requests were predicted to be cached and were "
-                    f"not, {100 * broken // prompts} % of all their tokens: the cache is too small for what is sent there"
+                    f"not, {100 * broken // prompts} % of their tokens: the cache is too small for what is sent there"
                 )
         if expects_events and window.unannounced >= REQUESTS_MIN:
             found.append(
