@@ -114,8 +114,8 @@ class Watchdog:
             broken, prompts = sum(b for b, _ in window.promised), sum(p for _, p in window.promised)
             if broken > PROMISED_SHARE * prompts:
                 found.append(
-                    f"promised: {broken} tokens of {len(window.promised)} requests were predicted to be cached and were "
-                    f"not, {100 * broken // prompts} % of their tokens: the cache is too small for what is sent there"
+                    f"promised: {broken} tokens of {len(window.promised)} requests were predicted to be cached and "
+                    f"were not, {100 * broken // prompts} % of their tokens: its cache is too small for what it gets"
                 )
         if expects_events and window.unannounced >= REQUESTS_MIN:
             found.append(
