@@ -107,7 +107,7 @@ class ClientConnection(asyncio.Protocol):
         self.tls = False
         self._busy = False
         self._body_bytes = 0
-        """Of the current request."""
+        """Of the current request, its headers too."""
         self._party = ""
         """Whom what is kept here is booked on."""
         self._held = 0
@@ -324,7 +324,7 @@ class ClientConnection(asyncio.Protocol):
         self._head_only = request.method == "HEAD"
         if not request.keep_alive:
             self._keep_alive = False
-        self._body_bytes = len(request.body)
+        self._body_bytes = len(request.body) + len(request.headers.raw)
         try:
             self._admit(request)
             self._hold()

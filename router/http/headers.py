@@ -85,8 +85,9 @@ class HeaderBlock:
         if connection is not None and (connection.lower() not in _PLAIN_OPTIONS or len(self.all(b"connection")) > 1):
             values = b",".join(self.all(b"connection")).lower().split(b",")
             options = {value.strip(b" \t") for value in values} - _PLAIN_OPTIONS - _NEVER_DROPPED
-            if options:
-                kept = _lines_of(options).sub(b"", kept)
+            if options:  # thousands, if its sender likes: no pattern is made of them
+                lines = kept.splitlines(keepends=True)
+                kept = b"".join([line for line in lines if line.partition(b":")[0].lower() not in options])
         self._kept[dropped] = kept
         return kept
 
@@ -98,18 +99,16 @@ class Dropping:
     __slots__ = ("pattern",)
 
     def __init__(self, names: Iterable[bytes]) -> None:
-        self.pattern = _lines_of(names)
-
-
-def _lines_of(names: Iterable[bytes]) -> re.Pattern[bytes]:
-    """A pattern of the lines whose header is one of `names`."""
-    return re.compile(rb"(?mi)^(?:" + b"|".join(re.escape(name) for name in sorted(names)) + rb"):[^\n]*\n")
+        words = b"|".join(re.escape(name) for name in sorted(names))
+        self.pattern = re.compile(rb"(?mi)^(?:" + words + rb"):[^\n]*\n")
 
 
 DIGITS_MAX = 15
 """Of a content-length. Every place that reads one goes by this bound: two bounds are two lengths of one message."""
 CONTENT_LENGTH = re.compile(rb"(?mi)^content-length:[ \t]*([0-9]{1,%d})[ \t]*\r\n" % DIGITS_MAX)
 _DIGITS = re.compile(rb"[0-9]{1,%d}\Z" % DIGITS_MAX)
+TEMPLATE_BYTES_MAX = 4096
+"""A longer head is not remembered: connections are many, and most of them idle."""
 T = TypeVar("T")
 
 

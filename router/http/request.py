@@ -18,7 +18,7 @@ import re
 
 from router.http.chunked import BodyTooLarge, ChunkedBody
 from router.http.config import HttpLimits
-from router.http.headers import LINES, TOKEN, HeaderBlock, ProtocolError, Template, framing
+from router.http.headers import LINES, TEMPLATE_BYTES_MAX, TOKEN, HeaderBlock, ProtocolError, Template, framing
 
 _HEAD = re.compile(rb"(?:\r\n)?(" + TOKEN + rb") (/[!-~]*|\*) HTTP/([0-9]\.[0-9])\r\n(" + LINES + rb")\r\n")
 _NEVER = re.compile(rb"[^\t\r\n -~\x80-\xff]|(?<!\r)\n|\r(?!\n|\Z)")
@@ -175,7 +175,7 @@ class RequestParser:
                 return None
             head, length = self._parse(whole)
             end = self._at
-            self._template = Template(whole, head, length)
+            self._template = Template(whole, head, length) if len(whole) <= TEMPLATE_BYTES_MAX else None
         else:
             head = template.value
             end, length = found

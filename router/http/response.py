@@ -11,7 +11,7 @@ import re
 from typing import Protocol
 
 from router.http.chunked import ChunkedBody
-from router.http.headers import CONTENT_LENGTH, LINES, HeaderBlock, ProtocolError, Template, framing
+from router.http.headers import CONTENT_LENGTH, LINES, TEMPLATE_BYTES_MAX, HeaderBlock, ProtocolError, Template, framing
 
 HEAD_BYTES_MAX = 64 * 1024
 
@@ -117,7 +117,7 @@ class HeadParser:
             if parsed is None:
                 return None
             head, end = parsed
-            self._template = Template(data[:end], head, head.length)
+            self._template = Template(data[:end], head, head.length) if end <= TEMPLATE_BYTES_MAX else None
         if head.status < 200 or head.status in (204, 304) or method == "HEAD":
             head.body = LengthBody(0)
             head.chunked = False

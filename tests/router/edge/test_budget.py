@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 from prompts.errors import RequestError
 from router.counters import Metrics
+from router.http import headers as headers_module
 from router.http.budget import Budget
 from router.http.config import HttpLimits
+from router.http.headers import Dropping, HeaderBlock
 from router.http.request import BadRequest, RequestParser
 
 MIB = 1 << 20
@@ -198,6 +200,33 @@ def test_a_body_in_tiny_chunks_costs_its_payload_not_its_chunks() -> None:
         parser.next()
 
 
+def test_an_idle_connection_keeps_nothing_of_a_long_head() -> None:
+    parser = RequestParser(HttpLimits())
+    long = b"GET / HTTP/1.1\r\nHost: r\r\nX: " + b"x" * 60_000 + b"\r\n\r\n"
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for cut in (len(long), 30_000):
+        for piece in (long[:cut], long[cut:]):
+            parser.feed(piece)
+            request = parser.next()
+        assert (request is not None) == (cut < len(long))
+    piece = request = b""
+    assert parser.buffered == 0
+    kept = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert kept < 10_000
+
+
+def test_what_connection_names_makes_no_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [b"n%d" % number for number in range(9_000)]
+    block = HeaderBlock(
+        b"A: b\r\nN77: c\r\nConnection: " + b",".join(names) + b"\r\nHost: r\r\nn8999:d\r\nN9000: e\r\n"
+    )
+    dropped = Dropping((b"connection", b"te"))
+    monkeypatch.setattr(headers_module.re, "compile", None)
+    assert block.without(dropped) == b"A: b\r\nHost: r\r\nN9000: e\r\n"
+
+
 def over(field: str) -> tuple[HttpLimits, bytes, bytes]:
     """(a low limit, what keeps it, what exceeds it)."""
     first = b"GET /metrics HTTP/1.1\r\nHost: r\r\n"
@@ -206,9 +235,10 @@ def over(field: str) -> tuple[HttpLimits, bytes, bytes]:
         return HttpLimits(head_bytes_max=500), first + b"\r\n", first + b"X: " + b"a" * 500 + b"\r\n\r\n"
     if field == "headers_max":
         return HttpLimits(headers_max=6), first + b"X: a\r\n" * 4 + b"\r\n", first + b"X: a\r\n" * 5 + b"\r\n"
-    limits = HttpLimits(**{field: big})
+    heads = 0 if field == "body_bytes_max" else 500  # they are kept too
     path = b"/metrics"
-    return limits, head(big, path=path) + bytes(big), head(big + 1, path=path) + bytes(big) + b"x"
+    more = big + heads + 1
+    return HttpLimits(**{field: big + heads}), head(big, path=path) + bytes(big), head(more, path=path) + bytes(more)
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(HttpLimits)])
