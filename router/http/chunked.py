@@ -12,6 +12,8 @@ from router.http.headers import TOKEN, ProtocolError
 
 LINE_MAX = 1024
 """A chunk-size line with its extensions, and each trailer line."""
+TRAILERS_MAX = 64 * 1024
+"""Bytes of all trailer lines together: they come behind the content, so nobody who waits for it needs more."""
 BETWEEN_CHUNKS = -1
 """A size line comes next."""
 
@@ -28,7 +30,10 @@ class BodyTooLarge(Exception):
 class ChunkedBody:
     """A chunked body: sizes are followed, content is skipped over or collected."""
 
-    __slots__ = ("_content", "_content_max", "_framing", "_framing_max", "_line", "_trailers", "done", "left")
+    __slots__ = (
+        "_content", "_content_max", "_framing", "_framing_max", "_line", "_trailer_bytes", "_trailers", "done",
+        "left",
+    )  # fmt: skip
 
     def __init__(self, content_max: int | None = None, framing_max: int = 0) -> None:
         """With `content_max`, more content raises `BodyTooLarge`, and framing that exceeds the content by `framing_max`
@@ -44,6 +49,7 @@ class ChunkedBody:
         self._line = b""
         """The start of a size line, chunk end or trailer line that is split between reads."""
         self._trailers = False
+        self._trailer_bytes = 0
 
     @property
     def in_the_middle(self) -> bool:
@@ -88,6 +94,9 @@ class ChunkedBody:
             self.done = line == b"\r\n"
             if not self.done and not _TRAILER.match(line):
                 raise ProtocolError(f"bad trailer in a chunked body: {line[:40]!r}")
+            self._trailer_bytes += len(line)
+            if self._trailer_bytes > TRAILERS_MAX:
+                raise ProtocolError("trailers too long")
         else:
             found = _SIZE.match(line)
             if found is None:

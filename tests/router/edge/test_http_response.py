@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http.chunked import ChunkedBody
+from router.http.chunked import TRAILERS_MAX, ChunkedBody
 from router.http.headers import ProtocolError
 
 contents = st.lists(st.binary(min_size=1, max_size=40), max_size=8)
@@ -70,3 +70,13 @@ def test_what_is_no_chunk_is_refused(sent: bytes, first: bytes) -> None:
     reader = ChunkedBody()
     with pytest.raises(ProtocolError):
         reader.feed(first + sent + b"0\r\n\r\n" * 400)
+
+
+def test_trailers_without_end_are_not_read_for_ever() -> None:
+    """Each is short and well-formed: it is their sum that is bounded, in an answer as in a request."""
+    reader = ChunkedBody()
+    assert reader.feed(b"0\r\n") == 3
+    trailers = b"x: y\r\n" * (TRAILERS_MAX // 6)
+    assert reader.feed(trailers) == len(trailers)
+    with pytest.raises(ProtocolError, match="trailers too long"):
+        reader.feed(b"x: y\r\n")
