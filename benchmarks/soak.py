@@ -25,14 +25,14 @@ import click
 from harness.figures import in_words, machine, resident_bytes, write_json
 from harness.load import Client, post
 from harness.peers import before_mocks
-from harness.programs import metric
+from harness.programs import ADMIN_KEY, metric
 from proxy import Bodies, question
 
 from engine.tiny.tokenizer import write_tokenizer
 
 IN_FLIGHT_MAX = 200
 CHAT = "/v1/chat/completions"
-WATCH = b"GET /dashboard/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+WATCH = b"GET /dashboard/events HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer %b\r\n\r\n" % ADMIN_KEY.encode()
 
 
 class Soak:

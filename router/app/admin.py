@@ -1,8 +1,7 @@
 """The routes that look at or change the router itself: health, models, metrics, workers, explanations.
 
-`/health`, `/metrics` and `/v1/models` are for everybody who reaches the port. The others tell what is cached where and
-change who gets work, so they are answered only where the server says so (`allowed`): on the admin address, or to
-loopback where there is none.
+`/health`, `/metrics`, `/v1/models` and the dashboard's empty page are for everybody who reaches the port. The others
+tell what is cached where and change who gets work: router/app/guard.py says who may ask.
 """
 
 from __future__ import annotations
@@ -96,12 +95,16 @@ class Admin:
 
     def show(self, dashboard: Dashboard) -> None:
         """Serve the dashboard."""
-        self.add_route("GET", "/dashboard", lambda *_: Answer(dashboard.page(), content_type=HTML), public=False)
+        self.add_route("GET", "/dashboard", lambda *_: Answer(dashboard.page(), content_type=HTML), public=True)
         self.add_route("GET", "/dashboard/events", lambda *_: dashboard.watch, public=False)
 
-    def handle(self, connection: ClientConnection, request: HttpRequest, *, allowed: bool) -> None:
-        """Answer, or raise RequestError. `allowed`: whether what is not public is served too."""
-        self._routes.handle(connection, request, allowed=allowed)
+    def is_public(self, request: HttpRequest) -> bool:
+        """Whether it is for everybody who reaches the port."""
+        return self._routes.is_public(request)
+
+    def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
+        """Answer a request that was let in, or raise RequestError."""
+        self._routes.handle(connection, request)
 
     # Handlers -----------------------------------------------------------------------------------------------------
 

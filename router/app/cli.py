@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -31,7 +33,7 @@ Try it:
   router run http://gpu1:8000 http://gpu2:8000
   curl http://127.0.0.1:8080/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "Hello"}]}'
-  curl http://127.0.0.1:8080/workers
+  curl http://127.0.0.1:8080/workers -H 'Authorization: Bearer KEY'    (the admin key, printed at the start)
 """
 
 
@@ -58,6 +60,9 @@ def run(urls: tuple[str, ...], **given: Any) -> None:
     configure_logging(config.log_level, as_json=config.log_json)
     if not (config.workers or config.worker_dns or config.workers_file or config.admin):
         log.warning("no workers yet: add them with POST /workers")
+    if config.admin_api_key is None:
+        config = replace(config, admin_api_key=secrets.token_urlsafe(24))
+        print(f"router admin key: {config.admin_api_key}", flush=True)
     try:
         if config.processes == 1:
             run_process(config, own_version())
@@ -89,7 +94,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(level: str, *, as_json: bool) -> None:
-    """Log to stderr; stdout carries only the line that tells the address."""
+    """Log to stderr; stdout carries only what the router says of itself: address, admin key."""
     handler = logging.StreamHandler(sys.stderr)
     plain = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
     handler.setFormatter(JsonFormatter() if as_json else plain)

@@ -70,6 +70,17 @@ class ProcessConfig:
         Flag(),
         "Serve /workers, /route and /dashboard there only. [default: on --port, to loopback only]",
     ] = None
+    admin_api_key: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        SECRET,
+        Flag(metavar="KEY", env="ROUTER_ADMIN_API_KEY"),
+        "Of the admin routes; also what is sent to --snapshot-from. [default: made and printed at the start]",
+    ] = field(default=None, repr=False)
+    admin_hosts: Annotated[
+        tuple[Annotated[str, Meta(pattern=r"^[^\s/:]+$", title="NAME", examples=["router.example"])], ...],
+        Flag("--admin-host", metavar="NAME"),
+        "A name by which the admin routes may be asked for, besides addresses and localhost. May be repeated.",
+    ] = ()
     tokenizer: Annotated[
         str | None,
         FOLDER,

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import random
+import secrets
 import signal
 import socket
 import sys
@@ -24,6 +25,7 @@ from router.app.accounting import count_end, log_state, request_fields
 from router.app.admin import Admin
 from router.app.config import ProcessConfig
 from router.app.dashboard import Dashboard
+from router.app.guard import AdminGuard, Guard, anybody
 from router.app.reading import Reading
 from router.app.server import TICK_S, RouterApp
 from router.app.siblings import Siblings
@@ -41,17 +43,13 @@ from router.fleet.members import Fleet
 from router.fleet.peers import PeerLoads, PeerSockets
 from router.fleet.snapshots import PeerClient, PeerRoutes, ask_seed
 from router.http.budget import Budget
-from router.http.connection import ClientConnection
 from router.http.listener import Listener
-from router.http.request import HttpRequest
 from router.index import make_index
 from router.prompting.pool import Helpers
 from router.prompting.reader import PromptReader
 from router.prompting.remote import RemoteTokenizer
 
 log = logging.getLogger("router")
-
-LOOPBACK = ("127.", "::1", "::ffff:127.")
 
 
 class RouterProcess:
@@ -65,7 +63,8 @@ class RouterProcess:
         self._executor = ThreadPoolExecutor(
             config.tokenize_threads or min(8, os.cpu_count() or 1), thread_name_prefix="tokenize"
         )
-        seed, self._snapshot_urls = ask_seed(config.snapshot_from)
+        self._admin_key = config.admin_api_key or secrets.token_urlsafe(24)
+        seed, self._snapshot_urls = ask_seed(config.snapshot_from, self._admin_key)
         self._index = make_index(seed)
         self._core = RouterCore(self._index, config.core, seed=config.seed)
         self._metrics = Metrics()
@@ -148,7 +147,7 @@ class RouterProcess:
         headers = {"Authorization": f"Bearer {key}"} if key is not None else None
         prober = Prober(session, headers=headers)
         self._prompts.remote = RemoteTokenizer(session, headers)
-        others = PeerClient(session, self._snapshot_urls)
+        others = PeerClient(session, self._snapshot_urls, self._admin_key)
         self._fleet = Fleet(
             self._core, prober, self._feed, self._prompts, proxy.perform, config.fleet, now=self._now, peers=others
         )
@@ -178,26 +177,28 @@ class RouterProcess:
         config = self._config
         tls = tls_context(config.tls_cert, config.tls_key)
         shared = config.share is not None
-        main = self._listener(self._may_administer)
+        admin = config.admin_address
+        named = [config.host] if admin is None else [config.host, admin[0]]
+        guard = AdminGuard(self._admin_key, [*config.admin_hosts, *named])
+        main = self._listener(guard.loopback_only if admin is None else guard.elsewhere)
         with naming("--host and --port", f"{config.host}:{config.port}"):
             port = await main.start(config.host, config.port, tls, reuse_port=shared)
-        admin = config.admin_address
         if admin is not None:
             with naming("--admin", config.admin or ""):
-                admin_port = await self._listener(_always).start(*admin, tls, reuse_port=shared)
+                admin_port = await self._listener(guard.admin_address).start(*admin, tls, reuse_port=shared)
             log.info("admin routes on %s:%d", admin[0], admin_port)
         if config.share is not None:
-            await self._listener(_always).start_unix(config.share.control(config.share.index))
+            await self._listener(anybody).start_unix(config.share.control(config.share.index))
         return port
 
-    def _listener(self, serves_admin: object) -> Listener:
+    def _listener(self, guard: Guard) -> Listener:
         app = RouterApp(
             self._proxy,
             self._reading,
             self._metrics,
             self._config.edge,
             self._admin,
-            serves_admin=serves_admin,  # type: ignore[arg-type]
+            guard=guard,
         )
         listener = Listener(app, self._config.edge.client_timeouts, self._config.edge.connections_max)
         self._listeners.append(listener)
@@ -302,15 +303,6 @@ class RouterProcess:
             fields = request_fields(exchange, now)
             log.info("request %s", " ".join(f"{k}={v}" for k, v in fields.items()), extra={"fields": fields})
 
-    def _may_administer(self, connection: ClientConnection, request: HttpRequest) -> bool:
-        """On the main address: nobody where there is an admin address, else who comes from this very machine.
-
-        A request that a local reverse proxy passed on shows it in a header and counts as foreign.
-        """
-        if self._config.admin is not None or not connection.peer.startswith(LOOPBACK):
-            return False
-        return not any(request.header(name) for name in (b"x-forwarded-for", b"forwarded", b"x-real-ip", b"via"))
-
     # Ending -------------------------------------------------------------------------------------------------------
 
     def _signalled(self) -> None:
@@ -335,10 +327,6 @@ class RouterProcess:
         for listener in self._listeners:
             listener.abort()
         await asyncio.sleep(0)
-
-
-def _always(connection: ClientConnection, request: HttpRequest) -> bool:
-    return True
 
 
 def run_process(config: ProcessConfig, version: str) -> None:

@@ -10,11 +10,12 @@ import asyncio
 import hmac
 import logging
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from prompts.errors import RequestError
 from router.app.admin import Admin
+from router.app.guard import Guard, bearer
 from router.app.reading import Asked, Reading
 from router.counters import Metrics
 from router.edge.config import EdgeConfig
@@ -29,6 +30,12 @@ log = logging.getLogger("router")
 TRACE_ID_BYTES_MAX = 128
 PASSED_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 """To workers. What remains asks about servers, and the one that was asked is this."""
+PASSED = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+    "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/moderations", "/v1/audio/transcriptions",
+    "/v1/audio/translations", "/v1/audio/speech", "/v1/images/generations", "/v1/models/*",
+)  # fmt: skip
+"""What workers serve to clients. Other routes under /v1 of theirs change them (adapters) or keep what only one has."""
 TICK_S = 0.02
 """How often the core's pending work is looked at."""
 
@@ -48,7 +55,7 @@ class RouterApp:
         config: EdgeConfig,
         admin: Admin,
         *,
-        serves_admin: Callable[[ClientConnection, HttpRequest], bool],
+        guard: Guard,
     ) -> None:
         self.limits = config.limits
         self.budget = proxy.budget
@@ -58,7 +65,9 @@ class RouterApp:
         self._metrics = metrics
         self._keys = [key.encode() for key in config.api_keys]
         self._admin = admin
-        self._serves_admin = serves_admin
+        self._guard = guard
+        self._passed = frozenset(PASSED + config.pass_routes)
+        self._passed_below = tuple(path[:-1] for path in self._passed if path.endswith("/*"))
         self._trace_prefix = os.urandom(6).hex()
         self._traces = 0
         self._pending: set[asyncio.Task[tuple[Asked, Read]]] = set()
@@ -68,7 +77,10 @@ class RouterApp:
 
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
         """Whose request it is, told by its head. Raises RequestError before its body is read, or kept."""
-        if not request.path.startswith("/v1/"):
+        path = request.path
+        if not path.startswith("/v1/"):
+            if not self._admin.is_public(request):
+                self._guard(connection, request)
             return connection.peer
         party = self._key_of(request) if self._keys else connection.peer
         if party is None:
@@ -78,7 +90,16 @@ class RouterApp:
             )  # fmt: skip
         if request.method not in PASSED_METHODS:
             raise MethodNotAllowed(request, PASSED_METHODS)
+        if path != "/v1/models" and path not in self._passed and not self._is_below(path):
+            raise RequestError(
+                f"{path[:200]} is not passed on to workers; --pass-route makes it so", param=None, code="not_found",
+                status=404,
+            )  # fmt: skip
         return party
+
+    def _is_below(self, path: str) -> bool:
+        """Whether everything below some folder is passed on, and the path stays there."""
+        return path.startswith(self._passed_below) and ".." not in path and "%" not in path
 
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Answer one request now or later."""
@@ -86,7 +107,7 @@ class RouterApp:
         if path.startswith("/v1/") and path != "/v1/models":
             self._serve(connection, request)
         else:
-            self._admin.handle(connection, request, allowed=self._serves_admin(connection, request))
+            self._admin.handle(connection, request)
 
     def rejected(self, status: int) -> None:
         self._metrics.http_errors[str(status)] += 1
@@ -158,8 +179,6 @@ class RouterApp:
     def _key_of(self, request: HttpRequest) -> str | None:
         """A name for the key that the request brings; None where it brings none of ours. Every key is compared, each in
         constant time."""
-        given = request.header(b"authorization") or b""
-        scheme, _, token = given.partition(b" ")
-        token = token.strip() if scheme.lower() == b"bearer" else b""
+        token = bearer(request)
         matches = [f"key {number}" for number, key in enumerate(self._keys) if hmac.compare_digest(token, key)]
         return matches[0] if matches else None

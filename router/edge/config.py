@@ -39,6 +39,12 @@ class EdgeConfig:
         Flag("--api-key", metavar="KEY", env="ROUTER_API_KEY"),
         "Require Authorization: Bearer KEY under /v1. May be repeated; or set ROUTER_API_KEY.",
     ] = field(default=(), repr=False)
+    pass_routes: Annotated[
+        tuple[Annotated[str, Meta(pattern=r"^/v1/[!-~]+$", title="PATH", examples=["/v1/files"])], ...],
+        Flag("--pass-route", metavar="PATH"),
+        "Pass this route to workers too, /v1/x/* all below it, besides those of OpenAI's that answer prompts. "
+        "May be repeated.",
+    ] = ()
     connections_max: Annotated[
         Annotated[int, Meta(ge=1, le=10**9, title="N")],
         Flag("--max-connections"),

@@ -36,7 +36,16 @@ SEED_BYTES_MAX = 65536
 SNAPSHOT_S_MAX = 60.0
 SNAPSHOT_BYTES_MAX = 1 << 30
 MSGPACK = b"application/msgpack"
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class _Stay(urllib.request.HTTPRedirectHandler):
+    """A key goes to whom the operator named, and nowhere else."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Stay())
 
 
 class _Seed(msgspec.Struct):
@@ -79,8 +88,9 @@ class PeerRoutes:
         return Answer(msgspec.msgpack.encode(found), content_type=MSGPACK)
 
 
-def ask_seed(urls: Iterable[str]) -> tuple[int | None, list[str]]:
-    """The digest seed of the first router that answers at one of `urls`, and the URLs of all that have it.
+def ask_seed(urls: Iterable[str], key: str | None = None) -> tuple[int | None, list[str]]:
+    """The digest seed of the first router that answers at one of `urls`, and the URLs of all that have it. `key`: of
+    their admin routes.
 
     (None, []) where nobody answers. Waits up to SEED_S_MAX for each.
     """
@@ -88,7 +98,8 @@ def ask_seed(urls: Iterable[str]) -> tuple[int | None, list[str]]:
     same: list[str] = []
     for url in urls:
         try:
-            with _DIRECT.open(f"{url.rstrip('/')}/peer", timeout=SEED_S_MAX) as response:
+            request = urllib.request.Request(f"{url.rstrip('/')}/peer", headers=_key_header(key))
+            with _DIRECT.open(request, timeout=SEED_S_MAX) as response:
                 told = msgspec.json.decode(response.read(SEED_BYTES_MAX), type=_Seed)
         except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
             log.info("peer router %s does not tell its seed: %s", url, error)
@@ -99,10 +110,15 @@ def ask_seed(urls: Iterable[str]) -> tuple[int | None, list[str]]:
     return found, same
 
 
+def _key_header(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
 class PeerClient:
     """The asking side. `urls`: routers of the same seed, asked in turn. A peer's fault never raises."""
 
-    def __init__(self, session: aiohttp.ClientSession, urls: Iterable[str]) -> None:
+    def __init__(self, session: aiohttp.ClientSession, urls: Iterable[str], key: str | None = None) -> None:
+        self._headers = _key_header(key)
         self._session = session
         self._urls = list(urls)
 
@@ -138,7 +154,9 @@ class PeerClient:
 
     async def _get(self, url: str) -> bytes | None:
         try:
-            status, body = await ask(self._session, url, seconds=SNAPSHOT_S_MAX, bytes_max=SNAPSHOT_BYTES_MAX)
+            status, body = await ask(
+                self._session, url, headers=self._headers, seconds=SNAPSHOT_S_MAX, bytes_max=SNAPSHOT_BYTES_MAX
+            )
         except Unanswered as error:
             log.info("peer router: %s", error)
             return None

@@ -73,18 +73,17 @@ class Routes:
         """Serve `path`, in which the second segment may be `*`."""
         self._routes[method, path] = (handler, public)
 
-    def handle(self, connection: ClientConnection, request: HttpRequest, *, allowed: bool) -> None:
-        """Answer, or raise RequestError. `allowed`: whether what is not public is served too."""
+    def is_public(self, request: HttpRequest) -> bool:
+        """Whether anybody may ask; also for what is not served at all."""
+        found, _ = self._find("GET" if request.method == "HEAD" else request.method, request.path)
+        return found is None or found[1]
+
+    def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
+        """Answer a request that was let in, or raise RequestError."""
         found, argument = self._find("GET" if request.method == "HEAD" else request.method, request.path)
         if found is None:
             raise self._unknown(request)
-        handler, public = found
-        if not public and not allowed:
-            raise RequestError(
-                f"{request.path} is served on the admin address only, or to loopback", param=None,
-                code="forbidden", status=403, type="permission_error",
-            )  # fmt: skip
-        answer = handler(request, argument)
+        answer = found[0](request, argument)
         if isinstance(answer, Answer):
             connection.respond(answer.status, answer.body, answer.content_type)
         elif asyncio.iscoroutine(answer):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -108,12 +109,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+ADMIN_KEY = os.environ.setdefault("ROUTER_ADMIN_API_KEY", secrets.token_hex(16))
+"""Of every router that is started from here."""
+ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
+
+
 def call(
     url: str, body: Any = None, method: str | None = None, *, timeout_s: float = 20.0, headers: Mapping[str, str] = {}
 ) -> tuple[int, Any]:
     """(status, JSON or text); status 0 where nobody answers."""
     data = None if body is None else json.dumps(body).encode()
-    given = {"Content-Type": "application/json", **headers}
+    given = {"Content-Type": "application/json", **({} if "/v1/" in url else ADMIN), **headers}
     request = urllib.request.Request(url, data, given, method=method)
     try:
         with _DIRECT.open(request, timeout=timeout_s) as answer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 START_S_MAX = 120.0
+ADMIN_KEY = os.environ.setdefault("ROUTER_ADMIN_API_KEY", "the tests' own")
+"""Of every router that the tests start."""
 T = TypeVar("T", bound="Program")
 
 
@@ -33,7 +36,8 @@ def until(probe: Callable[[], Any], what: Callable[[], object] | str, seconds: f
 def call(url: str, body: Any = None, method: str | None = None) -> tuple[int, dict[str, str], Any]:
     """(status, headers, JSON body)."""
     data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+    admin = {} if "/v1/" in url else {"Authorization": f"Bearer {ADMIN_KEY}"}
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **admin}, method=method)
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, dict(answer.headers), json.loads(answer.read() or b"null")

@@ -79,6 +79,7 @@ class Session:
         self._ports: dict[str, str] = {}
         self._servers: list[subprocess.Popen[bytes]] = []
         self._environment = {**os.environ, "PYTHONPATH": str(ROOT), "BLOCKCAST_NO_VENV": "1"}
+        self._environment["ROUTER_ADMIN_API_KEY"] = "KEY"  # as the pages write it
 
     def run(self, words: list[str]) -> None:
         program = words[0] if words[0].startswith(("scripts/", "benchmarks/")) else words[0].rpartition("/")[2]

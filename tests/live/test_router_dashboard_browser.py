@@ -10,9 +10,10 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
-from programs import Program, call, until
+from programs import ADMIN_KEY, Program, call, until
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -71,7 +72,7 @@ def test_dashboard_in_chromium(url: str, tmp_path: Path, width: int, scheme: Any
         page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         page.on("console", lambda message: complaints.append(message.text) if message.type != "log" else None)
         page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.goto(f"{url}/dashboard")
+        page.goto(f"{url}/dashboard#{quote(ADMIN_KEY)}")
         page.wait_for_selector("#decisions details")
         page.wait_for_selector("#tree .chip", timeout=30_000)
         page.wait_for_function("document.querySelectorAll('#workers .state.up').length === 2")

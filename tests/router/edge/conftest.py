@@ -13,6 +13,7 @@ import uvloop
 
 from options import Schema, load
 from router.app.admin import Admin
+from router.app.guard import Guard, anybody
 from router.app.reading import Reading
 from router.app.server import RouterApp
 from router.counters import Metrics
@@ -211,7 +212,7 @@ class Edge:
         client_timeouts: ClientTimeouts | None = None,
         limits: HttpLimits | None = None,
         core: dict[str, Any] | None = None,
-        allowed: bool = True,
+        guard: Guard | None = None,
         **edge: Any,
     ) -> None:
         self.timeouts = timeouts or Timeouts()
@@ -245,7 +246,7 @@ class Edge:
         self.admin = Admin(
             self.core, self.fleet, self.prompts, reading, self.metrics, now=time.monotonic, version="test"
         )
-        self.app = RouterApp(self.proxy, reading, self.metrics, config, self.admin, serves_admin=lambda c, r: allowed)
+        self.app = RouterApp(self.proxy, reading, self.metrics, config, self.admin, guard=guard or anybody)
         self.listener = Listener(self.app, config.client_timeouts, config.connections_max)
         self.port = await self.listener.start("127.0.0.1", 0, None)
         self._tasks.append(asyncio.create_task(self._tick()))

@@ -11,6 +11,7 @@ import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.tokenizer import Tokenizer
+from router.app.guard import AdminGuard
 from router.http.config import ClientTimeouts, HttpLimits
 
 CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}).encode()
@@ -85,7 +86,7 @@ def test_unknown_paths_and_methods(edge: Any) -> None:
 
 def test_admin_routes_are_closed_to_others(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
-        await edge.start(allowed=False)
+        await edge.start(guard=AdminGuard("secret", ()).elsewhere)
         for request in (get("/workers"), make_post(b"", b"/workers/w0/drain"), make_post(CHAT, b"/route")):
             status, _, body = parts(await edge.exchange(request))
             assert (status, json.loads(body)["error"]["code"]) == (403, "forbidden")

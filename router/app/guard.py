@@ -1,0 +1,90 @@
+"""Who may use the admin routes: a key everywhere but on a Unix socket, and nothing that a web page could send.
+
+A page in a browser on the operator's machine can reach loopback; so a key is not all: a request with another site's
+Origin, with a Host that only a name server knows, or with a body that is not declared as JSON is refused too.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Callable, Iterable
+from urllib.parse import urlsplit
+
+from prompts.errors import RequestError
+from router.http.connection import ClientConnection, error_type
+from router.http.request import HttpRequest
+
+LOOPBACK = ("127.", "::1", "::ffff:127.")
+FORWARDED = (b"x-forwarded-for", b"forwarded", b"x-real-ip", b"via")
+
+Guard = Callable[[ClientConnection, HttpRequest], None]
+"""Raises RequestError where a request may not use the admin routes of the address that it came to."""
+
+
+class AdminGuard:
+    """The rules of one process."""
+
+    def __init__(self, key: str, hosts: Iterable[str]) -> None:
+        """`hosts`: names by which the admin routes are reached, besides addresses and localhost."""
+        self._key = key.encode()
+        self._hosts = frozenset(host.lower() for host in hosts) | {"localhost"}
+
+    def admin_address(self, connection: ClientConnection, request: HttpRequest) -> None:
+        """The address that serves nothing else."""
+        self._check(request)
+
+    def loopback_only(self, connection: ClientConnection, request: HttpRequest) -> None:
+        """The main address where there is no other: for this very machine, and not by way of a proxy on it."""
+        if not connection.peer.startswith(LOOPBACK) or any(request.header(name) for name in FORWARDED):
+            raise _forbidden(f"{request.path} is served on the admin address only, or to loopback")
+        self._check(request)
+
+    def elsewhere(self, connection: ClientConnection, request: HttpRequest) -> None:
+        """The main address where there is another for these routes."""
+        raise _forbidden(f"{request.path} is served on the admin address only")
+
+    def _check(self, request: HttpRequest) -> None:
+        if not hmac.compare_digest(bearer(request), self._key):
+            raise RequestError(
+                "the admin key is needed: Authorization: Bearer KEY", param=None, code="invalid_api_key", status=401,
+                type=error_type(401),
+            )  # fmt: skip
+        host = (request.header(b"host") or b"").decode("latin-1").lower()
+        if not self._is_ours(host):
+            raise _forbidden(f"Host {host[:80]!r} is none of this router's; --admin-host NAME makes it one")
+        origin = request.header(b"origin")
+        if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != host:
+            raise _forbidden("pages of other sites may not use the admin routes")
+        kind = (request.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+        length = request.header(b"content-length")
+        has_body = length not in (None, b"0") or request.header(b"transfer-encoding") is not None
+        if has_body and kind != b"application/json":
+            raise RequestError("the body has to be declared as application/json", param=None, status=415)
+
+    def _is_ours(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        if name in self._hosts:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+
+def anybody(connection: ClientConnection, request: HttpRequest) -> None:
+    """A Unix socket: who can open it is the file system's to say."""
+
+
+def bearer(request: HttpRequest) -> bytes:
+    """The key that a request brings; empty where there is none."""
+    scheme, _, token = (request.header(b"authorization") or b"").partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _forbidden(message: str) -> RequestError:
+    return RequestError(message, param=None, code="forbidden", status=403, type="permission_error")

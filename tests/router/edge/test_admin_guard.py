@@ -1,0 +1,121 @@
+"""Who may use the admin routes, and what is passed on to workers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from router.app.admin import Admin
+from router.app.guard import AdminGuard, anybody
+
+KEY = b"Authorization: Bearer secret"
+JSON = b"Content-Type: application/json"
+NEW = b'{"url": "http://10.0.0.1:1"}'
+
+
+def ask(method: bytes, path: bytes, *headers: bytes, body: bytes = b"", host: bytes = b"127.0.0.1:8080") -> bytes:
+    lines = [method + b" " + path + b" HTTP/1.1", b"Connection: close", b"Host: " + host, *headers]
+    lines += [b"Content-Length: %d" % len(body)] if body else []
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ")[1])
+
+
+def routes_of(admin: Admin) -> list[tuple[str, str, bool]]:
+    return [(method, path, public) for (method, path), (_, public) in admin._routes._routes.items()]
+
+
+PUBLIC = {"/health", "/v1/models", "/metrics", "/version", "/openapi.json", "/livez", "/readyz"}
+
+
+def test_every_route_but_a_few_needs_the_key(edge: Any) -> None:
+    """Walks what there is: a new route is closed until it is put on the list here."""
+
+    async def scenario() -> None:
+        await edge.start(guard=AdminGuard("secret", ()).loopback_only)
+        found = routes_of(edge.admin)
+        assert len(found) >= 10
+        for method, path, _ in found:
+            answer = await edge.exchange(ask(method.encode(), path.replace("*", "x").encode()))
+            assert (status(answer) == 401) is (path not in PUBLIC), (method, path, answer[:80])
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("headers", "host", "expected"),
+    [
+        ([KEY, JSON], b"127.0.0.1:8080", 400),
+        ([KEY, JSON], b"[::1]:8080", 400),
+        ([KEY, JSON], b"localhost", 400),
+        ([KEY, JSON], b"LOCALHOST:8080", 400),
+        ([KEY, JSON], b"router.example:8080", 400),
+        ([KEY, JSON], b"rebound.example", 403),
+        ([KEY, JSON], b"127.0.0.1.rebound.example", 403),
+        ([KEY, JSON], b"[::1", 403),
+        ([KEY, JSON], b"", 403),
+        ([KEY, JSON, b"Origin: http://127.0.0.1:8080"], b"127.0.0.1:8080", 400),
+        ([KEY, JSON, b"Origin: http://evil.example"], b"127.0.0.1:8080", 403),
+        ([KEY, JSON, b"Origin: http://127.0.0.1:9999"], b"127.0.0.1:8080", 403),
+        ([KEY, JSON, b"Origin: null"], b"127.0.0.1:8080", 403),
+        ([KEY, b"Content-Type: text/plain"], b"127.0.0.1:8080", 415),
+        ([KEY, b"Content-Type: application/x-www-form-urlencoded"], b"127.0.0.1:8080", 415),
+        ([KEY], b"127.0.0.1:8080", 415),
+        ([KEY, b"Content-Type: application/json; charset=utf-8"], b"127.0.0.1:8080", 400),
+        ([JSON], b"127.0.0.1:8080", 401),
+        ([JSON, b"Authorization: Bearer Secret"], b"127.0.0.1:8080", 401),
+        ([JSON, b"Authorization: Basic secret"], b"127.0.0.1:8080", 401),
+        ([JSON, b"Authorization: Bearer "], b"127.0.0.1:8080", 401),
+        ([JSON, KEY, b"X-Forwarded-For: 1.2.3.4"], b"127.0.0.1:8080", 403),
+        ([JSON, KEY, b"Via: 1.1 proxy"], b"127.0.0.1:8080", 403),
+    ],
+)
+def test_what_a_web_page_or_a_proxy_sends_is_refused(
+    edge: Any, headers: list[bytes], host: bytes, expected: int
+) -> None:
+    """400 is the handler's own answer: it was let in."""
+
+    async def scenario() -> None:
+        await edge.start(guard=AdminGuard("secret", ["router.example"]).loopback_only)
+        assert status(await edge.exchange(ask(b"POST", b"/workers", *headers, body=NEW, host=host))) == expected
+
+    edge.run(scenario())
+
+
+def test_each_address_has_its_rule(edge: Any) -> None:
+    guard = AdminGuard("secret", ())
+    rules = [(guard.admin_address, 200), (guard.loopback_only, 200), (guard.elsewhere, 403), (anybody, 200)]
+
+    async def one(rule: Any, expected: int) -> None:
+        await edge.start(guard=rule)
+        assert status(await edge.exchange(ask(b"GET", b"/workers", KEY))) == expected
+        assert status(await edge.exchange(ask(b"GET", b"/health"))) in (200, 503)
+
+    for rule, expected in rules:
+        edge.run(one(rule, expected))
+
+
+@pytest.mark.parametrize(
+    ("path", "passed"),
+    [
+        ("/v1/chat/completions", True), ("/v1/completions", True), ("/v1/embeddings", True), ("/v1/responses", True),
+        ("/v1/audio/transcriptions", True), ("/v1/models/tiny", True), ("/v1/extra", True), ("/v1/more/a/b", True),
+        ("/v1/load_lora_adapter", False), ("/v1/unload_lora_adapter", False), ("/v1/files", False), ("/v1/", False),
+        ("/v1/more", False), ("/v1/extra/", False), ("/v1/Completions", False), ("/v1/completions/", False),
+        ("/v1/../workers", False), ("/v1/more/../../workers", False), ("/v1/more/%2e%2e/x", False),
+        ("/v1/models/../load_lora_adapter", False), ("/v1//completions", False), ("/v1/completions;x", False),
+    ],
+)  # fmt: skip
+def test_only_named_routes_are_passed_on(edge: Any, make_post: Any, path: str, passed: bool) -> None:
+    async def scenario() -> None:
+        await edge.start(pass_routes=("/v1/extra", "/v1/more/*"))
+        worker = await edge.worker(edge.reply())
+        body = json.dumps({"model": "tiny", "prompt": "x", "messages": [{"role": "user", "content": "x"}]}).encode()
+        assert status(await edge.exchange(make_post(body, path.encode()))) == (200 if passed else 404)
+        assert len(worker.received) == passed
+
+    edge.run(scenario())
