@@ -15,12 +15,9 @@ import msgspec
 from engine.api.bodies import Usage, usage
 from engine.api.choice import Choice, new_choice
 from engine.api.detokenizer import DetokenizerFactory
-from engine.api.params import ModelLimits, check_prompt, echoes_only, sampling_params
+from engine.api.params import ModelLimits, echoes_only, sampling_params
 from engine.types import Request, SamplingParams
-from prompts import ChatRequest, CompletionRequest, RequestError, bad_value
-
-MAX_CHOICES = 1024
-"""Sequences that one HTTP request may ask for."""
+from prompts import ChatRequest, CompletionRequest
 
 
 @dataclass(slots=True)
@@ -65,16 +62,6 @@ class Generation:
         return usage(len(self.prompt_of(choice)), choice.completion_tokens, choice.cached_tokens)
 
 
-def sequence_count(body: ChatRequest | CompletionRequest) -> int:
-    """Sequences that a body asks for. Raises RequestError for more than one request may."""
-    prompt = "" if isinstance(body, ChatRequest) else body.prompt
-    prompts = len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
-    n = body.n or 1
-    if prompts * n > MAX_CHOICES:
-        raise RequestError(f"n: {prompts} prompts x {n} samples, expected at most {MAX_CHOICES} together", param="n")
-    return prompts * n
-
-
 def plan_generation(
     body: ChatRequest | CompletionRequest,
     prompts: list[list[int]],
@@ -85,16 +72,13 @@ def plan_generation(
     limits: ModelLimits,
     factory: DetokenizerFactory,
 ) -> Generation:
-    """Check prompts and parameters against the model and lay out the sequences. Raises RequestError.
+    """Check the parameters against the model and lay out the sequences of prompts that fit it. Raises RequestError.
 
     `unique` makes the sequences' names unique in the core; `id` is the client's to choose.
     """
-    param = "messages" if isinstance(body, ChatRequest) else "prompt"
-    prompts = [_truncate(prompt, body, limits) for prompt in prompts]
     skips_special = body.skip_special_tokens is not False
     requests: list[Request] = []
-    for number, prompt in enumerate(prompts):
-        check_prompt(prompt, limits, param if len(prompts) == 1 else f"{param}[{number}]")
+    for prompt in prompts:
         params = sampling_params(body, limits, len(prompt))
         requests += samples(unique, len(requests), prompt, params, body.cache_salt, body.priority or 0)
     choices = [
@@ -126,15 +110,3 @@ def samples(
 def _next(seed: int, sample: int) -> int:
     """Samplers look at 64 bits: after the largest seed comes the smallest."""
     return (seed + sample + 2**63) % 2**64 - 2**63
-
-
-def _truncate(prompt: list[int], body: ChatRequest | CompletionRequest, limits: ModelLimits) -> list[int]:
-    """vLLM's `truncate_prompt_tokens`: keep the last k tokens; -1 keeps what the model can read."""
-    keep = body.truncate_prompt_tokens
-    if keep is None:
-        return prompt
-    if keep == 0 or keep > limits.max_model_len:
-        raise bad_value("truncate_prompt_tokens", keep, f"-1, or 1 to max_model_len ({limits.max_model_len})")
-    if keep == -1:
-        keep = limits.max_model_len - 1
-    return prompt[-keep:]

@@ -18,13 +18,15 @@ from aiohttp import web
 
 from engine.api.answers import DONE, ChatAnswer, CompletionAnswer, sse
 from engine.api.choice import Choice, Piece
-from engine.api.generation import Generation, plan_generation, sequence_count
+from engine.api.generation import Generation, plan_generation
+from engine.api.reading import Reading, read_chat, read_completion
 from engine.config import ServerConfig
+from engine.http.apart import Work
 from engine.http.metrics import RequestClock
 from engine.http.state import ServerState, not_running, random_id
 from engine.process.client import EngineDead, OutputStream
 from engine.types import FinishReason, SequenceOutput
-from prompts import ChatRequest, CompletionRequest, RequestError, check_supported, parse_chat, parse_completion
+from prompts import ChatRequest, CompletionRequest, RequestError
 
 log = logging.getLogger("engine.server")
 
@@ -38,30 +40,27 @@ SMALL_WRITE_BYTES = 32 << 10
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    state = request.app[STATE]
-    data = await state.body(request)
-    body = parse_chat(data)
-    state.check_model(body.model)
-    check_supported(body)
-    with state.admission(sequence_count(body)):
-        prompt = await state.encode(len(data), lambda: state.tokenizer.chat_ids(body))
-        generation = _plan(state, request, body, [prompt], "chatcmpl-")
-        answer = ChatAnswer(generation, body, state.factory)
-        stream = state.client.submit(generation.requests)
-    return await _serve(state, request, generation, stream, answer)
+    return await _answer(request, read_chat, "chatcmpl-")
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
+    return await _answer(request, read_completion, "cmpl-")
+
+
+async def _answer(request: web.Request, work: Work[Reading], kind: str) -> web.StreamResponse:
     state = request.app[STATE]
     data = await state.body(request)
-    body = parse_completion(data)
-    state.check_model(body.model)
-    check_supported(body)
-    with state.admission(sequence_count(body)):
-        prompts = await state.encode(len(data), lambda: state.tokenizer.completion_ids(body))
-        generation = _plan(state, request, body, prompts, "cmpl-")
-        answer = CompletionAnswer(generation, body, state.factory, _echoed(state, body, generation))
-        stream = state.client.submit(generation.requests)
+    with state.admission():
+        reading = await state.reader.read(work, data)
+        body = reading.body
+        state.check_model(body.model)
+        generation = _plan(state, request, body, reading.prompts, kind)
+        answer: Answer
+        if isinstance(body, ChatRequest):
+            answer = ChatAnswer(generation, body, state.factory)
+        else:
+            answer = CompletionAnswer(generation, body, state.factory, reading.texts)
+        stream = state.submit(generation.requests)
     return await _serve(state, request, generation, stream, answer)
 
 
@@ -78,18 +77,6 @@ def _plan(
         limits=state.limits,
         factory=state.factory,
     )
-
-
-def _echoed(state: ServerState, body: CompletionRequest, generation: Generation) -> list[str]:
-    if not body.echo:
-        return [""] * len(generation.prompts)
-    if isinstance(body.prompt, str):
-        return [body.prompt]
-    given = body.prompt if isinstance(body.prompt[0], str) else [None] * len(generation.prompts)
-    return [
-        text if isinstance(text, str) else state.tokenizer.decode(ids, skip_special_tokens=False)
-        for text, ids in zip(given, generation.prompts)
-    ]
 
 
 async def _serve(

@@ -9,12 +9,14 @@ import msgspec
 from aiohttp import web
 
 from engine.api.bodies import DetokenizeAnswer, ModelCard, ModelList, TokenizeAnswer
+from engine.api.params import ModelLimits
 from engine.config import __version__
+from engine.http.apart import Work
 from engine.http.generate import STATE
 from engine.http.state import not_running, unavailable
 from events.sources import encode_sources
-from prompts import RequestError, check_supported
-from prompts.schemas import ChatRequest, Message, TokenIdField, decode_json, parse_chat
+from prompts import Tokenizer, bad_value, check_supported
+from prompts.schemas import Message, TokenIdField, decode_json, parse_chat
 
 _JSON = "application/json"
 
@@ -113,34 +115,39 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    state = request.app[STATE]
-    data = await state.body(request)
-    probe = decode_json(_probe_decoder, data)
-    tokenizer = state.tokenizer
-    body: ChatRequest | TokenizePrompt
-    if probe.messages is not None:
-        chat = body = parse_chat(data)
-        state.check_model(body.model)
-        check_supported(body)
-        ids = await state.encode(len(data), lambda: tokenizer.chat_ids(chat))
-    else:
-        text = body = decode_json(_prompt_decoder, data)
-        state.check_model(body.model)
-        ids = await state.encode(len(data), lambda: tokenizer.encode(text.prompt, text.add_special_tokens))
-    strings = [tokenizer.id_to_token(i) or "" for i in ids] if probe.return_token_strs else None
-    answer = TokenizeAnswer(count=len(ids), max_model_len=state.info.max_model_len, tokens=ids, token_strs=strings)
-    return json_response(answer)
+    return await _read(request, read_tokenize)
 
 
 async def detokenize(request: web.Request) -> web.Response:
+    return await _read(request, read_detokenize)
+
+
+async def _read(request: web.Request, work: Work[tuple[str | None, bytes]]) -> web.Response:
     state = request.app[STATE]
-    body = decode_json(_detokenize_decoder, await state.body(request))
-    state.check_model(body.model)
+    model, answer = await state.reader.read(work, await state.body(request))
+    state.check_model(model)
+    return web.Response(body=answer, content_type=_JSON)
+
+
+def read_tokenize(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tuple[str | None, bytes]:
+    """(the model that is named, the answer). Raises RequestError."""
+    probe = decode_json(_probe_decoder, data)
+    if probe.messages is not None:
+        chat = parse_chat(data)
+        check_supported(chat)
+        model, ids = chat.model, tokenizer.chat_ids(chat)
+    else:
+        text = decode_json(_prompt_decoder, data)
+        model, ids = text.model, tokenizer.encode(text.prompt, text.add_special_tokens)
+    strings = [tokenizer.id_to_token(i) or "" for i in ids] if probe.return_token_strs else None
+    answer = TokenizeAnswer(count=len(ids), max_model_len=limits.max_model_len, tokens=ids, token_strs=strings)
+    return model, msgspec.json.encode(answer)
+
+
+def read_detokenize(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tuple[str | None, bytes]:
+    """(the model that is named, the answer). Raises RequestError."""
+    body = decode_json(_detokenize_decoder, data)
     for index, token_id in enumerate(body.tokens):
-        if token_id >= state.info.vocab_size:
-            raise RequestError(
-                f"tokens[{index}]: got {token_id}, expected token ids below {state.info.vocab_size}",
-                param=f"tokens[{index}]",
-            )
-    text = state.tokenizer.decode(body.tokens, skip_special_tokens=False)
-    return json_response(DetokenizeAnswer(text))
+        if token_id >= limits.vocab_size:
+            raise bad_value(f"tokens[{index}]", token_id, f"token ids below {limits.vocab_size}")
+    return body.model, msgspec.json.encode(DetokenizeAnswer(tokenizer.decode(body.tokens, skip_special_tokens=False)))

@@ -170,7 +170,7 @@ class Server:
             tokenizer = await asyncio.get_running_loop().run_in_executor(None, self._load_tokenizer, info)
         except (EngineDead, TokenizerError) as error:
             return _fail(str(error))
-        state = ServerState(self._config, client, info, tokenizer)
+        state = ServerState(self._config, client, info, tokenizer, self._engine_config.tokenizer or info.model_path)
         runner = web.AppRunner(
             build_app(state),
             handler_cancellation=True,

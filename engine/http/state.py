@@ -10,33 +10,32 @@ import hmac
 import itertools
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
 from aiohttp import web
 
 from engine.api.detokenizer import DetokenizerFactory
 from engine.api.params import ModelLimits
 from engine.config import ServerConfig
+from engine.http.apart import Reader
 from engine.http.metrics import MetricsPage, ServerMetrics
 from engine.messages import CoreInfo
-from engine.process.client import EngineClient
+from engine.process.client import EngineClient, OutputStream
+from engine.types import Request
 from prompts import RequestError, Tokenizer, bad_value
 from prompts.errors import show
 
-T = TypeVar("T")
-
-ENCODE_INLINE_BYTES = 4096
-"""Bodies up to this size are tokenised on the event loop: a thread would cost more than it frees."""
 RETRY_AFTER_S = 1
 
 
 class ServerState:
     """One serving HTTP process. Made once the core is ready."""
 
-    def __init__(self, config: ServerConfig, client: EngineClient, info: CoreInfo, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, config: ServerConfig, client: EngineClient, info: CoreInfo, tokenizer: Tokenizer, folder: str
+    ) -> None:
+        """`folder`: of the tokenizer."""
         self.config = config
         self.client = client
         self.info = info
@@ -46,6 +45,7 @@ class ServerState:
         self.limits = ModelLimits(
             max_model_len=info.max_model_len, vocab_size=info.vocab_size, default_sampling=info.default_sampling
         )
+        self.reader = Reader(tokenizer, self.limits, folder, config.chat_template)
         self.metrics = ServerMetrics()
         self.page = MetricsPage(self.metrics, lambda: client.stats, lambda: client.events, info, self.names[0])
         self.created = int(time.time())
@@ -53,11 +53,10 @@ class ServerState:
         self.active = 0
         """Completion requests being answered."""
         self._entering = 0
-        """Sequences that are let in and not submitted yet: their prompts are being encoded."""
+        """Requests that are being read; each counts as one sequence."""
         self._names = frozenset(self.names)
         self._api_keys = tuple(key.encode() for key in config.api_keys)
         self._numbers = itertools.count()
-        self._encoders = ThreadPoolExecutor(max_workers=2, thread_name_prefix="encode")
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -85,24 +84,30 @@ class ServerState:
             raise error
 
     @contextmanager
-    def admission(self, sequences: int) -> Iterator[None]:
-        """Places for so many more sequences until they are submitted, or given up. Raises RequestError 503 or 429."""
-        self._admit(sequences)
-        self._entering += sequences
+    def admission(self) -> Iterator[None]:
+        """A place for a request that is being read. Raises RequestError 503 or 429."""
+        self._admit(1)
+        self._entering += 1
         try:
             yield
         finally:
-            self._entering -= sequences
+            self._entering -= 1
 
-    def _admit(self, sequences: int) -> None:
+    def submit(self, requests: Sequence[Request]) -> OutputStream:
+        """Let the sequences of an admitted request in, all or none. Raises RequestError 503, 429 or 400."""
+        limit = self.config.max_queue
+        if limit and len(requests) > limit:
+            raise RequestError(f"n: {len(requests)} sequences, expected at most {limit} (--max-queue)", param="n")
+        self._admit(len(requests) - 1)
+        return self.client.submit(requests)
+
+    def _admit(self, more: int) -> None:
         if self.client.dead is not None:
             raise not_running(self.client.dead)
         if self.draining:
             raise unavailable("the server is shutting down")
         limit, inside = self.config.max_queue, self.client.in_flight + self._entering
-        if limit and inside + sequences > limit:
-            if sequences > limit:
-                raise RequestError(f"n: {sequences} sequences, expected at most {limit} (--max-queue)", param="n")
+        if limit and inside + more > limit:
             raise RequestError(
                 f"the engine is full: {inside} sequences are running or waiting, at most {limit} may",
                 param=None,
@@ -123,12 +128,6 @@ class ServerState:
     async def idle(self) -> None:
         """Wait until no completion request is being answered."""
         await self._idle.wait()
-
-    async def encode(self, body_bytes: int, work: Callable[[], T]) -> T:
-        """Tokenise: here where it is short, else in a thread, so that a long prompt does not stall the others."""
-        if body_bytes <= ENCODE_INLINE_BYTES:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._encoders, work)
 
     def unique_id(self) -> str:
         """Names a request's sequences in the core."""
@@ -157,7 +156,7 @@ class ServerState:
             raise RequestError("the client left before its request was complete", param=None) from None
 
     def close(self) -> None:
-        self._encoders.shutdown(wait=False, cancel_futures=True)
+        self.reader.close()
 
 
 def unavailable(message: str) -> RequestError:

@@ -1,0 +1,85 @@
+"""From the bytes of a body to what is asked for: the request, checked, and its prompts as token ids.
+
+Nothing here waits or keeps anything, so it may run where it does no harm (`engine.http.apart`). What it gives back is
+as small as the model's context: what only reading needs of a body stays behind. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from engine.api.params import ModelLimits, check_prompt
+from prompts import (
+    ChatRequest,
+    CompletionRequest,
+    RequestError,
+    Tokenizer,
+    bad_value,
+    check_supported,
+    parse_chat,
+    parse_completion,
+)
+
+MAX_CHOICES = 1024
+"""Sequences that one HTTP request may ask for."""
+_KEPT = ("stop", "stop_token_ids", "logit_bias")
+
+
+class Reading(msgspec.Struct, frozen=True):
+    body: ChatRequest | CompletionRequest
+    """Without its prompts and whatever else only a template reads; of the messages the last one's text is left."""
+    prompts: list[list[int]]
+    texts: list[str]
+    """Of the prompts, where they are echoed; else empty."""
+
+
+def read_chat(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Reading:
+    """Raises RequestError."""
+    body = parse_chat(data)
+    check_supported(body)
+    prompts = [_fitted("messages", tokenizer.chat_ids(body), body, limits)]
+    last = {name: value for name, value in body.messages[-1].items() if name in ("role", "content")}
+    if not (body.echo and isinstance(last.get("content"), str)):
+        last.pop("content", None)
+    return Reading(_trimmed(body, messages=[last]), prompts, [""])
+
+
+def read_completion(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Reading:
+    """Raises RequestError."""
+    body = parse_completion(data)
+    check_supported(body)
+    given = body.prompt if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else [body.prompt]
+    if len(given) * (body.n or 1) > MAX_CHOICES:
+        raise RequestError(
+            f"n: {len(given)} prompts x {body.n or 1} samples, expected at most {MAX_CHOICES} together", param="n"
+        )
+    prompts = [
+        _fitted("prompt" if len(given) == 1 else f"prompt[{number}]", ids, body, limits)
+        for number, ids in enumerate(tokenizer.completion_ids(body))
+    ]
+    texts = [""] * len(prompts)
+    if body.echo:
+        texts = [
+            text if isinstance(text, str) else tokenizer.decode(ids, skip_special_tokens=False)
+            for text, ids in zip(given, prompts)
+        ]
+    return Reading(_trimmed(body, prompt=""), prompts, texts)
+
+
+def _fitted(param: str, prompt: list[int], body: ChatRequest | CompletionRequest, limits: ModelLimits) -> list[int]:
+    """The prompt, cut by vLLM's `truncate_prompt_tokens` (keep the last k; -1: what the model can read) and checked."""
+    keep = body.truncate_prompt_tokens
+    if keep is not None:
+        if keep == 0 or keep > limits.max_model_len:
+            raise bad_value("truncate_prompt_tokens", keep, f"-1, or 1 to max_model_len ({limits.max_model_len})")
+        prompt = prompt[-(limits.max_model_len - 1 if keep == -1 else keep) :]
+    check_prompt(prompt, limits, param)
+    return prompt
+
+
+def _trimmed(body: ChatRequest | CompletionRequest, **left: Any) -> ChatRequest | CompletionRequest:
+    fields = msgspec.structs.asdict(body)
+    dropped = [name for name, value in fields.items() if isinstance(value, (dict, list)) and name not in _KEPT]
+    return msgspec.structs.replace(body, **{**dict.fromkeys(dropped), **left})

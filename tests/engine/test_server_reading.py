@@ -1,0 +1,119 @@
+"""Bodies are read alike wherever they are read, and one that takes too long or too much ends with its process."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.api.params import ModelLimits
+from engine.api.reading import read_chat, read_completion
+from engine.http import apart
+from engine.http.apart import Reader
+from engine.http.routes import read_detokenize, read_tokenize
+from engine.tiny.model import builtin_model
+from prompts import RequestError, Tokenizer
+
+LIMITS = ModelLimits(max_model_len=50_000, vocab_size=2048)
+LONG = "so it goes " * 7_000
+MESSAGES = [{"role": "system", "content": LONG}, {"role": "assistant", "content": "and then"}]
+
+
+def with_reader(use: Callable[[Reader], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        folder = builtin_model("tiny")
+        reader = Reader(Tokenizer.load(folder), LIMITS, str(folder), None)
+        try:
+            return await use(reader)
+        finally:
+            reader.close()
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def odd(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    return importlib.import_module("odd_reading")
+
+
+@pytest.mark.parametrize(
+    ("work", "body"),
+    [
+        (read_chat, {"messages": MESSAGES, "logit_bias": {"5": 1}, "stop": ["a"], "top_k": 3, "stream": True}),
+        (read_chat, {"messages": MESSAGES, "echo": True, "tools": [{"function": {"name": "f"}}]}),
+        (read_chat, {"messages": [*MESSAGES, {"role": 5}]}),
+        (read_completion, {"prompt": LONG, "echo": True, "logprobs": 2}),
+        (read_completion, {"prompt": ["a", LONG], "n": 2, "seed": 4}),
+        (read_completion, {"prompt": [7] * 40_000, "echo": True, "truncate_prompt_tokens": 9}),
+        (read_completion, {"prompt": [7] * 60_000}),
+        (read_completion, {"prompt": ["a"] * 30_000}),
+        (read_tokenize, {"prompt": LONG, "return_token_strs": True}),
+        (read_tokenize, {"messages": MESSAGES}),
+        (read_detokenize, {"tokens": [70] * 30_000}),
+        (read_detokenize, {"tokens": [70] * 30_000 + [2048]}),
+    ],
+)
+def test_a_body_is_read_alike_wherever_it_is_read(work: Any, body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = json.dumps(body).encode()
+    assert len(data) > apart.THREAD_BYTES
+
+    async def outcome(reader: Reader) -> Any:
+        try:
+            return await reader.read(work, data)
+        except RequestError as error:
+            return error.body(), error.status
+
+    there = with_reader(outcome)
+    monkeypatch.setattr(apart, "AT_ONCE_BYTES", 1 << 30)
+    assert with_reader(outcome) == there
+
+
+def test_what_is_given_back_of_a_long_body_is_short() -> None:
+    body = {
+        "messages": MESSAGES,
+        "chat_template_kwargs": {"a": [LONG]},
+        "documents": [{"a": LONG}],
+        "vllm_xargs": {"a": 1},
+    }
+    reading = with_reader(lambda reader: reader.read(read_chat, json.dumps(body).encode()))
+    assert len(repr(reading.body)) < 5_000
+    assert reading.body.messages == [{"role": "assistant"}]
+
+
+@pytest.mark.parametrize("name", ["sleeps", "takes_memory", "dies"])
+def test_one_that_takes_too_much_ends_alone(odd: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(reader: Reader) -> None:
+        data = b"x" * 100_000
+        size, pid = await reader.read(odd.length, data)
+        assert size == len(data)
+        assert pid != os.getpid()
+        monkeypatch.setattr(apart, "READ_S_MAX", 2.0 if name == "sleeps" else 30.0)
+        bad = [reader.read(getattr(odd, name), data) for _ in range(3)]  # one more than there are processes
+        for outcome in await asyncio.gather(*bad, return_exceptions=True):
+            assert isinstance(outcome, RequestError)
+            assert outcome.status == 400
+        monkeypatch.setattr(apart, "READ_S_MAX", 30.0)
+        assert await reader.read(odd.length, data) != (size, pid)
+        assert len(reader._all) <= apart.PROCESSES
+
+    with_reader(use)
+
+
+def test_a_client_who_leaves_costs_no_process(odd: Any) -> None:
+    async def use(reader: Reader) -> None:
+        data = b"x" * 100_000
+        _, pid = await reader.read(odd.length, data)
+        leaving = asyncio.ensure_future(reader.read(odd.length, data))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.gather(*(reader.read(odd.length, data) for _ in range(3)))
+        assert pid in {process._child.pid for process in reader._all}
+
+    with_reader(use)
