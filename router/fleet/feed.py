@@ -303,6 +303,7 @@ class IndexFeed:
         counters.applied(len(apply.payload), report)
         for reason in report.malformed:
             stream.malformed(reason)
+        counters.malformed += report.malformed_events - len(report.malformed)
         if apply.origin is Origin.LIVE:
             stream.last_event_s = time.time()
         elif apply.origin is Origin.REPLAY:

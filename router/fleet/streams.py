@@ -33,6 +33,7 @@ class StreamCounters:
     parked: int = 0
     unknown_removals: int = 0
     unknown_events: int = 0
+    refused: int = 0
     malformed: int = 0
     gaps: int = 0
     restarts: int = 0
@@ -49,6 +50,7 @@ class StreamCounters:
         self.parked += report.parked
         self.unknown_removals += report.unknown_removals
         self.unknown_events += report.unknown_events
+        self.refused += report.refused
 
 
 @dataclass(slots=True)

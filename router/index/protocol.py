@@ -57,8 +57,12 @@ class IngestReport:
     parked: int = 0
     unknown_removals: int = 0
     unknown_events: int = 0
+    refused: int = 0
+    """Blocks of events that were read and go beyond a bound: names of one holder, block lengths."""
+    malformed_events: int = 0
+    """Events that could not be read; the others of the batch were applied."""
     malformed: list[str] = field(default_factory=list)
-    """One message an event that could not be read; the others of the batch were applied."""
+    """One message for each of the first of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,17 @@ class Prompt(Protocol):
     next ones find."""
 
     def __len__(self) -> int: ...
+
+
+class Ingesting(Protocol):
+    """A payload on its way into the index."""
+
+    @property
+    def report(self) -> IngestReport:
+        """What it has done so far."""
+
+    def step(self) -> bool:
+        """Apply its next slice, some milliseconds of work; False where it was the last one. KeyError: see PrefixIndex."""
 
 
 Tokens = Sequence[int] | bytes | Prompt
@@ -114,7 +129,16 @@ class PrefixIndex(Protocol):
         """
 
     def ingest(self, holder: HolderId, payload: bytes) -> IngestReport:
-        """Decode one event-batch payload and apply it. A malformed event is reported and skipped, never raised."""
+        """Decode one event-batch payload and apply it. A malformed event is reported and skipped, never raised.
+
+        What readers see is the state between two batches, or between two slices of a very large one.
+        """
+
+    def begin(self, holder: HolderId, payload: bytes) -> Ingesting:
+        """The same in slices, so that the caller can do other work between them. Nothing is applied before `step`.
+
+        Names are resolved over a slice as a whole; what a later slice spells out waits for it, as over batches.
+        """
 
     def prepare(self, token_ids: Sequence[int] | bytes) -> Prompt:
         """The form of a prompt that is cheapest where several calls are about it. The ids may be borrowed: they must

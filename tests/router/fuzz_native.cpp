@@ -3,7 +3,8 @@
 //
 //     fuzz CORPUS SECONDS SEED      CORPUS: payloads, each behind its length as 4 bytes little-endian
 //
-// Besides what the sanitizers catch, it checks conservation: when every holder is gone, no node is left.
+// Besides what the sanitizers catch, it checks conservation (when every holder is gone, no node is left), that no payload costs
+// more work than its bytes pay for, and that a table takes any number of entries with one hash.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -108,10 +109,16 @@ private:
         // An exact-size copy on the heap: one byte read too far is caught.
         const std::unique_ptr<u8[]> exact(new u8[payload.size() + 1]);
         std::copy(payload.begin(), payload.end(), exact.get() + 1);
+        const u64 before = extra_work;
         const Report report = index_.ingest(any_holder(), exact.get() + 1, payload.size());
+        if (extra_work - before > 1000 + 4 * payload.size()) {
+            std::fprintf(stderr, "fuzz: %zu bytes cost %llu steps\n", payload.size(), (unsigned long long)(extra_work - before));
+            std::exit(1);
+        }
         ++(report.malformed.empty() ? accepted : rejected);
         Batch batch;
-        decode(exact.get() + 1, payload.size(), index_.digester(), batch);
+        Cursor cursor;
+        decode(exact.get() + 1, payload.size(), index_.digester(), batch, cursor);
         if (!batch.tokens.empty()) {
             tokens_ = batch.tokens;
             memo_ = KeyMemo{};
@@ -152,12 +159,39 @@ private:
     KeyMemo memo_;
 };
 
+struct Same {
+    static u32 hash(const u64&) { return 0xDEADBEEF; }
+};
+
+// Nobody can make so many without the secret; a table takes them all the same.
+bool overflows() {
+    Pages pages;
+    SegmentedTable<u64, Same> table(pages);
+    constexpr u64 count = 5000;
+    const auto find = [&](u64 key) { return table.find(0xDEADBEEF, [&](u64 entry) { return entry == key; }); };
+    for (u64 key = 1; key <= count; ++key) table.insert(table.spot(0xDEADBEEF), key);
+    for (u64 key = 1; key <= count; ++key) {
+        if (find(key) == nullptr) return false;
+    }
+    for (u64 key = 1; key <= count; key += 2) table.erase(find(key));
+    u64 sum = 0;
+    table.each([&](u64 key) { sum += key; });
+    if (table.size() != count / 2 || sum != count / 2 * (count / 2 + 1) || find(1) != nullptr) return false;
+    while (table.drain_some([&](u64 key) { sum -= key; })) {
+    }
+    return sum == 0 && table.size() == 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
     if (argc != 4) {
         std::fprintf(stderr, "usage: fuzz CORPUS SECONDS SEED\n");
         return 2;
+    }
+    if (!overflows()) {
+        std::fprintf(stderr, "fuzz: a table lost entries that have one hash\n");
+        return 1;
     }
     const std::vector<Payload> corpus = read_corpus(argv[1]);
     if (corpus.empty()) {

@@ -70,7 +70,8 @@ public:
                std::size_t media_count) const {
         std::size_t done = 0;
         for (std::size_t i = 0; i < media_count; ++i) {
-            if (media[i].position < position || media[i].position >= position + count) continue;
+            if (media[i].position < position) continue;
+            if (media[i].position >= position + count) break;
             const std::size_t at = media[i].position - position;
             digest = extend(digest, tokens + done, at - done);
             digest = reduce(u128{digest} * powers_[1] + media[i].key);
@@ -81,9 +82,12 @@ public:
 
     // Field element of a list of optional texts.
     u64 text(std::initializer_list<Text> parts) const {
-        u64 h = parts.size();
-        for (const Text& part : parts) h = part ? append(h, kText, *part) : step(h, kNone);
-        return h;
+        return text(parts.size(), parts);
+    }
+    // The same from what some parts before gave (for the first of them: how many there are in all).
+    u64 text(u64 before, std::initializer_list<Text> parts) const {
+        for (const Text& part : parts) before = part ? append(before, kText, *part) : step(before, kNone);
+        return before;
     }
 
     u64 bytes(std::string_view raw) const { return append(1, kBytes, raw); }

@@ -27,6 +27,7 @@ void read_group(Reader& reader, Digests& digests) {
 
 void read_blocks(Reader& reader, Digests& digests) {
     const std::size_t count = reader.array();
+    if (count > kNamesMax) throw Mismatch("BlockDigests.blocks: too many rows");
     for (std::size_t i = 0; i < count; ++i) {
         if (reader.array() != 5) throw Mismatch("BlockDigests.blocks: expected rows of 5 ints");
         u64 row[5];

@@ -20,24 +20,52 @@ public:
     Decoder(const u8* payload, std::size_t size, const Digester& digester, Batch& batch, NamesRead names_read)
         : reader_(payload, size), digester_(digester), batch_(batch), names_read_(names_read) {}
 
-    void run() {
-        if (reader_.peek() != Type::Array) throw Truncated("expected [ts, events, rank]");
-        const std::size_t parts = reader_.array();
-        if (parts < 2) throw Truncated("expected [ts, events, rank]");
-        if (const Type type = reader_.peek(); type != Type::Float && type != Type::Int) throw Truncated("ts is no number");
-        reader_.number();
-        if (reader_.peek() != Type::Array) throw Truncated("events is no array");
-        const std::size_t count = reader_.array();
-        for (std::size_t i = 0; i < count; ++i) one(i);
-        if (parts > 2 && !reader_.take_nil()) {
-            if (reader_.peek() != Type::Int) throw Truncated("the rank is neither int nor nil");
-            reader_.integer();
+    void run(Cursor& cursor, const u8* payload) {
+        if (cursor.at == 0) {
+            begin_payload(cursor);
+        } else {
+            reader_.seek(payload + cursor.at);
         }
-        for (std::size_t i = 3; i < parts; ++i) reader_.skip();
-        if (!reader_.done()) throw Truncated("bytes behind the batch");
+        const u8* start = reader_.position();
+        for (std::size_t work = 0, flat = 0; cursor.event < cursor.events; ++cursor.event) {
+            if (work >= kSliceWork) {
+                cursor.at = static_cast<std::size_t>(reader_.position() - payload);
+                return;
+            }
+            const std::size_t malformed = batch_.malformed_events;
+            one(cursor.event);
+            flat += 4 + (batch_.malformed_events - malformed) * 80;
+            if (!batch_.digests.empty()) flat += batch_.digests.back().rows.size() * 5;
+            work = flat + batch_.names.size() * 5 + static_cast<std::size_t>(reader_.position() - start) / 16;
+        }
+        end_payload(cursor);
     }
 
 private:
+    // In steps of some 25 ns: a slice takes a few milliseconds.
+    static constexpr std::size_t kSliceWork = 100'000;
+
+    void begin_payload(Cursor& cursor) {
+        if (reader_.peek() != Type::Array) throw Truncated("expected [ts, events, rank]");
+        cursor.parts = reader_.array();
+        if (cursor.parts < 2) throw Truncated("expected [ts, events, rank]");
+        if (const Type type = reader_.peek(); type != Type::Float && type != Type::Int) throw Truncated("ts is no number");
+        reader_.number();
+        if (reader_.peek() != Type::Array) throw Truncated("events is no array");
+        cursor.events = reader_.array();
+        if (cursor.events > kEventsMax) throw Truncated("too many events");
+    }
+
+    void end_payload(Cursor& cursor) {
+        if (cursor.parts > 2 && !reader_.take_nil()) {
+            if (reader_.peek() != Type::Int) throw Truncated("the rank is neither int nor nil");
+            reader_.integer();
+        }
+        for (std::size_t i = 3; i < cursor.parts; ++i) reader_.skip();
+        if (!reader_.done()) throw Truncated("bytes behind the batch");
+        cursor.done = true;
+    }
+
     // Structural faults (Truncated) end the payload; an event with a wrong value is skipped as a whole.
     void one(std::size_t index) {
         const u8* start = reader_.position();
@@ -50,7 +78,7 @@ private:
                 where += kind_ == Kind::Removed ? "BlockRemoved." : "BlockStored.";
                 where += std::string(kFieldNames[static_cast<std::size_t>(at_)]) + ": ";
             }
-            batch_.malformed.push_back(where + error.what());
+            batch_.report(where + error.what());
             batch_.names.resize(names);
             batch_.tokens.resize(tokens);
             batch_.extras.resize(extras);
@@ -143,7 +171,10 @@ private:
             case Field::LoraName: stored_.lora = optional_str(reader_); break;
             case Field::ExtraKeys: extra_keys(); break;
             case Field::GroupIdx: stored_.group = optional_int(reader_); break;
-            case Field::Kind: stored_.kind = optional_str(reader_); break;
+            case Field::Kind:
+                stored_.kind = optional_str(reader_);
+                if (stored_.kind) bounded(stored_.kind->size(), kKindMax);
+                break;
             case Field::Window: {
                 const std::optional<std::int64_t> window = optional_int(reader_);
                 stored_.window.reset();
@@ -156,6 +187,11 @@ private:
         at_ = Field::Ignored;
     }
 
+    static std::size_t bounded(std::size_t count, std::size_t most) {
+        if (count > most) throw Mismatch("has " + std::to_string(count) + ": at most " + std::to_string(most));
+        return count;
+    }
+
     u64 name() {
         if (reader_.peek() == Type::Bin) return digester_.bytes(reader_.bin());
         if (reader_.peek() != Type::Int) throw Mismatch("expected a block hash as int or bytes");
@@ -163,7 +199,7 @@ private:
     }
 
     void names() {
-        const std::size_t count = reader_.array();
+        const std::size_t count = bounded(reader_.array(), kNamesMax);
         batch_.names.resize(stored_.names.begin);
         for (std::size_t i = 0; i < count; ++i) batch_.names.push_back(name());
         stored_.names.count = count;
@@ -172,7 +208,7 @@ private:
     }
 
     void tokens() {
-        const std::size_t count = reader_.array();
+        const std::size_t count = bounded(reader_.array(), kTokensMax);
         batch_.tokens.resize(stored_.tokens.begin + count);
         u32* out = batch_.tokens.data() + stored_.tokens.begin;
         for (std::size_t i = reader_.tokens(out, count); i < count; ++i) out[i] = token();
@@ -216,6 +252,7 @@ private:
             if (reader_.take_nil()) continue;
             const std::size_t count = reader_.array();
             for (std::size_t i = 0; i < count; ++i) {
+                bounded(raw_extras_.size(), kExtrasMax);
                 raw_extras_.push_back(RawExtra{static_cast<u32>(block), reader_.position()});
                 reader_.skip();
             }
@@ -321,17 +358,18 @@ void Batch::clear() {
     extras.clear();
     texts.clear();
     malformed.clear();
-    unknown = 0;
+    malformed_events = unknown = 0;
 }
 
-void decode(const u8* payload, std::size_t size, const Digester& digester, Batch& batch, NamesRead names_read) {
+void decode(const u8* payload, std::size_t size, const Digester& digester, Batch& batch, Cursor& cursor, NamesRead names_read) {
     batch.clear();
     batch.texts.reserve(kTextsMax);
     try {
-        Decoder(payload, size, digester, batch, names_read).run();
+        Decoder(payload, size, digester, batch, names_read).run(cursor, payload);
     } catch (const std::runtime_error& error) {
         batch.clear();
-        batch.malformed.push_back("unreadable event batch of " + std::to_string(size) + " bytes: " + error.what());
+        batch.report("unreadable event batch of " + std::to_string(size) + " bytes: " + error.what());
+        cursor.done = true;
     }
 }
 

@@ -69,6 +69,11 @@ struct Event {
     std::size_t index;  // into the vector of its kind
 };
 
+// Bounds of one event and of one payload. What is beyond them is malformed.
+constexpr std::size_t kNamesMax = 1u << 16, kTokensMax = 1u << 22, kExtrasMax = 1u << 16, kEventsMax = 1u << 20;
+constexpr std::size_t kKindMax = 64;        // bytes
+constexpr std::size_t kMalformedKept = 16;  // messages; all are counted
+
 // One payload, decoded. Reused from payload to payload, so that steady state allocates nothing.
 struct Batch {
     std::vector<Event> events;
@@ -79,8 +84,12 @@ struct Batch {
     std::vector<u32> tokens;
     std::vector<ExtraKey> extras;
     std::vector<std::string> texts;  // what views of made-up texts point to
-    std::vector<std::string> malformed;
-    std::size_t unknown = 0;
+    std::vector<std::string> malformed;  // the first ones
+    std::size_t malformed_events = 0, unknown = 0;
+
+    void report(std::string what) {
+        if (++malformed_events <= kMalformedKept) malformed.push_back(std::move(what));
+    }
 
     void clear();
 };
@@ -91,9 +100,17 @@ struct NamesRead {
     const void* whom = nullptr;
 };
 
-// Fills `batch` (cleared first). What cannot be read is in `batch.malformed`, one message an event; if the payload as a
-// whole cannot be read there is one message and no event.
-void decode(const u8* payload, std::size_t size, const Digester& digester, Batch& batch, NamesRead names_read = {});
+// How far a payload has been read.
+struct Cursor {
+    std::size_t at = 0;                          // bytes
+    std::size_t event = 0, events = 0, parts = 0;  // the next one, of how many
+    bool done = false;
+};
+
+// Fills `batch` (cleared first) with the next slice of the payload: whole events, some milliseconds of work, nearly always
+// all there are. What cannot be read is in `batch.malformed`, one message an event; where the rest of the payload cannot be
+// read there is one message, and none of the slice's events.
+void decode(const u8* payload, std::size_t size, const Digester& digester, Batch& batch, Cursor& cursor, NamesRead names_read = {});
 
 u32 tier_of(Text medium);
 

@@ -64,13 +64,25 @@ u32 Holder::ordinal(const std::optional<std::int64_t>& key) {
     return static_cast<u32>(groups.size() - 1);
 }
 
+// May `count` more blocks of this length stand in the group?
+bool Holder::has_room(u32 ordinal, u32 length, std::size_t count) const {
+    if (names_.size() + count > kHolderNamesMax) return false;
+    const auto& own = groups[ordinal].lengths;
+    if (own.size() == 1 && own[0].first == length) return true;
+    const auto known = [&](const std::pair<u32, u64>& one) { return one.first == length; };
+    if (std::any_of(own.begin(), own.end(), known)) return true;
+    std::size_t lengths = 0;
+    for (const Group& group : groups) lengths += group.lengths.size();
+    return lengths < kLengthsMax;
+}
+
 void Holder::declare(const std::vector<Group>& declared) {
     for (Group& group : groups) group.declared = false;
     for (const Group& from : declared) {
         Group& group = groups[ordinal(from.key)];
         group.declared = true;
         if (from.kind && !from.kind->empty()) group.kind = from.kind;
-        if (from.block_size.value_or(0)) group.block_size = from.block_size;
+        if (from.block_size.value_or(0) - 1 < kBlockSizeMax) group.block_size = from.block_size;
         if (from.window.value_or(0)) group.window = from.window;
         group.reclassify();
     }
@@ -129,7 +141,12 @@ void Holder::forget_blocks() {
         group.lengths.clear();
     }
     entries_ = 0;
-    if (names_.size() == 0) return;
+    if (names_.size() <= kForgottenAtOnce) {
+        Estate few{std::move(names_), std::move(links_), seat};
+        while (seats_.drain_some(few)) {
+        }
+        return;
+    }
     seats_.retire(Estate{std::move(names_), std::move(links_), seat});
     seat = seats_.take(this);
 }
@@ -159,7 +176,7 @@ std::optional<Place> Holder::place_of(u64 name) const {
     return Place{nodes_[entry->node].key, nodes_[entry->node].end};
 }
 
-void Holder::add(u64 name, const Place& place, u32 slot, u32 length) {
+void Holder::add(u64 name, const Place& place, u32 slot, u32 length, u32 copies) {
     Names::Spot spot = names_.spot(NameTraits::hash_of(name));
     NameEntry* entry = find(spot, name);
     if (entry != nullptr && (nodes_[entry->node].key != place.key || nodes_[entry->node].end != place.end)) {
@@ -173,30 +190,30 @@ void Holder::add(u64 name, const Place& place, u32 slot, u32 length) {
     };
     if (entry == nullptr) {
         const u32 node = first_in_slot();
-        names_.insert(spot, NameEntry{name, node, slot << 23 | 1});
+        names_.insert(spot, NameEntry{name, node, slot << 23 | copies});
     } else if ((entry->meta & kMany) == 0) {
-        if (slot_of(entry->meta) == slot) return again(entry->node, entry->meta, place, slot, length);
+        if (slot_of(entry->meta) == slot) return again(entry->node, entry->meta, place, slot, length, copies);
         const u32 other = links_.allocate(), own = links_.allocate();
         links_[other] = Link{entry->node, entry->meta, 0};
-        links_[own] = Link{first_in_slot(), slot << 23 | 1, other};
+        links_[own] = Link{first_in_slot(), slot << 23 | copies, other};
         entry->node = links_[own].node;
         entry->meta = kMany | own;
     } else {
         for (u32 at = entry->meta & ~kMany; at != 0; at = links_[at].next) {
             if (slot_of(links_[at].meta) != slot) continue;
-            again(links_[at].node, links_[at].meta, place, slot, length);
+            again(links_[at].node, links_[at].meta, place, slot, length, copies);
             entry->node = links_[entry->meta & ~kMany].node;
             return;
         }
         const u32 own = links_.allocate();
-        links_[own] = Link{first_in_slot(), slot << 23 | 1, entry->meta & ~kMany};
+        links_[own] = Link{first_in_slot(), slot << 23 | copies, entry->meta & ~kMany};
         entry->node = links_[own].node;
         entry->meta = kMany | own;
     }
 }
 
 // The name is stored in the slot already: another copy, or the same block announced with another length.
-void Holder::again(u32& node, u32& meta, const Place& place, u32 slot, u32 length) {
+void Holder::again(u32& node, u32& meta, const Place& place, u32 slot, u32 length, u32 copies) {
     const u32 before = nodes_[node].length;
     if (before != length) {
         const u32 moved = nodes_.add(place.key, static_cast<u32>(place.end), length, seat, slot);
@@ -205,7 +222,7 @@ void Holder::again(u32& node, u32& meta, const Place& place, u32 slot, u32 lengt
         count_length(slot, before, -1);
         count_length(slot, length, +1);
     }
-    if (!reannounces && (meta & kCopies) != kCopies) ++meta;
+    if (!reannounces) meta += std::min(copies, kCopies - (meta & kCopies));
 }
 
 bool Holder::remove(u64 name, u32 slot) {
@@ -278,15 +295,18 @@ void Seats::retire(Estate estate) {
     estates_.push_back(std::move(estate));
 }
 
-bool Seats::settle_some() {
-    if (estates_.empty()) return false;
-    Estate& estate = estates_.back();
-    const bool more = estate.names.drain_some([&](const NameEntry& entry) {
+bool Seats::drain_some(Estate& estate) {
+    return estate.names.drain_some([&](const NameEntry& entry) {
         Holder::each_slot(entry, estate.links, [&](u32 node, u32 meta) {
             nodes_.remove(node, estate.seat, Holder::slot_of(meta));
         });
     });
-    if (more) return true;
+}
+
+bool Seats::settle_some() {
+    if (estates_.empty()) return false;
+    Estate& estate = estates_.back();
+    if (drain_some(estate)) return true;
     free_.push_back(estate.seat);
     estates_.pop_back();
     return !estates_.empty();

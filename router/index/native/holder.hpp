@@ -2,13 +2,15 @@
 // events. Refuses to know prompts and other holders.
 //
 // Invariants: a name is known while at least one (group, tier) holds a copy of it; a run is parked while neither its parent
-// nor its own first name is known, at most kParkedBlocksMax blocks (the oldest run goes), for kParkedBatchesMax batches.
+// nor its own first name is known, at most kParkedBlocksMax blocks and kParkedBytesMax bytes (the oldest run goes), for kParkedBatchesMax batches.
 // tests/contracts/reference/holder.py says the same in Python; the tests compare the two.
 #pragma once
 
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -19,8 +21,10 @@
 namespace blockcast {
 
 constexpr u64 kSilentAfterStores = 8;
-constexpr std::size_t kParkedBlocksMax = 65536;
+constexpr std::size_t kParkedBlocksMax = 65536, kParkedBytesMax = std::size_t{64} << 20;
 constexpr u64 kParkedBatchesMax = 10000;
+constexpr std::size_t kHolderNamesMax = std::size_t{1} << 24;  // of one holder; more are not taken
+constexpr std::size_t kLengthsMax = 32;                        // block lengths of all its groups
 constexpr std::size_t kGroupsMax = (kSlotMax + 1) / kTiers;
 
 enum class Role : u8 { Full, Window, Chunk, State, Ignored };
@@ -62,11 +66,7 @@ struct Link {
 };
 
 struct NameTraits {
-    static u32 hash_of(u64 name) {
-        name ^= name >> 32;
-        name *= 0xD6E8FEB86659FD93ull;
-        return static_cast<u32>(name >> 32);
-    }
+    static u32 hash_of(u64 name) { return static_cast<u32>(keyed(name) >> 32); }
     static u32 hash(const NameEntry& entry) { return hash_of(entry.name); }
 };
 
@@ -77,6 +77,7 @@ struct ParkedRun {
     u32 slot = 0;
     std::vector<u64> names;
     std::vector<bool> waits;
+    std::size_t waiting = 0;  // of them
     u32 length = 0;
     u64 awaits = 0;
     bool is_run = false;  // else a single sparse name
@@ -97,26 +98,28 @@ public:
     bool empty() const { return runs_.empty(); }
 
 private:
-    ParkedRun take(u64 serial);
+    ParkedRun take(std::map<u64, ParkedRun>::iterator at);
     static std::size_t bytes_of(const ParkedRun& run);
 
-    std::map<u64, ParkedRun> runs_;
-    std::unordered_map<u64, std::vector<u64>> awaited_;
-    std::map<std::pair<u32, u64>, std::vector<u64>> names_;
+    std::map<u64, ParkedRun> runs_;                          // by serial: oldest first
+    std::set<std::pair<u64, u64>> awaited_;                  // (name, serial)
+    std::set<std::tuple<u32, u64, u64, std::size_t>> names_;  // (slot, name, serial, index in the run): what waits
     std::size_t blocks_ = 0, bytes_ = 0;
     u64 serial_ = 0;
 };
 
 struct Report {
     u64 stored = 0, removed = 0, cleared = 0, parked = 0, unknown_removals = 0, unknown_events = 0;
-    std::vector<std::string> malformed;
+    u64 refused = 0;    // blocks beyond a bound
+    u64 malformed_events = 0;
+    std::vector<std::string> malformed;  // the first ones
 };
 
 // What the holders of one model share.
 struct Model {
     std::string name;
-    std::unordered_map<std::string, u64> starts;  // digest of the empty prefix, by salt and LoRA; bounded
-    std::map<u32, u64> lengths;                   // block lengths in use: how many (holder, group) use each
+    u64 start = 0;               // digest of a list of three texts after the first, its name
+    std::map<u32, u64> lengths;  // block lengths in use: how many (holder, group) use each
 };
 
 // Names and links of a holder's past life, waiting to be taken out of the nodes bit by bit.
@@ -127,9 +130,11 @@ struct Estate {
 };
 
 class Holder;
+constexpr std::size_t kForgottenAtOnce = 1024;  // names
 
-// Who sits on which seat. A holder that forgets everything takes a fresh seat at once; what stands under the old one
-// means nothing any more and is cleared away in small steps, so that forgetting a million blocks is no pause.
+// Who sits on which seat. A holder that forgets many names takes a fresh seat at once; what stands under the old one
+// means nothing any more and is cleared away in small steps, so that forgetting a million blocks is no pause. Every name
+// stored pays for two old ones: whoever stores and forgets in turn does not fill the index with old seats.
 class Seats {
 public:
     explicit Seats(Nodes& nodes) : nodes_(nodes) {}
@@ -138,12 +143,19 @@ public:
     void retire(Estate estate);
     // One small step of clearing away; false where nothing is left to do.
     bool settle_some();
+    bool drain_some(Estate& estate);
+    // As many steps as clear about `names` away; a part of a step is kept for the next call.
+    void settle(std::size_t names) {
+        for (owed_ = estates_.empty() ? 0 : owed_ + names; owed_ >= kNamesAStep; owed_ -= kNamesAStep) settle_some();
+    }
     Holder* owner(Seat seat) const { return seat < owners_.size() ? owners_[seat] : nullptr; }
     std::size_t count() const { return owners_.size(); }
     std::size_t bytes() const;
 
 private:
     Nodes& nodes_;
+    static constexpr std::size_t kNamesAStep = 450;  // in a segment, on average
+    std::size_t owed_ = 0;
     std::vector<Holder*> owners_;
     std::vector<Seat> free_;
     std::vector<Estate> estates_;
@@ -163,7 +175,7 @@ private:
         Place place;
         u64 epoch;
     };
-    std::size_t home(u64 name) const { return (name * 0x9E3779B97F4A7C15ull) >> shift_; }
+    std::size_t home(u64 name) const { return keyed(name) >> shift_; }
     void grow();
 
     std::vector<Entry> entries_;
@@ -185,7 +197,8 @@ public:
     bool reannounces = false;
     std::vector<Group> groups;  // by ordinal; slot = ordinal * kTiers + tier
 
-    void apply(const Batch& batch, Report& report);
+    // `first`: of the slices of its payload.
+    void apply(const Batch& batch, bool first, Report& report);
     // These names are coming: asks for the first of them.
     void expect(const u64* names, std::size_t count) const {
         for (std::size_t i = 0; i < std::min(count, kAhead); ++i) names_.prefetch(NameTraits::hash_of(names[i]));
@@ -234,9 +247,10 @@ private:
     void forget_blocks();
     void apply_stretch(const Batch& batch, std::size_t begin, std::size_t end, Report& report);
     void teach(const Batch& batch, std::size_t begin, std::size_t end);
+    void teach_open(const Batch& batch, const std::vector<std::size_t>& open);
     bool teach_run(const Batch& batch, std::size_t run);
     std::optional<Place> place_of(u64 name) const;
-    u64 start_digest(const Text& salt, const Text& lora);
+    u64 start_digest(const Text& salt, const Text& lora) const;
     u32 hear(const Stored& event);
     void store(const Batch& batch, std::size_t run, Report& report);
     void store_unresolved(const Batch& batch, const Stored& event, u32 ordinal, u32 slot, Report& report);
@@ -249,14 +263,15 @@ private:
     NameEntry* find(const Names::Spot& spot, u64 name) const {
         return names_.find(spot, [&](const NameEntry& entry) { return entry.name == name; });
     }
-    void add(u64 name, const Place& place, u32 slot, u32 length);
-    void again(u32& node, u32& meta, const Place& place, u32 slot, u32 length);
+    void add(u64 name, const Place& place, u32 slot, u32 length, u32 copies = 1);
+    void again(u32& node, u32& meta, const Place& place, u32 slot, u32 length, u32 copies);
     bool remove(u64 name, u32 slot);
     void forget_name(NameEntry* entry);
     void count_length(u32 slot, u32 length, int by);
     void count_fresh(u32 slot, u32 length);
     void adjust_length(u32 slot, u32 length, int by);
     void settle();
+    bool has_room(u32 ordinal, u32 length, std::size_t count) const;
     u32 ordinal(const std::optional<std::int64_t>& key);
     std::optional<u32> find_ordinal(const std::optional<std::int64_t>& key) const;
 

@@ -1,5 +1,6 @@
 // What events do to a holder: names are resolved over a whole batch, then presences change in order.
 #include <algorithm>
+#include <map>
 
 #include "holder.hpp"
 
@@ -7,39 +8,52 @@ namespace blockcast {
 
 namespace {
 
-constexpr std::size_t kStartsMax = 4096;
-
 // vLLM puts the salt behind the media keys of a prompt's first block: the last plain text.
 const ExtraKey* salt_of_first(const ExtraKey* extras, std::size_t count) {
     const ExtraKey* salt = nullptr;
-    for (std::size_t i = 0; i < count; ++i) {
-        if (extras[i].block == 0 && extras[i].is_text) salt = &extras[i];
+    for (std::size_t i = 0; i < count && extras[i].block == 0; ++i) {
+        if (extras[i].is_text) salt = &extras[i];
     }
     return salt;
 }
 
-// What block `block`, whose first token stands at `start`, mixes in. vLLM names a media item as (identifier, offset from the
-// block's start): it counts where it begins, so a negative offset was mixed in by an earlier block. A key without a known
-// position is mixed in at the block's start: such blocks match no prompt, which costs a miss and never a false hit.
-void media_of(const ExtraKey* extras, std::size_t count, u32 block, u64 start, bool event_salt, std::vector<Media>& out) {
-    out.clear();
-    const ExtraKey* salt = start == 0 && block == 0 && !event_salt ? salt_of_first(extras, count) : nullptr;
-    for (std::size_t i = 0; i < count; ++i) {
-        const ExtraKey& key = extras[i];
-        if (key.block != block || &key == salt) continue;
-        if (!key.positioned) {
-            out.push_back(Media{start, key.opaque});
-        } else if (key.offset >= 0) {
-            out.push_back(Media{start + static_cast<u64>(key.offset), key.media});
-        }
+// What the blocks of a run mix in, block by block. vLLM names a media item as (identifier, offset from the block's start): it
+// counts where it begins, so a negative offset was mixed in by an earlier block. A key without a known position is mixed in at
+// the block's start: such blocks match no prompt, which costs a miss and never a false hit.
+class RunMedia {
+public:
+    // The keys stand in the order of their blocks. `event_salt`: the salt stands elsewhere, no text of the first block is it.
+    RunMedia(const ExtraKey* extras, std::size_t count, bool event_salt)
+        : next_(extras), end_(extras + count), salt_(event_salt ? nullptr : salt_of_first(extras, count)) {
+        if (count != 0) count_extra(count);
     }
-    std::stable_sort(out.begin(), out.end(), [](const Media& a, const Media& b) { return a.position < b.position; });
-}
+
+    // Of block `block`, whose first token stands at `start`. Blocks are asked for in order.
+    const std::vector<Media>& of(std::size_t block, u64 start) {
+        media_.clear();
+        for (; next_ != end_ && next_->block <= block; ++next_) {
+            if (next_->block != block || next_ == salt_) continue;
+            if (!next_->positioned) {
+                media_.push_back(Media{start, next_->opaque});
+            } else if (next_->offset >= 0) {
+                media_.push_back(Media{start + static_cast<u64>(next_->offset), next_->media});
+            }
+        }
+        if (media_.size() > 1) {
+            std::stable_sort(media_.begin(), media_.end(), [](const Media& a, const Media& b) { return a.position < b.position; });
+        }
+        return media_;
+    }
+
+private:
+    const ExtraKey *next_, *end_, *const salt_;
+    std::vector<Media> media_;
+};
 
 }  // namespace
 
-void Holder::apply(const Batch& batch, Report& report) {
-    ++batch_;
+void Holder::apply(const Batch& batch, bool first, Report& report) {
+    batch_ += first;
     std::size_t begin = 0;
     for (std::size_t i = 0; i < batch.events.size(); ++i) {
         const Event& event = batch.events[i];
@@ -96,10 +110,29 @@ void Holder::teach(const Batch& batch, std::size_t begin, std::size_t end) {
         if (batch.events[i].kind != Event::Kind::Stored || !batch.stored[run].dense()) continue;
         if (!teach_run(batch, run)) open.push_back(run);
     }
-    for (std::size_t before = ~std::size_t{0}; !open.empty() && open.size() != before;) {
-        before = open.size();
-        open.erase(std::remove_if(open.begin(), open.end(), [&](std::size_t run) { return teach_run(batch, run); }),
-                   open.end());
+    if (!open.empty()) teach_open(batch, open);
+}
+
+// The runs whose start is spelt out by a later one. Each is tried when a name that it waits for has become known, and then
+// only: a chain told backwards costs no more than one told forwards.
+void Holder::teach_open(const Batch& batch, const std::vector<std::size_t>& open) {
+    std::multimap<u64, std::size_t> waiting;  // name (its parent's, or its own first) -> run
+    for (std::size_t run : open) {
+        const Stored& event = batch.stored[run];
+        waiting.emplace(event.parent, run);
+        waiting.emplace(batch.names[event.names.begin], run);
+    }
+    std::vector<std::size_t> ready = open;
+    for (std::size_t next = 0; next < ready.size(); ++next) {
+        const std::size_t run = ready[next];
+        count_extra(1);
+        if (resolved_[run] || !teach_run(batch, run)) continue;
+        const Slice names = batch.stored[run].names;
+        for (std::size_t i = 0; i < names.count; ++i) {
+            const auto [from, to] = waiting.equal_range(batch.names[names.begin + i]);
+            for (auto at = from; at != to; ++at) ready.push_back(at->second);
+            waiting.erase(from, to);
+        }
     }
 }
 
@@ -122,11 +155,9 @@ bool Holder::teach_run(const Batch& batch, std::size_t run) {
         return false;
     }
     const u32* tokens = batch.tokens.data() + event.tokens.begin;
-    std::vector<Media> media;
+    RunMedia of_blocks(extras, event.extras.count, event.salt.has_value() || place.end != 0);
     for (std::size_t i = first; i < event.names.count; ++i) {
-        if (event.extras.count != 0) {
-            media_of(extras, event.extras.count, static_cast<u32>(i), place.end, event.salt.has_value(), media);
-        }
+        const std::vector<Media>& media = of_blocks.of(i, place.end);
         place.key = digester_.extend(place.key, tokens + i * event.block_size, event.block_size, place.end, media.data(),
                                      media.size());
         place.end += event.block_size;
@@ -138,16 +169,7 @@ bool Holder::teach_run(const Batch& batch, std::size_t run) {
     return true;
 }
 
-u64 Holder::start_digest(const Text& salt, const Text& lora) {
-    std::string scope = salt ? "s" + std::string(*salt) : "n";
-    scope += lora ? std::string("\0l", 2) + std::string(*lora) : std::string("\0n", 2);
-    const auto known = model->starts.find(scope);
-    if (known != model->starts.end()) return known->second;
-    const u64 start = digester_.text({Text(model->name), salt, lora});
-    if (model->starts.size() >= kStartsMax) model->starts.clear();
-    model->starts.emplace(std::move(scope), start);
-    return start;
-}
+u64 Holder::start_digest(const Text& salt, const Text& lora) const { return digester_.text(model->start, {salt, lora}); }
 
 u32 Holder::hear(const Stored& event) {
     const u32 at = ordinal(event.group);
@@ -168,6 +190,10 @@ void Holder::store(const Batch& batch, std::size_t run, Report& report) {
     const u32 ordinal = hear(event);
     const u32 slot = ordinal * kTiers + event.tier;
     if (!event.dense()) groups[ordinal].sparse = true;
+    if (!has_room(ordinal, event.block_size, event.names.count)) {
+        report.refused += event.names.count;
+        return;
+    }
     if (!resolved_[run]) return store_unresolved(batch, event, ordinal, slot, report);
     const u64* names = batch.names.data() + event.names.begin;
     const Place* places = places_.data() + event.names.begin;
@@ -181,6 +207,7 @@ void Holder::store(const Batch& batch, std::size_t run, Report& report) {
         add(names[i], places[i], slot, length);
     }
     settle();
+    seats_.settle(2 * count);
     report.stored += count;
     wake(names, count);
 }
@@ -234,6 +261,7 @@ void Holder::store_unresolved(const Batch& batch, const Stored& event, u32 ordin
         }
     }
     settle();
+    seats_.settle(2 * placed.size());
     report.stored += placed.size();
     wake(placed.data(), placed.size());
 }
@@ -269,13 +297,14 @@ void Holder::wake(const u64* names, std::size_t count) {
 }
 
 std::vector<u64> Holder::attach(const ParkedRun& run) {
+    if (!has_room(run.slot / kTiers, run.length, run.names.size())) return {};
     if (run.is_run) {
         std::size_t first = 0;
         std::optional<Place> place = place_of(run.awaits);
         if (!place) place = place_of(run.names[0]), first = 1;
-        std::vector<Media> media;
+        RunMedia of_blocks(run.extras.data(), run.extras.size(), true);
         for (std::size_t i = first; place && i < run.names.size(); ++i) {
-            media_of(run.extras.data(), run.extras.size(), static_cast<u32>(i), place->end, true, media);
+            const std::vector<Media>& media = of_blocks.of(i, place->end);
             place = Place{digester_.extend(place->key, run.tokens.data() + i * run.length, run.length, place->end,
                                            media.data(), media.size()),
                           place->end + run.length};
@@ -290,11 +319,13 @@ std::vector<u64> Holder::attach(const ParkedRun& run) {
         attached.push_back(run.names[i]);
     }
     settle();
+    seats_.settle(2 * attached.size());
     return attached;
 }
 
 void Holder::load(const Digests& digests, Report& report) {
     if (digests.fingerprint != digester_.fingerprint()) {
+        ++report.malformed_events;
         report.malformed.push_back("BlockDigests.fingerprint is of another seed: this index cannot use it");
         return;
     }
@@ -302,19 +333,23 @@ void Holder::load(const Digests& digests, Report& report) {
     Group& group = groups[at];
     group.heard = true;
     if (digests.kind && !digests.kind->empty()) group.kind = std::string(*digests.kind);
-    if (digests.block_size.value_or(0)) group.block_size = digests.block_size;
+    if (digests.block_size.value_or(0) - 1 < kBlockSizeMax) group.block_size = digests.block_size;
     if (digests.window.value_or(0)) group.window = digests.window;
     group.sparse = group.sparse || digests.sparse;
     group.reclassify();
     taught_.clear(0);
     std::vector<u64> names;
     for (const DigestRow& row : digests.rows) {
-        for (u64 copy = 0; copy < row.copies; ++copy) {
-            add(row.name, Place{row.key, row.end}, at * kTiers + digests.tier, static_cast<u32>(row.length));
+        if (!has_room(at, static_cast<u32>(row.length), 1)) {
+            ++report.refused;
+            continue;
         }
+        add(row.name, Place{row.key, row.end}, at * kTiers + digests.tier, static_cast<u32>(row.length),
+            reannounces ? 1 : static_cast<u32>(row.copies));
         settle();
         names.push_back(row.name);
     }
+    seats_.settle(2 * names.size());
     wake(names.data(), names.size());
     report.stored += digests.rows.size();
     taught_.end();

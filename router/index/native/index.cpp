@@ -26,6 +26,7 @@ u64 Index::add_holder(std::string name, const std::string& model) {
     if (!entry) {
         entry = std::make_unique<ModelHolders>();
         entry->name = model;
+        entry->start = digester_.text(3, {Text(model)});
     }
     const u64 id = next_holder_++;
     auto holder = std::make_unique<Holder>(id, std::move(name), entry.get(), digester_, pages_, nodes_, seats_);
@@ -72,24 +73,37 @@ void Index::set_reannounces(u64 holder, bool reannounces) {
     get(holder)->reannounces = reannounces;
 }
 
-Report Index::ingest(u64 id, const u8* payload, std::size_t size) {
+bool Index::step(Ingest& ingest) {
+    const u8* payload = ingest.payload + ingest.cursor.at;
     // It was written by another thread, some time ago: asked for at once instead of line by line.
-    for (std::size_t at = 0; at < std::min<std::size_t>(size, 8192); at += 64) __builtin_prefetch(payload + at);
+    const std::size_t ahead = std::min<std::size_t>(ingest.size - ingest.cursor.at, 8192);
+    for (std::size_t at = 0; at < ahead; at += 64) __builtin_prefetch(payload + at);
     const std::lock_guard writer(ingest_mutex_);
-    Holder* holder = get(id);
+    Holder* holder = get(ingest.holder);
     const auto expect = [](const void* whom, const u64* names, std::size_t count) {
         static_cast<const Holder*>(whom)->expect(names, count);
     };
-    decode(payload, size, digester_, batch_, NamesRead{expect, holder});
-    Report report;
-    report.unknown_events = batch_.unknown;
-    report.malformed.swap(batch_.malformed);
+    const bool first = ingest.cursor.at == 0;
+    decode(ingest.payload, ingest.size, digester_, batch_, ingest.cursor, NamesRead{expect, holder});
+    Report& report = ingest.report;
+    report.unknown_events += batch_.unknown;
+    report.malformed_events += batch_.malformed_events;
+    for (std::string& what : batch_.malformed) {
+        if (report.malformed.size() < kMalformedKept) report.malformed.push_back(std::move(what));
+    }
     const std::unique_lock lock(mutex_);
     const Seat seat = holder->seat;
-    holder->apply(batch_, report);
+    holder->apply(batch_, first, report);
     if (holder->seat != seat) move_pins(*holder);
     seats_.settle_some();
-    return report;
+    return !ingest.cursor.done;
+}
+
+Report Index::ingest(u64 holder, const u8* payload, std::size_t size) {
+    Ingest ingest{holder, payload, size};
+    while (step(ingest)) {
+    }
+    return std::move(ingest.report);
 }
 
 std::vector<Match> Index::match(const Tokens& prompt, const ScopeView& scope) const {

@@ -37,6 +37,15 @@ struct Stats {
     u64 holders, entries, parked, pins, bytes, nodes;
 };
 
+// One payload on its way into a holder, slice by slice: between two slices others have their turn.
+struct Ingest {
+    u64 holder;
+    const u8* payload;
+    std::size_t size;
+    Cursor cursor = {};
+    Report report = {};
+};
+
 class Index {
 public:
     explicit Index(u64 seed)
@@ -49,6 +58,8 @@ public:
     void clear(u64 holder);
     void declare_groups(u64 holder, const std::vector<Group>& groups);
     void set_reannounces(u64 holder, bool reannounces);
+    // One slice; false: it was the last one.
+    bool step(Ingest& ingest);
     Report ingest(u64 holder, const u8* payload, std::size_t size);
     std::vector<Match> match(const Tokens& prompt, const ScopeView& scope) const;
     u64 pin(u64 holder, const Tokens& prompt, const ScopeView& scope);

@@ -37,6 +37,7 @@ struct Query {
 struct KeyMemo {
     u64 start = 0, unit = 0;
     std::vector<Media> media;
+    std::size_t media_passed = 0;  // how many of them stand before the last key
     std::vector<u64> keys;
 
     bool serves(const Query& query, u64 wanted) const {
@@ -49,6 +50,7 @@ struct KeyMemo {
         start = query.start;
         unit = wanted;
         media.assign(query.media, query.media + query.media_count);
+        media_passed = 0;
         keys.clear();
         keys.reserve(query.count / unit + 1);
         keys.push_back(start);
@@ -81,8 +83,11 @@ public:
         const std::size_t index = position / memo_.unit;
         while (memo_.keys.size() <= index) {
             const u64 from = (memo_.keys.size() - 1) * memo_.unit;
-            memo_.keys.push_back(digester_.extend(memo_.keys.back(), query_.tokens + from, memo_.unit, from, query_.media,
-                                                  query_.media_count));
+            // They ascend, and so do the stretches: each item is looked at once.
+            std::size_t& passed = memo_.media_passed;
+            while (passed < query_.media_count && query_.media[passed].position < from) ++passed;
+            memo_.keys.push_back(digester_.extend(memo_.keys.back(), query_.tokens + from, memo_.unit, from,
+                                                  query_.media + passed, query_.media_count - passed));
         }
         return memo_.keys[index];
     }

@@ -84,7 +84,7 @@ public:
     }
 
 private:
-    u32 next_node(u32 before, u64 step) {
+    [[gnu::always_inline]] u32 next_node(u32 before, u64 step) {
         // A prompt in flight is walked beyond what is resident: off the runs, each search is a far one.
         const u64 ahead = step + Promises::kAhead;
         if (before == 0 && pins_ && ahead * length_ <= c_.limit) {

@@ -33,9 +33,6 @@ public:
         }
     }
     Ids(const Ids&) = delete;
-    ~Ids() {
-        if (held_) PyBuffer_Release(&buffer_);
-    }
 
     const u32* data() const { return data_; }
     std::size_t size() const { return size_; }
@@ -86,21 +83,20 @@ private:
     }
 
     void read_buffer(PyObject* source) {
-        if (PyObject_GetBuffer(source, &buffer_, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) throw nb::python_error();
-        held_ = true;
-        const char* format = buffer_.format == nullptr ? "B" : buffer_.format;
+        if (PyObject_GetBuffer(source, &borrowed_.view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) throw nb::python_error();
+        const char* format = borrowed_.view.format == nullptr ? "B" : borrowed_.view.format;
         if (*format == '<' || *format == '=' || *format == '@') ++format;
-        const std::size_t bytes = static_cast<std::size_t>(buffer_.len);
+        const std::size_t bytes = static_cast<std::size_t>(borrowed_.view.len);
         if (*format == 'B' || *format == 'b' || *format == 'c') {
             if (bytes % sizeof(u32) != 0) {
                 throw nb::value_error(
                     ("token bytes: length " + std::to_string(bytes) + " is not a multiple of 4").c_str());
             }
-            data_ = static_cast<const u32*>(buffer_.buf);
+            data_ = static_cast<const u32*>(borrowed_.view.buf);
             size_ = bytes / sizeof(u32);
             if (reinterpret_cast<std::uintptr_t>(data_) % alignof(u32) != 0) {
                 owned_.resize(size_);
-                std::memcpy(owned_.data(), buffer_.buf, bytes);
+                std::memcpy(owned_.data(), borrowed_.view.buf, bytes);
                 own();
             }
             return;
@@ -120,7 +116,7 @@ private:
 
     template <class Int>
     void borrow_or_convert(std::size_t bytes) {
-        const Int* values = static_cast<const Int*>(buffer_.buf);
+        const Int* values = static_cast<const Int*>(borrowed_.view.buf);
         size_ = bytes / sizeof(Int);
         if constexpr (std::is_same_v<Int, unsigned int>) {
             data_ = reinterpret_cast<const u32*>(values);
@@ -138,8 +134,11 @@ private:
     std::vector<u32> owned_;
     const u32* data_ = nullptr;
     std::size_t size_ = 0;
-    Py_buffer buffer_{};
-    bool held_ = false;
+    // A member of its own: it is given back also where the constructor of Ids throws.
+    struct Borrowed {
+        Py_buffer view{};
+        ~Borrowed() { PyBuffer_Release(&view); }  // does nothing where nothing was borrowed
+    } borrowed_;
 };
 
 // A prompt that several calls are about. What one of them computes of it, the next ones find.
@@ -175,6 +174,16 @@ private:
     std::optional<Ids> ids_;
 };
 
+// A payload that is applied slice by slice.
+struct Ingesting {
+    Ingesting(Index& index, u64 holder, nb::bytes payload)
+        : index(index), payload(payload),
+          ingest{holder, static_cast<const u8*>(payload.data()), payload.size()} {}
+    Index& index;
+    const nb::bytes payload;
+    Ingest ingest;
+};
+
 Text view(const std::optional<std::string>& text) { return text ? Text(*text) : Text(); }
 
 ScopeView scope_view(const Index& index, const std::string& model, const std::optional<std::string>& salt,
@@ -201,15 +210,27 @@ nb::list match(const Index& index, nb::handle token_ids, const std::string& mode
     return out;
 }
 
+// The lock is never taken with the GIL held, nor the other way round: whoever makes Python objects under the lock may run a
+// finalizer, which gives the GIL to a thread that waits for the lock.
 nb::list groups(const Index& index, u64 id) {
+    struct Row {
+        Group group;
+        bool silent;
+    };
+    std::vector<Row> rows;
+    {
+        const nb::gil_scoped_release released;
+        index.with_holder(id, [&](const Holder& holder, const Nodes&) {
+            for (const Group& group : holder.groups) {
+                if (group.declared || group.heard) rows.push_back(Row{group, holder.silent(group)});
+            }
+        });
+    }
     nb::list out;
-    index.with_holder(id, [&](const Holder& holder, const Nodes&) {
-        for (const Group& group : holder.groups) {
-            if (!group.declared && !group.heard) continue;
-            out.append(nb::make_tuple(group.key, group.kind, group.block_size, group.window, group.names(),
-                                      holder.silent(group), group.heard, group.sparse));
-        }
-    });
+    for (const auto& [group, silent] : rows) {
+        out.append(nb::make_tuple(group.key, group.kind, group.block_size, group.window, group.names(), silent,
+                                  group.heard, group.sparse));
+    }
     return out;
 }
 
@@ -268,7 +289,18 @@ NB_MODULE(_native, module) {
         .def_ro("parked", &Report::parked)
         .def_ro("unknown_removals", &Report::unknown_removals)
         .def_ro("unknown_events", &Report::unknown_events)
+        .def_ro("refused", &Report::refused)
+        .def_ro("malformed_events", &Report::malformed_events)
         .def_ro("malformed", &Report::malformed);
+
+    nb::class_<Ingesting>(module, "Ingesting")
+        .def("step", [](Ingesting& ingesting) {
+            const nb::gil_scoped_release released;
+            return ingesting.index.step(ingesting.ingest);
+        })
+        .def_prop_ro("report", [](const Ingesting& ingesting) { return ingesting.ingest.report; });
+    module.def("extra_work", [] { return extra_work; },
+               "Steps beyond those that every byte pays for, of all calls of this thread; for tests.");
 
     nb::class_<Match>(module, "Match")
         .def_ro("holder", &Match::holder)
@@ -289,10 +321,11 @@ NB_MODULE(_native, module) {
         .def(nb::init<u64>(), nb::arg("seed"))
         .def_prop_ro("seed", [](const Index& index) { return index.digester().seed(); })
         .def_prop_ro("fingerprint", [](const Index& index) { return index.digester().fingerprint(); })
-        .def("add_holder", &Index::add_holder, nb::arg("name"), nb::arg("model"))
+        .def("add_holder", &Index::add_holder, nb::arg("name"), nb::arg("model"), nb::call_guard<nb::gil_scoped_release>())
         .def("remove_holder", &Index::remove_holder, nb::arg("holder"), nb::call_guard<nb::gil_scoped_release>())
         .def("clear", &Index::clear, nb::arg("holder"), nb::call_guard<nb::gil_scoped_release>())
-        .def("set_reannounces", &Index::set_reannounces, nb::arg("holder"), nb::arg("reannounces"))
+        .def("set_reannounces", &Index::set_reannounces, nb::arg("holder"), nb::arg("reannounces"),
+             nb::call_guard<nb::gil_scoped_release>())
         .def("_declare_groups",
              [](Index& index, u64 holder, nb::handle declared) {
                  std::vector<Group> groups;
@@ -303,6 +336,7 @@ NB_MODULE(_native, module) {
                      group.block_size = nb::cast<std::optional<u64>>(item[2]);
                      group.window = nb::cast<std::optional<u64>>(item[3]);
                  }
+                 const nb::gil_scoped_release released;
                  index.declare_groups(holder, groups);
              })
         .def("ingest",
@@ -311,6 +345,8 @@ NB_MODULE(_native, module) {
                  return index.ingest(holder, static_cast<const u8*>(payload.data()), payload.size());
              },
              nb::arg("holder"), nb::arg("payload"))
+        .def("begin", [](Index& index, u64 holder, nb::bytes payload) { return new Ingesting(index, holder, payload); },
+             nb::arg("holder"), nb::arg("payload"), nb::keep_alive<0, 1>())
         .def("_match", &match)
         .def("_pin",
              [](Index& index, u64 holder, nb::handle token_ids, const std::string& model,
@@ -331,7 +367,10 @@ NB_MODULE(_native, module) {
         .def("unpin", &Index::unpin, nb::arg("pin"), nb::call_guard<nb::gil_scoped_release>())
         .def("_stats",
              [](const Index& index) {
-                 const Stats stats = index.stats();
+                 const Stats stats = [&] {
+                     const nb::gil_scoped_release released;
+                     return index.stats();
+                 }();
                  return nb::make_tuple(stats.holders, stats.entries, stats.parked, stats.pins, stats.bytes);
              })
         .def("_groups", &groups)

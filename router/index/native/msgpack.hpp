@@ -50,7 +50,7 @@ public:
     bool done() const { return at_ == end_; }
     std::size_t left() const { return static_cast<std::size_t>(end_ - at_); }
 
-    Type peek() const {
+    [[gnu::always_inline]] Type peek() const {
         need(1);
         const u8 tag = *at_;
         if (tag <= 0x7f || tag >= 0xe0) return Type::Int;

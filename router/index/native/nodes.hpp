@@ -180,7 +180,7 @@ public:
     const Node& operator[](u32 id) const { return pool_[id]; }
 
     static u32 hash(u64 key, u32 length) {
-        return static_cast<u32>((key * 0x9E3779B97F4A7C15ull + u64{length} * 0xD6E8FEB86659FD93ull) >> 32);
+        return static_cast<u32>(keyed(key + u64{length} * 0xD6E8FEB86659FD93ull) >> 32);
     }
 
     void prefetch(u32 hash) const { table_.prefetch(hash); }
@@ -245,7 +245,7 @@ private:
     };
     struct AgainHash {
         std::size_t operator()(const std::pair<u64, u32>& key) const {
-            return (key.first * 0x9E3779B97F4A7C15ull) ^ (key.second * 0xD6E8FEB86659FD93ull);
+            return keyed(key.first + key.second * 0xD6E8FEB86659FD93ull);
         }
     };
     static std::pair<u64, u32> again_key(u32 id, Seat seat, u32 slot) { return {u64{id} << 32 | seat, slot}; }

@@ -1,22 +1,7 @@
-// The runs that wait for a name, oldest first.
-#include <algorithm>
-
+// The runs that wait for a name, oldest first. Everything is found in order, so that no choice of names makes it slow.
 #include "holder.hpp"
 
 namespace blockcast {
-
-namespace {
-
-template <class Map, class Key>
-void discard(Map& map, const Key& key, u64 serial) {
-    const auto found = map.find(key);
-    if (found == map.end()) return;
-    auto& serials = found->second;
-    serials.erase(std::remove(serials.begin(), serials.end(), serial), serials.end());
-    if (serials.empty()) map.erase(found);
-}
-
-}  // namespace
 
 void Parking::clear() {
     runs_.clear();
@@ -29,55 +14,48 @@ void Parking::park(ParkedRun run) {
     const u64 serial = ++serial_;
     blocks_ += run.names.size();
     bytes_ += bytes_of(run);
-    awaited_[run.awaits].push_back(serial);
+    awaited_.emplace(run.awaits, serial);
     for (std::size_t i = 0; i < run.names.size(); ++i) {
-        if (!run.waits[i]) continue;
-        auto& serials = names_[{run.slot, run.names[i]}];
-        if (serials.empty() || serials.back() != serial) serials.push_back(serial);
+        if (run.waits[i]) names_.emplace(run.slot, run.names[i], serial, i), ++run.waiting;
     }
     runs_.emplace(serial, std::move(run));
-    while (blocks_ > kParkedBlocksMax) take(runs_.begin()->first);
+    while (blocks_ > kParkedBlocksMax || bytes_ > kParkedBytesMax) take(runs_.begin());
 }
 
 std::vector<ParkedRun> Parking::release(u64 name) {
     std::vector<ParkedRun> released;
-    const auto found = awaited_.find(name);
-    if (found == awaited_.end()) return released;
-    const std::vector<u64> serials = found->second;
-    for (u64 serial : serials) released.push_back(take(serial));
+    for (auto at = awaited_.lower_bound({name, 0}); at != awaited_.end() && at->first == name;) {
+        const u64 serial = at->second;
+        ++at;
+        released.push_back(take(runs_.find(serial)));
+    }
     return released;
 }
 
+// The oldest waiting copy of the name goes.
 bool Parking::cancel(u32 slot, u64 name) {
-    const auto found = names_.find({slot, name});
-    if (found == names_.end()) return false;
-    const u64 serial = found->second.front();
-    ParkedRun& run = runs_.at(serial);
-    std::size_t first = run.names.size(), copies = 0;
-    bool any = false;
-    for (std::size_t i = 0; i < run.names.size(); ++i) {
-        if (run.waits[i] && run.names[i] == name && ++copies == 1) first = i;
-    }
-    run.waits[first] = false;
-    if (copies == 1) discard(names_, std::make_pair(slot, name), serial);
-    for (bool waits : run.waits) any = any || waits;
-    if (!any) take(serial);
+    const auto found = names_.lower_bound({slot, name, 0, 0});
+    if (found == names_.end() || std::get<0>(*found) != slot || std::get<1>(*found) != name) return false;
+    const auto run = runs_.find(std::get<2>(*found));
+    run->second.waits[std::get<3>(*found)] = false;
+    names_.erase(found);
+    if (--run->second.waiting == 0) take(run);
     return true;
 }
 
 void Parking::expire(u64 batch) {
-    while (!runs_.empty() && batch - runs_.begin()->second.batch >= kParkedBatchesMax) take(runs_.begin()->first);
+    while (!runs_.empty() && batch - runs_.begin()->second.batch >= kParkedBatchesMax) take(runs_.begin());
 }
 
-ParkedRun Parking::take(u64 serial) {
-    const auto found = runs_.find(serial);
-    ParkedRun run = std::move(found->second);
-    runs_.erase(found);
+ParkedRun Parking::take(std::map<u64, ParkedRun>::iterator at) {
+    const u64 serial = at->first;
+    ParkedRun run = std::move(at->second);
+    runs_.erase(at);
     blocks_ -= run.names.size();
     bytes_ -= bytes_of(run);
-    discard(awaited_, run.awaits, serial);
+    awaited_.erase({run.awaits, serial});
     for (std::size_t i = 0; i < run.names.size(); ++i) {
-        if (run.waits[i]) discard(names_, std::make_pair(run.slot, run.names[i]), serial);
+        if (run.waits[i]) names_.erase({run.slot, run.names[i], serial, i});
     }
     return run;
 }

@@ -87,7 +87,7 @@ private:
         u64 id;
         u32 count, unused;
     };
-    static u32 hash_of(u64 key) { return static_cast<u32>((key * 0x9E3779B97F4A7C15ull) >> 32); }
+    static u32 hash_of(u64 key) { return static_cast<u32>(keyed(key) >> 32); }
     struct Traits {
         static u32 hash(const Entry& entry) { return hash_of(entry.key); }
     };

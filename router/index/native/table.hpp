@@ -13,8 +13,9 @@
 // that it passed counts it in `overflow` (saturating at 255, where it stays until the segment is rebuilt).
 #pragma once
 
+#include <algorithm>
 #include <cstring>
-#include <stdexcept>
+#include <random>
 #include <utility>
 #include <vector>
 
@@ -26,7 +27,23 @@
 
 namespace blockcast {
 
-// Traits: static u32 hash(const Entry&). Entry is trivially copyable, of 8 or 16 bytes.
+// Keys are chosen by others (names, salts, digests of prompts). They are spread by multiplication with an odd number that this
+// process has drawn (Dietzfelbinger et al., 1997: any two keys meet in their top k bits with probability 2 / 2^k), so that
+// nobody can choose keys that meet.
+inline u64 draw_secret() {
+    std::random_device random;
+    return u64{random()} << 32 | random() | 1;
+}
+inline const u64 secret = draw_secret();
+inline u64 keyed(u64 key) { return key * secret; }
+
+// Steps of searches and walks beyond the first few that each byte of input pays for: what an attack would drive up. Tests
+// hold it against the size of what they sent.
+inline thread_local u64 extra_work = 0;
+[[gnu::noinline, gnu::cold]] inline void count_extra(std::size_t steps) { extra_work += steps; }
+
+// Traits: static u32 hash(const Entry&). Entry is trivially copyable, of 8 or 16 bytes. More entries with one hash than a
+// segment can hold (nobody can make them without the secret) overflow into a list.
 template <class Entry, class Traits>
 class SegmentedTable {
     static_assert(sizeof(Entry) == 8 || sizeof(Entry) == 16);
@@ -75,7 +92,7 @@ public:
     std::size_t size() const { return size_; }
     // Without its pages: those are counted where they are kept.
     std::size_t bytes() const {
-        return directory_.capacity() * sizeof(u32) + segments_.capacity() * sizeof(Segment);
+        return directory_.capacity() * sizeof(u32) + segments_.capacity() * sizeof(Segment) + spilled_.capacity() * sizeof(Entry);
     }
 
     // The chunk where a search would begin.
@@ -101,6 +118,12 @@ public:
 
     template <class Equal>
     Entry* find(const Spot& spot, Equal equal) const {
+        Entry* entry = find_in_segment(spot, equal);
+        return entry == nullptr && !spilled_.empty() ? find_spilled(equal) : entry;
+    }
+
+    template <class Equal>
+    Entry* find_in_segment(const Spot& spot, Equal equal) const {
         Chunk* chunk = spot.chunk;
         if (chunk == nullptr) return nullptr;
         const Segment& segment = segments_[spot.number];
@@ -113,6 +136,7 @@ public:
             if (chunk->overflow == 0) return nullptr;
             if (++at == segment.size) at = 0;
             chunk = chunk_of(segment, at);
+            if (tried == 4) count_extra(segment.size);
         }
         return nullptr;
     }
@@ -143,6 +167,11 @@ public:
         u32 number = directory_[index(hash)];
         while (is_full(segments_[number])) {
             const u32 pages = segments_[number].size / kPerPage;
+            if (pages == kPagesMax && segments_[number].depth == kDepthMax) {
+                spilled_.push_back(entry);
+                ++size_;
+                return;
+            }
             pages < kPagesMax ? resize(segments_[number], pages < 3 ? pages + 1 : kPagesMax) : split(number, hash);
             number = directory_[index(hash)];
         }
@@ -152,6 +181,12 @@ public:
 
     // Removes an entry that `find` returned. Pointers into the table are invalid afterwards.
     void erase(Entry* entry) {
+        if (!spilled_.empty() && entry >= spilled_.data() && entry < spilled_.data() + spilled_.size()) {
+            *entry = spilled_.back();
+            spilled_.pop_back();
+            --size_;
+            return;
+        }
         const u32 hash = Traits::hash(*entry);
         Segment& segment = segments_[directory_[index(hash)]];
         u32 at = home(scramble(hash), segment.size);
@@ -171,6 +206,7 @@ public:
     template <class Visit>
     void each(Visit visit) const {
         for (const Segment& segment : segments_) visit_segment(segment, visit);  // may change entries, but not their hash
+        for (Entry& entry : spilled_) visit(entry);
     }
 
     // Hands out and forgets up to one segment's entries; false when nothing is left. The table only shrinks from here:
@@ -179,6 +215,9 @@ public:
     bool drain_some(Visit visit) {
         directory_.clear();
         if (segments_.empty()) return false;
+        for (Entry& entry : spilled_) visit(entry);
+        size_ -= spilled_.size();
+        spilled_.clear();
         visit_segment(segments_.back(), visit);
         size_ -= segments_.back().count;
         release(segments_.back());
@@ -191,8 +230,16 @@ private:
         std::swap(pages_, other.pages_);
         std::swap(directory_, other.directory_);
         std::swap(segments_, other.segments_);
+        std::swap(spilled_, other.spilled_);
         std::swap(depth_, other.depth_);
         std::swap(size_, other.size_);
+    }
+
+    template <class Equal>
+    [[gnu::noinline, gnu::cold]] Entry* find_spilled(Equal equal) const {
+        count_extra(spilled_.size());
+        const auto found = std::find_if(spilled_.begin(), spilled_.end(), equal);
+        return found == spilled_.end() ? nullptr : &*found;
     }
 
     Chunk* chunk_of(const Segment& segment, u32 at) const {
@@ -284,7 +331,6 @@ private:
     }
 
     void split(u32 number, u32 any_hash) {
-        if (segments_[number].depth == kDepthMax) throw std::length_error("the index is full: too many names");
         if (segments_[number].depth == depth_) {
             std::vector<u32> doubled(directory_.size() * 2);
             for (std::size_t i = 0; i < doubled.size(); ++i) doubled[i] = directory_[i / 2];
@@ -313,6 +359,7 @@ private:
     Pages* pages_;
     std::vector<u32> directory_;
     std::vector<Segment> segments_;
+    mutable std::vector<Entry> spilled_;
     u32 depth_ = 0;
     std::size_t size_ = 0;
 };

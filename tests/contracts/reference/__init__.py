@@ -23,6 +23,22 @@ from reference.match import Pins, cut_of, match_holder
 from router.index.protocol import HolderId, IndexStats, IngestReport, Match, PinId, Prompt, Scope, Tokens
 
 
+MALFORMED_KEPT = 16
+
+
+class Whole:
+    """A payload that is applied in one step."""
+
+    def __init__(self, index: ReferenceIndex, holder: HolderId, payload: bytes) -> None:
+        self._work = (index, holder, payload)
+        self.report = IngestReport()
+
+    def step(self) -> bool:
+        index, holder, payload = self._work
+        self.report = index.ingest(holder, payload)
+        return False
+
+
 class ReferenceIndex:
     """PrefixIndex in plain Python. One lock; every call is atomic."""
 
@@ -64,7 +80,16 @@ class ReferenceIndex:
         with self._lock:
             self._get(holder).reannounces = reannounces
 
+    def begin(self, holder: HolderId, payload: bytes) -> Whole:
+        return Whole(self, holder, payload)
+
     def ingest(self, holder: HolderId, payload: bytes) -> IngestReport:
+        report = self._ingest(holder, payload)
+        report.malformed_events = len(report.malformed)
+        del report.malformed[MALFORMED_KEPT:]
+        return report
+
+    def _ingest(self, holder: HolderId, payload: bytes) -> IngestReport:
         report = IngestReport()
         with self._lock:
             state = self._get(holder)

@@ -149,17 +149,27 @@ class Holder:
         others, and where two stores of a batch give one name two places, the later word counts.
         """
         spelt: dict[int, list[Place]] = {}
-        open_runs = {i: event for i, event in enumerate(events) if isinstance(event, BlockStored) and is_dense(event)}
-        while open_runs:
-            for index, run in open_runs.items():
-                places = self._teach_run(run)
-                if places is not None:
-                    spelt[index] = places
-            left = {index: run for index, run in open_runs.items() if index not in spelt}
-            if len(left) == len(open_runs):
-                break
-            open_runs = left
+        runs = {i: event for i, event in enumerate(events) if isinstance(event, BlockStored) and is_dense(event)}
+        for index, run in runs.items():
+            self._try_run(index, run, spelt)
+        waiting: dict[int, list[int]] = {}
+        ready = [index for index in runs if index not in spelt]
+        for index in ready:
+            parent, first = runs[index].parent_block_hash, runs[index].block_hashes[0]
+            for name in (parent, first):
+                if name is not None:
+                    waiting.setdefault(self._digester.name(name), []).append(index)
+        for index in ready:  # grows: what a run spells out may set others free
+            if index not in spelt and self._try_run(index, runs[index], spelt):
+                for engine_hash in runs[index].block_hashes:
+                    ready += waiting.pop(self._digester.name(engine_hash), ())
         return spelt
+
+    def _try_run(self, index: int, run: BlockStored, spelt: dict[int, list[Place]]) -> bool:
+        places = self._teach_run(run)
+        if places is not None:
+            spelt[index] = places
+        return places is not None
 
     def _teach_run(self, run: BlockStored) -> list[Place] | None:
         start = self._start_of(run)

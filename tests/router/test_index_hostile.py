@@ -1,0 +1,276 @@
+"""What a worker or a client may choose cannot stop the index, fill it or slow it: bounds, counted work, no deadlock."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.index import make_index
+from router.index._native import extra_work
+from router.index.protocol import HolderId, IngestReport, PrefixIndex, Scope
+
+ROOT = Path(__file__).resolve().parents[2]
+SCOPE = Scope("m")
+WORK_PER_BYTE = 2
+"""Steps beyond those that every byte pays for anyway, by byte of input: what grows faster is an attack."""
+
+
+def batch(*events: Any) -> bytes:
+    return msgspec.msgpack.encode([0.0, list(events), 0])
+
+
+def stored(names: list[int], parent: int | None = None, *, size: int = 1, **fields: Any) -> dict[str, Any]:
+    tokens = [7] * (len(names) * size)
+    head = {"type": "BlockStored", "block_hashes": names, "parent_block_hash": parent, "token_ids": tokens}
+    return {**head, "block_size": size, "lora_id": None, "medium": "GPU", "lora_name": None, **fields}
+
+
+def removed(names: list[int], **fields: Any) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": names, "medium": "GPU", **fields}
+
+
+CLEARED = {"type": "AllBlocksCleared"}
+
+
+def one_holder() -> tuple[PrefixIndex, HolderId]:
+    index = make_index(1)
+    return index, index.add_holder("w", "m")
+
+
+def ingest(index: PrefixIndex, holder: HolderId, payload: bytes) -> IngestReport:
+    """Apply it within the budget of work."""
+    before = extra_work()
+    report = index.ingest(holder, payload)
+    assert extra_work() - before <= 1_000 + WORK_PER_BYTE * len(payload)
+    return report
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+def test_names_that_meet_in_a_public_hash_are_names_like_others() -> None:
+    """544 names with 24 bits in common made the table throw when its hash was known."""
+    inverse = pow(0xD6E8FEB86659FD93, -1, 1 << 64)
+    names = [(0xABCDEF << 40 | number) * inverse % (1 << 64) for number in range(4_000)]
+    names = [name ^ name >> 32 for name in names]
+    index, holder = one_holder()
+    assert ingest(index, holder, batch(stored(names))).stored == len(names)
+    assert ingest(index, holder, batch(removed(names))).removed == len(names)
+    assert index.stats().entries == 0
+
+
+# -- work by byte of input ---------------------------------------------------------------------------------------------
+
+
+def backwards(count: int) -> list[Any]:
+    """A chain told from its end."""
+    return [stored([number], number - 1 if number else None) for number in reversed(range(count))]
+
+
+def one_name(count: int) -> list[Any]:
+    return [stored([5], 5 if number % 2 else 6) for number in range(count)]
+
+
+def waiting(count: int) -> list[Any]:
+    """Runs without a parent, all with one name, and each copy taken back."""
+    runs = [stored([5, 5, 5], 1_000_000 + number) for number in range(count)]
+    return [*runs, *[removed([5, 5, 5]) for _ in range(count)]]
+
+
+def one_long_wait(count: int) -> list[Any]:
+    return [stored(list(range(count)), 1 << 40), *[removed([number]) for number in reversed(range(count))]]
+
+
+def media(count: int) -> list[Any]:
+    """A key on each block: 40,000 of them took half a minute under the lock."""
+    return [stored(list(range(1, count + 1)), extra_keys=[[["image", 0]] for _ in range(count)])]
+
+
+def salts(count: int) -> list[Any]:
+    return [stored([number], extra_keys=[[f"salt {number}"]]) for number in range(1, count + 1)]
+
+
+def in_turn(count: int) -> list[Any]:
+    return [event for number in range(count) for event in (stored([number]), CLEARED)]
+
+
+def unknown(count: int) -> list[Any]:
+    return [["x"] for _ in range(count)]
+
+
+def nils(count: int) -> list[Any]:
+    return [None for _ in range(count)]
+
+
+SHAPES = [backwards, one_name, waiting, one_long_wait, media, salts, in_turn, unknown, nils]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
+def test_work_grows_with_the_bytes(shape: Any) -> None:
+    index, holder = one_holder()
+    ingest(index, holder, batch(*shape(20_000)))
+    ingest(index, holder, batch(*shape(20_000)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(SHAPES), st.integers(1, 400)), max_size=8), st.randoms())
+def test_mixed_shapes(parts: list[tuple[Any, int]], random: Any) -> None:
+    events = [event for shape, count in parts for event in shape(count)]
+    random.shuffle(events)
+    index, holder = one_holder()
+    for at in range(0, len(events), 500):
+        ingest(index, holder, batch(*events[at : at + 500]))
+
+
+def test_copies_in_a_dump_are_counted_not_added_one_by_one() -> None:
+    source, twin = make_index(3), make_index(3)
+    holder, copy = source.add_holder("a", "m"), twin.add_holder("b", "m")
+    source.ingest(holder, batch(stored([1])))
+    (chunk,) = source.dump(holder)
+    content = msgspec.msgpack.decode(chunk)
+    (_, key, end, length, _) = content[1][0]["blocks"][0]
+    content[1][0]["blocks"] = [[name, key, end, length, 1 << 20] for name in range(50_000)]
+    assert twin.ingest(copy, msgspec.msgpack.encode(content)).stored == 50_000
+    assert twin.ingest(copy, batch(removed([7]))).removed == 1
+    assert twin.stats().entries == 50_000
+
+
+# -- bounds ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [1, 100, 1_100, 3_000])
+@pytest.mark.parametrize("together", [False, True])
+def test_storing_and_clearing_in_turn_fills_nothing(names: int, together: bool) -> None:
+    """Each clear took a fresh seat, and what all matches look at grew with the seats."""
+    index, holder = one_holder()
+    turn = [stored(list(range(names))), CLEARED]
+    sizes = []
+    for _ in range(3):
+        turns = max(20, 60_000 // names)
+        for payload in [batch(*(turn * turns))] if together else [batch(*turn)] * turns:
+            index.ingest(holder, payload)
+        sizes.append(index.stats().memory_bytes)
+    assert index.stats().entries == 0
+    assert sizes[2] <= sizes[0] * 1.1 + 100_000
+    index.ingest(holder, batch(stored([1])))
+    assert [match.tokens for match in index.match([7, 8], SCOPE)] == [1]
+
+
+def test_what_goes_beyond_a_bound_is_refused_and_counted() -> None:
+    bounds: list[tuple[list[Any], str]] = [
+        ([stored(list(range(70_000)))], "at most 65536"),
+        ([stored([1], extra_keys=[["k"] * 70_000])], "at most 65536"),
+        ([stored([1], kv_cache_spec_kind="k" * 65)], "at most 64"),
+        ([{**stored([1]), "token_ids": [1] * 4_200_000}], "at most 4194304"),
+        ([None] * 1_100_000, "too many events"),
+    ]
+    for events, said in bounds:
+        index, holder = one_holder()
+        report = index.ingest(holder, batch(*events, stored([99])))
+        assert report.malformed_events == 1
+        assert said in report.malformed[0]
+        assert report.stored == (0 if len(events) > 1 else 1)
+
+
+def test_the_messages_about_malformed_events_are_bounded_their_count_is_not() -> None:
+    index, holder = one_holder()
+    report = index.ingest(holder, batch(*[None] * 100_000))
+    assert report.malformed_events == 100_000
+    assert len(report.malformed) == 16
+
+
+def test_block_lengths_are_bounded() -> None:
+    """Each length that anybody uses is tried at every position of every prompt."""
+    index, holder = one_holder()
+    report = index.ingest(holder, batch(*[stored([size], size=size) for size in range(1, 101)]))
+    assert (report.stored, report.refused) == (32, 68)
+    assert index.ingest(holder, batch(stored([200], size=32))).stored == 1
+
+
+@pytest.mark.parametrize("size", [0, 1 << 24, 1 << 32, 1 << 63])
+def test_a_declared_block_size_that_no_block_can_have_is_ignored(size: int) -> None:
+    index, holder = one_holder()
+    index.declare_groups(holder, [{"group_idx": 0, "kind": "full_attention", "block_size": size}])
+    index.unpin(index.pin(holder, [1] * 100, SCOPE))
+
+
+def test_a_large_payload_is_applied_in_slices() -> None:
+    """So that the lock, and the thread that feeds all streams, is free in between."""
+    index, holder = one_holder()
+    payload = batch(*[["x"]] * 200_000, *[stored([number], size=16) for number in range(20_000)])
+    ingesting = index.begin(holder, payload)
+    steps = 1
+    while ingesting.step():
+        steps += 1
+    assert 10 <= steps <= 50
+    assert (ingesting.report.unknown_events, ingesting.report.stored) == (200_000, 20_000)
+    other, twin = one_holder()
+    assert not other.begin(twin, batch(stored([1]))).step(), "an ordinary batch is one slice"
+
+
+def test_a_holder_that_is_removed_between_two_slices() -> None:
+    index, holder = one_holder()
+    ingesting = index.begin(holder, batch(*[["x"]] * 200_000))
+    assert ingesting.step()
+    index.remove_holder(holder)
+    with pytest.raises(KeyError):
+        ingesting.step()
+
+
+# -- Python's side -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ids", [array("q", [-1]), array("q", [1 << 40]), array("d", [1.0]), bytearray(3)])
+def test_what_is_refused_is_given_back(ids: Any) -> None:
+    """The buffer stayed locked when the constructor threw."""
+    index, _ = one_holder()
+    with pytest.raises(ValueError, match="token"):
+        index.match(ids, SCOPE)
+    ids.extend(ids)
+
+
+DEADLOCK = """
+import gc, threading, time
+from router.index import make_index
+
+index = make_index(1)
+holder = index.add_holder("w", "m")
+declared = [{"group_idx": i, "kind": "full_attention", "block_size": 16} for i in range(40)]
+index.declare_groups(holder, declared)
+
+class Garbage:
+    def __init__(self): self.own = self
+    def __del__(self): time.sleep(0.01)
+
+def declare():
+    while not stop.is_set():
+        index.declare_groups(holder, declared)
+        index.set_reannounces(holder, False)
+        index.stats()
+
+stop = threading.Event()
+threads = [threading.Thread(target=declare, daemon=True) for _ in range(2)]
+for thread in threads: thread.start()
+gc.set_threshold(1)
+for _ in range(30):
+    Garbage()
+    index.groups(holder)
+    index.dump(holder)
+stop.set()
+for thread in threads: thread.join()
+print("done")
+"""
+
+
+def test_no_deadlock_between_the_lock_and_the_interpreters() -> None:
+    """`groups` made objects under the lock; a finalizer gave the interpreter to a thread that waited for the lock."""
+    done = subprocess.run([sys.executable, "-c", DEADLOCK], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "done\n", done.stderr
