@@ -22,7 +22,6 @@ from reference.holder import Holder
 from reference.match import Pins, cut_of, match_holder
 from router.index.protocol import HolderId, IndexStats, IngestReport, Match, PinId, Prompt, Scope, Tokens
 
-
 MALFORMED_KEPT = 16
 
 
