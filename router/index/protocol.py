@@ -90,7 +90,7 @@ class Ingesting(Protocol):
         """What it has done so far."""
 
     def step(self) -> bool:
-        """Apply its next slice, some milliseconds of work; False where it was the last one. KeyError: see PrefixIndex."""
+        """Apply its next slice, some milliseconds of work; False where it was the last. KeyError as in PrefixIndex."""
 
 
 Tokens = Sequence[int] | bytes | Prompt
