@@ -1,0 +1,97 @@
+"""--max-queue counts who is inside and who is being read; --request-timeout also ends who does not take its answer."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config import ServerConfig
+from engine.http import generate
+from engine.http.generate import Writer
+from engine.http.state import ServerState
+from prompts import RequestError
+
+
+class Client:
+    dead: str | None = None
+    stats = events = None
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+
+    def submit(self, requests: list[Any]) -> None:
+        self.in_flight += len(requests)
+
+
+def make_state(limit: int, client: Any) -> ServerState:
+    state = object.__new__(ServerState)
+    state.config, state.client, state.draining, state._entering = ServerConfig(max_queue=limit), client, False, 0
+    return state
+
+
+@given(limit=st.integers(1, 6), asked=st.lists(st.tuples(st.integers(1, 7), st.booleans()), max_size=12))
+def test_no_more_than_the_limit_are_ever_inside(limit: int, asked: list[tuple[int, bool]]) -> None:
+    """Any number come in at once, are read for a while, and then submit what they ask for or give up."""
+    client = Client()
+    state = make_state(limit, client)
+    with ExitStack() as reading:
+        inside = []
+        for count, submits in asked:
+            place = ExitStack()
+            try:
+                place.enter_context(state.admission())
+            except RequestError as error:
+                refused = error.status
+                assert (refused, client.in_flight + state._entering) == (429, limit)
+                continue
+            inside.append((reading.enter_context(place), count, submits))
+        for place, count, submits in inside:
+            if submits:
+                before = client.in_flight + state._entering
+                try:
+                    state.submit([SimpleNamespace()] * count)
+                    refused = 200
+                except RequestError as error:
+                    refused = error.status
+                fits = before + count - 1 <= limit
+                assert refused == (200 if fits else 400 if count > limit else 429)
+            place.close()
+            assert client.in_flight + state._entering <= limit
+    assert state._entering == 0
+
+
+def test_nobody_is_let_in_while_the_server_ends() -> None:
+    state = make_state(0, Client())
+    with state.admission():
+        state.draining = True
+        with pytest.raises(RequestError, match="shutting down"):
+            state.submit([SimpleNamespace()])
+    with pytest.raises(RequestError, match="shutting down"), state.admission():
+        raise AssertionError
+
+
+@pytest.mark.parametrize("ends_in_s", [-5.0, 0.0, 0.05])
+def test_a_reader_that_takes_nothing_is_dropped_at_the_deadline(
+    ends_in_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before it would be for standing still; the error that ends its stream may still be waited for a moment."""
+    monkeypatch.setattr(generate, "LAST_WORDS_S", 0.01)
+    dropped: list[bool] = []
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    async def run() -> None:
+        request: Any = SimpleNamespace(transport=SimpleNamespace(abort=lambda: dropped.append(True)))
+        writer = Writer(request, ServerConfig(stall_timeout_s=3600), asyncio.get_running_loop().time() + ends_in_s)
+        await writer._unstalled(never())
+
+    with pytest.raises(ConnectionResetError):
+        asyncio.run(run())
+    assert dropped
