@@ -57,6 +57,7 @@ COUNTED = (
     "crashes",
     "held_bytes",
     "refused_bytes",
+    "refused_by_key",
     "request_s",
     "ttft_s",
     "routing_s",
@@ -84,6 +85,7 @@ class Metrics:
         self.held_bytes = 0
         """Of clients' requests that arrive or are in flight, now; router/http/budget.py keeps it."""
         self.refused_bytes: Counter[str] = Counter()
+        self.refused_by_key: Counter[str] = Counter()
         """bound -> requests that would have exceeded it."""
         self._crash_logged_s: dict[tuple[str, str], float] = {}
         self.request_s = Histogram(LATENCY_BOUNDS_S)

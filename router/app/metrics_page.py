@@ -39,6 +39,10 @@ def counted_families(metrics: Metrics) -> Iterator[Family]:
     yield _counter(
         "refused_bytes", "Requests refused because too many bytes are kept.", ("bound",), _keyed(metrics.refused_bytes)
     )
+    yield _counter(
+        "refused_by_key", "Requests refused because their API key has too much in flight.", ("bound",),
+        _keyed(metrics.refused_by_key),
+    )  # fmt: skip
     for name, text, value in (
         ("prompt_tokens", "Prompt tokens of routed requests, as tokenised here.", metrics.prompt_tokens),
         ("predicted_cached_tokens", "Prompt tokens predicted to be cached.", metrics.predicted_cached_tokens),

@@ -30,6 +30,7 @@ from router.app.reading import Reading
 from router.app.server import TICK_S, RouterApp
 from router.app.siblings import Siblings
 from router.app.system import naming, raise_file_limit, settle_heap, tls_context
+from router.app.tenants import Tenants
 from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind
@@ -81,6 +82,7 @@ class RouterProcess:
             budget=Budget(config.edge.limits, self._metrics),
         )
         self._proxy.log_share = config.log_decisions
+        self._proxy.tells_cache = config.edge.cache_headers
         self._prompts = PromptReader(
             self._executor,
             override=config.tokenizer,
@@ -91,6 +93,7 @@ class RouterProcess:
             config.helpers, chat_template=config.chat_template, cache_bytes=config.segment_cache_mb << 20
         )
         self._reading = Reading(self._core, self._prompts, self._helpers)
+        self._tenants = Tenants(config.edge, self._metrics)
         self._feed = IndexFeed(self._index, on_connection=self._stream_changed)
         self._listeners: list[Listener] = []
         self._peers: PeerSockets | None = None
@@ -195,6 +198,7 @@ class RouterProcess:
         app = RouterApp(
             self._proxy,
             self._reading,
+            self._tenants,
             self._metrics,
             self._config.edge,
             self._admin,
@@ -296,6 +300,7 @@ class RouterProcess:
             self._fleet.suspect(decision.worker)
 
     def _ended(self, exchange: Exchange) -> None:
+        self._tenants.leave(exchange.request_id)
         now = self._now()
         count_end(self._core, self._metrics, exchange, now)
         share = self._config.log_requests

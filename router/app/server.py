@@ -17,6 +17,7 @@ from prompts.errors import RequestError
 from router.app.admin import Admin
 from router.app.guard import Guard, bearer
 from router.app.reading import Asked, Reading
+from router.app.tenants import UNSALTED, Tenants, name_of
 from router.counters import Metrics
 from router.edge.config import EdgeConfig
 from router.edge.exchange import Exchange
@@ -51,6 +52,7 @@ class RouterApp:
         self,
         proxy: Proxy,
         reading: Reading,
+        tenants: Tenants,
         metrics: Metrics,
         config: EdgeConfig,
         admin: Admin,
@@ -62,11 +64,12 @@ class RouterApp:
         self.draining = False
         self._proxy = proxy
         self._reading = reading
+        self._tenants = tenants
         self._metrics = metrics
         self._keys = [key.encode() for key in config.api_keys]
         self._admin = admin
         self._guard = guard
-        self._passed = frozenset(PASSED + config.pass_routes)
+        self._passed = frozenset(PASSED + config.pass_routes) - (UNSALTED if config.tenant_salts else frozenset())
         self._passed_below = tuple(path[:-1] for path in self._passed if path.endswith("/*"))
         self._trace_prefix = os.urandom(6).hex()
         self._traces = 0
@@ -119,20 +122,20 @@ class RouterApp:
 
     def _serve(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Send a request on: by its prompt where it has one that can be read, else by its model and load."""
-        reading, path = self._reading, request.path
+        reading, path, tenant = self._reading, request.path, connection.party
         if not reading.is_light(request, path):
-            exchange = self._open(connection, request)
-            self._later(exchange, reading.read(request, path, lambda: not exchange.done))
+            exchange = self._open(connection, request, tenant)
+            self._later(exchange, tenant, reading.read(request, path, lambda: not exchange.done))
             return
         asked = reading.asked(request, path)
-        exchange = self._open(connection, request)
+        exchange = self._open(connection, request, tenant)
         read = reading.tokens(asked)
         if isinstance(read, tuple):
-            self._place(exchange, asked, read)
+            self._place(exchange, tenant, asked, read)
         else:
-            self._later(exchange, _with(asked, read))
+            self._later(exchange, tenant, _with(asked, read))
 
-    def _later(self, exchange: Exchange, reading: Coroutine[Any, Any, tuple[Asked, Read]]) -> None:
+    def _later(self, exchange: Exchange, tenant: str, reading: Coroutine[Any, Any, tuple[Asked, Read]]) -> None:
         """Place a request once its prompt was read. Whatever raises ends it."""
         task = asyncio.get_running_loop().create_task(reading)
         self._pending.add(task)
@@ -142,28 +145,39 @@ class RouterApp:
             if task.cancelled():
                 return
             try:
-                self._place(exchange, *task.result())
+                self._place(exchange, tenant, *task.result())
             except RequestError as error:
-                self._metrics.http_errors[str(error.status)] += 1
-                exchange.reject(error)
+                self._reject(exchange, error)
             except Exception as error:  # noqa: BLE001  a boundary: this request ends, the rest goes on
                 exchange.client.crash(error)
 
         task.add_done_callback(done)
 
-    def _place(self, exchange: Exchange, asked: Asked, read: Read) -> None:
+    def _reject(self, exchange: Exchange, error: RequestError) -> None:
+        self._metrics.http_errors[str(error.status)] += 1
+        exchange.reject(error)
+
+    def _place(self, exchange: Exchange, tenant: str, asked: Asked, read: Read) -> None:
         """Hand a request whose prompt was read to the core."""
         token_ids, seconds = read
+        self._tenants.apply(tenant, exchange.request, asked)
         if asked.parsed.kind != "other":
             self._metrics.tokenize_s.observe(seconds)
-        self._proxy.route(
-            exchange, self._reading.route_request(asked, token_ids, exchange.request_id, exchange.started_s)
-        )
+        route = self._reading.route_request(asked, token_ids, exchange.request_id, exchange.started_s)
+        try:
+            self._tenants.weigh(exchange.request_id, route.prompt_tokens)
+        except RequestError as error:
+            self._reject(exchange, error)
+        else:
+            self._proxy.route(exchange, route)
 
     # Shared -------------------------------------------------------------------------------------------------------
 
-    def _open(self, connection: ClientConnection, request: HttpRequest) -> Exchange:
+    def _open(self, connection: ClientConnection, request: HttpRequest, tenant: str) -> Exchange:
+        """Raises RequestError where the key has enough in flight."""
+        self._tenants.check(tenant)
         exchange = self._proxy.open(connection, request, self._trace_id(request))
+        self._tenants.enter(tenant, exchange.request_id)
         connection.work = exchange
         return exchange
 
@@ -180,5 +194,5 @@ class RouterApp:
         """A name for the key that the request brings; None where it brings none of ours. Every key is compared, each in
         constant time."""
         token = bearer(request)
-        matches = [f"key {number}" for number, key in enumerate(self._keys) if hmac.compare_digest(token, key)]
+        matches = [name_of(number) for number, key in enumerate(self._keys) if hmac.compare_digest(token, key)]
         return matches[0] if matches else None

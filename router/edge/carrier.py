@@ -33,6 +33,8 @@ class Carrier:
         self.now = now
         self.worker_authorization = worker_authorization
         """Sent to workers instead of the client's `Authorization`, or None to pass that one on."""
+        self.tells_cache = True
+        """Answers say which worker gave them, and how much of the prompt was predicted to be cached there."""
         self.relay = relay
         """Relays the middle of streams natively; None: exchanges do that themselves."""
 

@@ -45,9 +45,44 @@ class EdgeConfig:
         "Pass this route to workers too, /v1/x/* all below it, besides those of OpenAI's that answer prompts. "
         "May be repeated.",
     ] = ()
+    key_requests_max: Annotated[
+        Annotated[int, Meta(ge=1, le=10**9, title="N")],
+        Flag("--max-in-flight-by-key"),
+        "Requests of one API key in flight or held; more are answered 429.",
+    ] = 100_000
+    key_tokens_max: Annotated[
+        Annotated[int, Meta(ge=1, le=10**15, title="N")],
+        Flag("--max-tokens-by-key"),
+        "Prompt tokens of one API key's requests in flight; a request that would be more is answered 429.",
+    ] = 10**9
+    priority_min: Annotated[
+        Annotated[int, Meta(ge=-(2**31), le=2**31 - 1, title="N")],
+        Flag("--min-priority"),
+        "The lowest number, which is the highest priority, that clients may ask for; lower ones count as this.",
+    ] = 0
+    key_priorities: Annotated[
+        tuple[Annotated[str, Meta(pattern=r"^.+=-?\d{1,9}$", title="KEY=N", examples=["secret=-10"])], ...],
+        SECRET,
+        Flag("--key-priority", metavar="KEY=N"),
+        "Another --min-priority for one API key. May be repeated.",
+    ] = field(default=(), repr=False)
+    tenant_salts: Annotated[
+        bool, Flag(), "Give each API key's prompts a cache_salt of its own, so that keys share no cache."
+    ] = False
+    cache_headers: Annotated[
+        bool,
+        Flag(),
+        "Tell clients which worker answered and how much of the prompt was cached there (x-blockcast-*).",
+    ] = True
     connections_max: Annotated[
         Annotated[int, Meta(ge=1, le=10**9, title="N")],
         Flag("--max-connections"),
         "Of clients; more are answered 503.",
     ] = 20_000
     shutdown_s: Annotated[Seconds, Flag("--shutdown-timeout"), "For requests in flight after SIGTERM."] = 30.0
+
+    @property
+    def floors(self) -> dict[str, int]:
+        """API key -> its own `priority_min`."""
+        pairs = [text.rpartition("=") for text in self.key_priorities]
+        return {key: int(number) for key, _, number in pairs}

@@ -254,7 +254,8 @@ class Exchange:
             self._proxy.perform(instructions[1:])
         self._head = head
         chunks, keep_alive = self._payload is None, self._keeps_alive(head)
-        return answer_head(head, self.trace_id, self.decision, chunks=chunks, keep_alive=keep_alive)
+        told = self.decision if self._proxy.tells_cache else None
+        return answer_head(head, self.trace_id, told, chunks=chunks, keep_alive=keep_alive)
 
     def _keeps_alive(self, head: ResponseHead) -> bool:
         framed = head.chunked or isinstance(head.body, LengthBody)

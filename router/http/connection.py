@@ -262,6 +262,11 @@ class ClientConnection(asyncio.Protocol):
             RequestError(message, param=param, code=code, status=status, type=error_type(status)), headers
         )
 
+    @property
+    def party(self) -> str:
+        """Whose the current request is, as `Application.admit` said."""
+        return self._party
+
     # For the server -----------------------------------------------------------------------------------------------
 
     @property

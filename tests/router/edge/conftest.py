@@ -16,6 +16,7 @@ from router.app.admin import Admin
 from router.app.guard import Guard, anybody
 from router.app.reading import Reading
 from router.app.server import RouterApp
+from router.app.tenants import Tenants
 from router.counters import Metrics
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
@@ -246,7 +247,12 @@ class Edge:
         self.admin = Admin(
             self.core, self.fleet, self.prompts, reading, self.metrics, now=time.monotonic, version="test"
         )
-        self.app = RouterApp(self.proxy, reading, self.metrics, config, self.admin, guard=guard or anybody)
+        self.proxy.tells_cache = config.cache_headers
+        self.tenants = Tenants(config, self.metrics)
+        self.proxy.on_end.append(lambda exchange: self.tenants.leave(exchange.request_id))
+        self.app = RouterApp(
+            self.proxy, reading, self.tenants, self.metrics, config, self.admin, guard=guard or anybody
+        )
         self.listener = Listener(self.app, config.client_timeouts, config.connections_max)
         self.port = await self.listener.start("127.0.0.1", 0, None)
         self._tasks.append(asyncio.create_task(self._tick()))
@@ -258,6 +264,7 @@ class Edge:
             self.listener.sweep(time.monotonic())
             self.proxy.perform(self.core.tick(time.monotonic()))
             self.core.check_invariants()
+            self.tenants.check_invariants()
 
     async def worker(
         self, script: Script, name: str | None = None, port: int | None = None, *, max_model_len: int = 4096
@@ -292,6 +299,7 @@ class Edge:
                 not self.proxy.exchanges
                 and not self.proxy.relay
                 and not self.index.pins
+                and not self.tenants.requests
                 and not self.metrics.held_bytes
                 and self.pool.counts()[0] == self.pool.counts()[1]
             ):

@@ -1,0 +1,128 @@
+"""What one API key may have of the router at once, and what keeps its prompts apart from those of the others.
+
+Owns the requests and prompt tokens in flight of each key (bytes are router/http/budget.py's), the priorities that it
+may ask for, and its salt. Without keys the tenants are addresses, which only `--max-in-flight` bounds. Invariant: a
+tenant's sums are those of its requests that have not ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections import Counter
+
+import msgspec
+
+from prompts.errors import RequestError
+from router.app.reading import Asked
+from router.counters import Metrics
+from router.edge.config import EdgeConfig
+from router.http.connection import error_type
+from router.http.request import HttpRequest
+
+SALTED = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses"))
+"""Routes whose bodies take a `cache_salt`."""
+UNSALTED = frozenset(("/v1/messages", "/v1/messages/count_tokens"))
+"""Routes that use the prefix cache and take none: not passed on where tenants are to share nothing."""
+_OBJECT = re.compile(rb"[ \t\r\n]*\{")
+_EMPTY = re.compile(rb"[ \t\r\n]*\{[ \t\r\n]*\}[ \t\r\n]*")
+
+
+class Tenants:
+    """All keys of one process."""
+
+    def __init__(self, config: EdgeConfig, metrics: Metrics) -> None:
+        names = {key: name_of(number) for number, key in enumerate(config.api_keys)}
+        self._metrics = metrics
+        self._requests_max = config.key_requests_max
+        self._tokens_max = config.key_tokens_max
+        self._priority_min = config.priority_min
+        self._floors = {names[key]: floor for key, floor in config.floors.items() if key in names}
+        self._salts = {name: _salt(key) for key, name in names.items()} if config.tenant_salts else {}
+        self.requests: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter()
+        self._flights: dict[str, tuple[str, int]] = {}
+        """request id -> (tenant, prompt tokens)."""
+
+    def check(self, tenant: str) -> None:
+        """Raises RequestError where a key has too many requests."""
+        if self.requests[tenant] >= self._requests_max and _is_key(tenant):
+            self._refuse("requests", f"this API key has {self.requests[tenant]} requests in flight")
+
+    def enter(self, tenant: str, request_id: str) -> None:
+        """A request begins."""
+        self.requests[tenant] += 1
+        self._flights[request_id] = (tenant, 0)
+
+    def weigh(self, request_id: str, tokens: int) -> None:
+        """Its prompt was read. Raises RequestError where its key has too many tokens in flight."""
+        known = self._flights.get(request_id)
+        if known is None:
+            return  # its client left
+        tenant = known[0]
+        if _is_key(tenant) and self.tokens[tenant] and self.tokens[tenant] + tokens > self._tokens_max:
+            self._refuse("tokens", f"this API key has prompts of {self.tokens[tenant]} tokens in flight")
+        self.tokens[tenant] += tokens
+        self._flights[request_id] = (tenant, tokens)
+
+    def leave(self, request_id: str) -> None:
+        """A request ended."""
+        known = self._flights.pop(request_id, None)
+        if known is None:
+            return
+        tenant, tokens = known
+        for sums, amount in ((self.requests, 1), (self.tokens, tokens)):
+            sums[tenant] -= amount
+            if not sums[tenant]:
+                del sums[tenant]
+
+    def apply(self, tenant: str, request: HttpRequest, asked: Asked) -> None:
+        """Give a request its key's salt and no more priority than its key may ask for, for the router and, in its body,
+        for the worker."""
+        fields: dict[str, object] = {}
+        floor = self._floors.get(tenant, self._priority_min)
+        if asked.parsed.priority < floor:
+            fields["priority"] = floor
+        asked.priority = max(asked.priority, floor)
+        salt = self._salts.get(tenant)
+        if salt is not None and request.path in SALTED:
+            given = asked.parsed.cache_salt
+            fields["cache_salt"] = salt = salt if given is None else f"{salt}:{given}"
+            asked.parsed = msgspec.structs.replace(asked.parsed, cache_salt=salt)
+        if fields and _OBJECT.match(request.body) is not None:
+            request.body = amended(request.body, fields)
+
+    def check_invariants(self) -> None:
+        requests = Counter(tenant for tenant, _ in self._flights.values())
+        tokens: Counter[str] = Counter()
+        for tenant, amount in self._flights.values():
+            tokens[tenant] += amount
+        assert requests == self.requests
+        assert +tokens == self.tokens
+
+    def _refuse(self, bound: str, message: str) -> None:
+        self._metrics.refused_by_key[bound] += 1
+        raise RequestError(message, param=None, code="too_many_requests", status=429, type=error_type(429))
+
+
+def name_of(number: int) -> str:
+    """What the key in this place of the configuration is called."""
+    return f"key {number}"
+
+
+def _is_key(tenant: str) -> bool:
+    """Whether it is one; without keys it is an address, which may stand for anybody."""
+    return tenant.startswith("key ")
+
+
+def amended(body: bytes, fields: dict[str, object]) -> bytes:
+    """A JSON object with these fields put last, where they win over what stands before them."""
+    end = body.rindex(b"}")
+    comma = b"" if len(body) < 1024 and _EMPTY.fullmatch(body) else b","
+    return b"".join((body[:end], comma, msgspec.json.encode(fields)[1:]))
+
+
+def _salt(key: str) -> str:
+    """The same in every router, and nothing that leads back to the key."""
+    return hmac.new(key.encode(), b"blockcast cache salt", hashlib.sha256).hexdigest()[:32]

@@ -1,0 +1,151 @@
+"""One API key's bounds, priorities and salt: what it asks for beyond them changes nothing for the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.app.tenants import amended
+from router.index.protocol import Scope
+
+SALTS = {"tenant_salts": True, "api_keys": ("one", "two")}
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"model": "tiny", "prompt": [1, 2, 3], **fields}).encode()
+
+
+def key(name: str) -> bytes:
+    return f"Authorization: Bearer {name}".encode()
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ")[1])
+
+
+@given(
+    st.dictionaries(st.text(max_size=3), st.none() | st.integers(-5, 5) | st.text(max_size=5) | st.just([{}])),
+    st.sampled_from(["", " ", "\r\n\t"]),
+    st.sampled_from([None, 1, " "]),
+)
+def test_amended_fields_win_and_the_rest_stays(fields: dict[str, Any], space: str, indent: Any) -> None:
+    data = (space + json.dumps(fields, indent=indent) + space).encode()
+    added: dict[str, object] = {"cache_salt": "x", "priority": 3}
+    assert json.loads(amended(data, added)) == {**fields, **added}
+    assert json.loads(amended(b"{ \n }", added)) == added
+
+
+def test_keys_share_nothing_without_asking(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start(policy="kv", **SALTS)
+        worker = await edge.worker(edge.reply())
+        scopes: list[Scope] = []
+        edge.proxy.on_end.append(lambda exchange: scopes.append(exchange.route.scope))
+        for name, given_salt in (("one", None), ("two", None), ("one", None), ("one", "s"), ("two", "s")):
+            data = body() if given_salt is None else body(cache_salt=given_salt)
+            assert status(await edge.exchange(make_post(data, b"/v1/completions", [key(name)]))) == 200
+        sent = [json.loads(one.body)["cache_salt"] for one in worker.received]
+        assert sent == [scope.salt for scope in scopes], "the router's books and the worker's cache have one name"
+        assert len(set(sent)) == 4
+        assert sent[0] == sent[2]
+        assert not any("one" in salt or "two" in salt for salt in sent)
+        long = body(text="x" * 100_000)
+        assert status(await edge.exchange(make_post(long, b"/v1/completions", [key("one")]))) == 200
+        assert json.loads(worker.received[-1].body)["cache_salt"] == sent[0]
+        assert status(await edge.exchange(make_post(body(), b"/v1/messages", [key("one")]))) == 404
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("given", "header", "name", "router", "worker"),
+    [
+        (None, None, "one", 0, None), (5, None, "one", 5, 5), (-9, None, "one", 0, 0), (None, -9, "one", 0, None),
+        (-9, -9, "one", 0, 0), (-9, None, "two", -3, -3), (-2, None, "two", -2, -2), (None, -9, "two", -3, None),
+    ],
+)  # fmt: skip
+def test_priority_is_capped_by_key(
+    edge: Any, make_post: Any, given: int | None, header: int | None, name: str, router: int, worker: int | None
+) -> None:
+    """What the router takes, and what the worker reads: a key's floor is both's."""
+
+    async def scenario() -> None:
+        await edge.start(policy="kv", api_keys=("one", "two"), key_priorities=("two=-3",))
+        upstream = await edge.worker(edge.reply())
+        taken = []
+        edge.proxy.on_end.append(lambda exchange: taken.append(exchange.route.priority))
+        headers = [key(name), *([] if header is None else [b"x-blockcast-priority: %d" % header])]
+        data = body() if given is None else body(priority=given)
+        assert status(await edge.exchange(make_post(data, b"/v1/completions", headers))) == 200
+        assert taken == [router]
+        assert json.loads(upstream.received[0].body).get("priority") == worker
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("bound", ["requests", "tokens"])
+def test_one_key_in_flight_leaves_room_for_the_others(edge: Any, make_post: Any, bound: str) -> None:
+    bounds = {"requests": {"key_requests_max": 2}, "tokens": {"key_tokens_max": 7}}[bound]
+
+    async def scenario() -> None:
+        gate = asyncio.Event()
+
+        async def slow(request: Any, reader: Any, writer: Any) -> None:
+            await gate.wait()
+            await edge.reply()(request, reader, writer)
+
+        await edge.start(policy="kv", api_keys=("one", "two"), **bounds)
+        await edge.worker(slow)
+        first = [
+            asyncio.ensure_future(edge.exchange(make_post(body(), b"/v1/completions", [key("one")]))) for _ in range(2)
+        ]
+        while len(edge.core.tracker.requests) < 2:
+            await asyncio.sleep(0.005)
+        third = await edge.exchange(make_post(body(), b"/v1/completions", [key("one")]))
+        assert status(third) == 429
+        assert b"too_many_requests" in third
+        assert edge.metrics.refused_by_key == {bound: 1}
+        other = asyncio.ensure_future(edge.exchange(make_post(body(), b"/v1/completions", [key("two")])))
+        while len(edge.core.tracker.requests) < 3:
+            await asyncio.sleep(0.005)
+        gate.set()
+        assert [status(answer) for answer in [*await asyncio.gather(*first), await other]] == [200, 200, 200]
+        assert status(await edge.exchange(make_post(body(), b"/v1/completions", [key("one")]))) == 200
+
+    edge.run(scenario())
+
+
+def test_one_request_may_be_larger_than_a_keys_bound(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start(policy="kv", api_keys=("one",), key_tokens_max=2)
+        await edge.worker(edge.reply())
+        assert status(await edge.exchange(make_post(body(), b"/v1/completions", [key("one")]))) == 200
+
+    edge.run(scenario())
+
+
+def test_a_floor_changes_no_body_that_is_no_json(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start(priority_min=5)
+        worker = await edge.worker(edge.reply())
+        for data in (b"--x\r\n}\r\n", b"", b"[1]"):
+            assert status(await edge.exchange(make_post(data, b"/v1/audio/transcriptions"))) == 200
+            assert worker.received[-1].body == data
+
+    edge.run(scenario())
+
+
+def test_cache_headers_can_be_left_out(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start(cache_headers=False)
+        await edge.worker(edge.reply(headers=(b"x-blockcast-predicted-cached-tokens: 9",)))
+        answer = await edge.exchange(make_post(body(), b"/v1/completions"))
+        assert status(answer) == 200
+        assert b"x-blockcast" not in answer.lower()
+
+    edge.run(scenario())
