@@ -9,6 +9,11 @@ the same setting, and a geometric mean over the settings.
     benchmarks/routing.py --trace mooncake_conversation.jsonl.gz --trace claude_code_agentic.jsonl.gz
     benchmarks/routing.py --quick --trace ... --json routing.json --plot routing.png
 
+With `--workload chat` the requests are made up instead: questions under shared system prompts, where decoding is what
+costs. Figures are then relative to an oracle that knows the engines' state and how long every answer will be.
+
+    benchmarks/routing.py --workload chat --system-prompts 1 --system-tokens 1000 --output-tokens 1000 --rate 20
+
 Traces: Mooncake's FAST25 release (github.com/kvcache-ai/Mooncake) and kv-cache-tester's agent sessions
 (github.com/callanjfox/kv-cache-tester), plain or gzipped. Without --trace, generated tool-use traffic is played.
 The service model is assumed, not measured: see --help for its parameters and docs/routing.md for what it leaves out.
@@ -31,11 +36,22 @@ _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE), str(_HERE)]
 
 from routing_sim.decision import measure_decision  # noqa: E402
-from routing_sim.report import print_table, write_plot  # noqa: E402
-from routing_sim.runs import BOUNDS, EXTRA, POLICIES, Calibration, Options, Score, Setting, absolute, relative, run  # noqa: E402
-from routing_sim.workload import Workload, read_trace, synthetic  # noqa: E402
-
-from router.decide.config import ServiceModel  # noqa: E402
+from routing_sim.report import print_chat, print_table, write_plot  # noqa: E402
+from routing_sim.runs import (  # noqa: E402
+    BOUNDS,
+    CHAT_POLICIES,
+    EXTRA,
+    POLICIES,
+    Calibration,
+    Options,
+    Score,
+    Setting,
+    absolute,
+    relative,
+    run,
+)
+from routing_sim.service import EngineLimits, StepTimes  # noqa: E402
+from routing_sim.workload import Chat, Workload, chat, read_trace, synthetic  # noqa: E402
 
 _WORKLOADS: dict[str, Workload] = {}
 
@@ -60,9 +76,20 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     parser.add_argument("--plot", type=Path, help="write a picture (PNG or SVG); needs matplotlib")
     parser.add_argument("--calibration", type=Path, default=Path.home() / ".cache/blockcast/routing-calibration.json")
-    for name, value in asdict(ServiceModel()).items():
+    for name, value in asdict(StepTimes()).items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=type(value), default=value, help=f"service model (default {value})")
+    parser.add_argument("--workload", choices=["traces", "chat"], default="traces")
+    chats = parser.add_argument_group("--workload chat")
+    chats.add_argument("--system-prompts", type=int, default=1, help="how many, all asked equally often")
+    chats.add_argument("--system-tokens", type=int, default=1000)
+    chats.add_argument("--own-tokens", type=int, default=50, help="of each question")
+    chats.add_argument("--output-tokens", type=int, default=1000, help="mean length of an answer (exponential)")
+    chats.add_argument("--rate", type=float, default=20.0, help="requests a second")
+    chats.add_argument("--sessions", choices=["poisson", "sequential"], default="poisson",
+                       help="sequential: a third of them one after the other, then the rest at --rate")  # fmt: skip
+    chats.add_argument("--cache-tokens", type=int, default=200_000, help="KV cache of each worker")
+    chats.add_argument("--seats", type=int, default=256, help="sequences that run at once on a worker (max_num_seqs)")
     arguments = parser.parse_args(argv)
     for path in arguments.trace:
         if not path.is_file():
@@ -87,9 +114,11 @@ def main(argv: list[str] | None = None) -> None:
     """Calibrate, run the grid, print, write."""
     arguments = parse_arguments(argv)
     started = time.time()
-    service = ServiceModel(**{name: getattr(arguments, name) for name in asdict(ServiceModel())})
+    service = StepTimes(**{name: getattr(arguments, name) for name in asdict(StepTimes())})
+    talks = arguments.workload == "chat"
     options = Options(
         service=service,
+        limits=EngineLimits(arguments.seats, preempts=talks),
         event_delay_s=arguments.event_delay,
         routers=arguments.routers,
         seed=arguments.seed,
@@ -98,13 +127,16 @@ def main(argv: list[str] | None = None) -> None:
     )
     if arguments.slow_worker is not None:
         options = replace(options, slow_workers={0: arguments.slow_worker})
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}")
+    if talks:
+        run_chat(arguments, options)
+        return
     for path in arguments.trace:
         workload = read_trace(path, limit=arguments.limit, seed=arguments.seed)
         _WORKLOADS[workload.name] = workload
     if not _WORKLOADS:
         limit = arguments.limit or 6000
         _WORKLOADS["tool_use"] = synthetic("tool_use", seed=arguments.seed, requests_max=limit)
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}")
     for workload in _WORKLOADS.values():
         print(f"{workload.name}: {workload.note}; working set {workload.working_set_blocks:,} blocks of 512 tokens")
     settings = [
@@ -114,7 +146,7 @@ def main(argv: list[str] | None = None) -> None:
         for cache in arguments.cache
         for load in arguments.load
     ]
-    policies = [*BOUNDS, *(arguments.policy or POLICIES)]
+    policies = [*BOUNDS, *(arguments.policy or [name for name in POLICIES if name != "power_of_two"])]
     scores, speeds = run_grid(settings, policies, options, arguments.calibration, arguments.jobs)
     ratios = relative(scores)
     print_table(ratios, settings, time.time() - started)
@@ -137,6 +169,46 @@ def main(argv: list[str] | None = None) -> None:
         arguments.json.write_text(json.dumps(document, indent=1))
     if arguments.plot is not None:
         write_plot(arguments.plot, ratios)
+
+
+def run_chat(arguments: argparse.Namespace, options: Options) -> None:
+    """One workload at one rate, every policy."""
+    count = arguments.limit or 6000
+    shape = Chat(
+        prompts=arguments.system_prompts,
+        system_tokens=arguments.system_tokens,
+        own_tokens=arguments.own_tokens,
+        output_tokens=arguments.output_tokens,
+        rate=arguments.rate,
+        sequential=count // 3 if arguments.sessions == "sequential" else 0,
+        count=count,
+    )
+    workload = _WORKLOADS["chat"] = chat("chat", shape, seed=arguments.seed)
+    skip = arguments.skip if arguments.skip is not None else shape.sequential or count // 5
+    options = replace(options, skip=skip, cache_blocks=arguments.cache_tokens // shape.block)
+    settings = [Setting("chat", workers, 1.0, 1.0) for workers in arguments.workers]
+    policies = arguments.policy or CHAT_POLICIES
+    scores: dict[Setting, dict[str, Score]] = {setting: {} for setting in settings}
+    work = [
+        (policy, setting, 1.0, options) for setting in settings for policy in {"oracle": 0, **dict.fromkeys(policies)}
+    ]
+    with multiprocessing.get_context("fork").Pool(min(arguments.jobs, len(work))) as pool:
+        for policy, setting, figures in pool.imap_unordered(_run_one, work):
+            scores[setting][policy] = figures
+    for setting in settings:
+        print(f"\n{setting.workers} workers, {shape}")
+        print_chat(scores[setting])
+    if arguments.json is not None:
+        document = {
+            **relative(scores, "oracle"),
+            "settings": [
+                {"workers": s.workers, **asdict(shape), "policies": {n: asdict(v) for n, v in scores[s].items()}}
+                for s in settings
+            ],
+            "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}",
+            "options": {**asdict(options), "workload": workload.note},
+        }
+        arguments.json.write_text(json.dumps(document, indent=1))
 
 
 def run_grid(

@@ -37,6 +37,8 @@ class RoutingRequest(Struct, kw_only=True, frozen=True):
     cache_salt: str | None = None
     priority: int = 0
     stream: bool = False
+    output_max: int = 0
+    """Most tokens the client lets all choices have; 0 where it sets no limit."""
     user: str | None = None
     scores_prompt: bool = False
     """True where every prompt token gets a logprob: engines then compute the whole prompt and reuse nothing of it."""
@@ -62,6 +64,9 @@ class _Body(Struct):
     cache_salt: Any = None
     priority: Any = None
     stream: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    n: Any = None
     user: Any = None
     prompt_logprobs: Any = None
     echo: Any = None
@@ -82,6 +87,9 @@ def parse_routing(path: str, data: bytes) -> RoutingRequest:
         kind = "chat"
     elif path.endswith("/completions"):
         kind = "completion"
+    limit = _int(body.max_completion_tokens)
+    if limit is None:
+        limit = _int(body.max_tokens)
     return RoutingRequest(
         kind=kind,
         model=_str(body.model),
@@ -99,6 +107,7 @@ def parse_routing(path: str, data: bytes) -> RoutingRequest:
         cache_salt=_str(body.cache_salt) or None,
         priority=_int(body.priority) or 0,
         stream=body.stream is True,
+        output_max=max(limit or 0, 0) * max(_int(body.n) or 1, 1),
         user=_str(body.user),
         scores_prompt=body.prompt_logprobs is not None or (body.echo is True and _int(body.logprobs) is not None),
         has_media=_has_media(messages),

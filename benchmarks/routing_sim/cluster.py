@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from router.decide.config import ServiceModel
 from routing_sim.engine import Cache, Job, SimWorker
+from routing_sim.service import EngineLimits, StepTimes
 from routing_sim.workload import SimRequest, Workload
 
 
@@ -77,12 +77,13 @@ class ClusterConfig:
     """Of each worker; None: infinite."""
     speed: float
     """Multiple of the trace's own arrival rate."""
-    service: ServiceModel
+    service: StepTimes
     event_delay_s: float = 0.02
     shared_cache: bool = False
     """The bounds: one cache of the summed size for all."""
     slow_workers: dict[int, float] = field(default_factory=dict)
     """worker -> how many times slower than `service`."""
+    limits: EngineLimits = field(default_factory=EngineLimits)
 
 
 @dataclass(slots=True)
@@ -95,6 +96,11 @@ class Result:
     worker: dict[int, int] = field(default_factory=dict)
     prefilled: list[int] = field(default_factory=list)
     """Tokens prefilled by each worker."""
+    seat_waits: int = 0
+    """Requests that waited for a seat."""
+    seat_waits_vain: int = 0
+    """Requests sent to a worker without a free seat while another had one."""
+    preemptions: int = 0
     end_s: float = 0.0
     collapsed: bool = False
     """Cut off because waiting grew without bound."""
@@ -110,8 +116,14 @@ class Cluster:
         total = None if config.cache_blocks is None else config.cache_blocks * config.workers
         shared = Cache(total, shared=True) if config.shared_cache else None
         self.workers = [
-            SimWorker(i, _slower(config.service, config.slow_workers.get(i, 1.0)), shared or Cache(config.cache_blocks))
-            for i in range(config.workers)
+            SimWorker(
+                number,
+                config.service.slower(config.slow_workers.get(number, 1.0)),
+                shared or Cache(config.cache_blocks),
+                config.limits,
+                workload.block,
+            )
+            for number in range(config.workers)
         ]
         self.now = 0.0
         self.result = Result()
@@ -154,6 +166,8 @@ class Cluster:
         assert result.collapsed or len(result.e2e_s) == count, f"{count - len(result.e2e_s)} requests were lost"
         result.end_s = self.now
         result.prefilled = [worker.prefilled_tokens for worker in self.workers]
+        result.seat_waits = sum(worker.seat_waits for worker in self.workers)
+        result.preemptions = sum(worker.preemptions for worker in self.workers)
         return result
 
     def _oldest_wait(self) -> float:
@@ -171,8 +185,15 @@ class Cluster:
         for index, number in forwards:
             worker = self.workers[number]
             self.result.worker[index] = number
+            if self._taken(worker) >= self.config.limits.seats:
+                free = any(self._taken(other) < self.config.limits.seats for other in self.workers)
+                self.result.seat_waits_vain += free
             worker.submit(Job(self.workload.requests[index], self.now), self.now)
             self._schedule_wake(worker)
+
+    @staticmethod
+    def _taken(worker: SimWorker) -> int:
+        return worker.running + len(worker.waiting)
 
     def _schedule_wake(self, worker: SimWorker) -> None:
         wake_s = worker.wake_s
@@ -195,7 +216,7 @@ class Cluster:
     def _first_token(self, worker: SimWorker, job: Job) -> None:
         index = job.request.index
         self.result.ttft_s[index] = self.now - self._arrived[index]
-        self.result.hit_tokens[index] = job.hit_blocks * 512
+        self.result.hit_tokens[index] = job.hit_blocks * job.request.block
         which = index % len(self.routers)
         self._perform(self.routers[which].first_token(job.request, worker.number, self.now))
         self._schedule_tick(which)
@@ -204,7 +225,7 @@ class Cluster:
         index = job.request.index
         self.result.e2e_s[index] = self.now - self._arrived[index]
         which = index % len(self.routers)
-        cached = job.hit_blocks * 512
+        cached = job.hit_blocks * job.request.block
         self._perform(self.routers[which].finished(job.request, worker.number, cached, self.now))
         self._schedule_tick(which)
         for follower in self._followers.pop(index, ()):
@@ -242,14 +263,3 @@ class Cluster:
     def _hear_removed(self, number: int, ids: list[int]) -> None:
         for router in self.routers:
             router.removed(number, ids, self.now)
-
-
-def _slower(service: ServiceModel, factor: float) -> ServiceModel:
-    return ServiceModel(
-        prefill_s_per_token=service.prefill_s_per_token * factor,
-        quadratic_tokens=service.quadratic_tokens,
-        step_s=service.step_s * factor,
-        decode_request_s=service.decode_request_s * factor,
-        decode_context_s=service.decode_context_s * factor,
-        step_tokens=service.step_tokens,
-    )

@@ -1,23 +1,20 @@
-"""The simulated engine: a step loop with the service model of docs/routing.md and a block cache with leaf-first LRU.
+"""The simulated engine: a step loop (service.py says what a step takes) and a block cache with leaf-first LRU.
 
-One step takes `step_s + a * sum over prefill chunks of chunk * (1 + context / quadratic_tokens) + c * decoding + d *
-decode context`. Chunks are filled first come first served up to the step's token budget, decoding requests take one
-token of it each. Pages for prompt and output are reserved at admission; nothing is preempted. Stretches without prefill
-are jumped over in closed form, so the cost of a run grows with requests, not with tokens.
+Chunks are filled first come first served up to the step's token budget, decoding requests take one token of it each.
+Pages are reserved for prompt and output when a request begins, or taken as tokens come; then the youngest sequence is
+preempted where there are none left: it gives up its pages and begins again, with what it had said as prompt. Stretches
+without prefill are jumped over in closed form, so the cost of a run grows with requests, not with tokens.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from router.decide.config import ServiceModel
-from routing_sim.workload import BLOCK, SimRequest
-
-BATCH_MAX = 256
+from routing_sim.service import EngineLimits, StepTimes
+from routing_sim.workload import SimRequest
 
 
 class Cache:
@@ -69,13 +66,18 @@ class Cache:
             else:
                 used[block] += 1
         self.private += fresh
-        if self.capacity is not None:
-            excess = min(len(used) + self.private + len(idle) - self.capacity, len(idle))
-            if excess > 0:
-                gone = [idle.popitem(last=False)[0] for _ in range(excess)]
-                if self.on_remove is not None:
-                    self.on_remove(gone)
+        self.trim()
         return True
+
+    def trim(self) -> None:
+        """Evict what is over the capacity."""
+        if self.capacity is None:
+            return
+        excess = min(len(self.used) + self.private + len(self.idle) - self.capacity, len(self.idle))
+        if excess > 0:
+            gone = [self.idle.popitem(last=False)[0] for _ in range(excess)]
+            if self.on_remove is not None:
+                self.on_remove(gone)
 
     def register(self, ids: list[int], start: int, end: int) -> None:
         """Private pages of [start, end) are computed: they get their names. A name that is resident already is
@@ -112,11 +114,24 @@ class Job:
 
     request: SimRequest
     routed_s: float
+    length: int = 0
+    """Tokens to prefill: the prompt, and what was generated before a preemption."""
+    left: int = 0
+    """Tokens to generate after them."""
     computed: int = 0
     hit_blocks: int = 0
     named: int = 0
     pages: int = 0
+    began: int = 0
+    """Order of admission."""
+    finish_step: int = 0
     prefill_done: bool = False
+    answered: bool = False
+    """Its first token was seen."""
+
+    def __post_init__(self) -> None:
+        self.length = self.request.prompt_tokens
+        self.left = self.request.output_tokens
 
 
 @dataclass(slots=True)
@@ -130,10 +145,12 @@ class StepEnd:
 class SimWorker:
     """One engine. The cluster calls `submit`, and `advance` at `wake_s`; both may move `wake_s`."""
 
-    def __init__(self, number: int, service: ServiceModel, cache: Cache) -> None:
+    def __init__(self, number: int, service: StepTimes, cache: Cache, limits: EngineLimits, block: int) -> None:
         self.number = number
         self.service = service
         self.cache = cache
+        self.limits = limits
+        self.block = block
         self.waiting: deque[Job] = deque()
         self.prefilling: list[Job] = []
         self.decode: list[tuple[int, int, Job]] = []
@@ -142,13 +159,20 @@ class SimWorker:
         self.steps = 0
         self.wake_s: float | None = None
         self._chunks: list[tuple[Job, int]] = []
-        self._stretch: tuple[float, int, int] | None = None
-        """(start time, context at the start, steps planned) of a run of decode-only steps."""
-        self._ties = 0
+        self._stretch: tuple[float, int] | None = None
+        """(start time, steps planned) of a run of decode-only steps; `decode_context` is that of its start."""
+        self._begun = 0
+        self._grown = 0
+        """Pages that running sequences took since they began, counted in the cache's `private`."""
+        self._said = 0
+        """Tokens that running sequences have said since they began."""
+        self._full_s = -1.0
+        """When a request last had to wait for a seat."""
         self.blocked = False
-        """The head of the queue waits for pages or a place in the batch."""
-        self.busy_s = 0.0
+        """The head of the queue waits for pages or a seat."""
         self.prefilled_tokens = 0
+        self.seat_waits = 0
+        self.preemptions = 0
 
     @property
     def running(self) -> int:
@@ -165,124 +189,177 @@ class SimWorker:
     def advance(self, now: float) -> StepEnd:
         """`wake_s` has come: end the step, begin the next."""
         end = StepEnd()
+        steps = 1
         if self._stretch is not None:
-            _, _, steps = self._stretch
+            steps = self._stretch[1]
             self._stretch = None
-            self.decode_context += len(self.decode) * steps
-            self.steps += steps
-        else:
-            self.steps += 1
-            self.decode_context += len(self.decode)
+        self.steps += steps
+        self.decode_context += len(self.decode) * steps
+        self._said += len(self.decode) * steps
         self._finish_decodes(end)
         for job, tokens in self._chunks:
             self._chunk_done(job, tokens, end)
-        self._chunks = []
-        if end.first_tokens:
+        if self._chunks:
             self.prefilling = [job for job in self.prefilling if not job.prefill_done]
+        self._chunks = []
         self._start(now)
         return end
+
+    def progress(self, now: float) -> list[tuple[Job, int]]:
+        """What every decoding request has said so far."""
+        steps = self.steps
+        if self._stretch is not None:
+            start, planned = self._stretch
+            done = self.service.steps_in(now - start, len(self.decode), self.decode_context) - 1
+            steps += min(done, planned)
+        return [(job, job.request.output_tokens - max(job.finish_step - steps, 0)) for _, _, job in self.decode]
 
     # Steps -------------------------------------------------------------------------------------------------------
     def _start(self, now: float) -> None:
         service = self.service
+        if self.limits.preempts:
+            self._grow()
         budget = service.step_tokens - len(self.decode)
         chunks: list[tuple[Job, int]] = []
         for job in self.prefilling:
             if budget <= 0:
                 break
-            tokens = min(budget, job.request.prompt_tokens - job.computed)
+            tokens = min(budget, job.length - job.computed)
             chunks.append((job, tokens))
             budget -= tokens
         self.blocked = False
         while budget > 0 and self.waiting:
             job = self.waiting[0]
-            if self.running >= BATCH_MAX or not self._admit(job):
+            if self.running >= self.limits.seats:
+                self.blocked, self._full_s = True, now
+                break
+            if not self._admit(job):
                 self.blocked = True
                 break
             self.waiting.popleft()
+            self.seat_waits += not job.answered and job.routed_s <= self._full_s
             self.prefilling.append(job)
-            tokens = min(budget, job.request.prompt_tokens - job.computed)
+            tokens = min(budget, job.length - job.computed)
             chunks.append((job, tokens))
             budget -= tokens
         self._chunks = chunks
         n = len(self.decode)
         if chunks:
-            work = 0.0
+            seconds = service.decode_s(n, self.decode_context)
             for job, tokens in chunks:
-                work += tokens * (1.0 + (job.computed + tokens / 2.0) / service.quadratic_tokens)
+                seconds += service.prefill_s(tokens, job.computed)
                 self.prefilled_tokens += tokens
-            seconds = service.step_s + service.prefill_s_per_token * work
-            seconds += service.decode_request_s * n + service.decode_context_s * self.decode_context
             self.wake_s = now + seconds
         elif n:
             steps = self.decode[0][0] - self.steps
-            self._stretch = (now, self.decode_context, steps)
-            self.wake_s = now + self._stretch_s(steps)
+            if self.limits.preempts and self.cache.capacity is not None:
+                steps = min(steps, max(1, self._room() * self.block // n))
+            self._stretch = (now, steps)
+            self.wake_s = now + service.stretch_s(steps, n, self.decode_context)
         else:
             assert not self.waiting, (
                 f"worker {self.number} cannot take a request even when idle: its cache is too small"
             )
             self.wake_s = None
 
-    def _stretch_s(self, steps: int) -> float:
-        """Time of so many decode-only steps from the present stretch's start."""
-        assert self._stretch is not None
-        service, n = self.service, len(self.decode)
-        each = service.step_s + service.decode_request_s * n + service.decode_context_s * self._stretch[1]
-        return steps * each + service.decode_context_s * n * steps * (steps - 1) / 2.0
-
     def _cut_stretch(self, now: float) -> None:
         """A request arrived during decode-only steps: it joins at the end of the step that is running."""
         assert self._stretch is not None
-        start, context, planned = self._stretch
-        service, n = self.service, len(self.decode)
-        each = service.step_s + service.decode_request_s * n + service.decode_context_s * context
-        growth = service.decode_context_s * n / 2.0
-        elapsed = now - start
-        linear = each - growth
-        steps = elapsed / each
-        if growth > 0.0:
-            steps = (math.sqrt(linear * linear + 4.0 * growth * elapsed) - linear) / (2.0 * growth)
-        done = min(planned, max(1, math.ceil(steps + 1e-9)))
-        self._stretch = (start, context, done)
-        self.wake_s = max(now, start + self._stretch_s(done))
+        start, planned = self._stretch
+        n = len(self.decode)
+        done = min(planned, self.service.steps_in(now - start, n, self.decode_context))
+        self._stretch = (start, done)
+        self.wake_s = max(now, start + self.service.stretch_s(done, n, self.decode_context))
 
     def _admit(self, job: Job) -> bool:
-        request = job.request
-        hits = self.cache.match(request.ids, (request.prompt_tokens - 1) // BLOCK)
-        pages = -(-(request.prompt_tokens + request.output_tokens) // BLOCK)
+        hits = self.cache.match(job.request.ids, (job.request.prompt_tokens - 1) // self.block)
+        tokens = job.length if self.limits.preempts else job.length + job.left
+        pages = -(-tokens // self.block) + self.limits.preempts  # one ahead, for the first tokens it says
         alone = self.cache.shared and not self.running
-        if not self.cache.reserve(request.ids, hits, pages, force=alone):
+        spare = (self.cache.capacity or 0) // 100  # as vLLM's watermark: else what begins is soon preempted
+        if self.limits.preempts and self.running and spare and self._room() < pages - hits + spare:
             return False
-        job.hit_blocks = job.named = hits
-        job.computed = hits * BLOCK
+        if not self.cache.reserve(job.request.ids, hits, pages, force=alone):
+            return False
+        self._begun += 1
+        job.began = self._begun
+        job.named = hits
+        if not job.answered:
+            job.hit_blocks = hits
+        job.computed = hits * self.block
         job.pages = pages
+        job.prefill_done = False
         return True
 
     def _chunk_done(self, job: Job, tokens: int, end: StepEnd) -> None:
         job.computed += tokens
-        full = job.computed // BLOCK
+        full = min(job.computed, job.request.prompt_tokens) // self.block
         if full > job.named:
             self.cache.register(job.request.ids, job.named, full)
             job.named = full
-        if job.computed == job.request.prompt_tokens:
+        if job.computed == job.length:
             job.prefill_done = True
-            end.first_tokens.append(job)
-            if job.request.output_tokens <= 1:
+            if not job.answered:
+                job.answered = True
+                end.first_tokens.append(job)
+            if job.left <= 1:
                 self._finish(job, end)
                 return
-            self._ties += 1
-            heapq.heappush(self.decode, (self.steps + job.request.output_tokens - 1, self._ties, job))
-            self.decode_context += job.request.prompt_tokens + 1
+            job.finish_step = self.steps + job.left - 1
+            heapq.heappush(self.decode, (job.finish_step, job.began, job))
+            self.decode_context += job.length + 1
+            self._said += 1
 
     def _finish_decodes(self, end: StepEnd) -> None:
         while self.decode and self.decode[0][0] <= self.steps:
             job = heapq.heappop(self.decode)[2]
-            self.decode_context -= job.request.prompt_tokens + job.request.output_tokens
+            self._leave(job, job.left)
             self._finish(job, end)
+
+    def _leave(self, job: Job, said: int) -> None:
+        """A sequence that has said so many tokens since it began decodes no longer."""
+        self.decode_context -= job.length + said
+        self._said -= said
+        if self.limits.preempts:
+            self._settle(self._said // self.block)
 
     def _finish(self, job: Job, end: StepEnd) -> None:
         final = job.request.final_ids
+        short = len(final) - job.pages
+        if short > 0:  # of a request whose pages came as it spoke
+            self.cache.private += short
+            job.pages += short
         self.cache.register(final, job.named, len(final))
         self.cache.release(final, job.pages - len(final))
         end.finished.append(job)
+
+    # Memory that grows -------------------------------------------------------------------------------------------
+    def _room(self) -> int:
+        """Pages that running sequences can still take."""
+        cache = self.cache
+        assert cache.capacity is not None
+        return cache.capacity - len(cache.used) - cache.private
+
+    def _settle(self, pages: int) -> None:
+        self.cache.private += pages - self._grown
+        self._grown = pages
+
+    def _grow(self) -> None:
+        """Count the pages of what was said; preempt the youngest while the next step has none."""
+        self._settle(self._said // self.block)
+        if self.cache.capacity is None:
+            return
+        while len(self.decode) > 1 and self._room() * self.block < len(self.decode):
+            self._preempt(max(self.decode, key=lambda entry: entry[1])[2])
+        self.cache.trim()
+
+    def _preempt(self, job: Job) -> None:
+        self.preemptions += 1
+        said = job.left - (job.finish_step - self.steps)
+        self.decode.remove((job.finish_step, job.began, job))
+        heapq.heapify(self.decode)
+        self._leave(job, said)
+        self.cache.release(job.request.ids[: job.named], job.pages - job.named)
+        job.length += said
+        job.left -= said
+        self.waiting.appendleft(job)

@@ -1,13 +1,13 @@
 """The real router core, tracker, policy and index behind the simulation's `Router` interface.
 
 One "token" of the index stands for one trace block, so a prompt of 16k tokens is 32 ids and the index code is the real
-one with a block size of one; `BlockScaled` turns its answers into tokens. Events pass through the real codec as bytes.
+one with a block size of one; `BlockScaled` lets its callers count in tokens. Events pass through the real codec.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from events.codec import encode_batch
 from events.types import BlockRemoved, BlockStored, EventBatch
@@ -19,19 +19,20 @@ from router.fleet.peers import PeerLoads
 from router.index import make_index
 from router.index.protocol import HolderId, IndexStats, IngestReport, Match, PinId, PrefixIndex, Prompt, Scope, Tokens
 from routing_sim.cluster import Cluster
-from routing_sim.workload import BLOCK, SimRequest
+from routing_sim.service import StepTimes
+from routing_sim.workload import SimRequest
 
 MODEL = "sim"
 HEARTBEAT_S = 0.5
-CHUNK_IDS = 2
-"""The working set's chunk of 1,024 tokens, in ids."""
+PROGRESS_S = 2.0
 
 
 class BlockScaled:
     """A PrefixIndex whose callers count tokens and whose inner index counts blocks."""
 
-    def __init__(self, inner: PrefixIndex) -> None:
+    def __init__(self, inner: PrefixIndex, block: int) -> None:
         self._inner = inner
+        self._block = block
 
     @property
     def seed(self) -> int:
@@ -41,16 +42,17 @@ class BlockScaled:
         return self._inner.prepare(token_ids)
 
     def chunk_keys(self, token_ids: Tokens, scope: Scope, chunk_tokens: int) -> list[int]:
-        return self._inner.chunk_keys(token_ids, scope, chunk_tokens)
+        return self._inner.chunk_keys(token_ids, scope, chunk_tokens // self._block)
 
     def match(self, token_ids: Tokens, scope: Scope) -> list[Match]:
+        block = self._block
         return [
             Match(
                 m.holder,
-                m.tokens * BLOCK,
-                m.gpu_tokens * BLOCK,
-                (m.gpu_tokens * BLOCK, 0, 0, 0),
-                m.pinned_tokens * BLOCK,
+                m.tokens * block,
+                m.gpu_tokens * block,
+                (m.gpu_tokens * block, 0, 0, 0),
+                m.pinned_tokens * block,
             )
             for m in self._inner.match(token_ids, scope)
         ]
@@ -95,33 +97,35 @@ class Ours:
     """`RouterCore` under test. With `peers`, several of them share their load after `share_delay_s`."""
 
     def __init__(self, config: CoreConfig, *, seed: int = 0, name: str = "0", share_delay_s: float = 0.02) -> None:
-        inner = make_index(seed=seed + 1)
-        config = replace(config, working_set=replace(config.working_set, chunk_tokens=CHUNK_IDS))
-        self.core = RouterCore(BlockScaled(inner), config, seed=seed)
         self.name = name
+        self._config, self._seed = config, seed
         self.siblings: list[Ours] = []
         self._share_delay_s = share_delay_s
         self._pending = False
 
     def attach(self, cluster: Cluster) -> None:
         self.cluster = cluster
+        inner = make_index(seed=self._seed + 1)
+        self.core = RouterCore(BlockScaled(inner, cluster.workload.block), self._config, seed=self._seed)
+        blocks = cluster.config.cache_blocks
         for i in range(cluster.config.workers):
             spec = WorkerSpec(
                 worker_id=str(i),
                 url=f"http://{i}",
                 models=(ServedModel(MODEL, MODEL),),
-                cache_tokens=cluster.config.cache_blocks,  # ids stand for blocks
+                cache_tokens=None if blocks is None else blocks * cluster.workload.block,
             )
             self.core.add_worker(spec, 0.0)
         self.holders = [self.core.workers[str(i)].holders[0] for i in range(cluster.config.workers)]
         self.siblings = [r for r in cluster.routers if isinstance(r, Ours) and r is not self]
         self.loads = PeerLoads(self.core.tracker, self.name)
+        cluster.at(PROGRESS_S, self._progress)
         if self.siblings:
             cluster.at(0.0, self._beat)
 
-    def tell(self, target: str, service: ServiceModel) -> None:
+    def tell(self, target: str, times: StepTimes) -> None:
         """Give a worker's constants instead of letting them be learned."""
-        self.core.tracker.targets[target].teach(service)
+        self.core.tracker.targets[target].teach(ServiceModel(**asdict(times)))
 
     def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
         routed = RouteRequest(
@@ -138,6 +142,7 @@ class Ours:
         return self._perform(self.core.first_token(str(request.index), now))
 
     def finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[tuple[int, int]]:
+        self.core.progress(str(request.index), request.output_tokens)
         usage = ReportedUsage(request.prompt_tokens, cached_tokens, request.output_tokens)
         return self._perform(self.core.finished(str(request.index), usage, now))
 
@@ -170,6 +175,15 @@ class Ours:
         if not self._pending:
             self._pending = True
             self.cluster.at(self.cluster.now + self._share_delay_s, self._tell)
+
+    def _progress(self) -> None:
+        """The edge counts chunks as they pass, and tells now and then."""
+        cluster = self.cluster
+        for worker in cluster.workers:
+            for job, said in worker.progress(cluster.now):
+                if cluster.routers[job.request.index % len(cluster.routers)] is self:
+                    self.core.progress(str(job.request.index), said)
+        cluster.at(cluster.now + PROGRESS_S, self._progress)
 
     def _beat(self) -> None:
         """The full message that every router sends twice a second."""

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import xxhash
 
 from routing_sim.cluster import Cluster, SilentRouter
-from routing_sim.workload import BLOCK, SimRequest
+from routing_sim.engine import Job, SimWorker
+from routing_sim.workload import SimRequest
 
 
 class Residency(SilentRouter):
@@ -33,8 +34,8 @@ class Residency(SilentRouter):
         self.resident[worker].difference_update(ids)
 
     def prefix_blocks(self, request: SimRequest) -> list[int]:
-        """Cached prefix of each worker in blocks, at most (L - 1) // BLOCK."""
-        limit = (request.prompt_tokens - 1) // BLOCK
+        """Cached prefix of each worker in blocks, short of the prompt's last token."""
+        limit = (request.prompt_tokens - 1) // request.block
         found = []
         for held in self.resident:
             count = 0
@@ -83,6 +84,17 @@ class LeastRequests(Residency):
 
     def choose(self, request: SimRequest, now: float) -> int:
         return argmin(self.in_flight, self.rng)
+
+
+class PowerOfTwo(Residency):
+    """Of two workers at random the one with fewer requests in flight (Mitzenmacher, 2001)."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.rng = random.Random(seed)
+
+    def choose(self, request: SimRequest, now: float) -> int:
+        first, second = self.rng.sample(range(self.count), 2) if self.count > 1 else (0, 0)
+        return second if self.in_flight[second] < self.in_flight[first] else first
 
 
 class LongestPrefix(Residency):
@@ -206,7 +218,7 @@ class Dynamo(Residency):
         prefix = self.prefix_blocks(request)
         found = []
         for w in range(self.count):
-            prefill = (self.prefill_tokens[w] + request.prompt_tokens - prefix[w] * BLOCK) / BLOCK
+            prefill = (self.prefill_tokens[w] + request.prompt_tokens) / request.block - prefix[w]
             active = self.active[w]
             decode = len(active) + sum(1 for block in request.ids if block not in active)
             found.append(self.weight * prefill + decode)
@@ -214,7 +226,7 @@ class Dynamo(Residency):
 
     def choose(self, request: SimRequest, now: float) -> int:
         worker = argmin(self.costs(request), self.rng)
-        uncached = request.prompt_tokens - self.prefix_blocks(request)[worker] * BLOCK
+        uncached = request.prompt_tokens - self.prefix_blocks(request)[worker] * request.block
         self.pending[request.index] = uncached
         self.prefill_tokens[worker] += uncached
         self.active[worker].update(request.ids)
@@ -271,20 +283,57 @@ class LlmD(Residency):
         return argmin([-score for score in self.scores(request, now)], self.rng)
 
 
+def work_left(worker: SimWorker, job: Job) -> float:
+    """Prefill seconds of a job that waits or is being prefilled, known exactly."""
+    done = job.computed
+    if done == 0:
+        done = worker.cache.match(job.request.ids, (job.request.prompt_tokens - 1) // worker.block) * worker.block
+    return worker.service.prefill_s(job.length - done, done)
+
+
 class LeastWork(Residency):
     """The bounds' router: the worker with the least prefill work left, known exactly. With `shared_cache` and no
     capacity it is INF, with the summed capacity POOL."""
 
     def choose(self, request: SimRequest, now: float) -> int:
-        service = self.cluster.config.service
         found = []
         for worker in self.cluster.workers:
-            work = 0.0
-            for job in [*worker.prefilling, *worker.waiting]:
-                done = job.computed
-                if done == 0:
-                    done = worker.cache.match(job.request.ids, (job.request.prompt_tokens - 1) // BLOCK) * BLOCK
-                length = job.request.prompt_tokens
-                work += length - done + (length**2 - done**2) / (2.0 * service.quadratic_tokens)
-            found.append(work * 1e6 + worker.running)
+            work = sum(work_left(worker, job) for job in [*worker.prefilling, *worker.waiting])
+            found.append(work * 1e9 + worker.running)
         return argmin(found)
+
+
+class Oracle(Residency):
+    """Knows the engines' state, their service model and how long every answer will be: time to the first token, plus
+    `weight` times what the rest of this answer takes and what it costs the answers beside it. Looks no further ahead
+    than the requests that are there."""
+
+    def __init__(self, weight: float = 0.2) -> None:
+        self.weight = weight
+
+    def choose(self, request: SimRequest, now: float) -> int:
+        return argmin([self.cost(worker, request, now) for worker in self.cluster.workers])
+
+    def cost(self, worker: SimWorker, request: SimRequest, now: float) -> float:
+        """Seconds."""
+        times, length, out = worker.service, request.prompt_tokens, request.output_tokens
+        hit = worker.cache.match(request.ids, (length - 1) // worker.block) * worker.block
+        prefill = times.prefill_s(length - hit, hit)
+        waiting = [*worker.prefilling, *worker.waiting]
+        queue = sum(work_left(worker, job) for job in waiting)
+        lefts = [entry[0] - worker.steps for entry in worker.decode]
+        n = len(lefts)
+        step = times.decode_s(n, worker.decode_context)
+        slow = 1.0 + step / (times.prefill_s_per_token * times.step_tokens)
+        cost = slow * (queue + prefill) + len(waiting) * prefill
+        over = n + len(waiting) - worker.limits.seats
+        if over >= 0:
+            cost += sorted(lefts)[min(over, n - 1)] * step if n else 0.0
+        lefts += [job.left for job in waiting]
+        both = sum(min(left, out) for left in lefts)
+        context = (worker.decode_context + sum(job.length for job in waiting)) / max(len(lefts), 1)
+        own = out * times.decode_s(1, length + out / 2) + both * (
+            times.decode_request_s + times.decode_context_s * context
+        )
+        harm = both * (times.decode_request_s + times.decode_context_s * (length + out / 2)) + n * prefill
+        return cost + self.weight * (own + harm)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from routing_sim.runs import BOUNDS, Setting
+from routing_sim.runs import BOUNDS, Score, Setting
 
 COLUMNS = (
     ("hit", "hit"),
@@ -25,6 +25,21 @@ def print_table(ratios: dict[str, dict[str, float]], settings: list[Setting], to
     for name in [*order, "POOL", "INF"]:
         print(f"{name:<18}" + "".join(f"{ratios[name][key]:>11.2f}" for key, _ in COLUMNS))
     print(f"{took_s:.0f} s")
+
+
+def print_chat(scores: dict[str, Score]) -> None:
+    """Absolute figures, the shortest mean answer last."""
+    head = "E2E s    p50    p99 | TTFT ms    p50     p99 | TPOT ms   p50    p99 |  hit"
+    head += "  seat waits (in vain)  preempted  busiest"
+    print(f"{'policy':<16}{head}")
+    for name in sorted(scores, key=lambda n: -scores[n].e2e):
+        s = scores[name]
+        print(
+            f"{name:<15}{s.e2e:>6.2f} {s.e2e_p50:>6.2f} {s.e2e_p99:>6.1f} | {s.ttft_mean * 1e3:>7.0f} "
+            f"{s.ttft_p50 * 1e3:>6.0f} {s.ttft_p99 * 1e3:>7.0f} | {s.tpot_mean * 1e3:>7.1f} {s.tpot_p50 * 1e3:>5.1f} "
+            f"{s.tpot_p99 * 1e3:>6.1f} | {s.hit:>4.2f} {s.seat_waits:>11} {s.seat_waits_vain:>9} {s.preemptions:>10} "
+            f"{s.busiest:>8.2f}"
+        )
 
 
 def write_plot(path: Path, ratios: dict[str, dict[str, float]]) -> None:

@@ -7,15 +7,17 @@ import json
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from router.decide.config import CoreConfig, QueueConfig, ServiceModel
+from router.decide.config import CoreConfig, QueueConfig
 from routing_sim import peers
 from routing_sim.cluster import Cluster, ClusterConfig, Result, Router
 from routing_sim.ours import Ours, Told
-from routing_sim.workload import BLOCK, Workload
+from routing_sim.service import EngineLimits, StepTimes
+from routing_sim.workload import Workload
 
 WARM_SHARE = 0.1
 """Requests at the start of a trace that are not scored."""
@@ -42,7 +44,8 @@ class Setting:
 class Options:
     """What applies to every setting of a command."""
 
-    service: ServiceModel = field(default_factory=ServiceModel)
+    service: StepTimes = field(default_factory=StepTimes)
+    limits: EngineLimits = field(default_factory=EngineLimits)
     event_delay_s: float = 0.02
     routers: int = 1
     slow_workers: dict[int, float] = field(default_factory=dict)
@@ -51,6 +54,8 @@ class Options:
     """The policy whose saturation counts as 100 % load."""
     skip: int | None = None
     """Requests at the start that are not scored; None: a tenth."""
+    cache_blocks: int | None = None
+    """Each worker's cache, where the setting does not say it as a share of the working set."""
 
 
 @dataclass(slots=True)
@@ -65,6 +70,17 @@ class Score:
     e2e: float
     imbalance: float
     """Prefilled tokens of the busiest worker over the mean."""
+    tpot_mean: float = 0.0
+    """Time per output token after the first, of each answer."""
+    tpot_p50: float = 0.0
+    tpot_p99: float = 0.0
+    e2e_p50: float = 0.0
+    e2e_p99: float = 0.0
+    seat_waits: int = 0
+    seat_waits_vain: int = 0
+    preemptions: int = 0
+    busiest: float = 0.0
+    """Share of the requests that went to the worker with the most of them."""
     run_s: float = 0.0
 
 
@@ -78,6 +94,7 @@ Factory = Callable[[Options], Router]
 POLICIES: dict[str, Factory] = {
     "round_robin": lambda o: peers.RoundRobin(),
     "least_requests": lambda o: peers.LeastRequests(o.seed),
+    "power_of_two": lambda o: peers.PowerOfTwo(o.seed),
     "longest_prefix": lambda o: peers.LongestPrefix(o.seed),
     "bounded_hash": lambda o: peers.BoundedHash(),
     "session_sticky": lambda o: peers.SessionSticky(o.seed),
@@ -91,16 +108,30 @@ POLICIES: dict[str, Factory] = {
     ),
 }
 EXTRA: dict[str, Factory] = {
+    "oracle": lambda o: peers.Oracle(),
     "blockcast_told": lambda o: Told(ours_config(o), seed=o.seed),
 }
-"""Run only where asked for: `blockcast` with every worker's true constants given instead of learned."""
+"""Run only where asked for: what knows the lengths of the answers; `blockcast` with the true constants told."""
+CHAT_POLICIES = [
+    "round_robin",
+    "least_requests",
+    "power_of_two",
+    "sglang_tree",
+    "dynamo_w1",
+    "dynamo_w16",
+    "llm_d",
+    "blockcast",
+]
+"""What is compared where decoding costs."""
 BOUNDS = ("INF", "POOL")
 
 
 def cluster_config(setting: Setting, workload: Workload, speed: float, options: Options) -> ClusterConfig:
     """Cache per worker in blocks: its part of the working set, but at least what the longest request needs."""
-    longest = max(-(-(r.prompt_tokens + r.output_tokens) // BLOCK) for r in workload.requests)
-    blocks = max(round(setting.cache_share * workload.working_set_blocks / setting.workers), longest + 1)
+    longest = max(-(-(r.prompt_tokens + r.output_tokens) // r.block) for r in workload.requests)
+    blocks = options.cache_blocks or max(
+        round(setting.cache_share * workload.working_set_blocks / setting.workers), longest + 1
+    )
     return ClusterConfig(
         workers=setting.workers,
         cache_blocks=blocks,
@@ -108,6 +139,7 @@ def cluster_config(setting: Setting, workload: Workload, speed: float, options: 
         service=options.service,
         event_delay_s=options.event_delay_s,
         slow_workers=options.slow_workers,
+        limits=options.limits,
     )
 
 
@@ -144,17 +176,34 @@ def score(result: Result, workload: Workload, run_s: float = 0.0, *, skip: int |
     first = int(len(workload.requests) * WARM_SHARE) if skip is None else skip
     kept = [r for r in workload.requests[first:] if r.index in result.e2e_s]
     ttft = sorted(result.ttft_s[r.index] for r in kept) or [math.inf]
+    e2e = sorted(result.e2e_s[r.index] for r in kept) or [math.inf]
+    spoke = [r for r in kept if r.output_tokens > 1]
+    tpot = sorted((result.e2e_s[r.index] - result.ttft_s[r.index]) / (r.output_tokens - 1) for r in spoke) or [math.inf]
     mean_prefilled = statistics.mean(result.prefilled) if result.prefilled else 0.0
+    sent = Counter(result.worker[r.index] for r in kept)
     return Score(
         hit=sum(result.hit_tokens[r.index] for r in kept) / max(1, sum(r.prompt_tokens for r in kept)),
         ttft_mean=statistics.fmean(ttft),
-        ttft_p50=ttft[len(ttft) // 2],
-        ttft_p99=ttft[int(0.99 * (len(ttft) - 1))],
-        ttft_p999=ttft[int(0.999 * (len(ttft) - 1))],
-        e2e=statistics.fmean(result.e2e_s[r.index] for r in kept) if kept else math.inf,
+        ttft_p50=_share(ttft, 0.5),
+        ttft_p99=_share(ttft, 0.99),
+        ttft_p999=_share(ttft, 0.999),
+        e2e=statistics.fmean(e2e),
         imbalance=max(result.prefilled) / mean_prefilled if mean_prefilled else 1.0,
+        tpot_mean=statistics.fmean(tpot),
+        tpot_p50=_share(tpot, 0.5),
+        tpot_p99=_share(tpot, 0.99),
+        e2e_p50=_share(e2e, 0.5),
+        e2e_p99=_share(e2e, 0.99),
+        seat_waits=result.seat_waits,
+        seat_waits_vain=result.seat_waits_vain,
+        preemptions=result.preemptions,
+        busiest=max(sent.values(), default=0) / max(len(kept), 1),
         run_s=run_s,
     )
+
+
+def _share(ordered: list[float], share: float) -> float:
+    return ordered[int(share * (len(ordered) - 1))]
 
 
 class Calibration:
@@ -216,16 +265,15 @@ def _saturation(setting: Setting, workload: Workload, options: Options, log: Cal
     return low
 
 
+RATIOS = ("hit", "ttft_mean", "ttft_p50", "ttft_p99", "ttft_p999", "e2e", "e2e_p99", "tpot_mean", "tpot_p99")
+
+
 def relative(scores: dict[Setting, dict[str, Score]], base: str = "INF") -> dict[str, dict[str, float]]:
     """Geometric means over the settings of each policy's figures divided by the base's."""
-    names = {name for by_policy in scores.values() for name in by_policy}
     found: dict[str, dict[str, float]] = {}
-    for name in names:
+    for name in {name for by_policy in scores.values() for name in by_policy}:
         rows = [(by_policy[name], by_policy[base]) for by_policy in scores.values() if name in by_policy]
-        found[name] = {
-            field_name: _geomean([getattr(a, field_name) / max(getattr(b, field_name), 1e-9) for a, b in rows])
-            for field_name in ("hit", "ttft_mean", "ttft_p50", "ttft_p99", "ttft_p999", "e2e")
-        }
+        found[name] = {f: _geomean([getattr(a, f) / max(getattr(b, f), 1e-9) for a, b in rows]) for f in RATIOS}
         found[name]["imbalance"] = _geomean([a.imbalance for a, _ in rows])
     return found
 
@@ -234,10 +282,7 @@ def absolute(scores: dict[Setting, dict[str, Score]]) -> dict[str, dict[str, flo
     """Geometric means of the figures themselves."""
     names = {name for by_policy in scores.values() for name in by_policy}
     return {
-        name: {
-            field_name: _geomean([getattr(p[name], field_name) for p in scores.values() if name in p])
-            for field_name in ("hit", "ttft_mean", "ttft_p50", "ttft_p99", "e2e")
-        }
+        name: {f: _geomean([getattr(p[name], f) for p in scores.values() if name in p]) for f in RATIOS}
         for name in names
     }
 

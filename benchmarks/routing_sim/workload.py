@@ -31,12 +31,14 @@ class SimRequest:
     ids: list[int]
     after: int | None = None
     """Closed loop: sent `arrival_s` seconds (think time) after request `after` was answered."""
+    block: int = BLOCK
+    """Tokens of a block."""
     final_ids: list[int] = field(default_factory=list)
     """The full blocks of prompt and output, as far as a later request shows what the output's are called."""
 
     @property
     def full_blocks(self) -> int:
-        return self.prompt_tokens // BLOCK
+        return self.prompt_tokens // self.block
 
 
 @dataclass(slots=True)
@@ -47,6 +49,11 @@ class Workload:
     requests: list[SimRequest]
     note: str
     working_set_blocks: int = 0
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block."""
+        return self.requests[0].block if self.requests else BLOCK
 
     def arrivals(self, speed: float) -> Iterator[tuple[float, SimRequest]]:
         """(time, request) of everything that does not wait for another."""
@@ -191,3 +198,45 @@ def finish(workload: Workload) -> Workload:
             ends[request.ids[request.full_blocks - 1]] = request
     workload.working_set_blocks = len({b for r in workload.requests for b in r.final_ids})
     return workload
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Questions under system prompts that many share."""
+
+    prompts: int = 1
+    """System prompts, all asked equally often."""
+    system_tokens: int = 1000
+    own_tokens: int = 50
+    output_tokens: int = 1000
+    """Mean length of an answer; lengths are exponential."""
+    rate: float = 20.0
+    """Requests a second."""
+    sequential: int = 0
+    """So many of them first, one after the other: each begins when the last has ended."""
+    count: int = 6000
+    block: int = 32
+
+
+def chat(name: str, shape: Chat, *, seed: int) -> Workload:
+    """Poisson arrivals, after the sequential ones if there are any."""
+    rng = random.Random(seed)
+    shared = shape.system_tokens // shape.block
+    length = shape.system_tokens + shape.own_tokens
+    own = -(-length // shape.block) - shared
+    next_id, at = shape.prompts * shared + 1, 0.0
+    requests: list[SimRequest] = []
+    for i in range(shape.count):
+        first = 1 + rng.randrange(shape.prompts) * shared
+        ids = [*range(first, first + shared), *range(next_id, next_id + own)]
+        next_id += own
+        output = max(1, round(rng.expovariate(1.0 / shape.output_tokens)))
+        chained = 0 < i < shape.sequential
+        at = 0.0 if chained else at + rng.expovariate(shape.rate)
+        after = min(i, shape.sequential) - 1 if i and shape.sequential else None
+        requests.append(SimRequest(i, i, at, length, output, ids, after, shape.block))
+    for request in requests:
+        request.final_ids = request.ids[: request.full_blocks]
+    made = Workload(name, requests, f"{shape.count} requests, generated with seed {seed}")
+    made.working_set_blocks = shape.prompts * shared
+    return made

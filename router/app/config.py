@@ -34,6 +34,7 @@ class ProcessConfig:
         Flag("--worker", metavar="SPEC"),
         "A worker: its URL, or url=...,events=tcp://...,replay=tcp://...,topic=...,id=...,roles=a;b. May be repeated. "
         "events=none: guess its cache from what is sent to it. cache_tokens=N: how much it holds, unless it tells. "
+        "seats=N: sequences it runs at once, else that is learned. "
         "reannounce=1: its clients ask for kv_cache_report_mode=full, so stores that repeat are no second copies.",
     ] = ()
     workers_file: Annotated[str | None, FILE, Flag(metavar="FILE"), "One URL or SPEC a line; watched for changes."] = (

@@ -49,6 +49,7 @@ class Worker(Struct, forbid_unknown_fields=True):
     topic: str | UnsetType = UNSET
     roles: str | UnsetType = UNSET
     cache_tokens: _Positive | UnsetType = UNSET
+    seats: _Positive | UnsetType = UNSET
     reannounce: Literal[0, 1] | UnsetType = UNSET
 
 

@@ -136,6 +136,7 @@ class Reading:
             scope=self._scope(asked.base, parsed.cache_salt, asked.lora),
             token_ids=token_ids,
             prompt_tokens=len(token_ids) if token_ids is not None else self._estimate(asked),
+            output_max=1 if parsed.kind == "other" else parsed.output_max,  # of others, what is computed is the prompt
             stream=parsed.stream,
             priority=asked.priority,
             worker=asked.worker,

@@ -25,17 +25,19 @@ CHUNK_TOKENS = 64
 class AskedPrompt:
     """A request's prompt as the index and the books ask for it: prepared once, cut once."""
 
-    __slots__ = ("_index", "_keys", "ids", "scope")
+    __slots__ = ("_index", "_keys", "ids", "scope", "tokens")
 
-    def __init__(self, index: PrefixIndex, ids: Prompt, scope: Scope) -> None:
+    def __init__(self, index: PrefixIndex, ids: Prompt, scope: Scope, tokens: int) -> None:
         self._index = index
         self.ids = ids
         self.scope = scope
+        self.tokens = tokens
+        """Its length."""
         self._keys: dict[int, list[int]] = {}
 
     def keys(self, chunk_tokens: int) -> list[int]:
         """The keys of its chunks of so many tokens, each the digest of everything up to the chunk's end."""
-        if len(self.ids) <= chunk_tokens:
+        if self.tokens <= chunk_tokens:
             return []
         keys = self._keys.get(chunk_tokens)
         if keys is None:
@@ -55,6 +57,8 @@ class CacheBook:
         """target name -> approximate cache, for targets without events."""
         self._pins: dict[str, tuple[HolderId, PinId]] = {}
         """Of live requests."""
+        self._running: dict[str, tuple[Target, Sequence[int]]] = {}
+        """Of live requests on targets of known capacity: the chunks of their prompts."""
         self._grace: deque[tuple[float, HolderId, PinId]] = deque()
         """(release, ...) of ended requests, in the order of release."""
 
@@ -62,7 +66,10 @@ class CacheBook:
     def join(self, target: Target, spec: WorkerSpec) -> None:
         """A target is new, or more is known of its worker."""
         tokens = spec.cache_tokens
-        self.working_sets.set_capacity(target.name, None if tokens is None else tokens // spec.ranks)
+        target.capacity_tokens = None if tokens is None else tokens // spec.ranks
+        self.working_sets.set_capacity(target.name, target.capacity_tokens)
+        if spec.seats is not None:
+            target.seats, target.seats_told = spec.seats, True
         if spec.cache_view is CacheView.HISTORY and target.name not in self._histories:
             self._histories[target.name] = HistoryCache((tokens or self._history_tokens) // spec.ranks)
 
@@ -86,9 +93,9 @@ class CacheBook:
             history.clear()
 
     # A request's life --------------------------------------------------------------------------------------------
-    def ask(self, ids: Sequence[int], scope: Scope) -> AskedPrompt:
-        """Prepare a prompt for the questions below."""
-        return AskedPrompt(self._index, self._index.prepare(ids), scope)
+    def ask(self, ids: Sequence[int], scope: Scope, tokens: int) -> AskedPrompt:
+        """Prepare a prompt of so many tokens for the questions below."""
+        return AskedPrompt(self._index, self._index.prepare(ids), scope, tokens)
 
     def hits(self, prompt: AskedPrompt, candidates: Sequence[Target]) -> tuple[list[int], list[int], dict[int, Match]]:
         """(h, the part of it that events or history vouch for) of every candidate; the matches that reach into slower
@@ -122,10 +129,25 @@ class CacheBook:
             self._pins[request_id] = (target.holder, self._index.pin(target.holder, prompt.ids, prompt.scope))
         if self.working_sets.follows(target.name):
             keys = prompt.keys(self._chunk_tokens)
-            self.working_sets.sent(target.name, keys, len(prompt.ids), now, cached_share=cached_share)
+            self.working_sets.sent(target.name, keys, prompt.tokens, now, cached_share=cached_share)
+            self._running[request_id] = (target, keys)
+            held = target.held_chunks
+            for key in keys:
+                held[key] = held.get(key, 0) + 1
+            self._share(target, keys, 1)
 
     def ended(self, request_id: str, now: float, *, computed: bool) -> None:
         """The attempt is over. What was not `computed` is promised no longer; of the rest the events are coming."""
+        running = self._running.pop(request_id, None)
+        if running is not None:
+            target, keys = running
+            self._share(target, keys, -1)
+            held = target.held_chunks
+            for key in keys:
+                if held[key] == 1:
+                    del held[key]
+                else:
+                    held[key] -= 1
         pinned = self._pins.pop(request_id, None)
         if pinned is None:
             return
@@ -134,6 +156,22 @@ class CacheBook:
             self._grace.append((now + self._pin_grace_s, holder, pin))
         else:
             self._index.unpin(pin)
+
+    def _share(self, target: Target, keys: Sequence[int], sign: int) -> None:
+        """What another running prompt there has too is in memory once."""
+        held = target.held_chunks
+        shared = sign * self._chunk_tokens * sum(1 for key in keys if held[key] > 1)
+        target.shared_tokens += shared
+        target.room_tokens += shared
+
+    def memory_seconds(self, prompt: AskedPrompt, target: Target, needed_tokens: float) -> float:
+        """How long such a request would wait for room in the KV memory, or make others wait that are preempted for it:
+        as much has to end as it is too much by. What of it runs there already needs no room."""
+        held = target.held_chunks
+        chunk = self._chunk_tokens
+        over = needed_tokens - target.room_tokens - chunk * sum(1 for key in prompt.keys(chunk) if key in held)
+        capacity = target.capacity_tokens
+        return target.drain_seconds(over / capacity) if capacity is not None and over > 0.0 else 0.0
 
     def tick(self, now: float) -> None:
         """Release what has outlived its grace."""
@@ -149,6 +187,10 @@ class CacheBook:
         releases = [entry[0] for entry in self._grace]
         assert releases == sorted(releases)
         assert set(self._pins) <= live
+        assert set(self._running) <= live
+        chunk = self._chunk_tokens
+        for target, _ in self._running.values():
+            assert target.shared_tokens == chunk * sum(count - 1 for count in target.held_chunks.values())
         self.working_sets.check_invariants()
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from router.decide.books import AskedPrompt, CacheBook
 from router.decide.config import CoreConfig
+from router.decide.lengths import OutputLengths
 from router.decide.messages import Decision, RouteRequest, Terms
 from router.decide.policy import (
     KvCost,
@@ -44,6 +45,21 @@ class Chosen:
         self.resident = resident
         """Tokens of each candidate's h that events (or history) vouch for."""
 
+    @property
+    def target(self) -> Target:
+        """The winner."""
+        return self.cost.targets[self.winner]
+
+    @property
+    def wait_s(self) -> float:
+        """slow * Q of the winner."""
+        return self.target.slow * self.cost.waits[self.winner]
+
+    @property
+    def work_s(self) -> float:
+        """slow * P of the winner: what decides a held request's turn, beside its waiting."""
+        return self.target.slow * self.target.prefill_seconds(self.cost.prompt_tokens, self.cost.cached[self.winner])
+
 
 class Chooser:
     """Prices candidates and picks one."""
@@ -53,12 +69,14 @@ class Chooser:
         registry: Registry,
         tracker: LoadTracker,
         book: CacheBook,
+        lengths: OutputLengths,
         config: CoreConfig,
         rng: random.Random,
     ) -> None:
         self._registry = registry
         self._tracker = tracker
         self._book = book
+        self._lengths = lengths
         self._cost, self._policy, self._affinity = config.cost, config.policy, config.session_affinity
         self._chunk_tokens = config.working_set.chunk_tokens
         self._rng = rng
@@ -83,9 +101,10 @@ class Chooser:
         """Price the candidates and pick one by the configured policy. `ahead`: seconds held for each target that go
         before this request. `peek`: leave chance as it is."""
         prompt, loads = None, None
+        expected_tokens = self._lengths.expect(request)
         cached = resident = [0] * len(candidates)
         if request.token_ids is not None:
-            prompt = self._book.ask(request.token_ids, request.scope)
+            prompt = self._book.ask(request.token_ids, request.scope, request.prompt_tokens)
             cached, resident, slower = self._book.hits(prompt, candidates)
             if slower:
                 loads = [0.0] * len(candidates)
@@ -96,6 +115,7 @@ class Chooser:
             cached,
             loads,
             prompt_tokens=request.prompt_tokens,
+            expected_tokens=expected_tokens,
             utilisation_factor=self._tracker.utilisation_factor(now),
             now=now,
             config=self._cost,
@@ -103,7 +123,12 @@ class Chooser:
         )
         if ahead:
             cost.ahead = [ahead.get(target.name, 0.0) for target in candidates]
-        if prompt is not None and self._book.working_sets.crowded(len(prompt.ids), now):
+        if prompt is not None:
+            needed = prompt.tokens + 0.5 * expected_tokens
+            for i, target in enumerate(candidates):
+                if target.room_tokens < needed:
+                    cost.memory[i] = self._book.memory_seconds(prompt, target, needed)
+        if prompt is not None and self._book.working_sets.crowded(prompt.tokens, now):
             cost.crowding = self._crowding(request, prompt, candidates, cached)
         winner = self._affine(request, candidates, now)
         if winner is None:
@@ -140,7 +165,7 @@ class Chooser:
         length = request.prompt_tokens
         shares = [tokens / length for tokens in cached]
         keys = prompt.keys(self._chunk_tokens)
-        overflows = self._book.working_sets.overflows([t.name for t in candidates], shares, keys, len(prompt.ids))
+        overflows = self._book.working_sets.overflows([t.name for t in candidates], shares, keys, prompt.tokens)
         if not any(overflows):
             return None
         reuse = self._book.working_sets.reuse

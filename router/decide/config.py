@@ -40,9 +40,7 @@ class CostConfig:
     utilisation_weight: Annotated[NotNegative, "Seconds of price for each unit of a worker's own utilisation."] = 0.1
     """Spreads what is otherwise equal."""
     utilisation_window_s: Annotated[Seconds, "Over which utilisation is averaged."] = 60.0
-    decode_weight: Annotated[
-        NotNegative, "Price for prefilling where many are decoding; 0.05 favours end-to-end time."
-    ] = 0.0
+    decode_weight: Annotated[NotNegative, "What a second after the first token counts, beside one before it."] = 0.2
     tie_s: Annotated[NotNegative, "Prices closer than this are a tie, and ties rotate."] = 1e-6
     load_s_per_token: Annotated[Rates, "Seconds to fetch a cached token from GPU, CPU, STORAGE, REMOTE."] = (
         0.0,
@@ -84,7 +82,7 @@ class QueueConfig:
 
 @dataclass(frozen=True, slots=True)
 class WorkingSetConfig:
-    """What crowding a worker's cache costs (router/decide/working_set.py)."""
+    """What crowding a worker's cache costs (router/decide/books.py)."""
 
     enabled: Annotated[bool, "Count what each worker's cache is needed for."] = True
     live_s: Annotated[Seconds, "A prompt that was sent within so many seconds is expected to come back."] = 90.0

@@ -21,6 +21,7 @@ from router.decide.books import CacheBook
 from router.decide.choose import Chooser, Chosen
 from router.decide.config import CoreConfig
 from router.decide.held import HeldQueue, Live, RetryBudget, gave_up
+from router.decide.lengths import OutputLengths
 from router.decide.messages import (
     Decision,
     FailureKind,
@@ -52,7 +53,8 @@ class RouterCore:
         self.registry = Registry(index, self.tracker, self.book, Breaker(config.health))
         self.watchdog = Watchdog()
         self.counters: Counter[str] = Counter()
-        self._chooser = Chooser(self.registry, self.tracker, self.book, config, random.Random(seed))
+        self._lengths = OutputLengths()
+        self._chooser = Chooser(self.registry, self.tracker, self.book, self._lengths, config, random.Random(seed))
         self._live: dict[str, Live] = {}
         self._held = HeldQueue(config.queue)
         self._reorders = config.queue.enabled and config.policy == "kv" and config.policy_function is None
@@ -152,6 +154,9 @@ class RouterCore:
         if live is None or live.decision is None:
             return []
         self.counters["finished"] += 1
+        if not refused:
+            said = self.tracker.answered(request_id, usage.completion_tokens if usage is not None else None, now)
+            self._lengths.seen(live.request, said)
         reported_cached = usage.cached_tokens if usage is not None else None
         self._end_attempt(live, now, computed=not refused, reported_cached=reported_cached)
         self.registry.alive(live.decision.worker)
@@ -239,11 +244,8 @@ class RouterCore:
         choice = self._choose(live, now, ahead=ahead, in_line=may_hold)
         if isinstance(choice, Refuse):
             return choice
-        if may_hold and self._reorders:
-            target = choice.cost.targets[choice.winner]
-            wait_s = target.slow * target.queue_s(now)
-            if wait_s > self.config.queue.hold_above_s:
-                return self._hold(live, choice, now)
+        if may_hold and self._reorders and choice.wait_s > self.config.queue.hold_above_s:
+            return self._hold(live, choice, now)
         self._held.drop(live.request.request_id)
         return self._commit(live, choice, now)
 
@@ -265,9 +267,8 @@ class RouterCore:
             live.request, candidates, now, ahead=ahead, held_s=self._held.prefill_s, peek=peek
         )
         if in_line and self._reorders and ahead is None and len(self._held):
-            self._chooser.choose_again(
-                choice, self._held.ahead_of(live.request.priority, self._work_s(live, choice), live.arrived_s)
-            )
+            before = self._held.ahead_of(live.request.priority, choice.work_s, live.arrived_s)
+            self._chooser.choose_again(choice, before)
         return choice
 
     def _commit(self, live: Live, choice: Chosen, now: float) -> Forward:
@@ -276,7 +277,7 @@ class RouterCore:
         decision = self._chooser.decision(
             request, choice, now, explain=live.explain, attempt=live.attempt, waited_s=now - live.arrived_s
         )
-        target = choice.cost.targets[choice.winner]
+        target = choice.target
         self._chooser.rotate()
         self.tracker.route(
             request.request_id,
@@ -285,6 +286,7 @@ class RouterCore:
             cached_tokens=decision.predicted_cached_tokens,
             stream=request.stream,
             now=now,
+            expected_tokens=choice.cost.expected_tokens,
         )
         if choice.prompt is not None:
             cached_share = decision.predicted_cached_tokens / max(request.prompt_tokens, 1)
@@ -304,17 +306,15 @@ class RouterCore:
     def _hold(self, live: Live, choice: Chosen, now: float) -> Hold | Refuse:
         request, config = live.request, self.config.queue
         known = request.request_id in self._held
-        target = choice.cost.targets[choice.winner]
         if not known and self._held.full:
-            wait_s = target.slow * target.queue_s(now)
-            return Refuse(request.request_id, 429, "queue_full", "The router's queue is full.", max(1.0, wait_s))
+            return Refuse(request.request_id, 429, "queue_full", "The router's queue is full.", max(1.0, choice.wait_s))
         deadline_s = request.deadline_s if request.deadline_s is not None else live.arrived_s + config.wait_s_max
         self._held.put(
             request.request_id,
-            target=target.name,
-            prefill_s=target.prefill_seconds(request.prompt_tokens, choice.cost.cached[choice.winner]),
+            target=choice.target.name,
+            prefill_s=choice.work_s / choice.target.slow,
             priority=request.priority,
-            work_s=self._work_s(live, choice),
+            work_s=choice.work_s,
             arrived_s=live.arrived_s,
             deadline_s=deadline_s,
             refuse=request.deadline_s is not None,
@@ -324,11 +324,6 @@ class RouterCore:
             if len(self._held) == 1:
                 self._next_try_s = now + config.tick_s
         return Hold(request.request_id, deadline_s, len(self._held))
-
-    def _work_s(self, live: Live, choice: Chosen) -> float:
-        """P * slow at the choice's winner: what decides a held request's turn, beside its waiting."""
-        target = choice.cost.targets[choice.winner]
-        return target.slow * target.prefill_seconds(live.request.prompt_tokens, choice.cost.cached[choice.winner])
 
     def _try_held(self, now: float) -> list[Instruction]:
         """Try the first few held requests again; each that is placed or refused yields an instruction."""
@@ -398,11 +393,9 @@ class RouterCore:
     def snapshot(self, now: float) -> CoreSnapshot:
         """What `/workers` and `/metrics` show. Changes nothing but estimated first tokens."""
         self.tracker.advance(now)
-        rows = [
-            self._ledger.row(worker, target, self.tracker, now)
-            for worker in self.registry.workers.values()
-            for target in self.registry.targets_of(worker.worker_id)
-        ]
+        registry = self.registry
+        pairs = [(worker, t) for worker in registry.workers.values() for t in registry.targets_of(worker.worker_id)]
+        rows = [self._ledger.row(worker, target, self.tracker, now) for worker, target in pairs]
         counters = dict(self.counters)
         if self._chooser.own is not None:
             counters["policy_failed"] = self._chooser.own.failures
@@ -413,8 +406,7 @@ class RouterCore:
         self.tracker.check_invariants()
         self._held.check_invariants()
         for request_id, live in self._live.items():
-            held = request_id in self._held
-            assert held == (live.decision is None), f"{request_id} is held={held} with decision {live.decision}"
-            assert held != (request_id in self.tracker.requests), f"{request_id}: held and in flight, or neither"
+            held, sent = request_id in self._held, request_id in self.tracker.requests
+            assert held == (live.decision is None) == (not sent), f"{request_id}: {held=}, {sent=}, {live.decision}"
         assert set(self.tracker.requests) <= set(self._live)
         self.book.check_invariants(set(self.tracker.requests))

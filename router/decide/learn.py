@@ -29,6 +29,8 @@ _POOL_MEMORY = 8.0
 _JUDGED_AFTER = 12
 _DIFFERENT, _ALIKE = math.log(1.25), math.log(1.12)
 """A worker leaves the pool's model beyond the first factor and returns to it below the second."""
+_FASTER_MAX = 3.0
+"""A worker is not taken to be more times as fast as its pool."""
 _REFRESH = math.log(1.02)
 """The pool's model in use is renewed when it is off by more."""
 _ALONE_WEIGHT = 0.3
@@ -237,8 +239,18 @@ class PoolSpeeds:
         self._different.discard(name)
 
     def model(self, name: str) -> ServiceModel:
-        """What to predict this worker with."""
-        return self._members[name].model() if name in self._different else self._pool_model
+        """What to predict this worker with: its own speed where that is clearly another, but never much better than the
+        pool's, or one that counts wrongly would be sent everything."""
+        if name not in self._different:
+            return self._pool_model
+        own, pool = self._members[name].model(), self._pool_model
+        return replace(
+            own,
+            prefill_s_per_token=max(own.prefill_s_per_token, pool.prefill_s_per_token / _FASTER_MAX),
+            step_s=max(own.step_s, pool.step_s / _FASTER_MAX),
+            decode_request_s=max(own.decode_request_s, pool.decode_request_s / _FASTER_MAX),
+            decode_context_s=max(own.decode_context_s, pool.decode_context_s / _FASTER_MAX),
+        )
 
     def observations(self, name: str) -> int:
         """Intervals seen of this worker."""

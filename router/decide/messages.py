@@ -26,6 +26,8 @@ class RouteRequest:
     """The prompt; None where it could not be tokenised here: then only load decides."""
     prompt_tokens: int
     """len(token_ids), or an estimate where they are None."""
+    output_max: int = 0
+    """Most tokens that may be generated; 0 where the client does not say. A bound, never an expectation."""
     stream: bool = True
     """Whether the first token will be seen as it comes; otherwise its time is estimated."""
     priority: int = 0
@@ -95,9 +97,17 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     beta: float
     decode_requests: int
     ttft_s: float
-    """The prediction: slow * (Q + held + P) + load."""
+    """The prediction: slow * (Q + held + P) + seat + memory + load."""
     cost: float
     """The price; the lowest wins."""
+    output_tokens: float = 0.0
+    """What is expected of the answer."""
+    seat_s: float = 0.0
+    """Wait for a seat, where all are taken."""
+    memory_s: float = 0.0
+    """Wait for KV memory, where running requests hold too much of it."""
+    decode_s: float = 0.0
+    """The rest of the answer there, and what it costs the answers beside it; counts `decode_weight` times."""
 
 
 class Decision(msgspec.Struct):

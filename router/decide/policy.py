@@ -52,7 +52,8 @@ class KvCost:
 
     `cached[i]` is h of `targets[i]` in tokens; `loads[i]` its load seconds, or `loads` is None where all are zero;
     `ahead[i]` seconds of prefill that the router holds for it and will send before this prompt, or None; `crowding[i]`
-    seconds that will be computed again for want of room there, or None where there is room everywhere; `held_s` seconds
+    seconds that will be computed again for want of room there, or None where there is room everywhere; `memory[i]` the
+    wait for KV memory, where there is one; `held_s` seconds
     of prefill that the router holds in all: they wait like what the targets were sent.
     """
 
@@ -62,8 +63,10 @@ class KvCost:
         "cached",
         "config",
         "crowding",
+        "expected_tokens",
         "factor",
         "loads",
+        "memory",
         "prompt_tokens",
         "targets",
         "waits",
@@ -76,6 +79,7 @@ class KvCost:
         loads: Sequence[float] | None,
         *,
         prompt_tokens: int,
+        expected_tokens: float = 0.0,
         utilisation_factor: float,
         now: float,
         config: CostConfig,
@@ -86,7 +90,9 @@ class KvCost:
         self.loads = loads
         self.ahead: Sequence[float] | None = None
         self.crowding: Sequence[float] | None = None
+        self.memory: dict[int, float] = {}
         self.prompt_tokens = prompt_tokens
+        self.expected_tokens = expected_tokens
         self.factor = utilisation_factor
         self.config = config
         utilisation, work, arrivals, shortest = 0.0, 0.0, 0.0, math.inf
@@ -118,7 +124,7 @@ class KvCost:
         weight, decode_weight, tie_s = 1.0 + self.beta, config.decode_weight, config.tie_s
         utilisation_weight = config.utilisation_weight * self.factor
         loads, ahead, crowding = self.loads, self.ahead, self.crowding
-        square = length * length
+        square, expected, memory = length * length, self.expected_tokens, self.memory
         best, ties = float("inf"), []
         # The formula of `terms`, written out: see above.
         for i, (target, hit, wait) in enumerate(zip(self.targets, self.cached, self.waits)):
@@ -130,7 +136,11 @@ class KvCost:
             if target.peer is not None:
                 cost += config.utilisation_weight * target.peer.utilisation
             if decode_weight:
-                cost += decode_weight * prefill * target.decode_requests
+                cost += decode_weight * target.decode_seconds(length, expected)
+            if target.sharers >= target.seats:
+                cost += target.seat_seconds()
+            if memory:
+                cost += memory.get(i, 0.0)
             if loads is not None:
                 cost += loads[i]
             if crowding is not None:
@@ -157,7 +167,9 @@ class KvCost:
         crowding_s = self.crowding[i] if self.crowding is not None else 0.0
         cost = target.slow * (waiting + held + (1.0 + self.beta) * prefill)
         cost += config.utilisation_weight * utilisation + load_s + crowding_s
-        cost += config.decode_weight * prefill * target.decode_requests
+        seat_s, memory_s = target.seat_seconds(), self.memory.get(i, 0.0)
+        decode_s = target.decode_seconds(self.prompt_tokens, self.expected_tokens)
+        cost += seat_s + memory_s + config.decode_weight * decode_s
         return Terms(
             worker=target.name,
             cached_tokens=hit,
@@ -171,7 +183,11 @@ class KvCost:
             utilisation=utilisation,
             beta=self.beta,
             decode_requests=decoding,
-            ttft_s=target.slow * (waiting + held + prefill) + load_s,
+            output_tokens=self.expected_tokens,
+            seat_s=seat_s,
+            memory_s=memory_s,
+            decode_s=decode_s,
+            ttft_s=target.slow * (waiting + held + prefill) + seat_s + memory_s + load_s,
             cost=cost,
         )
 

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.decide.config import ServiceModel
-from router.decide.learn import PoolSpeeds, Taught
+from router.decide.learn import Observation, PoolSpeeds, Taught
 from router.index.protocol import HolderId
+
+SEATS_PRIOR = 256
+"""Of an engine of which that is not known; vLLM's default."""
+SEAT_WAIT, SEAT_VOTES = 4.0, 8
+"""So many times the expected wait is one for a seat, if so many in a row agree."""
 
 
 class RequestPhase(enum.Enum):
@@ -28,12 +35,16 @@ class InFlight:
     __slots__ = (
         "cached_tokens",
         "context_tokens",
+        "decode_start",
+        "expected_s",
+        "expected_tokens",
         "interval",
         "phase",
         "prefill_s",
         "prompt_tokens",
         "request_id",
         "routed_s",
+        "said_tokens",
         "stream",
         "target",
     )
@@ -45,11 +56,16 @@ class InFlight:
         *,
         prompt_tokens: int,
         cached_tokens: int,
+        expected_tokens: float,
         prefill_s: float,
         routed_s: float,
         stream: bool,
     ) -> None:
         self.request_id = request_id
+        self.expected_tokens = expected_tokens
+        """Of its answer, as guessed when it was routed."""
+        self.expected_s = target.slow * (target.queue_s(routed_s) + prefill_s)
+        """Until its first token, as predicted then, had it a seat."""
         self.target = target
         self.prompt_tokens = prompt_tokens
         self.cached_tokens = cached_tokens
@@ -60,6 +76,34 @@ class InFlight:
         self.context_tokens = 0
         self.interval: Interval | None = None
         """Where its first token went, for learning."""
+        self.said_tokens = 0
+        """Generated, as far as the edge has counted."""
+        self.decode_start: DecodeSums | None = None
+        """What the target had done when the first token was seen."""
+
+
+@dataclass(slots=True)
+class DecodeSums:
+    """Running totals of a target, for learning what a decode step takes: two of them bracket an answer."""
+
+    at_s: float = 0.0
+    request_seconds: float = 0.0
+    """Decoding requests, over time."""
+    context_seconds: float = 0.0
+    uncached_tokens: float = 0.0
+    """Prefilled, of all first tokens so far."""
+    quadratic: float = 0.0
+
+    def since(self, start: DecodeSums, elapsed_s: float, *, steps: int) -> Observation:
+        """What was done after `start`, in so many steps."""
+        return Observation(
+            elapsed_s=elapsed_s,
+            uncached_tokens=self.uncached_tokens - start.uncached_tokens,
+            quadratic=self.quadratic - start.quadratic,
+            steps=steps,
+            decode_requests=(self.request_seconds - start.request_seconds) / elapsed_s,
+            decode_context=(self.context_seconds - start.context_seconds) / elapsed_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,21 +123,46 @@ class SharedLoad:
     """The `a` that its seconds were predicted with, where it told: two routers may have learned differently so far."""
 
 
+def merged(loads: Sequence[SharedLoad], own_rate: float) -> SharedLoad:
+    """Several routers' parts as one, in this router's seconds: work, not time, is what another one can tell."""
+    scales = [own_rate / load.prefill_rate if load.prefill_rate else 1.0 for load in loads]
+    busy = [(load, scale) for load, scale in zip(loads, scales) if load.prefill_s > 0.0]
+    oldest, oldest_scale = min(busy or [(loads[0], 1.0)], key=lambda pair: pair[0].oldest_routed_s)
+    return SharedLoad(
+        prefill_s=sum(load.prefill_s * scale for load, scale in busy),
+        prefill_requests=sum(load.prefill_requests for load in loads),
+        oldest_prefill_s=oldest.oldest_prefill_s * oldest_scale,
+        oldest_routed_s=oldest.oldest_routed_s,
+        head_since_s=max(load.head_since_s for load in loads),
+        decode_requests=sum(load.decode_requests for load in loads),
+        decode_context=sum(load.decode_context for load in loads),
+        utilisation=sum(load.utilisation * scale for load, scale in zip(loads, scales)),
+        updated_s=min(load.updated_s for load in loads),
+    )
+
+
 class Target:
     """The load of one target. Read by the policy; changed only by the `LoadTracker`."""
 
     __slots__ = (
+        "_seat_votes",
         "arrivals_scaled",
         "busy_since_s",
+        "capacity_tokens",
         "context_tokens",
         "decode_context_s",
+        "decode_learnt_s",
         "decode_request_s",
         "decode_requests",
+        "ended_s",
         "head_since_s",
+        "held_chunks",
         "holder",
+        "left_tokens",
         "name",
         "open_interval",
         "peer",
+        "pending_tokens",
         "prefill_rate",
         "prefill_s",
         "prefills",
@@ -102,11 +171,19 @@ class Target:
         "quadratic_rate",
         "rank",
         "requests",
+        "room_tokens",
+        "seats",
+        "seats_told",
         "service",
+        "shared_tokens",
+        "sharers",
+        "sharing_s",
         "slow",
         "speeds",
+        "step_now_s",
         "step_prefill_s",
         "step_s",
+        "sums",
         "utilisation_scaled",
         "waiting_s",
         "worker_id",
@@ -129,7 +206,34 @@ class Target:
         self.requests = 0
         self.decode_requests = 0
         self.context_tokens = 0
+        """Prompts and answers so far of those."""
+        self.pending_tokens = 0
+        """Prompts of those without a first token."""
+        self.left_tokens = 0.0
+        """What is expected to be generated still, by all. As nothing is known of a length but its mean, what was said
+        already makes no answer shorter."""
+        self.capacity_tokens: int | None = None
+        """Of its KV cache, where that is known."""
+        self.held_chunks: dict[int, int] = {}
+        """Chunks of running prompts and how many requests have each; `shared_tokens` counts all but one of them."""
+        self.shared_tokens = 0
+        self.room_tokens = math.inf
+        """Of the cache, what running requests leave."""
+        self.seats = SEATS_PRIOR
+        """Sequences that run at once: told, or learned, or as many as is usual."""
+        self.seats_told = False
+        self.ended_s = -math.inf
+        """When a request last ended here."""
+        self._seat_votes: deque[int] = deque(maxlen=SEAT_VOTES)
+        self.sums = DecodeSums()
+        self.decode_learnt_s = -math.inf
         self.slow = 1.0
+        self.step_now_s = 0.0
+        """A decode step now."""
+        self.sharers = 0
+        """All requests here, with or without a first token, other routers' included."""
+        self.sharing_s = 0.0
+        """2 c n + d ctx over all of them: what they add to a step, and what one more sequence adds to theirs."""
         self.utilisation_scaled = 0.0
         self.arrivals_scaled = 0.0
         """Requests routed here per second, averaged and scaled like `utilisation_scaled`."""
@@ -162,11 +266,17 @@ class Target:
     def refresh(self) -> None:
         """Recompute what is derived from the service model and the decode load."""
         requests, context = self.decode_requests, self.context_tokens
+        self.sharers = self.requests
         if self.peer is not None:
             requests += self.peer.decode_requests
             context += self.peer.decode_context
-        step_overhead = self.step_s + self.decode_request_s * requests + self.decode_context_s * context
-        self.slow = 1.0 + step_overhead / self.step_prefill_s
+            self.sharers += self.peer.decode_requests + self.peer.prefill_requests
+        self.step_now_s = self.step_s + self.decode_request_s * requests + self.decode_context_s * context
+        self.slow = 1.0 + self.step_now_s / self.step_prefill_s
+        self.sharing_s = 2.0 * self.decode_request_s * self.sharers
+        self.sharing_s += self.decode_context_s * (context + self.pending_tokens)
+        if self.capacity_tokens is not None:
+            self.room_tokens = self.capacity_tokens - context - self.pending_tokens + self.shared_tokens
 
     def prefill_seconds(self, prompt_tokens: int, cached_tokens: int) -> float:
         """P."""
@@ -182,6 +292,42 @@ class Target:
         if progress > self.progress_max_s:
             progress = self.progress_max_s
         return waiting - progress if progress > 0.0 else waiting
+
+    def decode_seconds(self, prompt_tokens: int, expected_tokens: float) -> float:
+        """What the rest of such an answer would take here, and what it would cost the answers beside it: n sequences
+        share the steps with it, each of which it makes longer by c and its context, as they make its own."""
+        context_s = self.decode_context_s * (prompt_tokens + 0.5 * expected_tokens)
+        shared = expected_tokens
+        if self.requests:
+            left = self.left_tokens / self.requests
+            if left < expected_tokens:  # those who run may be gone before it is
+                shared *= 2.0 * left / (left + expected_tokens)
+        alone_s = expected_tokens * (self.step_s + self.decode_request_s + context_s)
+        return alone_s + shared * (self.sharing_s + self.sharers * context_s)
+
+    def seat_seconds(self) -> float:
+        """How long one more request would wait for a seat: as many have to end as are too many."""
+        over = self.sharers + 1 - self.seats
+        return self.drain_seconds(over / self.seats) if over > 0 else 0.0
+
+    def note_wait(self, waited_s: float, expected_s: float, now: float) -> None:
+        """A request got its first token after so long. Where one after the other waits far longer than its prefill
+        takes, and then begins just as another ends, always beside as many others: those are the seats."""
+        if self.seats_told:
+            return
+        if self.decode_requests > self.seats:
+            self.seats = max(SEATS_PRIOR, 2 * self.decode_requests)  # what was known was wrong
+            self._seat_votes.clear()
+        if waited_s > SEAT_WAIT * expected_s + 1.0 and now - self.ended_s < 0.1 + 3.0 * self.step_now_s:
+            votes = self._seat_votes
+            votes.append(self.decode_requests)
+            most = max(votes)
+            if len(votes) == SEAT_VOTES and most - min(votes) <= max(1, most // 32):
+                self.seats = most
+
+    def drain_seconds(self, share: float) -> float:
+        """Until such a share (1: all) of what runs here has ended."""
+        return share * self.left_tokens / self.requests * self.step_now_s if self.requests else 0.0
 
     def requeue(self) -> None:
         """Recompute what `queue_s` reads, after what is in the queue changed."""

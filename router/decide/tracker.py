@@ -11,14 +11,21 @@ from __future__ import annotations
 
 import heapq
 import math
+from dataclasses import replace
 
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.learn import Observation, PoolSpeeds
-from router.decide.target import InFlight, Interval, RequestPhase, SharedLoad, Target
+from router.decide.target import InFlight, Interval, RequestPhase, SharedLoad, Target, merged
 from router.index.protocol import HolderId
 
 _MERGE_S = 0.004
 """First tokens this close together came out of one engine step: one observation."""
+DECODED_TOKENS, DECODE_EVERY_S = 16, 0.5
+"""An answer of so many tokens teaches what a decode step takes, one of a target in so many seconds."""
+TOKEN_S_MIN, COUNT_DOUBT = 1e-4, 16
+"""No engine generates a sequence's tokens faster: one that says so is not believed. Nor that a stream had many more
+tokens than chunks: a quarter, and so many. Where chunks have several tokens each, lengths and times are then in about
+chunks, which is as good."""
 CORRECTED_TOKENS = 64
 """A prediction that was off by less taught nothing wrong."""
 _RESCALE_WINDOWS = 20.0
@@ -63,27 +70,38 @@ class LoadTracker:
 
     # A request's life --------------------------------------------------------------------------------------------
     def route(
-        self, request_id: str, target: Target, *, prompt_tokens: int, cached_tokens: int, stream: bool, now: float
+        self,
+        request_id: str,
+        target: Target,
+        *,
+        prompt_tokens: int,
+        cached_tokens: int,
+        stream: bool,
+        now: float,
+        expected_tokens: float = 0.0,
     ) -> InFlight:
-        """Count a request where it was sent."""
+        """Count a request where it was sent. `expected_tokens`: a guess of how long its answer will be."""
         assert request_id not in self.requests, f"request {request_id} is already in flight"
         flight = InFlight(
             request_id,
             target,
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
+            expected_tokens=expected_tokens,
             prefill_s=target.prefill_seconds(prompt_tokens, cached_tokens),
             routed_s=now,
             stream=stream,
         )
         if not stream:
-            wait_s = target.slow * (target.queue_s(now) + flight.prefill_s)
-            heapq.heappush(self._estimates, (now + wait_s, request_id))
+            heapq.heappush(self._estimates, (now + flight.expected_s, request_id))
         self.requests[request_id] = flight
         self._touch(target)
         target.prefills[request_id] = flight
         target.prefill_s += flight.prefill_s
         target.requests += 1
+        target.pending_tokens += prompt_tokens
+        target.left_tokens += expected_tokens
+        target.refresh()
         target.requeue()
         window = self._cost.utilisation_window_s
         grown = math.exp((now - self._epoch(now)) / window)
@@ -98,6 +116,7 @@ class LoadTracker:
             return None
         self._observe(flight, now)
         self._start_decode(flight, now)
+        flight.target.note_wait(now - flight.routed_s, flight.expected_s, now)
         return flight
 
     def progress(self, request_id: str, output_tokens: int) -> None:
@@ -105,6 +124,7 @@ class LoadTracker:
         flight = self.requests.get(request_id)
         if flight is None or flight.phase is not RequestPhase.DECODE:
             return
+        flight.said_tokens = output_tokens
         context = flight.prompt_tokens + output_tokens
         flight.target.context_tokens += context - flight.context_tokens
         flight.context_tokens = context
@@ -121,7 +141,11 @@ class LoadTracker:
             return None
         target = flight.target
         self._touch(target)
+        self._accrue(target, now)
         target.requests -= 1
+        target.ended_s = now
+        # Recomputed when empty, so that rounding never accumulates.
+        target.left_tokens = target.left_tokens - flight.expected_tokens if target.requests else 0.0
         if flight.phase is RequestPhase.PREFILL:
             if self._leave_prefill(flight):
                 target.head_since_s = now
@@ -159,11 +183,17 @@ class LoadTracker:
         target = flight.target
         self._touch(target)
         self._leave_prefill(flight)
+        self._accrue(target, now)
         target.head_since_s = max(target.head_since_s, now)
         flight.phase = RequestPhase.DECODE
         flight.context_tokens = flight.prompt_tokens
         target.decode_requests += 1
         target.context_tokens += flight.context_tokens
+        sums = target.sums
+        sums.uncached_tokens += flight.prompt_tokens - flight.cached_tokens
+        sums.quadratic += float(flight.prompt_tokens**2 - flight.cached_tokens**2)
+        if flight.stream:
+            flight.decode_start = replace(sums)
         target.refresh()
         target.requeue()
 
@@ -172,6 +202,7 @@ class LoadTracker:
         target = flight.target
         was_oldest = next(iter(target.prefills)) == flight.request_id
         del target.prefills[flight.request_id]
+        target.pending_tokens -= flight.prompt_tokens
         # Recomputed when empty, so that rounding never accumulates.
         target.prefill_s = target.prefill_s - flight.prefill_s if target.prefills else 0.0
         return was_oldest
@@ -199,6 +230,22 @@ class LoadTracker:
                 target.arrivals_scaled *= factor
             self._epoch_s = now
         return self._epoch_s
+
+    @staticmethod
+    def _accrue(target: Target, now: float) -> None:
+        """Bring the totals over time up to now, before the counts change."""
+        sums, peer = target.sums, target.peer
+        passed = now - sums.at_s
+        if passed <= 0.0:
+            return
+        sums.at_s = now
+        requests, context = target.decode_requests, target.context_tokens
+        if peer is not None:
+            requests += peer.decode_requests
+            context += peer.decode_context
+            sums.uncached_tokens += passed * min(peer.utilisation, 1.0) / target.prefill_rate
+        sums.request_seconds += passed * requests
+        sums.context_seconds += passed * context
 
     # Learning ----------------------------------------------------------------------------------------------------
     def _observe(self, flight: InFlight, now: float) -> None:
@@ -229,6 +276,27 @@ class LoadTracker:
             decode_context=target.context_tokens,
             usable=oldest and alone,
         )
+
+    def answered(self, request_id: str, reported_tokens: int | None, now: float) -> int:
+        """A whole answer has come: how long it was, as the engine says within reason, or as the edge counted. From its
+        first token on it took a step for each, in which its target also prefilled what had its first token meanwhile:
+        an observation of what steps take."""
+        flight = self.requests[request_id]
+        said = counted = flight.said_tokens if flight.stream else 0
+        if reported_tokens is not None:
+            said = min(reported_tokens, int((now - flight.routed_s) / TOKEN_S_MIN))
+            if counted:
+                said = min(said, counted + counted // 4 + COUNT_DOUBT)
+        target, start = flight.target, flight.decode_start
+        if start is None or said < DECODED_TOKENS or self.targets.get(target.name) is not target:
+            return said
+        self._accrue(target, now)
+        elapsed_s = now - start.at_s
+        if elapsed_s > 0.0 and now - target.decode_learnt_s >= DECODE_EVERY_S:
+            target.decode_learnt_s = now
+            names, _ = target.speeds.observe(target.name, target.sums.since(start, elapsed_s, steps=said - 1))
+            self._renew(target, names)
+        return said
 
     def learn_pending(self, target: Target) -> None:
         """Close the open interval and learn from it."""
@@ -298,25 +366,7 @@ class LoadTracker:
 
     def _apply_peers(self, target: Target) -> None:
         loads = [known[target.name] for known in self._peers.values() if target.name in known]
-        if not loads:
-            target.peer = None
-        else:
-            # In this router's seconds: work, not time, is what another one can tell.
-            own_rate = target.prefill_rate
-            scales = [own_rate / load.prefill_rate if load.prefill_rate else 1.0 for load in loads]
-            busy = [(load, scale) for load, scale in zip(loads, scales) if load.prefill_s > 0.0]
-            oldest, oldest_scale = min(busy or [(loads[0], 1.0)], key=lambda pair: pair[0].oldest_routed_s)
-            target.peer = SharedLoad(
-                prefill_s=sum(load.prefill_s * scale for load, scale in busy),
-                prefill_requests=sum(load.prefill_requests for load in loads),
-                oldest_prefill_s=oldest.oldest_prefill_s * oldest_scale,
-                oldest_routed_s=oldest.oldest_routed_s,
-                head_since_s=max(load.head_since_s for load in loads),
-                decode_requests=sum(load.decode_requests for load in loads),
-                decode_context=sum(load.decode_context for load in loads),
-                utilisation=sum(load.utilisation * scale for load, scale in zip(loads, scales)),
-                updated_s=min(load.updated_s for load in loads),
-            )
+        target.peer = merged(loads, target.prefill_rate) if loads else None
         target.refresh()
         target.requeue()
 
@@ -331,10 +381,12 @@ class LoadTracker:
             assert sorted(target.prefills) == sorted(waiting), f"{target.name}: prefills differ"
             assert math.isclose(target.prefill_s, sum(f.prefill_s for f in target.prefills.values()), abs_tol=1e-6)
             assert target.decode_requests == len(decoding), f"{target.name}: decode count"
-            derived = (target.slow, target.waiting_s, target.busy_since_s, target.progress_max_s)
+            assert target.pending_tokens == sum(f.prompt_tokens for f in target.prefills.values())
+            assert math.isclose(target.left_tokens, sum(f.expected_tokens for f in flights), abs_tol=1e-3)
+            derived = (target.slow, target.waiting_s, target.busy_since_s, target.progress_max_s, target.sharing_s)
             target.refresh()
             target.requeue()
-            fresh = (target.slow, target.waiting_s, target.busy_since_s, target.progress_max_s)
+            fresh = (target.slow, target.waiting_s, target.busy_since_s, target.progress_max_s, target.sharing_s)
             assert derived == fresh, f"{target.name}: {derived} was not brought up to date, it should be {fresh}"
             assert target.context_tokens == sum(f.context_tokens for f in decoding), f"{target.name}: context"
 

@@ -58,6 +58,8 @@ class WorkerSpec:
     cache_view: CacheView = CacheView.EVENTS
     cache_tokens: int | None = None
     """Advertised capacity of the KV cache, all ranks together; None where unknown."""
+    seats: int | None = None
+    """Sequences that each rank runs at once (`max_num_seqs`); None where unknown: it is then learned."""
     block_size: int | None = None
 
 

@@ -309,6 +309,8 @@ class Exchange:
         if self.in_core:
             self.in_core = False
             refused = head.status >= 400
+            if self.route is not None and self.route.stream:
+                self._proxy.core.progress(self.request_id, self.progress.reads)
             self._proxy.perform(
                 self._proxy.core.finished(self.request_id, self.usage, self._proxy.now(), refused=refused)
             )

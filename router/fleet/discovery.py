@@ -53,6 +53,8 @@ class WorkerFlag:
     """`events=none`: follow the cache by history."""
     roles: frozenset[str] = frozenset()
     cache_tokens: int | None = None
+    seats: int | None = None
+    """Sequences it runs at once; engines do not tell."""
     reannounces: bool = False
     """`reannounce=1`: stores may repeat what is held already (EventSource.reannounces)."""
 
@@ -83,12 +85,12 @@ _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _ENDPOINT = re.compile(r"tcp://[^\s;,]+:\d{1,5}|(ipc|inproc)://[^\s;,]+")
 _ID = re.compile(r"[!-~\u00a1-\U0010ffff]{1,255}")
 """It stands in headers and metrics."""
-_KEYS = ("url", "events", "replay", "topic", "id", "roles", "cache_tokens", "reannounce")
+_KEYS = ("url", "events", "replay", "topic", "id", "roles", "cache_tokens", "seats", "reannounce")
 
 
 def parse_worker_flag(text: str) -> WorkerFlag:
     """`http://host:8000`, or
-    `url=...,events=tcp://...;tcp://...,replay=...,topic=...,id=...,roles=a;b,cache_tokens=N,reannounce=1`.
+    `url=...,events=tcp://...;tcp://...,replay=...,topic=...,id=...,roles=a;b,cache_tokens=N,seats=N,reannounce=1`.
 
     Several ranks are separated by `;`. Raises ConfigError naming the part that is wrong.
     """
@@ -122,9 +124,10 @@ def worker_flag(values: Mapping[str, str]) -> WorkerFlag:
             raise ConfigError(f"worker: endpoint {endpoint!r}, expected one like tcp://host:5557")
     if replays and len(replays) != len(endpoints):
         raise ConfigError(f"worker: {len(replays)} replay endpoints for {len(endpoints)} event endpoints")
-    capacity = values.get("cache_tokens")
-    if capacity is not None and not number(capacity):
-        raise ConfigError(f"worker: cache_tokens={capacity!r}, expected a positive number")
+    capacity, seats = values.get("cache_tokens"), values.get("seats")
+    for key, value in (("cache_tokens", capacity), ("seats", seats)):
+        if value is not None and not number(value):
+            raise ConfigError(f"worker: {key}={value!r}, expected a positive number")
     if values.get("reannounce", "0") not in ("0", "1"):
         raise ConfigError(f"worker: reannounce={values['reannounce']!r}, expected 0 or 1")
     worker_id = values.get("id") or worker_id_of(url)
@@ -139,6 +142,7 @@ def worker_flag(values: Mapping[str, str]) -> WorkerFlag:
         no_events=events == "none",
         roles=frozenset(filter(None, values.get("roles", "").split(";"))),
         cache_tokens=int(capacity) if capacity is not None else None,
+        seats=int(seats) if seats is not None else None,
         reannounces=values.get("reannounce") == "1",
     )
 
@@ -208,6 +212,7 @@ def worker_spec(flag: WorkerFlag, facts: WorkerFacts) -> WorkerSpec:
         ranks=max(1, len(facts.sources)),
         cache_view=CacheView.EVENTS if facts.sources else CacheView.HISTORY,
         cache_tokens=flag.cache_tokens or facts.cache_tokens,
+        seats=flag.seats,
         block_size=facts.block_size,
     )
 

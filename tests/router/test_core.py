@@ -141,7 +141,8 @@ def test_goes_where_the_prefix_is_cached() -> None:
 def test_a_burst_with_one_prefix_stays_together_until_the_queue_costs_more() -> None:
     core, _ = make("abcd", CoreConfig(service=ServiceModel(prefill_s_per_token=1e-3, step_tokens=200)))
     prompt = list(range(200))
-    workers = [sent_to(core.route(request(f"r{i}", prompt + [5000 + i] * 4), 1.0)) for i in range(40)]
+    asked = [request(f"r{i}", prompt + [5000 + i] * 4, output_max=4) for i in range(40)]
+    workers = [sent_to(core.route(one, 1.0)) for one in asked]
     assert workers[0] == workers[1] == workers[2]
     assert len(set(workers)) > 1, "a hot prefix spreads when waiting costs more than prefilling it again"
 

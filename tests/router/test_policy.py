@@ -34,10 +34,18 @@ def tracker_of(count: int, service: ServiceModel | None = None) -> tuple[LoadTra
 
 
 def price(
-    tracker: LoadTracker, targets: list[Target], cached: list[int], tokens: int, now: float, *, held_s: float = 0.0
+    tracker: LoadTracker,
+    targets: list[Target],
+    cached: list[int],
+    tokens: int,
+    now: float,
+    *,
+    held_s: float = 0.0,
+    expected: float = 0.0,
 ) -> KvCost:
     return KvCost(
-        targets, cached, None, prompt_tokens=tokens, utilisation_factor=tracker.utilisation_factor(now), now=now,
+        targets, cached, None, prompt_tokens=tokens, expected_tokens=expected,
+        utilisation_factor=tracker.utilisation_factor(now), now=now,
         config=CONFIG, held_s=held_s,
     )  # fmt: skip
 
@@ -71,6 +79,43 @@ def test_every_term_by_hand() -> None:
     assert first.cost == pytest.approx(slow0 * (q0 + (1 + beta) * p0) + 0.1 * u0)
     assert second.cost == pytest.approx(slow1 * (1 + beta) * p1)
     assert cost.choose(0) == 1
+
+
+def test_the_rest_of_the_answer_by_hand() -> None:
+    """Three requests of 1,000 tokens of prompt run on worker 0, of which 200 tokens each are expected still; the new
+    one has 500 tokens and will say 400."""
+    tracker, targets = tracker_of(2)
+    for k in range(3):
+        name = f"a{k}"
+        tracker.route(
+            name, targets[0], prompt_tokens=1000, cached_tokens=999, stream=True, now=0.0, expected_tokens=200
+        )
+        tracker.first_token(name, 0.1)
+    cost = price(tracker, targets, [499, 499], 500, 1000.0, expected=400)
+    t0, c, d = 0.012, 50e-6, 2.5e-8
+    alone = 400 * (t0 + c + d * (500 + 200))
+    assert cost.terms(1, 0).decode_s == pytest.approx(alone)
+    together = 400 * 2 * 200 / (200 + 400)  # tokens of it that are said beside theirs
+    its_steps, theirs = together * (3 * c + d * 3000), together * 3 * (c + d * (500 + 200))
+    assert cost.terms(0, 0).decode_s == pytest.approx(alone + its_steps + theirs)
+    assert cost.choose(0) == 1
+
+
+def test_all_seats_taken_is_a_wait() -> None:
+    """Two seats, both taken by answers of which 100 tokens are to come: a third waits for half of what runs to end."""
+    tracker, targets = tracker_of(2)
+    targets[0].seats = 2
+    for k in range(2):
+        tracker.route(f"a{k}", targets[0], prompt_tokens=9, cached_tokens=8, stream=True, now=0.0, expected_tokens=100)
+        tracker.first_token(f"a{k}", 0.1)
+    cost = price(tracker, targets, [8, 0], 9, 1.0)
+    seat_s = 0.5 * 100 * (0.012 + 2 * 50e-6 + 2.5e-8 * 18)
+    assert cost.terms(0, 0).seat_s == pytest.approx(seat_s)
+    assert cost.terms(0, 0).ttft_s > seat_s
+    assert cost.terms(1, 0).seat_s == 0.0
+    assert cost.choose(0) == 1
+    tracker.end("a0", 2.0)
+    assert price(tracker, targets, [8, 0], 9, 2.0).terms(0, 0).seat_s == 0.0
 
 
 def test_progress_is_capped_and_starts_at_the_last_first_token() -> None:

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.decide.config import CoreConfig, ServiceModel
+from router.decide.config import CoreConfig
 
 
 @pytest.fixture(scope="module")
 def sim() -> Any:
     folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
     sys.path.append(folder)  # last: benchmarks/ has files named like modules of the standard library
-    names = ("workload", "engine", "cluster", "peers", "ours", "runs")
+    names = ("service", "workload", "engine", "cluster", "peers", "ours", "runs")
     yield SimpleNamespace(**{name: importlib.import_module(f"routing_sim.{name}") for name in names})
     sys.path.remove(folder)
 
@@ -33,9 +33,7 @@ def request(sim: Any, index: int, ids: list[int], *, at: float = 0.0, out: int =
     return made
 
 
-def naive_times(
-    arrivals: list[tuple[float, int, int]], service: ServiceModel
-) -> tuple[dict[int, float], dict[int, float]]:
+def naive_times(arrivals: list[tuple[float, int, int]], service: Any) -> tuple[dict[int, float], dict[int, float]]:
     """(first token, end) of each request on one engine, one step at a time, no cache."""
     now, waiting, running = 0.0, sorted(range(len(arrivals)), key=lambda i: (arrivals[i][0], i)), []
     done_tokens: dict[int, int] = {}
@@ -99,7 +97,7 @@ def test_the_engine_is_its_step_loop(arrivals: list[tuple[float, int, int]]) -> 
         made = workload.SimRequest(i, i, at, length, out, ids)
         made.final_ids = ids[: length // 512]
         requests.append(made)
-    service = ServiceModel()
+    service = importlib.import_module("routing_sim.service").StepTimes()
     config = cluster.ClusterConfig(workers=1, cache_blocks=None, speed=1.0, service=service)
     result = cluster.Cluster(config, workload.Workload("t", requests, ""), [peers.RoundRobin()]).run()
     first, end = naive_times(arrivals, service)
@@ -128,7 +126,7 @@ def test_the_cache_evicts_leaves_first_and_shares_what_is_computed(sim: Any) -> 
 
 
 def attached(sim: Any, policy: Any, workers: int = 2, **config: Any) -> Any:
-    settings = {"workers": workers, "cache_blocks": 1000, "speed": 1.0, "service": ServiceModel(), **config}
+    settings = {"workers": workers, "cache_blocks": 1000, "speed": 1.0, "service": sim.service.StepTimes(), **config}
     sim.cluster.Cluster(sim.cluster.ClusterConfig(**settings), sim.workload.Workload("t", [], ""), [policy])
     return policy
 
@@ -243,5 +241,7 @@ def test_the_real_core_runs_in_the_simulation_and_leaks_nothing(sim: Any, queue:
         assert router.core.index.stats().pins == 0
         for target in router.core.tracker.targets.values():
             assert (target.prefill_s, target.decode_requests, target.context_tokens) == (0.0, 0, 0)
+            assert (target.left_tokens, target.pending_tokens, target.shared_tokens) == (0.0, 0, 0)
+            assert not target.held_chunks
     assert len(made) == 2
     assert CoreConfig().policy == "kv"

@@ -1,0 +1,91 @@
+"""How long an answer will be, from the answers before it: of the same session, prompt beginning, model. Pure.
+
+What a client allows (`max_tokens`) is a bound and nothing more: most who allow 32,000 tokens get 300. What an engine
+reports is not taken at its word either: one absurd figure moves an average by a bounded step.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from router.decide.messages import RouteRequest
+
+TOKENS_PRIOR = 256.0
+"""Expected of a model that has answered nothing yet."""
+TOKENS_MAX = 131_072
+"""No answer counts as longer."""
+PREFIX_TOKENS = 256
+"""Prompts that begin with the same so many tokens are of a kind: one system prompt, one tool."""
+KINDS_MAX = 20_000
+_MEMORY = 64.0
+"""Answers over which an average goes."""
+_DOUBT = 4.0
+"""So many answers must be seen of a kind before they count as much as what is known of the more general kind."""
+_STEP = 10.0
+"""An answer counts as at most so many times what was expected."""
+
+
+Kind = tuple[str, int | str | None]
+
+
+class _Average:
+    __slots__ = ("count", "mean")
+
+    def __init__(self) -> None:
+        self.count = 0.0
+        self.mean = 0.0
+
+    def add(self, tokens: float) -> None:
+        self.count = min(self.count + 1.0, _MEMORY)
+        self.mean += (tokens - self.mean) / self.count
+
+    def over(self, general: float) -> float:
+        """The expectation, where `general` is that of the more general kind."""
+        return (self.count * self.mean + _DOUBT * general) / (self.count + _DOUBT)
+
+
+class OutputLengths:
+    """Averages by kind of request; at most `KINDS_MAX` kinds, the longest unused forgotten."""
+
+    def __init__(self) -> None:
+        self._kinds: OrderedDict[Kind, _Average] = OrderedDict()
+
+    def expect(self, request: RouteRequest) -> float:
+        """Tokens that will be generated: no more than the client allows."""
+        tokens = self._mean(_kinds(request))
+        return max(min(tokens, float(request.output_max)) if request.output_max > 0 else tokens, 1.0)
+
+    def seen(self, request: RouteRequest, tokens: int) -> None:
+        """So many were generated."""
+        if tokens < 1:
+            return
+        kinds = _kinds(request)
+        counted = min(float(tokens), float(TOKENS_MAX), _STEP * self._mean(kinds))
+        for kind in kinds:
+            known = self._kinds.get(kind)
+            if known is None:
+                known = self._kinds[kind] = _Average()
+            known.add(counted)
+            self._kinds.move_to_end(kind)
+        while len(self._kinds) > KINDS_MAX:
+            self._kinds.popitem(last=False)
+
+    def _mean(self, kinds: Sequence[Kind]) -> float:
+        tokens = TOKENS_PRIOR
+        for kind in kinds:
+            known = self._kinds.get(kind)
+            if known is not None:
+                tokens = known.over(tokens)
+        return tokens
+
+
+def _kinds(request: RouteRequest) -> list[Kind]:
+    """What a request is, from the general to the particular."""
+    model, session, token_ids = request.model, request.session, request.token_ids
+    kinds: list[Kind] = [(model, None)]
+    if token_ids is not None and len(token_ids) >= PREFIX_TOKENS:
+        kinds.append((model, hash(tuple(token_ids[:PREFIX_TOKENS]))))
+    if session is not None:
+        kinds.append((model, session if len(session) <= 64 else hash(session)))
+    return kinds

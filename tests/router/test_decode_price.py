@@ -1,0 +1,234 @@
+"""What decoding costs, through the real core: traffic spreads where it must, and no number from outside breaks that."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.decide.config import CoreConfig
+from router.decide.core import RouterCore
+from router.decide.lengths import TOKENS_MAX, TOKENS_PRIOR, OutputLengths
+from router.decide.messages import FailureKind, Forward, ReportedUsage, RouteRequest
+from router.decide.workers import ServedModel, WorkerSpec
+from router.index import make_index
+from router.index.protocol import Scope
+
+SCOPE = Scope("m")
+SYSTEM = list(range(1000))
+
+
+def pool(workers: int = 8, **changes: object) -> RouterCore:
+    core = RouterCore(make_index(seed=1), CoreConfig())
+    for i in range(workers):
+        spec = WorkerSpec(f"w{i}", f"http://w{i}", models=(ServedModel("m", "m"),), **changes)  # type: ignore[arg-type]
+        core.add_worker(spec, 0.0)
+    return core
+
+
+def ask(name: str, own: int, **changes: object) -> RouteRequest:
+    ids = SYSTEM + [100_000 + own] * 50
+    return RouteRequest(name, "m", SCOPE, ids, len(ids), **changes)  # type: ignore[arg-type]
+
+
+def send(core: RouterCore, request: RouteRequest, now: float) -> str:
+    placed = core.route(request, now, explain=True)
+    assert isinstance(placed, Forward)
+    return placed.decision.worker
+
+
+def answer(core: RouterCore, name: str, at: float, tokens: int, usage: ReportedUsage | None) -> float:
+    """Streamed at 15 ms a token; when it ended."""
+    core.first_token(name, at + 0.03)
+    end = at + 0.03 + 0.015 * tokens
+    core.finished(name, usage, end)
+    core.tick(end)
+    core.check_invariants()
+    return end
+
+
+def burst(core: RouterCore, now: float, count: int = 64, **changes: object) -> Counter[str]:
+    """Requests that come at once; how many each worker got."""
+    return Counter(send(core, ask(f"burst{i}", 1000 + i, **changes), now + i * 1e-3) for i in range(count))
+
+
+def test_sequential_sessions_stay_together_and_a_burst_spreads_at_once() -> None:
+    core, now, homes = pool(), 0.0, set()
+    for i in range(20):
+        homes.add(send(core, ask(f"r{i}", i), now))
+        now = answer(core, f"r{i}", now, 1000, ReportedUsage(1050, 0, 1000))
+    assert len(homes) == 1, "one at a time, nothing is gained by computing the shared prompt twice"
+    spread = burst(core, now + 1.0)
+    assert len(spread) == 8
+    assert max(spread.values()) <= 16, spread
+
+
+def test_one_shared_prompt_uses_all_workers_evenly_while_answers_are_long() -> None:
+    """20 requests a second, answers of 20 s: 400 run at the end."""
+    core = pool()
+    for i in range(400):
+        now = i * 0.05
+        send(core, ask(f"r{i}", i), now)
+        core.first_token(f"r{i}", now + 0.04)
+    running = [target.requests for target in core.tracker.targets.values()]
+    assert max(running) <= 1.25 * 50, running
+
+
+@pytest.mark.parametrize("output_max", [-1, 0, 1, 10**12])
+def test_what_a_client_allows_is_a_bound_and_no_expectation(output_max: int) -> None:
+    core, now = pool(), 0.0
+    for i in range(30):
+        send(core, ask(f"r{i}", i, output_max=output_max), now)
+        now = answer(core, f"r{i}", now, 100, ReportedUsage(1050, 0, 100))
+    placed = core.route(ask("last", 99, output_max=output_max), now)
+    assert isinstance(placed, Forward)
+    expected = placed.decision.terms.output_tokens
+    assert expected == (1.0 if output_max == 1 else pytest.approx(100, rel=0.1))
+    core.aborted("last", now)
+    assert len(burst(core, now, output_max=output_max)) >= (1 if output_max == 1 else 4)
+
+
+@pytest.mark.parametrize("reported", [0, 10**9 - 1])
+def test_a_worker_that_lies_of_what_it_said_is_not_believed(reported: int) -> None:
+    """One worker of eight reports absurd answers. 1e9 tokens are more than any engine says in that time."""
+    core, now = pool(), 0.0
+    for i in range(200):
+        worker = send(core, ask(f"r{i}", i, worker=f"w{i % 8}"), now)
+        core.first_token(f"r{i}", now + 0.03)
+        core.progress(f"r{i}", 96)
+        usage = ReportedUsage(1050, 0, reported if worker == "w0" else 100)
+        now += 0.03 + 0.015 * 100
+        core.finished(f"r{i}", usage, now)
+    expected = core.explain(ask("x", 7), now)
+    assert not hasattr(expected, "status")
+    assert 50 < expected.terms.output_tokens < 1000  # type: ignore[union-attr]
+    spread = burst(core, now)
+    assert len(spread) == 8
+    assert max(spread.values()) <= 24, spread
+
+
+def test_a_worker_that_reports_nothing_is_spread_over_all_the_same() -> None:
+    """No usage, no stream, no capacity: what is in flight is known all the same."""
+    core, now = pool(), 0.0
+    for i in range(40):
+        send(core, ask(f"r{i}", i, stream=False), now)
+        now += 5.0
+        core.finished(f"r{i}", None, now)
+        core.check_invariants()
+    spread = burst(core, now, stream=False)
+    assert len(spread) == 8
+    assert max(spread.values()) <= 16, spread
+
+
+def test_what_an_attempt_booked_is_taken_back() -> None:
+    core = pool(cache_tokens=20_000)
+    for i in range(40):
+        send(core, ask(f"r{i}", i), 0.0)
+    for i in range(40):
+        if i % 3 == 0:
+            core.aborted(f"r{i}", 1.0)
+        elif i % 3 == 1:
+            core.failed(f"r{i}", FailureKind.OVERLOADED, 1.0)
+            core.aborted(f"r{i}", 1.1)
+        else:
+            core.first_token(f"r{i}", 1.0)
+            core.failed(f"r{i}", FailureKind.STREAM, 2.0)
+        core.check_invariants()
+    for target in core.tracker.targets.values():
+        booked = (
+            target.requests,
+            target.left_tokens,
+            target.pending_tokens,
+            target.context_tokens,
+            target.shared_tokens,
+        )
+        assert booked == (0, 0.0, 0, 0, 0)
+        assert not target.held_chunks
+        assert target.room_tokens == 20_000
+
+
+def test_full_memory_is_a_wait_and_what_is_shared_counts_once() -> None:
+    """Workers of 16k tokens. Six long prompts that share nothing fill one; six that share all but a little do not."""
+    for shared, waits in ((False, True), (True, False)):
+        core = pool(2, cache_tokens=16_000)
+        for i in range(6):
+            ids = [0 if shared else i] * 2500 + [i] * 40
+            core.route(RouteRequest(f"r{i}", "m", SCOPE, ids, len(ids), worker="w0"), 0.0)
+            core.first_token(f"r{i}", 1.0)
+        ids = [77] * 2500
+        decision = core.explain(RouteRequest("x", "m", SCOPE, ids, len(ids)), 2.0)
+        terms = {t.worker: t for t in decision.candidates}  # type: ignore[union-attr]
+        assert (terms["w0"].memory_s > 0.0) == waits
+        assert terms["w1"].memory_s == 0.0
+
+
+@given(st.lists(st.integers(-5, 10**12), max_size=100))
+def test_expected_lengths_stay_within_reason(said: list[int]) -> None:
+    lengths = OutputLengths()
+    asked, bounded = ask("r", 1, session="s"), ask("r", 1, session="s", output_max=7)
+    assert lengths.expect(asked) == TOKENS_PRIOR
+    for tokens in said:
+        lengths.seen(asked, tokens)
+        assert 1.0 <= lengths.expect(asked) <= TOKENS_MAX
+        assert lengths.expect(bounded) <= 7.0
+
+
+def test_lengths_are_learned_by_session_prompt_and_model() -> None:
+    """Summaries of 20 tokens and stories of 2,000 under two system prompts; one session of the stories is terse."""
+    lengths = OutputLengths()
+    short = RouteRequest("a", "m", SCOPE, [1] * 300, 300)
+    long = RouteRequest("b", "m", SCOPE, [2] * 300, 300)
+    terse = RouteRequest("c", "m", SCOPE, [2] * 300, 300, session="s")
+    for _ in range(60):
+        lengths.seen(short, 20)
+        lengths.seen(long, 2000)
+    for _ in range(30):
+        lengths.seen(terse, 50)
+    assert lengths.expect(short) == pytest.approx(20, rel=3.0)
+    assert lengths.expect(long) > 1000
+    assert lengths.expect(terse) < 300
+    unknown = lengths.expect(RouteRequest("d", "m", SCOPE, [3] * 300, 300))
+    assert 20 < unknown < 2000
+
+
+def serve(core: RouterCore, seats: dict[str, int], count: int, gap_s: float, answer_s: float) -> dict[str, int]:
+    """Engines with so many seats each, first come first served, before the real core; who waited a second or more for
+    its first token, by worker, of the second half."""
+    events: list[tuple[float, int, str, str]] = [(i * gap_s, i, "ask", f"r{i}") for i in range(count)]
+    waiting: dict[str, list[tuple[str, float]]] = {name: [] for name in seats}
+    running: Counter[str] = Counter()
+    waited: Counter[str] = Counter()
+    home: dict[str, str] = {}
+    while events:
+        now, order, what, name = heapq.heappop(events)
+        if what == "ask":
+            home[name] = send(core, ask(name, order), now)
+            waiting[home[name]].append((name, now))
+        else:
+            core.finished(name, ReportedUsage(1050, 1000, int(answer_s / 0.012)), now)
+            running[home[name]] -= 1
+        worker = home[name]
+        while waiting[worker] and running[worker] < seats[worker]:
+            begun, asked_s = waiting[worker].pop(0)
+            running[worker] += 1
+            core.first_token(begun, now + 0.012)
+            heapq.heappush(events, (now + 0.012 + answer_s, order, "end", begun))
+            if now - asked_s > 1.0 and int(begun[1:]) > count // 2:
+                waited[worker] += 1
+    core.check_invariants()
+    return waited
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_nobody_waits_for_a_seat_while_another_worker_has_one(told: bool) -> None:
+    """One of four workers runs only 8 sequences at once. Untold, the router finds out by who had to wait."""
+    core, seats = pool(4), {"w0": 8, "w1": 64, "w2": 64, "w3": 64}
+    if told:
+        model = (ServedModel("m", "m"),)
+        core.add_worker(WorkerSpec("w0", "http://w0", models=model, seats=8), 0.0)
+    waited = serve(core, seats, count=1500, gap_s=0.1, answer_s=6.0)
+    assert core.tracker.targets["w0"].seats == 8
+    assert sum(waited.values()) <= 5, waited
