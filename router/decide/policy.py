@@ -79,11 +79,11 @@ class KvCost:
         loads: Sequence[float] | None,
         *,
         prompt_tokens: int,
-        expected_tokens: float = 0.0,
         utilisation_factor: float,
         now: float,
         config: CostConfig,
         held_s: float = 0.0,
+        expected_tokens: float = 0.0,
     ) -> None:
         self.targets = targets
         self.cached = cached

@@ -217,7 +217,7 @@ class Target:
         self.held_chunks: dict[int, int] = {}
         """Chunks of running prompts and how many requests have each; `shared_tokens` counts all but one of them."""
         self.shared_tokens = 0
-        self.room_tokens = math.inf
+        self.room_tokens: float = math.inf
         """Of the cache, what running requests leave."""
         self.seats = SEATS_PRIOR
         """Sequences that run at once: told, or learned, or as many as is usual."""
@@ -276,7 +276,7 @@ class Target:
         self.sharing_s = 2.0 * self.decode_request_s * self.sharers
         self.sharing_s += self.decode_context_s * (context + self.pending_tokens)
         if self.capacity_tokens is not None:
-            self.room_tokens = self.capacity_tokens - context - self.pending_tokens + self.shared_tokens
+            self.room_tokens = float(self.capacity_tokens - context - self.pending_tokens + self.shared_tokens)
 
     def prefill_seconds(self, prompt_tokens: int, cached_tokens: int) -> float:
         """P."""
