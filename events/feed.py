@@ -9,11 +9,10 @@ on a connection is handed over only after checking that the connection is still 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -24,25 +23,45 @@ from events.errors import DecodeError
 from events.feed_sockets import Context, FollowedStream, StreamSource, Subscription, ask
 from events.frames import SNAPSHOT_SEQ, LiveFrame, parse_live, parse_reply
 from events.stream import StreamState
-from events.stream_types import Instruction, Malformed, RequestReplay, RequestSnapshot
-from events.wake import Bell
+from events.stream_types import Apply, Clear, Instruction, Malformed, RequestReplay, RequestSnapshot
+from events.wake import Turns
 
 logger = logging.getLogger(__name__)
 
-LIVE_SLICE = 128
-"""Live messages taken from one stream before the next has its turn."""
+LIVE_SLICE, LIVE_SLICE_BYTES = 128, 1 << 20
+"""Live messages taken from one socket before the next has its turn."""
 REPLY_SLICE = 256
+TURN_BYTES = 256 << 10
+"""Payload applied for one stream before the next has its turn."""
+WAITING_MAX = 1_000
+"""Live messages of one topic of a bound socket that wait while an earlier one is applied; more show as a gap."""
 TICK_S = 0.1
+AGAIN_S, AGAIN_S_MAX = 1.0, 60.0
+"""When a stream that could not be opened, or raised, is tried again; doubled each time."""
+FAULT_PAUSE_S = 0.05
+REOPEN_S = 10.0
+"""A connection that does not come back is opened anew: after a message too long ZeroMQ does not try again by itself."""
 
 
 class FeedHandler(Protocol):
-    """Called on the feed's thread, in stream order; must not raise and should not wait."""
+    """Called on the feed's thread, in stream order; should not wait. What it raises ends its stream, for a while."""
 
-    def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> None:
-        """Apply and Clear in order, and the notices. Requests are performed by the feed and not passed on."""
+    def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> Callable[[], bool] | None:
+        """Apply and Clear in order, and the notices. Requests are performed by the feed and not passed on.
+
+        What takes long gives back the rest as a function, which is called between the turns of other streams, before
+        anything else of this stream, until it says False.
+        """
 
     def connection(self, stream_id: str, up: bool) -> None:
         """The subscription of this stream came up or went down."""
+
+
+def _roomy_context() -> Context:
+    """As many sockets as ZeroMQ can have: the default of 1,023 is used up by 341 streams."""
+    context: Context = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
+    return context
 
 
 class EventFeed:
@@ -56,32 +75,48 @@ class EventFeed:
         self._handler = handler
         self._hwm = hwm
         self._own_context = context is None
-        self._context: Context = context or zmq.Context()
+        self._context: Context = context or _roomy_context()
         self._poller = zmq.Poller()
-        self._bell = Bell()
-        self._poller.register(self._bell.fd, zmq.POLLIN)
-        self._commands: deque[Callable[[], None]] = deque()
+        self._turns = Turns("kv-feed", self._run)
+        self._poller.register(self._turns.bell.fd, zmq.POLLIN)
         self._subscriptions: dict[Any, Subscription] = {}  # SUB and monitor sockets -> their subscription
         self._dealers: dict[Any, FollowedStream] = {}
         self._streams: dict[str, FollowedStream] = {}
-        self._lock = threading.Lock()
-        self._closing = False
+        self._busy: set[FollowedStream] = set()
+        self._unopened: dict[str, tuple[float, float, StreamSource]] = {}  # due, pause, which
         self.ignored_messages = 0
         """Live messages of topics nobody follows."""
-        self._thread = threading.Thread(target=self._run, name="kv-feed", daemon=True)
+        self.faults = 0
+        """What raised on the feed's thread; each ended one message or one stream."""
 
     # Any thread
 
     def start(self) -> None:
-        self._thread.start()
+        self._turns.start()
+
+    def fault(self) -> str | None:
+        """Why nothing is followed, although it should be; None where all is well."""
+        fault = self._turns.fault()
+        return None if fault is None else f"the thread that reads events {fault}"
+
+    def revive(self) -> bool:
+        """Start the thread again where it has ended. What it was doing is unknown: all streams begin anew."""
+        revived = self._turns.revive(self._reset_all)
+        if revived:
+            logger.error("the thread that reads events had ended; it is started again")
+        return revived
+
+    def reconsider(self) -> None:
+        """Somebody else is known now: ask again whose the topics of strangers are."""
+        self._turns.ask(self._reconsider)
 
     def add(self, source: StreamSource) -> None:
         """Follow a stream; one with the same stream_id is replaced."""
-        self._command(lambda: self._add(source))
+        self._turns.ask(lambda: self._add(source))
 
     def remove(self, stream_id: str) -> None:
         """Stop following; nothing of it is handed over afterwards once this command was performed."""
-        self._command(lambda: self._remove(stream_id))
+        self._turns.ask(lambda: self._remove(stream_id))
 
     def bind(self, endpoint: str, accept: Callable[[str], StreamSource | None]) -> str:
         """Bind a SUB for publishers that connect. `accept(topic)` names the stream of a new topic, or refuses (None).
@@ -91,67 +126,100 @@ class EventFeed:
         subscription = Subscription(self._context, None, bind=True, hwm=self._hwm)
         subscription.open(endpoint)
         subscription.accept = accept
-        self._command(lambda: self._register(subscription))
+        self._turns.ask(lambda: self._register(subscription))
         bound = subscription.socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(bound, bytes)
         return bound.rstrip(b"\0").decode()
 
     def epoch(self, stream_id: str, epoch: str) -> None:
         """Pass on what the worker says about its epoch."""
-        self._command(lambda: self._on_stream(stream_id, lambda state, now: state.epoch(epoch, now)))
+        self._turns.ask(lambda: self._on_stream(stream_id, lambda state: state.epoch(epoch, time.monotonic())))
 
     def states(self) -> dict[str, StreamState]:
         """The streams by id, to read their stats, phase and position; they belong to the feed's thread."""
         return {stream_id: stream.state for stream_id, stream in list(self._streams.items())}
 
     def close(self) -> None:
-        with self._lock:
-            if self._closing:
-                return
-            self._closing = True
-            self._bell.ring()
-        if self._thread.ident is not None:
-            self._thread.join()
-        else:
-            self._close_sockets()
-        self._bell.close()
+        if not self._turns.end():
+            return
+        self._close_sockets()
+        self._turns.bell.close()
         if self._own_context:
             self._context.term()
-
-    def _command(self, command: Callable[[], None]) -> None:
-        with self._lock:
-            if self._closing:
-                return
-            self._commands.append(command)
-            self._bell.ring()
 
     # The feed's thread
 
     def _run(self) -> None:
         tick_at = time.monotonic() + TICK_S
-        while not self._closing:
-            ready = dict(self._poller.poll(max(0, math.ceil((tick_at - time.monotonic()) * 1000))))
-            if ready.pop(self._bell.fd, None):
-                self._bell.silence()
-                while self._commands:
-                    self._commands.popleft()()
-            for socket in ready:
-                # A handler or an earlier socket of this round may have closed it.
-                if (subscription := self._subscriptions.get(socket)) is not None:
-                    if socket is subscription.monitor:
-                        self._read_monitor(subscription)
-                    else:
-                        self._read_live(subscription)
-                elif (stream := self._dealers.get(socket)) is not None:
-                    self._read_replies(stream)
-            now = time.monotonic()
-            if now >= tick_at:
-                tick_at = now + TICK_S
-                for stream in list(self._streams.values()):
-                    self._perform(stream, stream.state.tick(now))
-        self._close_sockets()
+        while self._turns.next_turn():
+            wait_s = 0 if self._busy else max(0, tick_at - time.monotonic())
+            self._guarded(None, self._round, math.ceil(wait_s * 1000))
+            if time.monotonic() >= tick_at:
+                tick_at = time.monotonic() + TICK_S
+                self._guarded(None, self._tick, time.monotonic())
 
-    def _add(self, source: StreamSource) -> None:
+    def _round(self, wait_ms: int) -> None:
+        ready = dict(self._poller.poll(wait_ms))
+        if ready.pop(self._turns.bell.fd, None):
+            for command in self._turns.asked():
+                self._guarded(None, command)
+        for busy in list(self._busy):
+            self._guarded(busy, self._work, busy)
+        for socket in ready:
+            # A handler or an earlier socket of this round may have closed it.
+            if (subscription := self._subscriptions.get(socket)) is not None:
+                read = self._read_monitor if socket is subscription.monitor else self._read_live
+                self._guarded(subscription.stream, read, subscription)
+            elif (stream := self._dealers.get(socket)) is not None:
+                self._guarded(stream, self._read_replies, stream)
+
+    def _tick(self, now: float) -> None:
+        for stream in list(self._streams.values()):
+            if stream.again_at is not None and now >= stream.again_at:
+                stream.again_at = None
+                if stream.connected:
+                    self._guarded(stream, self._connected, stream)
+            elif stream.lost_at is not None and now - stream.lost_at >= REOPEN_S:
+                self._guarded(stream, self._reopen, stream)
+            elif not stream.busy:
+                self._guarded(stream, self._stimulate, stream, lambda state: state.tick(now))
+        for due, pause, source in list(self._unopened.values()):
+            if now >= due:
+                self._guarded(None, self._add, source, min(2 * pause, AGAIN_S_MAX))
+
+    def _guarded(self, stream: FollowedStream | None, work: Callable[..., object], *args: object) -> None:
+        """The boundary: whatever raises behind it ends one message, or begins one stream anew; the others go on."""
+        try:
+            work(*args)
+        except Exception as error:  # what others send may reach any line
+            self.faults += 1
+            if stream is None:
+                logger.exception("the thread that reads events goes on after an error")
+                time.sleep(FAULT_PAUSE_S)
+            else:
+                self._reset(stream, error)
+
+    def _reset(self, stream: FollowedStream, error: Exception) -> None:
+        """Forget what the stream announced, and follow it again after a while."""
+        stream.faults += 1
+        pause = min(AGAIN_S * 2 ** (stream.faults - 1), AGAIN_S_MAX)
+        reason = f"{type(error).__name__}: {error}"
+        stream_id = stream.source.stream_id
+        logger.error("stream %s begins anew in %g s: %s", stream_id, pause, reason, exc_info=stream.faults == 1)
+        self._drop_request(stream)
+        self._busy.discard(stream)
+        stream.reset(time.monotonic() + pause)
+        for notice in (Malformed(reason), Clear(reason)):
+            with contextlib.suppress(Exception):  # the handler may be what raised: the stream is told of all the same
+                self._handler.handle(stream_id, notice, stream.topic)
+        with contextlib.suppress(Exception):
+            self._handler.connection(stream_id, False)
+
+    def _reset_all(self) -> None:
+        for stream in list(self._streams.values()):
+            self._reset(stream, RuntimeError("the thread that reads events had ended"))
+
+    def _add(self, source: StreamSource, pause_s: float = AGAIN_S) -> None:
         self._remove(source.stream_id)
         stream = FollowedStream(source)
         try:
@@ -160,7 +228,8 @@ class EventFeed:
         except zmq.ZMQError as error:
             reason = f"cannot subscribe to {source.endpoint!r}: {error}"
             self._handler.handle(source.stream_id, Malformed(reason), b"")
-            logger.error("stream %s: %s", source.stream_id, reason)
+            logger.error("stream %s: %s; tried again in %g s", source.stream_id, reason, pause_s)
+            self._unopened[source.stream_id] = (time.monotonic() + pause_s, pause_s, source)
             return
         subscription.stream = stream
         self._streams[source.stream_id] = stream
@@ -168,21 +237,31 @@ class EventFeed:
         if source.endpoint.startswith("inproc://"):  # has no handshake to wait for
             self._connected(stream)
 
+    def _reopen(self, stream: FollowedStream) -> None:
+        stream.lost_at = time.monotonic()
+        for old in [old for old in set(self._subscriptions.values()) if old.stream is stream]:
+            fresh = Subscription(self._context, stream.source.topic, bind=False, hwm=self._hwm)
+            fresh.open(stream.source.endpoint)
+            self._unregister(old)
+            fresh.stream = stream
+            self._register(fresh)
+
     def _register(self, subscription: Subscription) -> None:
         for socket in (subscription.socket, subscription.monitor):
             self._subscriptions[socket] = subscription
             self._poller.register(socket, zmq.POLLIN)
 
     def _remove(self, stream_id: str) -> None:
+        self._unopened.pop(stream_id, None)
         stream = self._streams.pop(stream_id, None)
         if stream is None:
             return
+        self._busy.discard(stream)
         self._drop_request(stream)
         for subscription in set(self._subscriptions.values()):
             if subscription.stream is stream:
                 self._unregister(subscription)
-            for topic in [t for t, s in subscription.by_topic.items() if s is stream]:
-                del subscription.by_topic[topic]
+            subscription.drop(stream)
 
     def _unregister(self, subscription: Subscription) -> None:
         for socket in (subscription.socket, subscription.monitor):
@@ -190,10 +269,13 @@ class EventFeed:
             del self._subscriptions[socket]
         subscription.close()
 
-    def _on_stream(self, stream_id: str, stimulus: Callable[[StreamState, float], list[Instruction]]) -> None:
+    def _on_stream(self, stream_id: str, stimulus: Callable[[StreamState], list[Instruction]]) -> None:
         stream = self._streams.get(stream_id)
         if stream is not None:
-            self._perform(stream, stimulus(stream.state, time.monotonic()))
+            self._guarded(stream, self._stimulate, stream, stimulus)
+
+    def _stimulate(self, stream: FollowedStream, stimulus: Callable[[StreamState], list[Instruction]]) -> None:
+        self._perform(stream, stimulus(stream.state))
 
     # Connections
 
@@ -215,10 +297,14 @@ class EventFeed:
         return happened
 
     def _connected(self, stream: FollowedStream) -> None:
+        stream.connected, stream.lost_at = True, None
+        if stream.again_at is not None:
+            return  # it broke off, and has not been quiet for long enough
         self._handler.connection(stream.source.stream_id, True)
         self._perform(stream, stream.state.connected(time.monotonic()))
 
     def _disconnected(self, stream: FollowedStream) -> None:
+        stream.connected, stream.lost_at = False, time.monotonic()
         if not stream.state.online:
             return
         self._drop_request(stream)
@@ -235,12 +321,16 @@ class EventFeed:
     # Live messages
 
     def _read_live(self, subscription: Subscription) -> None:
+        if subscription.stream is not None and subscription.stream.busy:
+            return  # ZeroMQ keeps them
         messages: list[list[zmq.Frame]] = []
-        for _ in range(LIVE_SLICE):
+        size = 0
+        while len(messages) < LIVE_SLICE and size < LIVE_SLICE_BYTES:
             try:
                 messages.append(subscription.socket.recv_multipart(zmq.NOBLOCK, copy=False))
             except zmq.Again:
                 break
+            size += sum(len(part) for part in messages[-1])
         # A connection's end is reported before anything of the next one can be received, so if nothing is reported
         # now, all of these are of the connection we know. Otherwise nobody can tell, and replay has them.
         if self._read_monitor(subscription) and not subscription.bound:
@@ -261,37 +351,71 @@ class EventFeed:
         if stream is None or (stream.source.topic and stream.source.topic.encode() != frame.topic):
             self.ignored_messages += 1  # a subscription matches every topic that begins with its own
             return
+        if len(stream.todo) >= WAITING_MAX:
+            stream.state.stats.overflowed += 1
+            return
         stream.topic = frame.topic
-        self._perform(stream, stream.state.live(frame.seq, frame.payload, time.monotonic()))
+        now = time.monotonic()
+        self._guarded(stream, self._stimulate, stream, lambda state: state.live(frame.seq, frame.payload, now))
 
     def _stream_of_topic(self, subscription: Subscription, frame: LiveFrame, descriptor: int) -> FollowedStream | None:
         """The stream of a publisher that connected to us; brings it online if this is a new connection."""
-        if frame.topic not in subscription.by_topic:
-            assert subscription.accept is not None
-            source = subscription.accept(frame.topic.decode(errors="replace"))
-            if source is None:
-                logger.warning("events of unknown topic %r are ignored", frame.topic)
-            else:
-                self._remove(source.stream_id)
-                self._streams[source.stream_id] = FollowedStream(source)
-            subscription.by_topic[frame.topic] = self._streams[source.stream_id] if source else None
-        stream = subscription.by_topic[frame.topic]
-        if stream is not None and subscription.connections.get(frame.topic) != descriptor:
-            self._disconnected(stream)
-            subscription.connections[frame.topic] = descriptor
-            self._connected(stream)
+        topic = frame.topic
+        stream = subscription.by_topic.get(topic)
+        if stream is None:
+            if subscription.stranger(topic, descriptor):
+                self._meet(subscription, topic)
+            return subscription.by_topic.get(topic)
+        if subscription.connections.get(topic) != descriptor:
+            self._guarded(stream, self._disconnected, stream)
+            subscription.connections[topic] = descriptor
+            self._guarded(stream, self._connected, stream)
         return stream
+
+    def _meet(self, subscription: Subscription, topic: bytes) -> None:
+        """Whose is the topic of a stranger?"""
+        assert subscription.accept is not None
+        source = subscription.accept(topic.decode(errors="replace"))
+        if source is None:
+            logger.warning("events of unknown topic %r are ignored", topic[:80])
+            return
+        self._remove(source.stream_id)
+        stream = self._streams[source.stream_id] = subscription.by_topic[topic] = FollowedStream(source)
+        if topic in subscription.strangers:
+            subscription.connections[topic] = subscription.strangers.pop(topic)
+        self._guarded(stream, self._connected, stream)
+
+    def _reconsider(self) -> None:
+        for subscription in {subscription for subscription in self._subscriptions.values() if subscription.bound}:
+            for topic in list(subscription.strangers):
+                self._meet(subscription, topic)
 
     # Requests
 
     def _perform(self, stream: FollowedStream, instructions: list[Instruction]) -> None:
-        for instruction in instructions:
+        stream.todo.extend(instructions)
+        self._work(stream)
+
+    def _work(self, stream: FollowedStream) -> None:
+        """Do what waits for this stream, until its share of the turn is used up."""
+        if stream.turn != self._turns.number:
+            stream.turn, stream.spent = self._turns.number, 0
+        while stream.busy and stream.spent < TURN_BYTES:
+            if stream.more is not None:
+                stream.spent = TURN_BYTES
+                if not stream.more():
+                    stream.more = None
+                continue
+            instruction = stream.todo.popleft()
             if isinstance(instruction, RequestReplay):
                 self._request(stream, instruction.request_id, instruction.start_seq)
             elif isinstance(instruction, RequestSnapshot):
                 self._request(stream, instruction.request_id, SNAPSHOT_SEQ)
             else:
-                self._handler.handle(stream.source.stream_id, instruction, stream.topic)
+                if isinstance(instruction, Apply):
+                    stream.spent += len(instruction.payload)
+                stream.more = self._handler.handle(stream.source.stream_id, instruction, stream.topic)
+        self._busy.add(stream) if stream.busy else self._busy.discard(stream)
 
     def _request(self, stream: FollowedStream, request_id: int, start_seq: int) -> None:
         """Ask on a connection of its own, so that late replies to an older request cannot be taken for its."""
@@ -318,8 +442,8 @@ class EventFeed:
         dealer, request_id = stream.dealer, stream.request_id
         assert dealer is not None
         for _ in range(REPLY_SLICE):
-            if stream.dealer is not dealer:
-                return  # performing a reply replaced the request
+            if stream.dealer is not dealer or stream.busy:
+                return  # performing a reply replaced the request, or takes long
             try:
                 frames = dealer.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -337,8 +461,8 @@ class EventFeed:
             self._perform(stream, stream.state.reply(request_id, reply.seq, reply.payload, now))
 
     def _close_sockets(self) -> None:
-        while self._commands:  # what was bound or added last must be closed too
-            self._commands.popleft()()
+        for command in self._turns.asked():  # what was bound or added last must be closed too
+            self._guarded(None, command)
         for stream in self._streams.values():
             self._drop_request(stream)
         for subscription in set(self._subscriptions.values()):

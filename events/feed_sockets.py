@@ -5,6 +5,7 @@ Owns how these sockets are set up and watched. Refuses to know when; that is fee
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -12,9 +13,16 @@ import zmq
 
 from events.frames import request_frames
 from events.stream import StreamState
-from events.stream_types import StreamConfig
+from events.stream_types import Instruction, StreamConfig
 
 _MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+MESSAGE_BYTES_MAX = 16 << 20
+"""Of one frame; a publisher that sends a longer one loses its connection."""
+REPLIES_MAX = 20_000
+"""Replies that ZeroMQ keeps: twice vLLM's ring. vLLM's ROUTER drops what a slow peer does not take."""
+TOPICS_MAX, TOPIC_BYTES_MAX = 1_000, 512
+"""Topics of strangers that a bound socket remembers, and their length."""
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
@@ -39,13 +47,36 @@ class FollowedStream:
 
     def __init__(self, source: StreamSource) -> None:
         self.source = source
-        can_ask = source.config.can_ask and source.replay_endpoint is not None
-        config = StreamConfig(**{**source.config.__dict__, "can_ask": can_ask})
-        self.state = StreamState(config, source.resume)
+        self.state = self._begin(source.resume)
         self.topic = (source.topic or "").encode()
         """Of the last live message; replies of older vLLM carry none."""
         self.dealer: Socket | None = None
         self.request_id = 0
+        self.connected = False
+        self.lost_at: float | None = None
+        """When its connection broke off, until there is another one."""
+        self.faults = 0
+        self.again_at: float | None = None
+        """After a fault: when it is followed again, from nothing."""
+        self.todo: deque[Instruction] = deque()
+        self.more: Callable[[], bool] | None = None
+        """What is left of an instruction; it says whether it is to be called again."""
+        self.turn = self.spent = 0
+        """Bytes applied in which turn of the feed."""
+
+    @property
+    def busy(self) -> bool:
+        return self.more is not None or bool(self.todo)
+
+    def reset(self, again_at: float) -> None:
+        self.state = self._begin(None)
+        self.todo.clear()
+        self.more = None
+        self.again_at = again_at
+
+    def _begin(self, resume: tuple[int, int] | None) -> StreamState:
+        can_ask = self.source.config.can_ask and self.source.replay_endpoint is not None
+        return StreamState(StreamConfig(**{**self.source.config.__dict__, "can_ask": can_ask}), resume)
 
 
 class Subscription:
@@ -55,6 +86,7 @@ class Subscription:
         self.socket: Socket = context.socket(zmq.SUB)
         self.socket.linger = 0
         self.socket.rcvhwm = hwm
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         self.socket.subscribe(topic or "")
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
@@ -63,9 +95,11 @@ class Subscription:
         self.bound = bind
         self.stream: FollowedStream | None = None
         self.accept: Callable[[str], StreamSource | None] | None = None
-        self.by_topic: dict[bytes, FollowedStream | None] = {}
+        self.by_topic: dict[bytes, FollowedStream] = {}
         self.connections: dict[bytes, int] = {}
         """Bound: topic -> descriptor of the connection its last message came on."""
+        self.strangers: OrderedDict[bytes, int] = OrderedDict()
+        """Bound: the same of topics that nobody follows (yet), the oldest forgotten first."""
 
     def open(self, endpoint: str) -> None:
         """Raises zmq.ZMQError, after closing everything, if the address cannot be used."""
@@ -81,9 +115,22 @@ class Subscription:
             raise
 
     def streams(self) -> list[FollowedStream]:
-        if self.stream is not None:
-            return [self.stream]
-        return [stream for stream in self.by_topic.values() if stream is not None]
+        return [self.stream] if self.stream is not None else list(self.by_topic.values())
+
+    def drop(self, stream: FollowedStream) -> None:
+        """Bound: its topics are strangers' again."""
+        for topic in [topic for topic, known in self.by_topic.items() if known is stream]:
+            del self.by_topic[topic]
+            self.connections.pop(topic, None)
+
+    def stranger(self, topic: bytes, descriptor: int) -> bool:
+        """Bound: a message of a topic that nobody follows. True for the first one."""
+        fresh = topic not in self.strangers
+        if len(topic) <= TOPIC_BYTES_MAX:
+            self.strangers[topic] = descriptor
+            if len(self.strangers) > TOPICS_MAX:
+                self.strangers.popitem(last=False)
+        return fresh
 
     def close(self) -> None:
         self.socket.disable_monitor()
@@ -95,7 +142,8 @@ def ask(context: Context, endpoint: str, start_seq: int) -> Socket:
     """A socket on which the batches from `start_seq` on will come. Raises zmq.ZMQError for an unusable address."""
     dealer: Socket = context.socket(zmq.DEALER)
     dealer.linger = 0
-    dealer.rcvhwm = 0  # vLLM's ROUTER drops what a slow peer does not take
+    dealer.rcvhwm = REPLIES_MAX
+    dealer.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
     if "[" in endpoint:
         dealer.setsockopt(zmq.IPV6, 1)
     try:

@@ -1,9 +1,16 @@
-"""A bell that one thread rings and another polls together with its sockets."""
+"""A bell that one thread rings and another polls with its sockets; a thread that takes turns."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+STUCK_S = 15.0
+"""A turn that takes so long is a fault."""
 
 
 class Bell:
@@ -32,3 +39,73 @@ class Bell:
     def close(self) -> None:
         os.close(self.fd)
         os.close(self._write_fd)
+
+
+class Turns:
+    """A thread that takes one turn after the other until it is told to end, and between them what others ask of it.
+
+    `run` is the thread's function: it calls `next_turn` before each turn and ends when that says False.
+    """
+
+    def __init__(self, name: str, run: Callable[[], None]) -> None:
+        self.bell = Bell()
+        self.number = 0
+        self._name, self._run = name, run
+        self._lock = threading.Lock()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._ending = False
+        self._began_at = 0.0
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._began_at = time.monotonic()
+        self._thread.start()
+
+    def next_turn(self) -> bool:
+        self.number += 1
+        self._began_at = time.monotonic()
+        return not self._ending
+
+    def ask(self, command: Callable[[], None]) -> None:
+        """Any thread: nothing happens once the end has begun."""
+        with self._lock:
+            if not self._ending:
+                self._commands.append(command)
+                self.bell.ring()
+
+    def asked(self) -> Iterator[Callable[[], None]]:
+        """What others asked for, to be called now."""
+        self.bell.silence()
+        while self._commands:
+            yield self._commands.popleft()
+
+    def fault(self) -> str | None:
+        """Why there are no turns, although there should be; None where all is well."""
+        if self._ending or self._thread.ident is None:
+            return None
+        if not self._thread.is_alive():
+            return "has ended"
+        still = time.monotonic() - self._began_at
+        return f"has done nothing for {still:.0f} s" if still > STUCK_S else None
+
+    def revive(self, first: Callable[[], None]) -> bool:
+        """Start the thread again where it has ended, with `first` as its first command."""
+        with self._lock:
+            if self._ending or self._thread.ident is None or self._thread.is_alive():
+                return False
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._commands.appendleft(first)
+            self.bell.ring()
+        self.start()
+        return True
+
+    def end(self) -> bool:
+        """Wait for the thread's last turn; False where this has been done before."""
+        with self._lock:
+            if self._ending:
+                return False
+            self._ending = True
+            self.bell.ring()
+        if self._thread.ident is not None:
+            self._thread.join()
+        return True

@@ -23,11 +23,13 @@ from events.sources import EventSource
 from events.stream_memory import digest
 from events.stream_types import Apply, Clear, Gap, Instruction, Malformed, Origin, Restarted
 from router.fleet.streams import StreamCounters, WorkerStream
-from router.index.protocol import HolderId, PrefixIndex
+from router.index.protocol import HolderId, Ingesting, IngestReport, PrefixIndex
 
 log = logging.getLogger("router")
 
 SNAPSHOT_VERSION = 2
+WHOLE_BYTES_MAX = 64 << 10
+"""Longer payloads are applied in slices, with turns of other streams between them."""
 
 
 class PeerSnapshot(msgspec.Struct, array_like=True):
@@ -50,7 +52,7 @@ class IndexFeed:
         self,
         index: PrefixIndex,
         *,
-        hwm: int = 100_000,
+        hwm: int = 10_000,
         on_connection: Callable[[str, bool], None] | None = None,
     ) -> None:
         """`on_connection(worker_id, up)` is called on the feed's thread when a subscription comes up or goes down."""
@@ -71,6 +73,19 @@ class IndexFeed:
 
     def close(self) -> None:
         self._feed.close()
+
+    def fault(self) -> str | None:
+        """Why no events are read, although they should be; None where all is well. For `/health`."""
+        return self._feed.fault()
+
+    def revive(self) -> None:
+        """Call now and then: starts the feed's thread again where it has ended."""
+        self._feed.revive()
+
+    @property
+    def faults(self) -> int:
+        """Errors on the feed's thread; each ended one message or began one stream anew."""
+        return self._feed.faults
 
     def bind(self, endpoint: str) -> str:
         """Listen for publishers that connect to us; each is known by its topic. Returns the bound address.
@@ -108,6 +123,7 @@ class IndexFeed:
             self._add(worker_id, rank, source, holder, (snapshots or {}).get(rank))
             for rank, (source, holder) in enumerate(wanted)
         ]
+        self._feed.reconsider()
 
     def forget(self, worker_id: str) -> None:
         """Stop listening to a worker."""
@@ -123,6 +139,7 @@ class IndexFeed:
         for stream in streams:
             self._clear(stream)
         self._workers[worker_id] = [self._add(worker_id, s.rank, s.source, s.holder) for s in streams]
+        self._feed.reconsider()
 
     def incomplete(self, worker_id: str) -> dict[int, int]:
         """rank -> the first batch known, for the streams that are in step again and lost what was before: a gap that
@@ -275,16 +292,16 @@ class IndexFeed:
             if self._on_connection is not None:
                 self._on_connection(stream.worker_id, up)
 
-    def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> None:
-        """Apply one instruction of a stream."""
+    def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> Callable[[], bool] | None:
+        """Apply one instruction of a stream, or its first slice: then the rest is handed back."""
         with self._lock:
             stream = self._streams.get(stream_id)
             if stream is None:
-                return
+                return None
             counters = stream.counters
             if isinstance(instruction, Apply):
-                self._apply(stream, instruction)
-            elif isinstance(instruction, Clear):
+                return self._apply(stream, instruction)
+            if isinstance(instruction, Clear):
                 self._clear(stream)
             elif isinstance(instruction, Gap):
                 counters.gaps += 1
@@ -293,13 +310,36 @@ class IndexFeed:
                 log.info("worker %s rank %d restarted: %s", stream.worker_id, stream.rank, instruction.reason)
             elif isinstance(instruction, Malformed):
                 stream.malformed(instruction.reason)
+        return None
 
-    def _apply(self, stream: WorkerStream, apply: Apply) -> None:
-        counters = stream.counters
+    def _apply(self, stream: WorkerStream, apply: Apply) -> Callable[[], bool] | None:
         try:
-            report = self._index.ingest(stream.holder, apply.payload)
+            if len(apply.payload) <= WHOLE_BYTES_MAX:
+                self._applied(stream, apply, self._index.ingest(stream.holder, apply.payload))
+                return None
+            ingesting = self._index.begin(stream.holder, apply.payload)
+            if ingesting.step():
+                return lambda: self._go_on(stream, apply, ingesting)
+            self._applied(stream, apply, ingesting.report)
         except KeyError:
-            return  # the worker was removed and its stream is about to be
+            log.debug("holder of %s is gone already", stream.stream_id)  # and its stream is about to be
+        return None
+
+    def _go_on(self, stream: WorkerStream, apply: Apply, ingesting: Ingesting) -> bool:
+        """The next slice of a long payload; False where there is no other."""
+        with self._lock:
+            if self._streams.get(stream.stream_id) is not stream:
+                return False
+            try:
+                if ingesting.step():
+                    return True
+            except KeyError:
+                return False
+            self._applied(stream, apply, ingesting.report)
+        return False
+
+    def _applied(self, stream: WorkerStream, apply: Apply, report: IngestReport) -> None:
+        counters = stream.counters
         counters.applied(len(apply.payload), report)
         for reason in report.malformed:
             stream.malformed(reason)

@@ -1,0 +1,388 @@
+"""Streams that misbehave: what one of them does ends that one, and the others go on. Real sockets, counted turns."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from events.config import KVEventsConfig
+from events.feed import WAITING_MAX, EventFeed
+from events.feed_sockets import MESSAGE_BYTES_MAX, TOPIC_BYTES_MAX, TOPICS_MAX, StreamSource
+from events.frames import pack_seq
+from events.publisher import EventPublisher
+from events.sources import EventSource, resolve_endpoint
+from events.stream_types import Apply, Clear, Instruction, Join, Malformed, StreamConfig
+from events.types import BlockStored, Event
+from router.fleet.feed import IndexFeed
+from router.index import make_index
+from router.index.protocol import HolderId, PrefixIndex, Scope
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        time.sleep(0.01)
+
+
+class Recorder:
+    """A handler that notes what it is told, and raises or hands back work as the test says."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, Instruction]] = []
+        self.does: Callable[[str, Instruction], Callable[[], bool] | None] = lambda stream_id, instruction: None
+
+    def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> Callable[[], bool] | None:
+        self.told.append((stream_id, instruction))
+        return self.does(stream_id, instruction)
+
+    def connection(self, stream_id: str, up: bool) -> None:
+        pass
+
+    def applied(self, stream_id: str) -> int:
+        return sum(name == stream_id and isinstance(what, Apply) for name, what in list(self.told))
+
+    def kinds(self, stream_id: str) -> set[type]:
+        return {type(what) for name, what in list(self.told) if name == stream_id}
+
+
+class Pub:
+    """A publisher of raw frames."""
+
+    def __init__(self, context: zmq.Context[Any]) -> None:
+        self._socket = pub_socket(context)
+        self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.seq = 0
+
+    def send(self, payload: bytes = b"x") -> None:
+        self._socket.send_multipart([b"", pack_seq(self.seq), payload])
+        self.seq += 1
+
+    def source(self, name: str) -> StreamSource:
+        return StreamSource(name, f"tcp://127.0.0.1:{self.port}", config=StreamConfig(join=Join.LIVE))
+
+
+KEPT: list[zmq.Socket[bytes]] = []
+"""Closed after the test."""
+
+
+def pub_socket(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
+    KEPT.append(context.socket(zmq.PUB))
+    return KEPT[-1]
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    context: zmq.Context[Any] = zmq.Context()
+    yield context
+    while KEPT:
+        KEPT.pop().close(0)
+    context.term()
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[[Any], EventFeed]]:
+    feeds: list[EventFeed] = []
+
+    def start(handler: Any) -> EventFeed:
+        feeds.append(EventFeed(handler))
+        feeds[-1].start()
+        return feeds[-1]
+
+    yield start
+    for feed in feeds:
+        feed.close()
+
+
+def keep_sending(pub: Pub, condition: Callable[[], object], what: str) -> None:
+    def once() -> object:
+        pub.send()
+        return condition()
+
+    until(once, what)
+
+
+def test_a_stream_that_raises_begins_anew_and_the_others_go_on(
+    context: zmq.Context[Any], started: Callable[[Any], EventFeed]
+) -> None:
+    handler, good, bad = Recorder(), Pub(context), Pub(context)
+    feed = started(handler)
+    feed.add(good.source("good"))
+    feed.add(bad.source("bad"))
+    keep_sending(bad, lambda: handler.applied("bad"), "both are followed")
+
+    def poisoned(stream_id: str, instruction: Instruction) -> None:
+        if stream_id == "bad" and isinstance(instruction, Apply):
+            raise ValueError("planted")
+
+    handler.does = poisoned
+    keep_sending(bad, lambda: feed.faults, "it raises")
+    assert {Clear, Malformed} <= handler.kinds("bad")
+    keep_sending(good, lambda: handler.applied("good") > 3, "the other is followed")
+    assert feed.fault() is None
+    handler.does = lambda stream_id, instruction: None
+    before = handler.applied("bad")
+    keep_sending(bad, lambda: handler.applied("bad") > before, "it is followed again")
+
+
+def test_whatever_line_raises_is_behind_the_guard(
+    context: zmq.Context[Any], started: Callable[[Any], EventFeed]
+) -> None:
+    """Every method that the thread calls is made to raise once: the thread lives, and the fault is counted."""
+    handler, pub = Recorder(), Pub(context)
+    feed = started(handler)
+    feed.add(pub.source("a"))
+    for name in ("_round", "_tick", "_read_live", "_live_message", "_perform", "_work", "_stimulate", "_read_monitor"):
+        original, faults = getattr(feed, name), feed.faults
+
+        def fails(*args: Any, name: str = name, original: Any = original) -> None:
+            setattr(feed, name, original)
+            raise RuntimeError("planted")
+
+        setattr(feed, name, fails)
+        keep_sending(pub, lambda faults=faults: feed.faults > faults, f"{name} raises")
+        setattr(feed, name, original)
+        before = handler.applied("a")
+        keep_sending(pub, lambda before=before: handler.applied("a") > before, f"after {name} the stream is followed")
+        with contextlib.suppress(KeyError):
+            feed._streams["a"].faults = 0
+    assert feed.fault() is None
+
+
+def test_a_thread_that_ended_shows_and_is_started_again(
+    context: zmq.Context[Any], started: Callable[[Any], EventFeed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    handler, pub = Recorder(), Pub(context)
+    feed = started(handler)
+    feed.add(pub.source("a"))
+    keep_sending(pub, lambda: handler.applied("a"), "followed")
+    assert not feed.revive()
+
+    def ends(stream_id: str, instruction: Instruction) -> None:
+        handler.does = lambda stream_id, instruction: None
+        raise SystemExit
+
+    handler.does = ends
+    keep_sending(pub, feed.fault, "the end shows")
+    assert "ended" in str(feed.fault())
+    assert feed.revive()
+    before = handler.applied("a")
+    keep_sending(pub, lambda: handler.applied("a") > before, "followed again")
+    assert feed.fault() is None
+    assert Clear in handler.kinds("a")
+
+
+def test_a_stream_with_long_work_waits_for_the_others(
+    context: zmq.Context[Any], started: Callable[[Any], EventFeed]
+) -> None:
+    """Between two slices of one stream's message the other's messages are applied."""
+    handler, long, short = Recorder(), Pub(context), Pub(context)
+    feed = started(handler)
+    feed.add(long.source("long"))
+    feed.add(short.source("short"))
+    keep_sending(long, lambda: handler.applied("long"), "followed")
+    keep_sending(short, lambda: handler.applied("short"), "followed")
+    slices: list[int] = []
+
+    def sliced(stream_id: str, instruction: Instruction) -> Callable[[], bool] | None:
+        if stream_id == "short":
+            return None
+
+        def more() -> bool:
+            slices.append(handler.applied("short"))
+            short.send()
+            time.sleep(0.01)
+            return len(slices) < 40
+
+        return more
+
+    handler.does = sliced
+    long.send()
+    long.send()
+    until(lambda: len(slices) >= 40, "all slices")
+    assert slices[-1] - slices[0] >= 15, "the short stream had its turns in between"
+
+
+def test_many_bytes_of_one_stream_are_applied_over_many_turns(
+    context: zmq.Context[Any], started: Callable[[Any], EventFeed]
+) -> None:
+    handler, pub = Recorder(), Pub(context)
+    feed = started(handler)
+    feed.add(pub.source("a"))
+    keep_sending(pub, lambda: handler.applied("a"), "followed")
+    turns: list[int] = []
+    handler.does = lambda stream_id, instruction: turns.append(feed._turns.number)
+    for _ in range(40):
+        pub.send(bytes(100_000))
+    until(lambda: len(turns) >= 40, "applied")
+    assert max(turns.count(turn) for turn in turns) <= 3
+
+
+def test_a_message_beyond_the_bound_ends_its_connection_alone(
+    context: zmq.Context[Any], started: Callable[[Any], EventFeed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("events.feed.REOPEN_S", 0.5)
+    handler, good, bad = Recorder(), Pub(context), Pub(context)
+    feed = started(handler)
+    feed.add(good.source("good"))
+    feed.add(bad.source("bad"))
+    keep_sending(bad, lambda: handler.applied("bad"), "followed")
+    bad.send(bytes(MESSAGE_BYTES_MAX + 1))
+    keep_sending(good, lambda: handler.applied("good") > 5, "the other is followed")
+    assert all(len(what.payload) <= MESSAGE_BYTES_MAX for _, what in handler.told if isinstance(what, Apply))
+    before = handler.applied("bad")
+    keep_sending(bad, lambda: handler.applied("bad") > before, "it may come back")
+
+
+def test_a_stream_that_could_not_be_opened_is_tried_again(started: Callable[[Any], EventFeed]) -> None:
+    handler = Recorder()
+    feed = started(handler)
+    feed.add(StreamSource("a", "tcp://no port"))
+    until(lambda: Malformed in handler.kinds("a"), "the failure is told")
+    first = len(handler.told)
+    until(lambda: len(handler.told) > first, "tried again")
+    feed.remove("a")
+    until(lambda: not feed._unopened, "forgotten")
+
+
+def test_more_streams_than_zeromq_has_sockets_by_default(started: Callable[[Any], EventFeed]) -> None:
+    """341 were the end."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4_000 if hard == resource.RLIM_INFINITY else min(4_000, hard)
+    if wanted < 3_000:
+        pytest.skip(f"this machine allows {hard} open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    handler = Recorder()
+    feed = started(handler)
+    for number in range(600):
+        feed.add(StreamSource(f"w{number}", f"tcp://127.0.0.1:{1 + number % 1000}"))
+    until(lambda: len(feed.states()) + len(feed._unopened) == 600, "all are added", 60.0)
+    assert len(feed.states()) == 600
+
+
+# -- publishers that connect to us -------------------------------------------------------------------------------------
+
+
+def stored(first: int, count: int) -> list[Event]:
+    names: list[Any] = list(range(first + 1, first + count + 1))
+    tokens = [token for name in names for token in [name] * 4]
+    return [BlockStored(names, first or None, tokens, 4, None, "GPU", None)]
+
+
+@pytest.fixture
+def index() -> PrefixIndex:
+    return make_index(1)
+
+
+@pytest.fixture
+def index_feed(index: PrefixIndex) -> Iterator[IndexFeed]:
+    feed = IndexFeed(index)
+    feed.start()
+    yield feed
+    feed.close()
+
+
+def cached(index: PrefixIndex, holder: HolderId) -> int:
+    prompt = [token for name in range(1, 100) for token in [name] * 4]
+    return next((match.tokens for match in index.match(prompt, Scope("m")) if match.holder == holder), 0)
+
+
+def bound(feed: IndexFeed) -> Any:
+    until(lambda: feed._feed._subscriptions, "the socket is bound")
+    return next(iter(feed._feed._subscriptions.values()))
+
+
+def test_a_publisher_that_spoke_before_its_worker_was_known_is_picked_up(
+    index: PrefixIndex, index_feed: IndexFeed
+) -> None:
+    address = index_feed.bind("tcp://127.0.0.1:*")
+    replay = "tcp://127.0.0.1:*"
+    pub = EventPublisher(
+        KVEventsConfig(enable_kv_cache_events=True, endpoint=address, replay_endpoint=replay, topic="kv@h:8000@m")
+    )
+    subscription = bound(index_feed)
+
+    def spoke() -> bool:
+        pub.publish(stored(0, 2))
+        return bool(subscription.strangers)
+
+    until(spoke, "it is heard, and nobody knows it")
+    holder = index.add_holder("h:8000", "m")
+    asked = resolve_endpoint(str(pub.source().replay_endpoint), "127.0.0.1")
+    source = EventSource(endpoint="tcp://127.0.0.1:1", replay_endpoint=asked, topic="kv@h:8000@m")
+    index_feed.follow("h:8000", [source], [holder])
+    until(lambda: cached(index, holder) == 8, "what it holds is known without another word")
+    assert not subscription.strangers
+    pub.close()
+
+
+def test_topics_of_strangers_are_bounded(context: zmq.Context[Any], index_feed: IndexFeed) -> None:
+    address = index_feed.bind("tcp://127.0.0.1:*")
+    socket = pub_socket(context)
+    socket.connect(address)
+    subscription = bound(index_feed)
+    number = 0
+
+    def more() -> bool:
+        nonlocal number
+        for _ in range(500):
+            number += 1
+            socket.send_multipart([b"topic %d" % number, pack_seq(0), b"x"])
+            socket.send_multipart([b"%d" % number * TOPIC_BYTES_MAX, pack_seq(0), b"x"])
+        return index_feed._feed.ignored_messages > 3 * TOPICS_MAX
+
+    until(more, "they are heard")
+    assert 0 < len(subscription.strangers) <= TOPICS_MAX
+    assert all(len(topic) <= TOPIC_BYTES_MAX for topic in subscription.strangers)
+    assert not subscription.by_topic
+    assert not subscription.connections
+
+
+def test_what_waits_for_one_topic_is_bounded(context: zmq.Context[Any], started: Callable[[Any], EventFeed]) -> None:
+    handler = Recorder()
+    feed = started(handler)
+    address = feed.bind("tcp://127.0.0.1:*", lambda topic: StreamSource(topic, "", config=StreamConfig(join=Join.LIVE)))
+    socket = pub_socket(context)
+    socket.connect(address)
+    release = threading.Event()
+
+    def holds(stream_id: str, instruction: Instruction) -> Callable[[], bool] | None:
+        return (lambda: not release.is_set() and not time.sleep(0.001)) if isinstance(instruction, Apply) else None
+
+    handler.does = holds
+    for seq in range(3 * WAITING_MAX):
+        socket.send_multipart([b"a", pack_seq(seq), b"x"])
+        time.sleep(0.0001)
+    until(lambda: "a" in feed.states() and feed.states()["a"].stats.overflowed, "it overflows")
+    assert len(feed._streams["a"].todo) <= WAITING_MAX
+    release.set()
+
+
+def test_one_stream_with_a_large_payload_does_not_hold_the_index(index: PrefixIndex, index_feed: IndexFeed) -> None:
+    """A million unknown events of one worker are applied in slices; an event of another comes in between."""
+    holders = [index.add_holder(name, "m") for name in ("a", "b")]
+    for name, holder in zip(("a", "b"), holders):
+        index_feed.follow(name, [EventSource(endpoint="tcp://127.0.0.1:1")], [holder])
+    large, small = list(index_feed._streams)
+    payload = msgspec.msgpack.encode([0.0, [["x"]] * 1_000_000, 0])
+    from events.stream_types import Origin
+
+    more = index_feed.handle(large, Apply(0, payload, Origin.LIVE), b"")
+    slices = 1
+    while more is not None and more():
+        slices += 1
+        if slices == 3:
+            batch = msgspec.msgpack.encode([0.0, [msgspec.to_builtins(event) for event in stored(0, 2)], 0])
+            assert index_feed.handle(small, Apply(0, batch, Origin.LIVE), b"") is None
+            assert cached(index, holders[1]) == 8
+    assert 10 < slices < 200
+    assert index_feed.totals()["a"]["unknown_events"] == 1_000_000
