@@ -59,6 +59,7 @@ class Admin:
         now: Callable[[], float],
         version: str,
         feed_totals: Callable[[], dict[str, dict[str, int]]] = dict,
+        feed_fault: Callable[[], str | None] = lambda: None,
         siblings: Siblings | None = None,
     ) -> None:
         self._core = core
@@ -69,6 +70,7 @@ class Admin:
         self._now = now
         self._version = version
         self._feed_totals = feed_totals
+        self._feed_fault = feed_fault
         self._siblings = siblings
         self._started = int(time.time())
         self.draining = False
@@ -112,7 +114,9 @@ class Admin:
         states = [worker.state for worker in self._core.workers.values()]
         up = sum(state is WorkerState.UP for state in states)
         status = "draining" if self.draining else "ok" if up else "no worker is up"
-        body = {"status": status, "workers": len(states), "workers_up": up}
+        body: dict[str, Any] = {"status": status, "workers": len(states), "workers_up": up}
+        if (fault := self._feed_fault()) is not None:
+            body["events"] = fault  # requests are still sent on, by what was known before
         return Answer(msgspec.json.encode(body), 200 if status == "ok" else 503)
 
     def _show_version(self, request: HttpRequest, _: str) -> Answer:

@@ -163,6 +163,7 @@ class RouterProcess:
             now=self._now,
             version=self._version,
             feed_totals=self._feed.totals,
+            feed_fault=self._feed.fault,
             siblings=siblings,
         )
         self._dashboard = Dashboard(self._core, proxy, self._prompts, self._admin.workers)
@@ -286,6 +287,7 @@ class RouterProcess:
 
     def _look_at_workers(self, now: float) -> None:
         self._metrics.keep_workers(self._core.workers)
+        self._feed.revive()
         for worker_id in self._core.workers:
             self._core.watchdog.events(worker_id, self._feed.stored_blocks(worker_id))
 
