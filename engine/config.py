@@ -31,66 +31,48 @@ EVENTS_HELP = (
 )
 
 
+# fmt: off
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything the core process needs. Sizes are in tokens unless the name says otherwise."""
 
-    model: Annotated[
-        str | None,
-        "A local folder of an HF checkpoint, or a hub name. [default: the built-in random model]",
-    ] = None
-    tokenizer: Annotated[str | None, FOLDER, Flag(metavar="FOLDER"), "Tokenizer files, where they are not MODEL's."] = (
-        None
-    )
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32"], Flag(), "Of weights and cache; auto: the checkpoint's own."
-    ] = "auto"
+    model: Annotated[str | None,
+        "A local folder of an HF checkpoint, or a hub name. [default: the built-in random model]"] = None
+    tokenizer: Annotated[str | None, FOLDER, Flag(metavar="FOLDER"),
+        "Tokenizer files, where they are not MODEL's."] = None
+    dtype: Annotated[Literal["auto", "bfloat16", "float16", "float32"], Flag(),
+        "Of weights and cache; auto: the checkpoint's own."] = "auto"
     device: Annotated[Device, Flag(), "auto, cpu, cuda or cuda:N. auto takes a GPU where one works."] = "auto"
     max_model_len: Annotated[Tokens | None, Flag(), "Longest prompt plus answer. [default: the model's own]"] = None
     block_size: Annotated[Tokens, Flag(), "Tokens of a cache block, of its hash and of an event."] = 16
     max_num_seqs: Annotated[Count, Flag(), "Sequences in one step."] = 256
-    max_num_batched_tokens: Annotated[Tokens, Flag(), "Tokens in one step; longer prompts are computed in chunks."] = (
-        2048
-    )
+    max_num_batched_tokens: Annotated[Tokens, Flag(),
+        "Tokens in one step; longer prompts are computed in chunks."] = 2048
     num_gpu_blocks_override: Annotated[Count | None, Flag(), "Blocks of the cache, on any device."] = None
     kv_cache_memory_bytes: Annotated[Bytes | None, Flag(), "Size of the cache, on any device: 4GB, 512MiB."] = None
-    gpu_memory_utilization: Annotated[
-        Annotated[float, Meta(gt=0.0, le=1.0)],
-        Flag(),
-        "Share of a GPU's memory for weights, steps and the cache, which gets what they leave.",
-    ] = 0.9
-    enable_prefix_caching: Annotated[
-        bool, Flag("--enable-prefix-caching/--no-enable-prefix-caching"), "Reuse what earlier prompts computed."
-    ] = True
+    gpu_memory_utilization: Annotated[float, Meta(gt=0.0, le=1.0), Flag(),
+        "Share of a GPU's memory for weights, steps and the cache, which gets what they leave."] = 0.9
+    enable_prefix_caching: Annotated[bool, Flag("--enable-prefix-caching/--no-enable-prefix-caching"),
+        "Reuse what earlier prompts computed."] = True
     kv_events: Annotated[KVEventsConfig, Flag("--kv-events-config", metavar="JSON"), EVENTS_HELP] = field(
         default_factory=KVEventsConfig
     )
-    legacy_events: Annotated[
-        bool, Flag(), "Publish events as arrays, for subscribers older than vLLM's map format."
-    ] = False
+    legacy_events: Annotated[bool, Flag(),
+        "Publish events as arrays, for subscribers older than vLLM's map format."] = False
     """As vLLM did before June 2026."""
-    generation_config: Annotated[
-        Literal["auto", "vllm"],
-        Flag(),
-        "Default sampling parameters: auto takes the model's generation_config.json, vllm none.",
-    ] = "auto"
+    generation_config: Annotated[Literal["auto", "vllm"], Flag(),
+        "Default sampling parameters: auto takes the model's generation_config.json, vllm none."] = "auto"
     attention_backend: Annotated[Backend | None, Flag(), "Kernels. [default: auto]"] = None
     num_threads: Annotated[Count, Flag(), "CPU threads of the step loop."] = 1
     """One a worker keeps workers on one machine out of each other's way."""
-    seed: Annotated[Annotated[int, Meta(ge=-(10**18), le=10**18)], Flag(), "Of sampling without a seed of its own."] = 0
-    tensor_parallel_size: Annotated[
-        Count,
-        Flag("--tensor-parallel-size", "-tp"),
-        "Processes that compute the model together, one a GPU, each a part of every layer.",
-    ] = 1
+    seed: Annotated[int, Meta(ge=-(10**18), le=10**18), Flag(), "Of sampling without a seed of its own."] = 0
+    tensor_parallel_size: Annotated[Count, Flag("--tensor-parallel-size", "-tp"),
+        "Processes that compute the model together, one a GPU, each a part of every layer."] = 1
     enforce_eager: Annotated[bool, Flag(), "On a GPU: no recorded decode steps (CUDA graphs)."] = False
     """Launch every kernel of a decode step instead of replaying a recorded step."""
     check_invariants: Annotated[bool, Flag(hidden=True), "Verify scheduler and pool after every step: slow."] = False
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"],
-        Flag("--log-level", "--uvicorn-log-level"),
-        "How much is logged, to stderr.",
-    ] = "info"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Flag("--log-level", "--uvicorn-log-level"),
+        "How much is logged, to stderr."] = "info"
 
     def __post_init__(self) -> None:
         check(self)
@@ -103,37 +85,22 @@ class ServerConfig:
     """Everything the HTTP process needs besides the engine's own settings."""
 
     host: Annotated[str, Flag(metavar="HOST"), "Interface of the API and of the events."] = "127.0.0.1"
-    port: Annotated[Annotated[int, Meta(ge=0, le=65535)], Flag(), "0 lets the system choose."] = 8000
-    served_model_names: Annotated[
-        tuple[str, ...],
-        Flag("--served-model-name", metavar="NAME..."),
-        "Names that requests may use; answers carry the one that was asked for. [default: MODEL]",
-    ] = ()
-    api_keys: Annotated[
-        tuple[str, ...],
-        SECRET,
-        Flag("--api-key", metavar="KEY", env="ENGINE_API_KEY"),
-        "Require Authorization: Bearer KEY. May be repeated; or set ENGINE_API_KEY.",
-    ] = field(default=(), repr=False)
-    chat_template: Annotated[
-        str | None, Flag(metavar="FILE"), "Jinja template (or its text) instead of the model's own."
-    ] = None
-    max_queue: Annotated[
-        Annotated[int, Meta(ge=0, le=10**9, title="N")],
-        Flag(),
-        "Sequences inside, running and waiting, before new ones get 429. 0: no limit.",
-    ] = 1024
+    port: Annotated[int, Meta(ge=0, le=65535), Flag(), "0 lets the system choose."] = 8000
+    served_model_names: Annotated[tuple[str, ...], Flag("--served-model-name", metavar="NAME..."),
+        "Names that requests may use; answers carry the one that was asked for. [default: MODEL]"] = ()
+    api_keys: Annotated[tuple[str, ...], SECRET, Flag("--api-key", metavar="KEY", env="ENGINE_API_KEY"),
+        "Require Authorization: Bearer KEY. May be repeated; or set ENGINE_API_KEY."] = field(default=(), repr=False)
+    chat_template: Annotated[str | None, Flag(metavar="FILE"),
+        "Jinja template (or its text) instead of the model's own."] = None
+    max_queue: Annotated[int, Meta(ge=0, le=10**9, title="N"), Flag(),
+        "Sequences inside, running and waiting, before new ones get 429. 0: no limit."] = 1024
     max_body_bytes: Annotated[Bytes, "Of a request; longer ones are answered 413."] = 64 << 20
     body_timeout_s: Annotated[Seconds, "For a client to send a whole request."] = 60.0
-    request_timeout_s: Annotated[
-        Seconds | None, Flag("--request-timeout"), "Longest a request may take, waiting included. [default: no limit]"
-    ] = None
+    request_timeout_s: Annotated[Seconds | None, Flag("--request-timeout"),
+        "Longest a request may take, waiting included. [default: no limit]"] = None
     stall_timeout_s: Annotated[Seconds, "A streaming client that takes no byte for so long is dropped."] = 120.0
-    shutdown_timeout_s: Annotated[
-        Annotated[float, Meta(ge=0, le=1e9, title="SECONDS")],
-        Flag("--shutdown-timeout"),
-        "How long running requests may finish after SIGTERM or Ctrl-C.",
-    ] = 30.0
+    shutdown_timeout_s: Annotated[float, Meta(ge=0, le=1e9, title="SECONDS"), Flag("--shutdown-timeout"),
+        "How long running requests may finish after SIGTERM or Ctrl-C."] = 30.0
     log_requests: Annotated[bool, Flag("--enable-log-requests/--disable-log-requests"), "One line a request."] = False
 
     def __post_init__(self) -> None:

@@ -23,84 +23,53 @@ Endpoint = Annotated[
     str, Meta(pattern=r"^(tcp://.+:(\d{1,5}|\*)|(ipc|inproc)://.+)$", title="ENDPOINT", examples=["tcp://*:5557"])
 ]
 Url = Annotated[str, Meta(min_length=1, title="URL")]
+Key = Annotated[str, Meta(min_length=1, title="KEY")]
+HostPort = Annotated[str, Meta(pattern=r"^.+:\d{1,5}$", title="HOST:PORT", examples=["127.0.0.1:9000"])]
+HostName = Annotated[str, Meta(pattern=r"^[^\s/:]+$", title="NAME", examples=["router.example"])]
 
 
+# fmt: off
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessConfig:
     """Paths in files and in `--set` are those of these fields; core and edge have no name of their own there."""
 
-    workers: Annotated[
-        tuple[str, ...],
-        Flag("--worker", metavar="SPEC"),
-        "A worker: its URL, or url=...,events=tcp://...,replay=tcp://...,topic=...,id=...,roles=a;b. May be repeated. "
-        "events=none: guess its cache from what is sent to it. cache_tokens=N: how much it holds, unless it tells. "
-        "seats=N: sequences it runs at once, else that is learned. "
-        "reannounce=1: its clients ask for kv_cache_report_mode=full, so stores that repeat are no second copies.",
-    ] = ()
-    workers_file: Annotated[str | None, FILE, Flag(metavar="FILE"), "One URL or SPEC a line; watched for changes."] = (
-        None
-    )
-    worker_dns: Annotated[
-        tuple[str, ...],
-        Flag(metavar="URL"),
-        "A URL whose host resolves to many workers, looked up again every few seconds. May be repeated.",
-    ] = ()
-    bind_events: Annotated[
-        tuple[Endpoint, ...],
-        Flag(metavar="ENDPOINT"),
-        "Listen there for publishers that connect, e.g. tcp://*:5557; the worker is known by its topic (kv@HOST...). "
-        "May be repeated.",
-    ] = ()
-    peers: Annotated[
-        tuple[Endpoint, ...],
-        Flag("--peer", metavar="ENDPOINT"),
-        "Another router of the same workers, where it has --peer-bind: its requests in flight count as load. "
-        "May be repeated.",
-    ] = ()
+    workers: Annotated[tuple[str, ...], Flag("--worker", metavar="SPEC"),
+        "A worker: its URL, or url=...,events=tcp://...,replay=tcp://...,topic=...,id=...,roles=a;b. May be "
+        "repeated. events=none: guess its cache from what is sent to it. cache_tokens=N: how much it holds, "
+        "unless it tells. seats=N: sequences it runs at once, else that is learned. reannounce=1: its clients ask "
+        "for kv_cache_report_mode=full, so stores that repeat are no second copies."] = ()
+    workers_file: Annotated[str | None, FILE, Flag(metavar="FILE"),
+        "One URL or SPEC a line; watched for changes."] = None
+    worker_dns: Annotated[tuple[str, ...], Flag(metavar="URL"),
+        "A URL whose host resolves to many workers, looked up again every few seconds. May be repeated."] = ()
+    bind_events: Annotated[tuple[Endpoint, ...], Flag(metavar="ENDPOINT"),
+        "Listen there for publishers that connect, e.g. tcp://*:5557; the worker is known by its topic "
+        "(kv@HOST...). May be repeated."] = ()
+    peers: Annotated[tuple[Endpoint, ...], Flag("--peer", metavar="ENDPOINT"),
+        "Another router of the same workers, where it has --peer-bind: its requests in flight count as load. May "
+        "be repeated."] = ()
     peer_bind: Annotated[Endpoint | None, Flag(), "Tell other routers this one's load there, e.g. tcp://*:5600."] = None
-    snapshot_from: Annotated[
-        tuple[Url, ...],
-        Flag(metavar="URL"),
-        "A running router's admin address: take what it knows of workers that offer no snapshot (vLLM with replay), at "
-        "the start and after a gap. May be repeated.",
-    ] = ()
+    snapshot_from: Annotated[tuple[Url, ...], Flag(metavar="URL"),
+        "A running router's admin address: take what it knows of workers that offer no snapshot (vLLM with "
+        "replay), at the start and after a gap. May be repeated."] = ()
     host: Annotated[str, Flag(metavar="HOST"), "Interface of the API."] = "127.0.0.1"
-    port: Annotated[Annotated[int, Meta(ge=0, le=65535)], Flag(), "0 lets the system choose."] = 8080
-    admin: Annotated[
-        Annotated[str, Meta(pattern=r"^.+:\d{1,5}$", title="HOST:PORT", examples=["127.0.0.1:9000"])] | None,
-        Flag(),
-        "Serve /workers, /route and /dashboard there only. [default: on --port, to loopback only]",
-    ] = None
-    admin_api_key: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        SECRET,
-        Flag(metavar="KEY", env="ROUTER_ADMIN_API_KEY"),
+    port: Annotated[int, Meta(ge=0, le=65535), Flag(), "0 lets the system choose."] = 8080
+    admin: Annotated[HostPort | None, Flag(),
+        "Serve /workers, /route and /dashboard there only. [default: on --port, to loopback only]"] = None
+    admin_api_key: Annotated[Key | None, SECRET, Flag(env="ROUTER_ADMIN_API_KEY"),
         "Of the admin routes; also what is sent to --snapshot-from. [default: made and printed at the start]",
     ] = field(default=None, repr=False)
-    admin_hosts: Annotated[
-        tuple[Annotated[str, Meta(pattern=r"^[^\s/:]+$", title="NAME", examples=["router.example"])], ...],
-        Flag("--admin-host", metavar="NAME"),
-        "A name by which the admin routes may be asked for, besides addresses and localhost. May be repeated.",
-    ] = ()
-    tokenizer: Annotated[
-        str | None,
-        FOLDER,
-        Flag(metavar="FOLDER"),
-        "Tokenizer files for every model. [default: where each worker has them]",
-    ] = None
+    admin_hosts: Annotated[tuple[HostName, ...], Flag("--admin-host", metavar="NAME"),
+        "A name by which the admin routes may be asked for, besides addresses and localhost. May be repeated."] = ()
+    tokenizer: Annotated[str | None, FOLDER, Flag(metavar="FOLDER"),
+        "Tokenizer files for every model. [default: where each worker has them]"] = None
     chat_template: Annotated[str | None, Flag(metavar="FILE"), "Instead of the model's own, as the workers do."] = None
-    segment_cache_mb: Annotated[
-        Annotated[int, Meta(ge=0, le=10**7, title="MIB"), Size(1 << 20)],
-        Flag(),
+    segment_cache_mb: Annotated[int, Meta(ge=0, le=10**7, title="MIB"), Size(1 << 20), Flag(),
         "Memory for the encoded parts of prompts, each model; 0 encodes every prompt whole.",
     ] = CACHE_BYTES_DEFAULT >> 20
-    tokenize_threads: Annotated[
-        Annotated[int, Meta(ge=1, le=256)] | None, "Threads that encode prompts. [default: one a core, at most 8]"
-    ] = None
-    worker_api_key: Annotated[
-        str | None,
-        SECRET,
-        Flag(metavar="KEY", env="ROUTER_WORKER_API_KEY"),
+    tokenize_threads: Annotated[Annotated[int, Meta(ge=1, le=256)] | None,
+        "Threads that encode prompts. [default: one a core, at most 8]"] = None
+    worker_api_key: Annotated[str | None, SECRET, Flag(metavar="KEY", env="ROUTER_WORKER_API_KEY"),
         "Sent to workers instead of the client's. [default: the client's is passed on]",
     ] = field(default=None, repr=False)
     tls_cert: Annotated[str | None, FILE, Flag(metavar="FILE"), "PEM; with --tls-key: HTTPS on all addresses."] = None
@@ -109,19 +78,15 @@ class ProcessConfig:
     edge: Annotated[EdgeConfig, ROOT] = field(default_factory=EdgeConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     helpers: PoolConfig = field(default_factory=PoolConfig)
-    processes: Annotated[
-        Annotated[int, Meta(ge=1, le=256)], Flag(), "Equal processes on one port; each keeps the whole index."
+    processes: Annotated[int, Meta(ge=1, le=256), Flag(), "Equal processes on one port; each keeps the whole index."
     ] = 1
-    seed: Annotated[Annotated[int, Meta(ge=0, le=10**12)], "Of everything drawn by chance."] = 0
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Flag(), "How much is logged, to stderr."] = (
-        "info"
-    )
-    log_requests: Annotated[
-        Part, Flag(), "Share of requests that get a line in the log, with worker, prediction and outcome."
-    ] = 0.0
-    log_decisions: Annotated[
-        Part, Flag(), "Share of requests whose decisions get a line with every candidate's terms, as JSON."
-    ] = 0.0
+    seed: Annotated[int, Meta(ge=0, le=10**12), "Of everything drawn by chance."] = 0
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Flag(),
+        "How much is logged, to stderr."] = "info"
+    log_requests: Annotated[Part, Flag(),
+        "Share of requests that get a line in the log, with worker, prediction and outcome."] = 0.0
+    log_decisions: Annotated[Part, Flag(),
+        "Share of requests whose decisions get a line with every candidate's terms, as JSON."] = 0.0
     log_json: Annotated[bool, Flag(), "One JSON object a line."] = False
     announce: bool = True
     """Print the address on stdout once requests are taken."""

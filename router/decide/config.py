@@ -16,6 +16,7 @@ Count = Annotated[int, Meta(ge=1, le=10**12, title="N")]
 Rates = tuple[NotNegative, NotNegative, NotNegative, NotNegative]
 
 
+# fmt: off
 @dataclass(frozen=True, slots=True)
 class ServiceModel:
     """How long a worker takes: the prior that learning starts from."""
@@ -42,12 +43,8 @@ class CostConfig:
     utilisation_window_s: Annotated[Seconds, "Over which utilisation is averaged."] = 60.0
     decode_weight: Annotated[NotNegative, "What a second after the first token counts, beside one before it."] = 0.2
     tie_s: Annotated[NotNegative, "Prices closer than this are a tie, and ties rotate."] = 1e-6
-    load_s_per_token: Annotated[Rates, "Seconds to fetch a cached token from GPU, CPU, STORAGE, REMOTE."] = (
-        0.0,
-        2e-6,
-        2e-5,
-        4e-5,
-    )
+    load_s_per_token: Annotated[Rates,
+        "Seconds to fetch a cached token from GPU, CPU, STORAGE, REMOTE."] = (0.0, 2e-6, 2e-5, 4e-5)
     progress_cap: Annotated[Share, "The most of the oldest prefill that counts as done before its first token."] = 0.95
 
 
@@ -58,7 +55,7 @@ class LearnConfig:
     enabled: Annotated[bool, "Learn how fast each worker is."] = True
     half_life: Annotated[Positive, "First tokens after which an observation weighs half."] = 300.0
     prior_weight: Annotated[NotNegative, "What the rest of the pool is like counts as so many observations."] = 8.0
-    err_low: Annotated[Annotated[float, Meta(gt=0, le=1)], "The prefill rate used is this part of the estimate."] = 0.9
+    err_low: Annotated[float, Meta(gt=0, le=1), "The prefill rate used is this part of the estimate."] = 0.9
     """Half of the true rate costs 2 %, twice it 9 %."""
 
 
@@ -66,17 +63,15 @@ class LearnConfig:
 class QueueConfig:
     """The reordering queue. `enabled` is off by default because it trades the tail under overload for the mean."""
 
-    enabled: Annotated[
-        bool, Flag("--queue/--no-queue"), "Hold requests in the router while every worker is busy, shortest first."
-    ] = False
+    enabled: Annotated[bool, Flag("--queue/--no-queue"),
+        "Hold requests in the router while every worker is busy, shortest first."] = False
     hold_above_s: Annotated[NotNegative, "Hold a request when the winner's slow * Q is longer than this."] = 0.2
     """Enough to keep an engine busy for a step."""
     gamma: Annotated[NotNegative, "Held requests are tried in ascending P * slow - gamma * waited."] = 0.1
     tries: Annotated[Count, "Held requests tried at each first token and each tick."] = 24
     requests_max: Annotated[Count, "Requests held; more are refused with 429."] = 4096
-    wait_s_max: Annotated[
-        Seconds, "Longest wait of a request without a deadline; the cheapest worker then gets it."
-    ] = 120.0
+    wait_s_max: Annotated[Seconds,
+        "Longest wait of a request without a deadline; the cheapest worker then gets it."] = 120.0
     tick_s: Annotated[Seconds, "Between two tries."] = 0.05
 
 
@@ -87,9 +82,7 @@ class WorkingSetConfig:
     enabled: Annotated[bool, "Count what each worker's cache is needed for."] = True
     live_s: Annotated[Seconds, "A prompt that was sent within so many seconds is expected to come back."] = 90.0
     reuse_max: Annotated[NotNegative, "The most times that a computed token is taken to be used again."] = 5.0
-    reuse_memory: Annotated[Annotated[float, Meta(ge=1, le=1e12)], "Requests over which those times are averaged."] = (
-        500.0
-    )
+    reuse_memory: Annotated[float, Meta(ge=1, le=1e12), "Requests over which those times are averaged."] = 500.0
     chunk_tokens: Annotated[Count, "Prompts are compared in pieces of so many tokens."] = 1024
 
 
@@ -99,7 +92,7 @@ class RetryConfig:
 
     attempts_max: Annotated[Count, "Workers that a request is sent to, one after the other."] = 3
     budget_ratio: Annotated[Share, "Retries allowed per request routed, over a sliding window."] = 0.2
-    budget_min: Annotated[Annotated[int, Meta(ge=0, le=10**12)], "Retries allowed on top of that."] = 10
+    budget_min: Annotated[int, Meta(ge=0, le=10**12), "Retries allowed on top of that."] = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +109,10 @@ class HealthConfig:
 class CoreConfig:
     """All of the above."""
 
-    policy: Annotated[
-        Literal["kv", "round_robin", "least_requests", "random", "sticky"],
-        Flag(),
-        "kv: the lowest price, as docs/routing.md has it. The others are for comparison.",
-    ] = "kv"
-    policy_function: Annotated[
-        str | None,
-        Flag(metavar="MODULE:NAME"),
-        "A function of your own that chooses instead; examples/own_policy.py has one.",
-    ] = None
+    policy: Annotated[Literal["kv", "round_robin", "least_requests", "random", "sticky"], Flag(),
+        "kv: the lowest price, as docs/routing.md has it. The others are for comparison."] = "kv"
+    policy_function: Annotated[str | None, Flag(metavar="MODULE:NAME"),
+        "A function of your own that chooses instead; examples/own_policy.py has one."] = None
     service: ServiceModel = field(default_factory=ServiceModel)
     cost: CostConfig = field(default_factory=CostConfig)
     learn: LearnConfig = field(default_factory=LearnConfig)
@@ -140,12 +127,10 @@ class CoreConfig:
     pin_grace_s: Annotated[NotNegative, "Seconds that a finished request's prefix still counts as cached."] = 0.25
     """The answer races its last events by milliseconds. While it counts, what was evicted meanwhile is promised all the
     same: no longer, then, than a slow link needs."""
-    requests_max: Annotated[Count, Flag("--max-in-flight"), "Requests in flight or held; more are answered 429."] = (
-        100_000
-    )
-    history_tokens: Annotated[Count, "Assumed cache of a worker without events that does not tell its capacity."] = (
-        500_000
-    )
+    requests_max: Annotated[Count, Flag("--max-in-flight"),
+        "Requests in flight or held; more are answered 429."] = 100_000
+    history_tokens: Annotated[Count,
+        "Assumed cache of a worker without events that does not tell its capacity."] = 500_000
 
     def __post_init__(self) -> None:
         check(self)

@@ -10,15 +10,18 @@ from msgspec import Meta
 from options import SECRET, Flag, Seconds
 from router.http.config import ClientTimeouts, HttpLimits
 
+KeyPriority = Annotated[str, Meta(pattern=r"^.+=-?\d{1,9}$", title="KEY=N", examples=["secret=-10"])]
+ApiPath = Annotated[str, Meta(pattern=r"^/v1/[!-~]+$", title="PATH", examples=["/v1/files"])]
 
+
+# fmt: off
 @dataclass(frozen=True, slots=True)
 class Timeouts:
     """Checked a few times a second, so an expiry can come up to `sweep_s` late."""
 
     connect_s: Annotated[Seconds, Flag("--connect-timeout"), "To reach a worker."] = 5.0
-    first_byte_s: Annotated[
-        Seconds, Flag("--first-byte-timeout"), "From the request's end to the answer's first byte."
-    ] = 600.0
+    first_byte_s: Annotated[Seconds, Flag("--first-byte-timeout"),
+        "From the request's end to the answer's first byte."] = 600.0
     """An answer that is not streamed starts when it is complete."""
     idle_s: Annotated[Seconds, Flag("--idle-timeout"), "Without a byte in the middle of an answer."] = 300.0
     """Whichever side is to blame."""
@@ -33,52 +36,26 @@ class EdgeConfig:
     limits: HttpLimits = field(default_factory=HttpLimits)
     timeouts: Timeouts = field(default_factory=Timeouts)
     client_timeouts: ClientTimeouts = field(default_factory=ClientTimeouts)
-    api_keys: Annotated[
-        tuple[str, ...],
-        SECRET,
-        Flag("--api-key", metavar="KEY", env="ROUTER_API_KEY"),
+    api_keys: Annotated[tuple[str, ...], SECRET, Flag("--api-key", metavar="KEY", env="ROUTER_API_KEY"),
         "Require Authorization: Bearer KEY under /v1. May be repeated; or set ROUTER_API_KEY.",
     ] = field(default=(), repr=False)
-    pass_routes: Annotated[
-        tuple[Annotated[str, Meta(pattern=r"^/v1/[!-~]+$", title="PATH", examples=["/v1/files"])], ...],
-        Flag("--pass-route", metavar="PATH"),
-        "Pass this route to workers too, /v1/x/* all below it, besides those of OpenAI's that answer prompts. "
-        "May be repeated.",
-    ] = ()
-    key_requests_max: Annotated[
-        Annotated[int, Meta(ge=1, le=10**9, title="N")],
-        Flag("--max-in-flight-by-key"),
-        "Requests of one API key in flight or held; more are answered 429.",
-    ] = 100_000
-    key_tokens_max: Annotated[
-        Annotated[int, Meta(ge=1, le=10**15, title="N")],
-        Flag("--max-tokens-by-key"),
-        "Prompt tokens of one API key's requests in flight; a request that would be more is answered 429.",
-    ] = 10**9
-    priority_min: Annotated[
-        Annotated[int, Meta(ge=-(2**31), le=2**31 - 1, title="N")],
-        Flag("--min-priority"),
-        "The lowest number, which is the highest priority, that clients may ask for; lower ones count as this.",
-    ] = 0
-    key_priorities: Annotated[
-        tuple[Annotated[str, Meta(pattern=r"^.+=-?\d{1,9}$", title="KEY=N", examples=["secret=-10"])], ...],
-        SECRET,
-        Flag("--key-priority", metavar="KEY=N"),
-        "Another --min-priority for one API key. May be repeated.",
-    ] = field(default=(), repr=False)
-    tenant_salts: Annotated[
-        bool, Flag(), "Give each API key's prompts a cache_salt of its own, so that keys share no cache."
-    ] = False
-    cache_headers: Annotated[
-        bool,
-        Flag(),
-        "Tell clients which worker answered and how much of the prompt was cached there (x-blockcast-*).",
-    ] = True
-    connections_max: Annotated[
-        Annotated[int, Meta(ge=1, le=10**9, title="N")],
-        Flag("--max-connections"),
-        "Of clients; more are answered 503.",
-    ] = 20_000
+    pass_routes: Annotated[tuple[ApiPath, ...], Flag("--pass-route", metavar="PATH"),
+        "Pass this route to workers too, /v1/x/* all below it, besides those of OpenAI's that answer prompts. May "
+        "be repeated."] = ()
+    key_requests_max: Annotated[int, Meta(ge=1, le=10**9, title="N"), Flag("--max-in-flight-by-key"),
+        "Requests of one API key in flight or held; more are answered 429."] = 100_000
+    key_tokens_max: Annotated[int, Meta(ge=1, le=10**15, title="N"), Flag("--max-tokens-by-key"),
+        "Prompt tokens of one API key's requests in flight; a request that would be more is answered 429."] = 10**9
+    priority_min: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1, title="N"), Flag("--min-priority"),
+        "The lowest number, which is the highest priority, that clients may ask for; lower ones count as this."] = 0
+    key_priorities: Annotated[tuple[KeyPriority, ...], SECRET, Flag("--key-priority", metavar="KEY=N"),
+        "Another --min-priority for one API key. May be repeated."] = field(default=(), repr=False)
+    tenant_salts: Annotated[bool, Flag(),
+        "Give each API key's prompts a cache_salt of its own, so that keys share no cache."] = False
+    cache_headers: Annotated[bool, Flag(),
+        "Tell clients which worker answered and how much of the prompt was cached there (x-blockcast-*)."] = True
+    connections_max: Annotated[int, Meta(ge=1, le=10**9, title="N"), Flag("--max-connections"),
+        "Of clients; more are answered 503."] = 20_000
     shutdown_s: Annotated[Seconds, Flag("--shutdown-timeout"), "For requests in flight after SIGTERM."] = 30.0
 
     @property

@@ -78,7 +78,7 @@ class FleetConfig:
     """A new epoch means that it restarted."""
     starting_s: Annotated[Seconds, "Between two looks at a worker that is down, or was never reached."] = 0.5
     starting_s_max: Annotated[Seconds, "The pause for one that was never reached doubles up to this."] = 5.0
-    failures_to_down: Annotated[Annotated[int, Meta(ge=1, le=10**9)], "Failed looks in a row that take it out."] = 2
+    failures_to_down: Annotated[int, Meta(ge=1, le=10**9), "Failed looks in a row that take it out."] = 2
     """Traffic's own failures do so at once."""
     names_s: Annotated[Seconds, "Between two resolutions of names that stand for many workers."] = 10.0
     peers_s: Annotated[Seconds, "Before other routers are asked again for what none could tell; doubles."] = 10.0

@@ -12,23 +12,19 @@ from options import Flag, Seconds, Size
 Bytes = Annotated[int, Meta(ge=1, le=10**15, title="BYTES"), Size()]
 
 
+# fmt: off
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
     """What a client may send."""
 
     head_bytes_max: Annotated[Bytes, "Of a request's head; longer ones are answered 431."] = 64 << 10
-    headers_max: Annotated[Annotated[int, Meta(ge=1, le=10**6)], "Of a request; more are answered 431."] = 128
+    headers_max: Annotated[int, Meta(ge=1, le=10**6), "Of a request; more are answered 431."] = 128
     body_bytes_max: Annotated[Bytes, Flag("--max-body-bytes"), "Of a request; longer ones are answered 413."] = 64 << 20
-    held_bytes_max: Annotated[
-        Bytes,
-        Flag("--max-held-bytes"),
+    held_bytes_max: Annotated[Bytes, Flag("--max-held-bytes"),
         "Of all requests that arrive or are in flight, each above 16 KiB; what would be more is answered 503.",
     ] = 1 << 30
-    party_bytes_max: Annotated[
-        Bytes,
-        Flag("--max-held-bytes-by-key"),
-        "Of those with one API key, or from one address where no keys are needed; more is answered 429.",
-    ] = 512 << 20
+    party_bytes_max: Annotated[Bytes, Flag("--max-held-bytes-by-key"),
+        "Of those with one API key, or from one address where no keys are needed; more is answered 429."] = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)

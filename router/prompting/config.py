@@ -14,9 +14,9 @@ from options import Seconds, Size
 class PoolConfig:
     """Of the helper processes that read bodies over 64 KiB, or of many objects."""
 
-    count: Annotated[Annotated[int, Meta(ge=1, le=64)], "Processes, started when they are first needed."] = 2
+    count: Annotated[int, Meta(ge=1, le=64), "Processes, started when they are first needed."] = 2
     seconds_max: Annotated[Seconds, "For one body; what takes longer is ended, and load alone decides."] = 5.0
-    memory_mb: Annotated[Annotated[int, Meta(ge=64, le=10**6, title="MIB"), Size(1 << 20)], "Of one process."] = 2048
+    memory_mb: Annotated[int, Meta(ge=64, le=10**6, title="MIB"), Size(1 << 20), "Of one process."] = 2048
     waiting_mb: Annotated[
         Annotated[int, Meta(ge=1, le=10**6, title="MIB"), Size(1 << 20)],
         "Of bodies that wait or are being read; more are answered 503.",
