@@ -32,7 +32,7 @@ from router.app.siblings import RELAYED, Report, Siblings, WorkerSums
 from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, Refuse
-from router.decide.workers import WorkerState
+from router.decide.workers import CacheView, WorkerState
 from router.fleet.members import Fleet
 from router.http.connection import ClientConnection
 from router.http.request import HttpRequest
@@ -61,6 +61,8 @@ class Admin:
         feed_totals: Callable[[], dict[str, dict[str, int]]] = dict,
         feed_fault: Callable[[], str | None] = lambda: None,
         siblings: Siblings | None = None,
+        synced: Callable[[str], bool] = lambda worker_id: True,
+        ready_s: float = 0.0,
     ) -> None:
         self._core = core
         self._fleet = fleet
@@ -72,11 +74,18 @@ class Admin:
         self._feed_totals = feed_totals
         self._feed_fault = feed_fault
         self._siblings = siblings
+        self._synced = synced
+        """Whether a worker's event streams have caught up."""
+        self._ready_s = ready_s
+        self._knows = False
         self._started = int(time.time())
+        self._started_s = now()
         self.draining = False
         self._routes = Routes()
         for method, path, handler, public in (
             ("GET", "/health", self._health, True),
+            ("GET", "/livez", self._live, True),
+            ("GET", "/readyz", self._ready, True),
             ("GET", "/v1/models", self._models, True),
             ("GET", "/metrics", self._render_metrics, True),
             ("GET", "/version", self._show_version, True),
@@ -118,6 +127,32 @@ class Admin:
         if (fault := self._feed_fault()) is not None:
             body["events"] = fault  # requests are still sent on, by what was known before
         return Answer(msgspec.json.encode(body), 200 if status == "ok" else 503)
+
+    def _live(self, request: HttpRequest, _: str) -> Answer:
+        """This process answers: to be started again where it does not."""
+        return Answer(b'{"status":"ok"}')
+
+    def _ready(self, request: HttpRequest, _: str) -> Answer:
+        """Whether requests had better be sent here than to another router."""
+        reason = self.not_ready()
+        return Answer(msgspec.json.encode({"status": reason or "ok"}), 503 if reason else 200)
+
+    def not_ready(self) -> str | None:
+        """Why not: leaving, nobody to send to, or caches that are not known yet; the last for `ready_s` at most."""
+        if self.draining:
+            return "draining"
+        up = [worker for worker in self._core.workers.values() if worker.state is WorkerState.UP]
+        if not up:
+            return "no worker is up"
+        if not self._knows:
+            unknown = [
+                w.worker_id for w in up if w.spec.cache_view is CacheView.EVENTS and not self._synced(w.worker_id)
+            ]
+            unknown += self._fleet.starting()
+            if unknown and self._now() - self._started_s < self._ready_s:
+                return f"not known yet: {', '.join(unknown[:10])}"
+            self._knows = True
+        return None
 
     def _show_version(self, request: HttpRequest, _: str) -> Answer:
         return Answer(msgspec.json.encode({"version": self._version}))

@@ -51,6 +51,7 @@ class Worker(Struct, forbid_unknown_fields=True):
     cache_tokens: _Positive | UnsetType = UNSET
     seats: _Positive | UnsetType = UNSET
     reannounce: Literal[0, 1] | UnsetType = UNSET
+    send_key: Literal[0, 1] | UnsetType = UNSET
 
 
 class Switch(Struct):
@@ -64,6 +65,8 @@ _OPERATIONS = (
               streams=True),
     Operation("get", "/v1/models", "Models of all workers", None, _Object, is_open=True),
     Operation("get", "/health", "Whether a worker is up", None, _Object, is_open=True),
+    Operation("get", "/livez", "Whether this process answers", None, _Object, is_open=True),
+    Operation("get", "/readyz", "Whether requests had better come here", None, _Object, is_open=True),
     Operation("get", "/version", "Version", None, _Object, is_open=True),
     Operation("get", "/metrics", "Prometheus metrics", None, str, is_open=True),
     Operation("get", "/openapi.json", "This document", None, _Object, is_open=True),

@@ -61,6 +61,7 @@ class RouterProcess:
         self._version = version
         self._now = time.monotonic  # uvloop's own clock stands still within a turn of the loop
         self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
         self._executor = ThreadPoolExecutor(
             config.tokenize_threads or min(8, os.cpu_count() or 1), thread_name_prefix="tokenize"
         )
@@ -165,6 +166,8 @@ class RouterProcess:
             feed_totals=self._feed.totals,
             feed_fault=self._feed.fault,
             siblings=siblings,
+            synced=self._feed.synced,
+            ready_s=config.edge.ready_s,
         )
         self._dashboard = Dashboard(self._core, proxy, self._prompts, self._admin.workers)
         self._admin.show(self._dashboard)
@@ -172,6 +175,7 @@ class RouterProcess:
         self._admin.add_route("GET", "/peer", routes.index, public=False)
         self._admin.add_route("GET", "/peer/*", routes.stream, public=False)
         self._core.registry.on_state = log_state
+        proxy.is_keyed = self._fleet.is_keyed
         proxy.on_worker_lost.append(self._feed.lost)
         proxy.on_failure.append(self._attempt_failed)
         proxy.on_end.append(self._ended)
@@ -315,12 +319,19 @@ class RouterProcess:
     def _signalled(self) -> None:
         if self._stop.is_set():
             log.warning("second signal: %d requests are cut off", len(self._proxy.exchanges))
+            self._hurry.set()
             for listener in self._listeners:
                 listener.abort()
         self._stop.set()
 
     async def _drain(self) -> None:
-        """No new requests; those in flight have `shutdown_s` to end."""
+        """For `unready_s` only what asks for readiness is told; then no new requests, and those in flight have
+        `shutdown_s` to end."""
+        if self._config.edge.unready_s > 0:
+            log.info("shutting down in %g s; until then requests are taken", self._config.edge.unready_s)
+            waiting = self._loop.create_task(self._hurry.wait())
+            await asyncio.wait({waiting}, timeout=self._config.edge.unready_s)
+            waiting.cancel()
         for listener in self._listeners:
             listener.stop_listening()
         deadline_s = self._now() + self._config.edge.shutdown_s

@@ -33,6 +33,8 @@ class Carrier:
         self.now = now
         self.worker_authorization = worker_authorization
         """Sent to workers instead of the client's `Authorization`, or None to pass that one on."""
+        self.is_keyed: Callable[[str], bool] = lambda worker_id: True
+        """Whether a worker may be sent that; the others get no authorization at all."""
         self.tells_cache = True
         """Answers say which worker gave them, and how much of the prompt was predicted to be cached there."""
         self.relay = relay

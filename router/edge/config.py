@@ -11,6 +11,7 @@ from options import SECRET, Flag, Seconds
 from router.http.config import ClientTimeouts, HttpLimits
 
 KeyPriority = Annotated[str, Meta(pattern=r"^.+=-?\d{1,9}$", title="KEY=N", examples=["secret=-10"])]
+Pause = Annotated[float, Meta(ge=0, le=1e9, title="SECONDS")]
 ApiPath = Annotated[str, Meta(pattern=r"^/v1/[!-~]+$", title="PATH", examples=["/v1/files"])]
 
 
@@ -56,6 +57,10 @@ class EdgeConfig:
         "Tell clients which worker answered and how much of the prompt was cached there (x-blockcast-*)."] = True
     connections_max: Annotated[int, Meta(ge=1, le=10**9, title="N"), Flag("--max-connections"),
         "Of clients; more are answered 503."] = 20_000
+    ready_s: Annotated[Pause, Flag("--ready-timeout"),
+        "Until then /readyz waits for the caches of the workers to be known."] = 10.0
+    unready_s: Annotated[Pause, Flag("--shutdown-delay"),
+        "After SIGTERM /readyz is 503 for so long while requests are still taken."] = 0.0
     shutdown_s: Annotated[Seconds, Flag("--shutdown-timeout"), "For requests in flight after SIGTERM."] = 30.0
 
     @property

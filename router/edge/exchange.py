@@ -201,9 +201,10 @@ class Exchange:
     def _send(self, connection: UpstreamConnection) -> None:
         assert self.decision is not None
         connection.user = self
-        head = request_head(
-            self.request, connection.target, self.trace_id, self.decision.rank, self._proxy.worker_authorization
-        )
+        authorization = self._proxy.worker_authorization
+        if authorization is not None and not self._proxy.is_keyed(self.decision.worker):
+            authorization = b""
+        head = request_head(self.request, connection.target, self.trace_id, self.decision.rank, authorization)
         self.sent_s = self.progress.last_byte_s = self._proxy.now()
         connection.send(head, self.request.body)
 

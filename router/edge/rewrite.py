@@ -20,7 +20,8 @@ _NOT_RETURNED = Dropping((*HOP_BY_HOP, b"x-request-id", b"x-blockcast-worker", b
 def request_head(
     request: HttpRequest, target: Endpoint, trace_id: bytes, rank: int | None, authorization: bytes | None
 ) -> bytes:
-    """The head of `request` for a worker. `authorization` stands in for the client's own, unless None."""
+    """The head of `request` for a worker. `authorization` stands in for the client's own, unless None; an empty one
+    is none."""
     parts = [
         request.method.encode(),
         b" ",
@@ -33,7 +34,7 @@ def request_head(
         b"\r\n",
         request.headers.without(_DROPPED if authorization is None else _DROPPED_WITH_KEY),
     ]
-    if authorization is not None:
+    if authorization:
         parts += (b"authorization: ", authorization, b"\r\n")
     if rank is not None:
         parts.append(b"x-data-parallel-rank: %d\r\n" % rank)

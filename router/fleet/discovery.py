@@ -57,6 +57,8 @@ class WorkerFlag:
     """Sequences it runs at once; engines do not tell."""
     reannounces: bool = False
     """`reannounce=1`: stores may repeat what is held already (EventSource.reannounces)."""
+    keyed: bool = True
+    """It is sent the workers' API key: the operator named it when the router started, or said `send_key=1`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _ENDPOINT = re.compile(r"tcp://[^\s;,]+:\d{1,5}|(ipc|inproc)://[^\s;,]+")
 _ID = re.compile(r"[!-~\u00a1-\U0010ffff]{1,255}")
 """It stands in headers and metrics."""
-_KEYS = ("url", "events", "replay", "topic", "id", "roles", "cache_tokens", "seats", "reannounce")
+_KEYS = ("url", "events", "replay", "topic", "id", "roles", "cache_tokens", "seats", "reannounce", "send_key")
 
 
 def parse_worker_flag(text: str) -> WorkerFlag:
@@ -128,8 +130,9 @@ def worker_flag(values: Mapping[str, str]) -> WorkerFlag:
     for key, value in (("cache_tokens", capacity), ("seats", seats)):
         if value is not None and not number(value):
             raise ConfigError(f"worker: {key}={value!r}, expected a positive number")
-    if values.get("reannounce", "0") not in ("0", "1"):
-        raise ConfigError(f"worker: reannounce={values['reannounce']!r}, expected 0 or 1")
+    for key in ("reannounce", "send_key"):
+        if values.get(key, "0") not in ("0", "1"):
+            raise ConfigError(f"worker: {key}={values[key]!r}, expected 0 or 1")
     worker_id = values.get("id") or worker_id_of(url)
     if _ID.fullmatch(worker_id) is None:
         raise ConfigError(f"worker: id={worker_id!r}, expected up to 255 printable characters without spaces")
@@ -144,6 +147,7 @@ def worker_flag(values: Mapping[str, str]) -> WorkerFlag:
         cache_tokens=int(capacity) if capacity is not None else None,
         seats=int(seats) if seats is not None else None,
         reannounces=values.get("reannounce") == "1",
+        keyed=values.get("send_key", "1") == "1",
     )
 
 
@@ -227,10 +231,10 @@ class Prober:
         self._timeout_s = timeout_s
         self._headers = headers or {}
 
-    async def healthy(self, url: str) -> str | None:
+    async def healthy(self, flag: WorkerFlag) -> str | None:
         """None where `/health` answers 200; else why not."""
         try:
-            status, _ = await self._get(f"{url}/health")
+            status, _ = await self._get(flag, "/health")
         except Unanswered as error:
             return f"/health: {error}"
         return None if status == 200 else f"/health answers {status}"
@@ -238,13 +242,13 @@ class Prober:
     async def probe(self, flag: WorkerFlag, known: WorkerFacts | None = None) -> WorkerFacts:
         """Everything about a worker: models, event sources, capacity. `known`: what an earlier probe found."""
         try:
-            status, body = await self._get(f"{flag.url}/v1/models")
+            status, body = await self._get(flag, "/v1/models")
             if status != 200:
                 return WorkerFacts(False, f"/v1/models answers {status}")
             models, roots = read_models(body), read_roots(body)
             sources = await self.sources(flag, known)
-            metrics = await self._metrics(flag.url)
-            capacity = read_cache_capacity(metrics) or await self._capacity(flag.url)
+            metrics = await self._metrics(flag)
+            capacity = read_cache_capacity(metrics) or await self._capacity(flag)
         except (Unanswered, DecodeError) as error:
             return WorkerFacts(False, str(error))
         if not models:
@@ -266,7 +270,7 @@ class Prober:
             return ()
         if flag.events:
             return given_sources(flag)
-        status, body = await self._get(f"{flag.url}/kv_event_sources")
+        status, body = await self._get(flag, "/kv_event_sources")
         if status == 200:
             return read_sources(body, flag.url)
         if status not in NOT_OFFERED and known is not None and known.sources:
@@ -276,20 +280,23 @@ class Prober:
             return tuple(replace_topic(source, flag.topic) for source in default_sources(host))
         return ()
 
-    async def _metrics(self, url: str) -> str:
+    async def _metrics(self, flag: WorkerFlag) -> str:
         """The worker's `/metrics`; empty where there are none that can be read."""
         try:
-            status, body = await self._get(f"{url}/metrics", METRICS_BYTES_MAX)
+            status, body = await self._get(flag, "/metrics", METRICS_BYTES_MAX)
         except Unanswered:
             return ""
         return body.decode("utf-8", "replace") if status == 200 else ""
 
-    async def _capacity(self, url: str) -> int | None:
-        status, body = await self._get(f"{url}/server_info")
+    async def _capacity(self, flag: WorkerFlag) -> int | None:
+        status, body = await self._get(flag, "/server_info")
         return read_server_info(body) if status == 200 else None
 
-    async def _get(self, url: str, bytes_max: int = BODY_BYTES_MAX) -> tuple[int, bytes]:
-        return await ask(self._session, url, headers=self._headers, seconds=self._timeout_s, bytes_max=bytes_max)
+    async def _get(self, flag: WorkerFlag, path: str, bytes_max: int = BODY_BYTES_MAX) -> tuple[int, bytes]:
+        headers = self._headers if flag.keyed else None
+        return await ask(
+            self._session, f"{flag.url}{path}", headers=headers, seconds=self._timeout_s, bytes_max=bytes_max
+        )
 
     async def _listens(self, host: str, port: int) -> bool:
         try:

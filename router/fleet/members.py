@@ -141,7 +141,7 @@ class Fleet:
         odd = next((key for key, value in settings.items() if not isinstance(value, (str, int))), None)
         if odd is not None:
             raise ConfigError(f"worker: {odd} is {settings[odd]!r}, expected a string")
-        flag = worker_flag({key: str(value) for key, value in settings.items()})
+        flag = worker_flag({"send_key": "0", **{key: str(value) for key, value in settings.items()}})
         self.watch(flag, origin="operator")
         return flag.worker_id
 
@@ -211,6 +211,11 @@ class Fleet:
             details["problem"] = member.problem
         return details
 
+    def is_keyed(self, worker_id: str) -> bool:
+        """Whether it may be sent the workers' API key."""
+        member = self._members.get(worker_id)
+        return member is not None and member.flag.keyed
+
     def starting(self) -> dict[str, str]:
         """Workers that were never reached: id -> why not."""
         return {key: _waiting(m) for key, m in self._members.items() if key not in self._core.workers}
@@ -267,7 +272,7 @@ class Fleet:
             worker = self._core.workers.get(member.flag.worker_id)
             was_down = worker is not None and worker.health in (WorkerState.DOWN, WorkerState.PROBING)
             suspected = await self._pause(member, self._config.starting_s if was_down else self._config.health_s)
-            problem = await self._prober.healthy(member.flag.url)
+            problem = await self._prober.healthy(member.flag)
             if problem is not None:
                 self._unhealthy(member, problem, suspected=suspected)
                 continue
@@ -329,7 +334,7 @@ class Fleet:
     async def _read_tokenizers(self, member: _Member, facts: WorkerFacts) -> None:
         """Load what the worker's models are tokenised with before it gets its first request."""
         for base in sorted({model.base for model in facts.models}):
-            await _within(TOKENIZER_S_MAX, self._prompts.learn(base, facts.roots.get(base), member.flag.url))
+            await _within(TOKENIZER_S_MAX, self._prompts.learn(base, facts.roots.get(base), member.flag))
 
     async def _look_again(self, member: _Member, *, was_down: bool) -> None:
         """Another start, other models, other sources? Take over what changed."""

@@ -20,7 +20,7 @@ from prompts.segments import CACHE_BYTES_DEFAULT, SegmentStats
 from prompts.tokenizer import Tokenizer, TokenizerError
 from router.prompting.encode import cut, prompt_ids
 from router.prompting.helper import Order
-from router.prompting.remote import RemoteTokenizer
+from router.prompting.remote import Asked, RemoteTokenizer
 
 log = logging.getLogger("router")
 
@@ -73,8 +73,8 @@ class PromptReader:
         found = {model: tokenizer.cache_stats() for model, tokenizer in self._tokenizers.items()}
         return {model: stats for model, stats in found.items() if stats is not None}
 
-    async def learn(self, model: str, path: str | None, url: str) -> None:
-        """Load the tokenizer of a base model: from the command line's folder, from where the worker at `url` has it,
+    async def learn(self, model: str, path: str | None, worker: Asked) -> None:
+        """Load the tokenizer of a base model: from the command line's folder, from where the worker has it,
         or else find out whether that worker can be asked."""
         folder = self._override or path
         if folder is not None and model not in self._tokenizers:
@@ -87,7 +87,7 @@ class PromptReader:
             return
         if folder is None:
             self.problems[model] = "the worker names no local folder; give --tokenizer PATH"
-        if self.remote is not None and await self.remote.learn(model, url):
+        if self.remote is not None and await self.remote.learn(model, worker.url, keyed=worker.keyed):
             reason = self.problems[model].partition("; give")[0]
             self.problems[model] = f"{reason}; workers are asked (/tokenize), give --tokenizer PATH to save the way"
 

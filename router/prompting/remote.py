@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import aiohttp
 import msgspec
@@ -37,6 +37,16 @@ class _Answer(msgspec.Struct):
     tokens: list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]]
 
 
+class Asked(Protocol):
+    """A worker, as far as asking it goes."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def keyed(self) -> bool:
+        """It may be sent the workers' API key."""
+
+
 class RemoteTokenizer:
     """Asks workers. `urls[model]` are those that answered before."""
 
@@ -44,14 +54,16 @@ class RemoteTokenizer:
         self._session = session
         self._headers = headers or {}
         self._urls: dict[str, list[str]] = {}
+        self._unkeyed: set[str] = set()
         self._turn = 0
 
     def knows(self, model: str) -> bool:
         """Some worker tokenises for this base model."""
         return bool(self._urls.get(model))
 
-    async def learn(self, model: str, url: str) -> bool:
-        """Find out whether a worker tokenises; True where it does."""
+    async def learn(self, model: str, url: str, *, keyed: bool) -> bool:
+        """Find out whether a worker tokenises; True where it does. `keyed`: it may be sent the workers' API key."""
+        (self._unkeyed.discard if keyed else self._unkeyed.add)(url)
         ids, _ = await self._ask(url, msgspec.json.encode({"model": model, "prompt": "a"}))
         known = self._urls.setdefault(model, [])
         if ids and url not in known:
@@ -60,6 +72,7 @@ class RemoteTokenizer:
 
     def forget(self, url: str) -> None:
         """The worker is gone."""
+        self._unkeyed.discard(url)
         for urls in self._urls.values():
             if url in urls:
                 urls.remove(url)
@@ -79,7 +92,7 @@ class RemoteTokenizer:
 
     async def _ask(self, url: str, question: bytes) -> tuple[list[int] | None, float]:
         started = time.perf_counter()
-        headers = {**self._headers, "Content-Type": "application/json"}
+        headers = {**({} if url in self._unkeyed else self._headers), "Content-Type": "application/json"}
         ids = None
         try:
             status, answer = await ask(

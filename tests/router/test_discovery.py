@@ -20,6 +20,7 @@ from router.fleet.discovery import (
     worker_spec,
 )
 from router.prompting.reader import checkpoint_folder
+from router.prompting.remote import RemoteTokenizer
 
 
 def test_a_plain_url_is_enough() -> None:
@@ -262,3 +263,30 @@ def test_a_bad_minute_of_the_sources_changes_nothing() -> None:
 def test_a_redirect_is_not_followed() -> None:
     facts, _ = probe({"/v1/models": (307, "/elsewhere"), "/elsewhere": MODELS})
     assert facts.reason == "/v1/models answers 307"
+
+
+@pytest.mark.parametrize(("flag", "sent"), [("url={url}", True), ("url={url},send_key=0", False)])
+def test_only_a_named_worker_is_asked_with_the_key(flag: str, sent: bool) -> None:
+    async def run() -> list[str | None]:
+        seen: list[str | None] = []
+
+        async def answer(request: web.Request) -> web.Response:
+            seen.append(request.headers.get("Authorization"))
+            return web.json_response({"data": [{"id": "m"}], "tokens": [1]})
+
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        worker = parse_worker_flag(flag.format(url=f"http://127.0.0.1:{runner.addresses[0][1]}"))
+        headers = {"Authorization": "Bearer key"}
+        async with aiohttp.ClientSession() as session:
+            prober, remote = Prober(session, headers=headers), RemoteTokenizer(session, headers)
+            await prober.probe(worker)
+            await prober.healthy(worker)
+            assert await remote.learn("m", worker.url, keyed=worker.keyed)
+        await runner.cleanup()
+        return seen
+
+    assert set(asyncio.run(run())) == {"Bearer key" if sent else None}

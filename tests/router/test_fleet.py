@@ -166,3 +166,16 @@ def test_a_watch_that_fails_says_so_once_and_comes_back_less_and_less_often(capl
     assert [record.getMessage() for record in caplog.records if "OverflowError" in record.getMessage()] == [
         "worker h:1 cannot be followed: OverflowError: a number of the worker's"
     ]
+
+
+def test_a_worker_that_is_added_later_gets_the_key_only_where_that_is_said() -> None:
+    async def run() -> None:
+        fleet = fleet_of(Asked(), RARELY)
+        fleet.watch(parse_worker_flag("http://a:1"), origin="operator")
+        await fleet.add({"url": "http://b:1"})
+        await fleet.add({"url": "http://c:1", "send_key": 1})
+        keyed = {name: fleet.is_keyed(name) for name in ("a:1", "b:1", "c:1", "unknown")}
+        assert keyed == {"a:1": True, "b:1": False, "c:1": True, "unknown": False}
+        await fleet.close()
+
+    asyncio.run(run())

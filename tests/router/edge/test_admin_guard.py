@@ -119,3 +119,33 @@ def test_only_named_routes_are_passed_on(edge: Any, make_post: Any, path: str, p
         assert len(worker.received) == passed
 
     edge.run(scenario())
+
+
+def test_ready_once_the_caches_are_known_or_time_has_passed(edge: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        admin, now, synced = edge.admin, [0.0], set()
+        admin._now, admin._synced, admin._ready_s, admin._started_s = (lambda: now[0]), synced.__contains__, 10.0, 0.0
+
+        async def ready() -> int:
+            assert status(await edge.exchange(ask(b"GET", b"/livez"))) == 200
+            return status(await edge.exchange(ask(b"GET", b"/readyz")))
+
+        assert admin.not_ready() == "no worker is up"
+        await edge.worker(edge.reply(), "a")
+        await edge.worker(edge.reply(), "b")
+        assert await ready() == 503
+        synced.add("a")
+        assert admin.not_ready() == "not known yet: b"
+        synced.add("b")
+        edge.fleet.waiting["c"] = "refused"
+        assert admin.not_ready() == "not known yet: c"
+        now[0] = 10.0
+        assert await ready() == 200
+        synced.clear()
+        now[0] = 10.5
+        assert await ready() == 200, "what it once knew counts: a gap later is no reason to send requests elsewhere"
+        admin.draining = True
+        assert await ready() == 503
+
+    edge.run(scenario())

@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from prompts.routing import parse_routing
+from router.fleet.discovery import parse_worker_flag
 from router.prompting.remote import RemoteTokenizer, request_body
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "one two three"}], "add_generation_prompt": False}
@@ -60,7 +61,7 @@ def test_prompts_are_read_by_a_worker_that_can(edge: Any, make_post: Any, how: s
         worker = await edge.worker(script)
         async with aiohttp.ClientSession() as session:
             edge.prompts.remote = RemoteTokenizer(session)
-            await edge.prompts.learn("tiny", None, f"http://127.0.0.1:{worker.port}")
+            await edge.prompts.learn("tiny", None, parse_worker_flag(f"http://127.0.0.1:{worker.port}"))
             assert edge.prompts.asks("tiny")
             assert "workers are asked" in edge.prompts.problems["tiny"]
             routed = []
@@ -98,7 +99,7 @@ def test_client_that_leaves_while_a_worker_tokenises(edge: Any, make_post: Any) 
         worker = await edge.worker(script)
         async with aiohttp.ClientSession() as session:
             edge.prompts.remote = RemoteTokenizer(session)
-            await edge.prompts.learn("tiny", None, f"http://127.0.0.1:{worker.port}")
+            await edge.prompts.learn("tiny", None, parse_worker_flag(f"http://127.0.0.1:{worker.port}"))
             _, writer = await edge.connect()
             writer.write(make_post(json.dumps(CHAT).encode()))
             while len(worker.received) < 2:

@@ -149,3 +149,20 @@ def test_cache_headers_can_be_left_out(edge: Any, make_post: Any) -> None:
         assert b"x-blockcast" not in answer.lower()
 
     edge.run(scenario())
+
+
+def test_the_workers_key_goes_to_whom_the_operator_named(edge: Any, make_post: Any) -> None:
+    """To the others goes no key at all: neither the workers' nor the client's."""
+
+    async def scenario() -> None:
+        await edge.start(policy="round_robin")
+        workers = {name: await edge.worker(edge.reply(), name) for name in ("named", "added")}
+        edge.proxy.worker_authorization = b"Bearer of-the-workers"
+        edge.proxy.is_keyed = lambda worker_id: worker_id == "named"
+        for name in workers:
+            headers = [key("client"), f"x-blockcast-worker: {name}".encode()]
+            assert status(await edge.exchange(make_post(body(), b"/v1/completions", headers))) == 200
+        assert workers["named"].received[0].all(b"authorization") == [b"Bearer of-the-workers"]
+        assert workers["added"].received[0].all(b"authorization") == []
+
+    edge.run(scenario())
