@@ -52,7 +52,7 @@ class World:
         from engine.tiny.tokenizer import write_tokenizer
 
         write_tokenizer(self._folder, 4096, 8192)
-        flags = ["--request-timeout", "2", "--connect-timeout", "1", "--first-byte-timeout", "2", "--idle-timeout", "2",
+        flags = ["--request-timeout", "2", "--connect-timeout", "1", "--first-byte-timeout", "3", "--idle-timeout", "3",
                  "--total-timeout", "20", "--health-interval", "0.5", "--peer", f"tcp://127.0.0.1:{self.peer_port}",
                  "--snapshot-from", f"http://127.0.0.1:{self.dump_port}"]  # fmt: skip
         known = subprocess.run(ours("router", "run", "--help"), capture_output=True, text=True, cwd=ROOT).stdout

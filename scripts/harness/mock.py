@@ -65,36 +65,55 @@ class Mock(asyncio.Protocol):
         self._chunks = chunks
         self._pace_s = pace_s
         self._buffer = b""
+        """Of a head, or the last bytes of a body that is not whole."""
+        self._left = 0
+        """Bytes of a body that are to come. They are looked through as they come and not kept: bodies may be large."""
+        self._streams = False
         self._transport: Any = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        if self._left:
+            self._body(data)
+            return
         buffer = self._buffer + data if self._buffer else data
-        while buffer:
-            end = buffer.find(b"\r\n\r\n")
-            if end < 0:
-                break
-            head = buffer[:end].lower()
-            at = head.find(b"content-length:")
-            length = int(head[at + 15 : at + 26].split(b"\r\n")[0]) if at >= 0 else 0
-            if len(buffer) < end + 4 + length:
-                break
-            body = buffer[end + 4 : end + 4 + length]
-            buffer = buffer[end + 4 + length :]
-            self._answer(head, body)
-        self._buffer = buffer
+        end = buffer.find(b"\r\n\r\n")
+        if end < 0:
+            self._buffer = buffer
+            return
+        head, self._buffer, self._streams = buffer[:end].lower(), b"", False
+        at = head.find(b"content-length:")
+        self._left = int(head[at + 15 : at + 26].split(b"\r\n")[0]) if at >= 0 else 0
+        self._head = head
+        if self._left:
+            self._body(buffer[end + 4 :])
+        else:
+            self._answer()
+            if len(buffer) > end + 4:
+                self.data_received(buffer[end + 4 :])
 
-    def _answer(self, head: bytes, body: bytes) -> None:
-        if head.startswith(b"post"):
-            if b'"stream":true' in body or b'"stream": true' in body:
+    def _body(self, data: bytes) -> None:
+        piece, rest = data[: self._left], data[self._left :]
+        seen = self._buffer + piece
+        self._streams = self._streams or b'"stream":true' in seen or b'"stream": true' in seen
+        self._left -= len(piece)
+        self._buffer = seen[-16:] if self._left else b""
+        if not self._left:
+            self._answer()
+            if rest:
+                self.data_received(rest)
+
+    def _answer(self) -> None:
+        if self._head.startswith(b"post"):
+            if self._streams:
                 self._transport.write(Mock.heads[1])
                 self._tick(self._chunks, asyncio.get_running_loop().time())
             else:
                 self._transport.write(Mock.heads[0])
             return
-        page = self._pages.get(head.split(b" ", 2)[1], None)
+        page = self._pages.get(self._head.split(b" ", 2)[1], None)
         status = b"200 OK" if page is not None else b"404 Not Found"
         page = page or b""
         self._transport.write(
