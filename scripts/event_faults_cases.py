@@ -245,10 +245,7 @@ def _(s: Script) -> list[Probe]:
     prompt, names = s.tokens(10), s.names(10)
     s.a.publisher.publish(stored(names[5:], prompt[5 * BLOCK : 10 * BLOCK], names[4]))
     tail = prompt[5 * BLOCK :]
-    return [
-        Probe(tail, 0, s.on_b(tail, 1), wrong="false hit"),
-        Probe(prompt, 0, s.on_b(prompt, 1), wrong="false hit"),
-    ]
+    return [Probe(tail, 0, s.on_b(tail, 1), wrong="false hit"), Probe(prompt, 0, s.on_b(prompt, 1), wrong="false hit")]
 
 
 @case("children of an unknown parent, then the parent")

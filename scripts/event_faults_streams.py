@@ -94,11 +94,7 @@ def _(s: Script) -> list[Probe]:
     while s.a.publisher.seq <= seen + 3:
         s.a.publisher.publish(stored(s.names(1), s.tokens(1)[:BLOCK]), lost=True)
     s.a.publisher.await_subscriber()
-    return [
-        Probe(prompt, 0, 2 * BLOCK, wrong="stale hit"),
-        Probe(early, 10 * BLOCK, s.on_b(early, 2)),
-        _after(s),
-    ]
+    return [Probe(prompt, 0, 2 * BLOCK, wrong="stale hit"), Probe(early, 10 * BLOCK, s.on_b(early, 2)), _after(s)]
 
 
 @case("a restart whose next seq is just the one expected")

@@ -193,8 +193,7 @@ class Sound:
         begun = time.monotonic()
 
         def known() -> bool:
-            url, headers = f"{self._world.url}/route", self._world._headers
-            status, answer = call(url, {"model": "sound", "prompt": ids}, headers=headers, timeout_s=60)
+            status, answer = call(f"{self._world.url}/route", {"model": "sound", "prompt": ids}, timeout_s=60)
             return status == 200 and any(row["cached_tokens"] == 4 * BLOCK for row in answer["candidates"])
 
         found = await asyncio.to_thread(await_true, known, EVENT_S_MAX, 0.01)

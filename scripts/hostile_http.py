@@ -148,8 +148,18 @@ def headers() -> Iterator[Variant]:
         yield Variant(f"lines that end in {ending!r}", fine().replace(b"\r\n", ending) + HIDDEN)
 
 
+def admin() -> Iterator[Variant]:
+    """From this very machine, as a web page or a proxy on it would ask: without the key there is nothing to be had."""
+    foreign = (b"Origin: http://evil", b"Content-Type: text/plain")
+    keys = (b"Authorization: Bearer ", b"Authorization: Bearer \xff", b"Host: localhost")
+    for start in (b"GET /workers", b"POST /workers", b"DELETE /workers/x", b"POST /workers/x/drain", b"POST /route",
+                  b"GET /dashboard/events", b"GET /metrics/../workers", b"GET /index/dump"):  # fmt: skip
+        for lines in ((), foreign, *((key,) for key in keys)):
+            yield Variant(f"{start!r} {lines}", fine(*lines, start=start + b" HTTP/1.1"))
+
+
 def variants() -> list[Variant]:
-    found = [*sound(), *starts(), *lengths(), *encodings(), *headers()]
+    found = [*sound(), *starts(), *lengths(), *encodings(), *headers(), *admin()]
     # The parser remembers the last head of a connection: all of it once more behind a sound request.
     return found + [
         Variant(f"after a sound one: {v.name}", fine(last=False) + v.data, None if v.answers is None else v.answers + 1)

@@ -8,7 +8,6 @@ import json
 import random
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,10 +19,9 @@ from typing import Any, TypeVar
 from harness.figures import rank, resident_tree_mib
 from harness.load import Client, post
 from harness.peers import before_mocks
-from harness.programs import ROOT, Program, await_true, call, free_port, ours
+from harness.programs import ROOT, Program, await_true, call, free_port
 
 T = TypeVar("T")
-ADMIN_KEY = "hostile-admin"
 CLOSED_S_MAX = 10.0
 """How long a connection may stay open after all was said."""
 QUIET_S = 0.5
@@ -55,9 +53,6 @@ class World:
         flags = ["--request-timeout", "2", "--connect-timeout", "1", "--first-byte-timeout", "3", "--idle-timeout", "3",
                  "--total-timeout", "20", "--health-interval", "0.5", "--peer", f"tcp://127.0.0.1:{self.peer_port}",
                  "--snapshot-from", f"http://127.0.0.1:{self.dump_port}"]  # fmt: skip
-        known = subprocess.run(ours("router", "run", "--help"), capture_output=True, text=True, cwd=ROOT).stdout
-        self._headers = {"Authorization": f"Bearer {ADMIN_KEY}"} if "--admin-api-key" in known else {}
-        flags += ["--admin-api-key", ADMIN_KEY] if self._headers else []
         mocks = [["--max-model-len", "8192", "--churn", "10"]] * 2
         try:
             self.router, self.url, urls = self._stack.enter_context(
@@ -171,7 +166,7 @@ class World:
     # Means ------------------------------------------------------------------------------------------------------------
 
     async def admin(self, path: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
-        return await asyncio.to_thread(call, self.url + path, body, method, headers=self._headers, timeout_s=60)
+        return await asyncio.to_thread(call, self.url + path, body, method, timeout_s=60)
 
     async def add(self, url: str, **more: Any) -> str:
         """A worker; its id."""
@@ -182,7 +177,7 @@ class World:
 
     async def up(self, worker: str, seconds: float = 20.0) -> bool:
         def is_up() -> bool:
-            rows = call(f"{self.url}/workers", headers=self._headers)[1]["workers"]
+            rows = call(f"{self.url}/workers")[1]["workers"]
             return any(row["worker_id"] == worker and row["state"] == "up" for row in rows)
 
         return bool(await asyncio.to_thread(await_true, is_up, seconds, 0.1))
