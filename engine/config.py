@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from events.config import KVEventsConfig, rank_endpoint
-from options import FOLDER, ROOT, SECRET, Flag, Schema, Seconds, Size, check
+from options import FOLDER, ROOT, SECRET, Flag, Key, Schema, Seconds, Size, check
 
 __version__ = "0.1.0"
 
@@ -88,7 +88,7 @@ class ServerConfig:
     port: Annotated[int, Meta(ge=0, le=65535), Flag(), "0 lets the system choose."] = 8000
     served_model_names: Annotated[tuple[str, ...], Flag("--served-model-name", metavar="NAME..."),
         "Names that requests may use; answers carry the one that was asked for. [default: MODEL]"] = ()
-    api_keys: Annotated[tuple[str, ...], SECRET, Flag("--api-key", metavar="KEY", env="ENGINE_API_KEY"),
+    api_keys: Annotated[tuple[Key, ...], SECRET, Flag("--api-key", metavar="KEY", env="ENGINE_API_KEY"),
         "Require Authorization: Bearer KEY. May be repeated; or set ENGINE_API_KEY."] = field(default=(), repr=False)
     chat_template: Annotated[str | None, Flag(metavar="FILE"),
         "Jinja template (or its text) instead of the model's own."] = None

@@ -1,6 +1,6 @@
 """What a program can be told: from the fields of its configuration classes come files, environment, flags and docs."""
 
-from options.fields import FILE, FOLDER, ROOT, SECRET, Flag, Option, Schema, Seconds, check
+from options.fields import FILE, FOLDER, ROOT, SECRET, Flag, Key, Option, Schema, Seconds, check
 from options.load import Loaded, load
 from options.values import ConfigError, Size
 
@@ -11,6 +11,7 @@ __all__ = [
     "SECRET",
     "ConfigError",
     "Flag",
+    "Key",
     "Loaded",
     "Option",
     "Schema",

@@ -31,6 +31,7 @@ FILE, FOLDER = "<file>", "<folder>"
 _MARKS = (ROOT, SECRET, FILE, FOLDER)
 
 Seconds = Annotated[float, msgspec.Meta(ge=0.001, le=1e9, title="SECONDS")]
+Key = Annotated[str, msgspec.Meta(min_length=1, title="KEY")]
 
 
 class Flag:

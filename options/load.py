@@ -79,7 +79,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """Raises ConfigError."""
     try:
         return msgspec.toml.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
@@ -94,8 +94,11 @@ def _flat(schema: Schema, table: Mapping[str, Any], prefix: str = "") -> Iterato
 
 
 def _variables(schema: Schema, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(name, path) of what is set and not empty. Raises ConfigError for a name that looks like ours and is not."""
-    for name, text in environment.items():
+    """(name, path) of what is set and not empty, older names first.
+
+    Raises ConfigError for a name that looks like ours and is not.
+    """
+    for name, text in sorted(environment.items(), key=lambda item: item[0].startswith(schema.prefix)):
         own = name.startswith(schema.prefix) and name != f"{schema.prefix}CONFIG"
         if not text or not (own or name in schema.variables):
             continue

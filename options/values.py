@@ -59,11 +59,11 @@ def read_text(text: str, kind: Any) -> Any:
     bare, marks = parts(kind)
     if get_origin(bare) is tuple:
         item = get_args(bare)[0]
-        if text.startswith("["):
-            return read(json.loads(text), kind)
-        return msgspec.convert([read_text(word, item) for word in text.split()], kind)
+        return read(
+            json.loads(text) if text.startswith("[") else [read_text(word, item) for word in text.split()], kind
+        )
     if bare is str or get_origin(bare) is Literal:
-        return msgspec.convert(text, kind)
+        return read(text, kind)
     return read(text if _size(marks) else msgspec.convert(text, kind, strict=False), kind)
 
 
@@ -73,13 +73,12 @@ def read(value: Any, kind: Any) -> Any:
     if size is not None and isinstance(value, str):
         value = parse_size(value, size.base)
     made = msgspec.convert(value, kind)
-    if not all(math.isfinite(number) for number in _floats(made)):
-        raise ValueError("not finite")
+    for item in made if isinstance(made, tuple) else (made,):
+        if isinstance(item, float) and not math.isfinite(item):
+            raise ValueError("not finite")
+        if isinstance(item, str):
+            item.encode()  # bytes of a variable that are no UTF-8
     return made
-
-
-def _floats(value: Any) -> list[float]:
-    return [item for item in (value if isinstance(value, tuple) else (value,)) if isinstance(item, float)]
 
 
 def _size(marks: list[Any]) -> Size | None:
@@ -99,7 +98,10 @@ def expected(kind: Any) -> str:
             f"a list, each {expected(item)}" if more == [...] else f"a list of {len(more) + 1}, each {expected(item)}"
         )
     if bare is str:
-        examples = [example for meta in marks if isinstance(meta, msgspec.Meta) for example in meta.examples or ()]
+        metas = [mark for mark in marks if isinstance(mark, msgspec.Meta)]
+        examples = [example for meta in metas for example in meta.examples or ()]
+        if not examples and any(meta.min_length for meta in metas):
+            return "text that is not empty"
         return "text" + (f" such as {' or '.join(examples)}" if examples else "")
     size = _size(marks)
     noun = "a whole number" if bare is int else "a number"

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from options import FILE, FOLDER, ROOT, SECRET, ConfigError, Flag, Schema, Size
+from options import FILE, FOLDER, ROOT, SECRET, ConfigError, Flag, Key, Schema, Size
 from prompts.segments import CACHE_BYTES_DEFAULT
 from router.app.siblings import Share
 from router.decide.config import CoreConfig
@@ -23,7 +23,6 @@ Endpoint = Annotated[
     str, Meta(pattern=r"^(tcp://.+:(\d{1,5}|\*)|(ipc|inproc)://.+)$", title="ENDPOINT", examples=["tcp://*:5557"])
 ]
 Url = Annotated[str, Meta(min_length=1, title="URL")]
-Key = Annotated[str, Meta(min_length=1, title="KEY")]
 HostPort = Annotated[str, Meta(pattern=r"^.+:\d{1,5}$", title="HOST:PORT", examples=["127.0.0.1:9000"])]
 HostName = Annotated[str, Meta(pattern=r"^[^\s/:]+$", title="NAME", examples=["router.example"])]
 
@@ -69,7 +68,7 @@ class ProcessConfig:
     ] = CACHE_BYTES_DEFAULT >> 20
     tokenize_threads: Annotated[Annotated[int, Meta(ge=1, le=256)] | None,
         "Threads that encode prompts. [default: one a core, at most 8]"] = None
-    worker_api_key: Annotated[str | None, SECRET, Flag(metavar="KEY", env="ROUTER_WORKER_API_KEY"),
+    worker_api_key: Annotated[Key | None, SECRET, Flag(env="ROUTER_WORKER_API_KEY"),
         "Sent to workers instead of the client's. [default: the client's is passed on]",
     ] = field(default=None, repr=False)
     tls_cert: Annotated[str | None, FILE, Flag(metavar="FILE"), "PEM; with --tls-key: HTTPS on all addresses."] = None

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from options import SECRET, Flag, Seconds
+from options import SECRET, Flag, Key, Seconds
 from router.http.config import ClientTimeouts, HttpLimits
 
 KeyPriority = Annotated[str, Meta(pattern=r"^.+=-?\d{1,9}$", title="KEY=N", examples=["secret=-10"])]
@@ -37,7 +37,7 @@ class EdgeConfig:
     limits: HttpLimits = field(default_factory=HttpLimits)
     timeouts: Timeouts = field(default_factory=Timeouts)
     client_timeouts: ClientTimeouts = field(default_factory=ClientTimeouts)
-    api_keys: Annotated[tuple[str, ...], SECRET, Flag("--api-key", metavar="KEY", env="ROUTER_API_KEY"),
+    api_keys: Annotated[tuple[Key, ...], SECRET, Flag("--api-key", metavar="KEY", env="ROUTER_API_KEY"),
         "Require Authorization: Bearer KEY under /v1. May be repeated; or set ROUTER_API_KEY.",
     ] = field(default=(), repr=False)
     pass_routes: Annotated[tuple[ApiPath, ...], Flag("--pass-route", metavar="PATH"),
