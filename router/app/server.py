@@ -22,7 +22,8 @@ from router.counters import Metrics
 from router.edge.config import EdgeConfig
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
-from router.http.connection import ClientConnection, MethodNotAllowed, error_type
+from router.http.answers import MethodNotAllowed, error_type
+from router.http.connection import ClientConnection
 from router.http.request import HttpRequest
 from router.prompting.reader import Read
 
@@ -146,10 +147,10 @@ class RouterApp:
                 return
             try:
                 self._place(exchange, tenant, *task.result())
-            except RequestError as error:
-                self._reject(exchange, error)
+            except RequestError as refused:
+                self._reject(exchange, refused)
             except Exception as error:  # noqa: BLE001  a boundary: this request ends, the rest goes on
-                exchange.client.crash(error)
+                exchange.crash(error)
 
         task.add_done_callback(done)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,15 @@ from router.edge.upstream import Endpoint, UpstreamPool
 
 if TYPE_CHECKING:
     from router.edge.exchange import Exchange
+
+RETRYABLE = {
+    429: FailureKind.OVERLOADED,
+    500: FailureKind.INTERNAL,
+    502: FailureKind.SERVER_ERROR,
+    503: FailureKind.SERVER_ERROR,
+}
+OUR_OWN = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
+"""Why a connection could not be made that says nothing about the worker."""
 
 
 class Carrier:

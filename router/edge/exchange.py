@@ -12,13 +12,12 @@ and which worker comes next: that is the core's, asked through router/edge/proxy
 from __future__ import annotations
 
 import asyncio
-import errno
 import math
 from typing import TYPE_CHECKING
 
 from prompts.errors import RequestError
 from router.decide.messages import Decision, FailureKind, ReportedUsage, RouteRequest
-from router.edge.carrier import Carrier, gives_up
+from router.edge.carrier import OUR_OWN, RETRYABLE, Carrier, gives_up
 from router.edge.config import Timeouts
 from router.edge.progress import Progress
 from router.edge.rewrite import answer_head, request_head
@@ -30,14 +29,6 @@ from router.http.response import LengthBody, ResponseHead
 if TYPE_CHECKING:
     from router.http.connection import ClientConnection
 
-RETRYABLE = {
-    429: FailureKind.OVERLOADED,
-    500: FailureKind.INTERNAL,
-    502: FailureKind.SERVER_ERROR,
-    503: FailureKind.SERVER_ERROR,
-}
-OUR_OWN = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
-"""Why a connection could not be made that says nothing about the worker."""
 PROGRESS_EVERY = 32
 """Chunks of a stream between two reports of progress to the core."""
 
@@ -46,8 +37,8 @@ class Exchange:
     """One request and its answer. Created when the request is complete, even before its prompt is tokenised."""
 
     __slots__ = (
-        "_connecting", "_connection", "_done", "_head", "_head_buffer", "_paused", "_payload", "_proxy", "_resent",
-        "client", "decision", "first_byte_s", "in_core", "outcome", "progress", "request", "request_id", "route",
+        "_connecting", "_connection", "_head", "_head_buffer", "_paused", "_payload", "_proxy", "_resent", "client",
+        "decision", "done", "first_byte_s", "in_core", "outcome", "progress", "request", "request_id", "route",
         "sampled", "sent_s", "started_s", "trace_id", "usage",
     )  # fmt: skip
 
@@ -82,11 +73,7 @@ class Exchange:
         self._paused = False
         self._resent = False
         """This attempt was repeated on a new connection because a kept-alive one broke."""
-        self._done = False
-
-    @property
-    def done(self) -> bool:
-        return self._done
+        self.done = False
 
     # From the core ------------------------------------------------------------------------------------------------
 
@@ -178,7 +165,7 @@ class Exchange:
     def connected(self, connection: UpstreamConnection) -> None:
         """A connection was opened for this attempt."""
         self._connecting = None
-        if self._done:
+        if self.done:
             self._proxy.pool.release(connection, self._proxy.now())
         elif connection.transport is None:
             self._attempt_failed(FailureKind.RESET, "closed by the worker at once")
@@ -363,24 +350,20 @@ class Exchange:
         if self.progress.catch_up() and self.in_core:
             self._proxy.core.progress(self.request_id, self.progress.reads)
         if now - self.started_s > timeouts.total_s:
-            self._time_out(FailureKind.TIMEOUT, f"no complete answer within {timeouts.total_s:g} s", repeat=False)
+            message = f"no complete answer within {timeouts.total_s:g} s"
+            if self._head is not None:
+                self._broken(message)
+                return
+            self._forget_in_core(FailureKind.TIMEOUT)
+            self.refuse(504, "timeout", message)
         elif self.sent_s is None:
             return  # waiting for a worker or a connection: the core's and the pool's deadlines apply
         elif self._head is None:
             if now - self.sent_s > timeouts.first_byte_s:
-                self._time_out(FailureKind.TIMEOUT, f"no answer within {timeouts.first_byte_s:g} s", repeat=True)
+                self._drop_connection()
+                self._attempt_failed(FailureKind.TIMEOUT, f"no answer within {timeouts.first_byte_s:g} s")
         elif now - self.progress.last_byte_s > timeouts.idle_s:
             self._broken(f"no byte for {timeouts.idle_s:g} s")
-
-    def _time_out(self, kind: FailureKind, message: str, *, repeat: bool) -> None:
-        if self._head is not None:
-            self._broken(message)
-        elif repeat:
-            self._drop_connection()
-            self._attempt_failed(kind, message)
-        else:
-            self._forget_in_core(kind)
-            self.refuse(504, "timeout", message)
 
     def _attempt_failed(self, kind: FailureKind, reason: str) -> None:
         """Nothing of an answer was passed on: the core says who tries next, or that nobody does."""
@@ -420,9 +403,9 @@ class Exchange:
 
     def _end(self, outcome: str) -> bool:
         """Mark the end; False where it had ended before."""
-        if self._done:
+        if self.done:
             return False
-        self._done = True
+        self.done = True
         self.outcome = self.outcome or outcome
         try:
             self._take_back()

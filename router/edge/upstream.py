@@ -172,8 +172,8 @@ class UpstreamPool:
         try:
             try:
                 connection = await self.connect(target)
-            except (OSError, asyncio.TimeoutError, ValueError) as error:  # ValueError: a name that cannot be one
-                user.not_connected(error)
+            except (OSError, asyncio.TimeoutError, ValueError) as failure:  # ValueError: a name that cannot be one
+                user.not_connected(failure)
             else:
                 user.connected(connection)
         except Exception as error:  # noqa: BLE001  a boundary
@@ -190,7 +190,8 @@ class UpstreamPool:
 
         opening = loop.create_connection(factory, target.host, target.port, ssl=self._tls if target.tls else None)
         _, connection = await asyncio.wait_for(opening, self._connect_s_max)
-        self._all.add(connection)
+        if connection.transport is not None:  # else it was closed at once, and is forgotten already
+            self._all.add(connection)
         self.opened += 1
         return connection
 

@@ -10,19 +10,17 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Iterable
-from http import HTTPStatus
+from collections.abc import Collection, Iterable
 from typing import Any, Protocol
 
 import msgspec
 
 from prompts.errors import RequestError
+from router.http.answers import JSON, Header, answer_head, error_headers, error_type
 from router.http.budget import SMALL_BYTES, Budget
 from router.http.config import ClientTimeouts, HttpLimits
 from router.http.request import BadRequest, HttpRequest, RequestParser
 
-REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
-JSON = b"application/json"
 WRITE_BUFFER_BYTES = 256 * 1024
 """Answer bytes that wait for a slow client before its worker is not read any more."""
 LINGER_S = 2.0
@@ -31,15 +29,6 @@ AHEAD_BYTES_MAX = 64 * 1024
 """Sent ahead of an answer; with more, what a client sends waits in the kernel's buffer."""
 TURN_REQUESTS = 16
 """Answered at once before others get their turn."""
-
-
-class MethodNotAllowed(RequestError):
-    """405, with the methods that a path has."""
-
-    def __init__(self, request: HttpRequest, methods: Iterable[str]) -> None:
-        self.allow = ", ".join(sorted(methods))
-        message = f"{request.method} {request.path}: expected {self.allow.replace(', ', ' or ')}"
-        super().__init__(message, param=None, code="method_not_allowed", status=405)
 
 
 class Work(Protocol):
@@ -73,27 +62,10 @@ class ClientConnection(asyncio.Protocol):
     """One client's TCP connection. Its callbacks are a boundary: what raises behind one ends the current request."""
 
     __slots__ = (
-        "_app",
-        "_body_bytes",
-        "_busy",
-        "_head_only",
-        "_held",
-        "_keep_alive",
-        "_lingers",
-        "_parser",
-        "_party",
-        "_paused_reading",
-        "_registry",
-        "_since_s",
-        "_socket",
-        "_stepping",
-        "_transport",
-        "_unread",
-        "answering",
-        "peer",
-        "tls",
-        "work",
-    )
+        "_app", "_body_bytes", "_busy", "_head_only", "_held", "_keep_alive", "_lingers", "_parser", "_party",
+        "_paused_reading", "_registry", "_since_s", "_socket", "_stepping", "_transport", "_unread", "answering",
+        "peer", "tls", "work",
+    )  # fmt: skip
 
     def __init__(self, app: Application, registry: set[ClientConnection]) -> None:
         self._app = app
@@ -227,29 +199,20 @@ class ClientConnection(asyncio.Protocol):
         status: int,
         body: bytes,
         content_type: bytes = JSON,
-        headers: Iterable[tuple[bytes, bytes]] = (),
+        headers: Iterable[Header] = (),
         *,
         keep_alive: bool = True,
     ) -> None:
         """Answer the current request at once."""
         keep_alive = keep_alive and self._keep_alive
-        parts = [b"HTTP/1.1 %d %b\r\ncontent-type: %b" % (status, REASONS.get(status, b"Status"), content_type)]
-        parts += [b"\r\n%b: %b" % header for header in headers]
-        parts.append(b"\r\ncontent-length: %d" % len(body))
-        parts.append(b"\r\n\r\n" if keep_alive else b"\r\nconnection: close\r\n\r\n")
-        if not self._head_only:
-            parts.append(body)
-        self.write(b"".join(parts))
+        head = answer_head(status, len(body), content_type, headers, keep_alive=keep_alive)
+        self.write(head if self._head_only else head + body)
         self.finish(keep_alive=keep_alive)
 
-    def respond_error(self, error: RequestError, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-        if error.status == 401:
-            headers = (*headers, (b"www-authenticate", b"Bearer"))
-        elif error.code == "overloaded" and not headers:
-            headers = (*headers, (b"retry-after", b"1"))
-        elif isinstance(error, MethodNotAllowed):
-            headers = (*headers, (b"allow", error.allow.encode()))
-        self.respond(error.status, msgspec.json.encode(error.body()), headers=headers)
+    def respond_error(self, error: RequestError, headers: Collection[Header] = ()) -> None:
+        self.respond(
+            error.status, msgspec.json.encode(error.body()), headers=[*headers, *error_headers(error, headers)]
+        )
 
     def refuse(
         self, status: int, code: str, message: str, retry_after_s: float | None, *, param: str | None = None
@@ -314,10 +277,10 @@ class ClientConnection(asyncio.Protocol):
                 self._begin(request)
             else:
                 asyncio.get_running_loop().call_soon(self._go_on)
-        except BadRequest as error:
-            self._reject(RequestError(error.message, param=None, code="bad_http", status=error.status))
-        except RequestError as error:
-            self._reject(error)
+        except BadRequest as bad:
+            self._reject(RequestError(bad.message, param=None, code="bad_http", status=bad.status))
+        except RequestError as refused:
+            self._reject(refused)
         except Exception as error:  # noqa: BLE001  a boundary: whatever it is, this connection ends with it
             self.crash(error)
         finally:
@@ -334,10 +297,10 @@ class ClientConnection(asyncio.Protocol):
             self._admit(request)
             self._hold()
             self._app.handle(self, request)
-        except RequestError as error:
+        except RequestError as refused:
             self._drop_work()
-            self._app.rejected(error.status)
-            self.respond_error(error)
+            self._app.rejected(refused.status)
+            self.respond_error(refused)
         except Exception as error:  # noqa: BLE001  a boundary: this request fails, the connection lives
             self.crash(error)
 
@@ -419,12 +382,3 @@ class ClientConnection(asyncio.Protocol):
         if self._paused_reading:
             transport.resume_reading()
         transport.write_eof()
-
-
-def error_type(status: int) -> str:
-    """OpenAI's `type` for an error of ours."""
-    if status == 401:
-        return "authentication_error"
-    if status == 429:
-        return "rate_limit_error"
-    return "invalid_request_error" if status < 500 else "server_error"

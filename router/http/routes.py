@@ -13,7 +13,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from prompts.errors import RequestError
-from router.http.connection import JSON, ClientConnection, MethodNotAllowed, Work
+from router.http.answers import JSON, MethodNotAllowed
+from router.http.connection import ClientConnection, Work
 from router.http.request import HttpRequest
 
 
@@ -47,8 +48,8 @@ class _Pending:
         try:
             answer = task.result()
             connection.respond(answer.status, answer.body, answer.content_type)
-        except RequestError as error:
-            connection.respond_error(error)
+        except RequestError as refused:
+            connection.respond_error(refused)
         except Exception as error:  # noqa: BLE001  a boundary
             connection.crash(error)
 

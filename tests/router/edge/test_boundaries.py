@@ -111,22 +111,78 @@ def test_a_crash_anywhere_ends_one_request(
     edge.run(scenario())
 
 
-def test_a_worker_that_accepts_and_closes_at_once_is_an_answer_at_once(edge: Any, make_post: Any) -> None:
+INDEX = ("prepare", "match", "match_any")
+
+
+@pytest.mark.parametrize("method", [*INDEX, "on_end", "on_failure"])
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_a_crash_in_what_the_byte_path_calls_ends_one_request(
+    edge: Any, make_post: Any, method: str, error: Exception
+) -> None:
+    """As above from outside of what is compiled, so that it holds there too."""
+    armed = False
+
+    async def scenario() -> None:
+        nonlocal armed
+        await edge.start(policy="kv")
+        await edge.worker(edge.reply())
+        await edge.worker(edge.reply())
+
+        def bad(*arguments: Any, **named: Any) -> Any:
+            nonlocal armed
+            if armed:
+                armed = False
+                raise error
+            return original(*arguments, **named) if original is not None else None
+
+        original = getattr(edge.index, method, None)
+        if method.startswith("on_"):
+            getattr(edge.proxy, method).append(bad)
+        else:
+            setattr(edge.index, method, bad)
+        body = json.dumps({"model": "tiny", "prompt": list(range(40))}).encode()
+        request = make_post(body, b"/v1/completions", close=False)
+        last = make_post(body, b"/v1/completions")
+        for _ in range(3):
+            armed = True
+            answers = await edge.exchange(request + request + last)  # pipelined: each is an answer of its own
+            assert re.findall(rb"HTTP/1.1 (\d+)", answers).count(b"200") >= 2 - answers.count(b"HTTP/1.1 500")
+            assert answers.count(b"HTTP/1.1 ") == 3 or not answers.endswith(b"\r\n\r\n")
+        armed = False
+        assert (await edge.exchange(last)).startswith(b"HTTP/1.1 200")
+
+    edge.run(scenario())
+
+
+def wait_for_with(monkeypatch: pytest.MonkeyPatch, end: Callable[[Any], Any]) -> None:
+    """Let `end` decide what becomes of every connection to a worker."""
+    original = asyncio.wait_for
+
+    async def patched(waited: Any, timeout: float | None) -> Any:
+        if getattr(waited, "__name__", "") != "create_connection":
+            return await original(waited, timeout)
+        return await end(waited)
+
+    monkeypatch.setattr(asyncio, "wait_for", patched)
+
+
+def test_a_worker_that_accepts_and_closes_at_once_is_an_answer_at_once(
+    edge: Any, make_post: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The connection was lost before whoever opened it could look: 600 s of waiting."""
 
     async def scenario() -> None:
         await edge.start()
         await edge.worker(edge.reply())
-        connect = edge.pool.connect
 
-        async def lost(target: Any) -> Any:
-            connection = await connect(target)
-            connection.transport.abort()
+        async def lost(opening: Any) -> Any:
+            transport, connection = await opening
+            transport.abort()
             while connection.transport is not None:
                 await asyncio.sleep(0)
-            return connection
+            return transport, connection
 
-        edge.pool.connect = lost
+        wait_for_with(monkeypatch, lost)
         answer = await edge.exchange(make_post(CHAT))
         assert answer.startswith(b"HTTP/1.1 502")
         assert not edge.metrics.crashes
@@ -179,22 +235,24 @@ def test_a_malformed_first_chunk_is_tried_elsewhere(edge: Any, make_post: Any, f
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL])
-def test_the_routers_own_want_of_descriptors_is_not_the_workers_failure(edge: Any, make_post: Any, number: int) -> None:
+def test_the_routers_own_want_of_descriptors_is_not_the_workers_failure(
+    edge: Any, make_post: Any, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     async def scenario() -> None:
         await edge.start()
         await edge.worker(edge.reply())
-        connect = edge.pool.connect
 
-        async def starved(target: Any) -> Any:
+        async def starved(opening: Any) -> Any:
+            opening.close()
             raise OSError(number, "none left")
 
-        edge.pool.connect = starved
+        wait_for_with(monkeypatch, starved)
         for _ in range(10):
             answer = await edge.exchange(make_post(CHAT))
             assert answer.startswith(b"HTTP/1.1 503")
             assert b"retry-after: 1" in answer
         assert edge.metrics.failures == {("", "local"): 10}
-        edge.pool.connect = connect
+        monkeypatch.undo()
         assert (await edge.exchange(make_post(CHAT))).startswith(b"HTTP/1.1 200")  # not down
 
     edge.run(scenario())

@@ -1,0 +1,53 @@
+"""What the router itself says: heads of its own answers, and which headers its errors bring. Pure.
+
+Refuses to know connections, and the answers of workers, which pass as they came (router/edge/rewrite.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from http import HTTPStatus
+
+from prompts.errors import RequestError
+from router.http.request import HttpRequest
+
+REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
+JSON = b"application/json"
+Header = tuple[bytes, bytes]
+
+
+class MethodNotAllowed(RequestError):
+    """405, with the methods that a path has."""
+
+    def __init__(self, request: HttpRequest, methods: Iterable[str]) -> None:
+        self.allow = ", ".join(sorted(methods))
+        message = f"{request.method} {request.path}: expected {self.allow.replace(', ', ' or ')}"
+        super().__init__(message, param=None, code="method_not_allowed", status=405)
+
+
+def answer_head(status: int, length: int, content_type: bytes, headers: Iterable[Header], *, keep_alive: bool) -> bytes:
+    """Up to its empty line, of an answer whose body has `length` bytes (which an answer to HEAD only tells)."""
+    parts = [b"HTTP/1.1 %d %b\r\ncontent-type: %b" % (status, REASONS.get(status, b"Status"), content_type)]
+    parts += [b"\r\n%b: %b" % header for header in headers]
+    parts.append(b"\r\ncontent-length: %d" % length)
+    parts.append(b"\r\n\r\n" if keep_alive else b"\r\nconnection: close\r\n\r\n")
+    return b"".join(parts)
+
+
+def error_headers(error: RequestError, given: Collection[Header]) -> Iterator[Header]:
+    """What an error brings besides the headers it was `given`."""
+    if error.status == 401:
+        yield b"www-authenticate", b"Bearer"
+    elif isinstance(error, MethodNotAllowed):
+        yield b"allow", error.allow.encode()
+    elif error.code == "overloaded" and not given:
+        yield b"retry-after", b"1"
+
+
+def error_type(status: int) -> str:
+    """OpenAI's `type` for an error of ours."""
+    if status == 401:
+        return "authentication_error"
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"
