@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from urllib.parse import urlsplit
 
 from prompts.errors import RequestError
-from router.http.connection import ClientConnection, error_type
+from router.http.answers import error_type
+from router.http.connection import ClientConnection
 from router.http.request import HttpRequest
 
 LOOPBACK = ("127.", "::1", "::ffff:127.")
@@ -57,9 +58,7 @@ class AdminGuard:
         if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != host:
             raise _forbidden("pages of other sites may not use the admin routes")
         kind = (request.header(b"content-type") or b"").partition(b";")[0].strip().lower()
-        length = request.header(b"content-length")
-        has_body = length not in (None, b"0") or request.header(b"transfer-encoding") is not None
-        if has_body and kind != b"application/json":
+        if request.has_body and kind != b"application/json":
             raise RequestError("the body has to be declared as application/json", param=None, status=415)
 
     def _is_ours(self, host: str) -> bool:

@@ -38,7 +38,7 @@ class BadRequest(Exception):
 class HttpRequest:
     """One complete request."""
 
-    __slots__ = ("body", "headers", "http_1_0", "keep_alive", "method", "path", "target")
+    __slots__ = ("body", "has_body", "headers", "http_1_0", "keep_alive", "method", "path", "target")
 
     def __init__(self, method: str, target: bytes, path: str, headers: HeaderBlock) -> None:
         self.method = method
@@ -48,6 +48,8 @@ class HttpRequest:
         self.headers = headers
         """The length in them may be another request's: what counts is `len(body)`."""
         self.body = b""
+        self.has_body = False
+        """Told by the head already."""
         self.keep_alive = True
         self.http_1_0 = False
 
@@ -185,6 +187,7 @@ class RequestParser:
         known = head.request
         request = HttpRequest(known.method, known.target, known.path, known.headers)
         request.keep_alive, request.http_1_0 = known.keep_alive, known.http_1_0
+        request.has_body = size > 0 or head.chunked
         after = end + size
         if not head.chunked and after <= len(data):
             request.body = data[end:after]

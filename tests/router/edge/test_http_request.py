@@ -144,6 +144,13 @@ def test_bounds(data: bytes, status: int) -> None:
         assert caught.value.status == status
 
 
+def test_a_head_seen_before_tells_its_own_body() -> None:
+    lengths = (0, 3, 0, 3)
+    found = feed(b"".join(HEAD + b"Content-Length: %d\r\n\r\n" % length + b"abc"[:length] for length in lengths))
+    assert [request.has_body for request in found] == [length > 0 for length in lengths]
+    assert feed(HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n")[0].has_body
+
+
 def test_continue_is_wanted_once_and_only_before_the_body() -> None:
     parser = RequestParser(HttpLimits())
     parser.feed(HEAD + b"Expect: 100-continue\r\nContent-Length: 3\r\n\r\n")
