@@ -18,7 +18,7 @@ from prompts.errors import RequestError
 from router.app.reading import Asked
 from router.counters import Metrics
 from router.edge.config import EdgeConfig
-from router.http.connection import error_type
+from router.http.answers import error_type
 from router.http.request import HttpRequest
 
 SALTED = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses"))
