@@ -415,7 +415,7 @@ def test_no_worker_is_a_503_with_retry_after(edge: Any, make_post: Any) -> None:
 
 def test_other_paths_pass_through(edge: Any) -> None:
     async def scenario() -> None:
-        await edge.start()
+        await edge.start(pass_routes=("/v1/responses/*", "/v1/things"))
         worker = await edge.worker(edge.reply(b"[]"))
         answer = await edge.exchange(b"GET /v1/responses/r1?x=1 HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n")
         assert body_of(answer) == b"[]"
