@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from engine.config import SCHEMA, ServeConfig, __version__, default_kv_events
+from options import Loaded
 from options.command import config_command, load_given, with_flags
 
 NEEDED = ("torch", "numpy", "safetensors", "aiohttp", "tokenizers", "jinja2")
@@ -68,16 +69,20 @@ def serve_command(dry_run: bool, **given: Any) -> None:
     sys.exit(serve(engine_config, config.server))
 
 
-cli.add_command(config_command(SCHEMA))
-
-
 def parse(given: dict[str, Any]) -> ServeConfig:
-    """The parameters of `serve` as a configuration. Events are on where nothing was said of them."""
-    loaded = load_given(SCHEMA, given)
+    """The parameters of `serve` as a configuration."""
+    return finish(load_given(SCHEMA, given))
+
+
+def finish(loaded: Loaded) -> ServeConfig:
+    """Events are on where nothing was said of them."""
     config: ServeConfig = loaded.config
     if any(path.startswith("kv_events") for path in loaded.origins):
         return config
     return replace(config, engine=replace(config.engine, kv_events=default_kv_events(config.server.host)))
+
+
+cli.add_command(config_command(SCHEMA, finish))
 
 
 def spread_names(args: Sequence[str]) -> list[str]:

@@ -61,8 +61,11 @@ def load_given(schema: Schema, parameters: dict[str, Any]) -> Loaded:
         raise click.UsageError(str(error)) from None
 
 
-def config_command(schema: Schema, verify: Callable[[Any], None] | None = None) -> click.Command:
-    """`config`: all settings as a table, or with --check those that the file, the environment and flags give."""
+def config_command(schema: Schema, finish: Callable[[Loaded], Any]) -> click.Command:
+    """`config`: all settings as a table, or with --check those that the file, the environment and flags give.
+
+    `finish`: what a start makes of them; it may raise ConfigError.
+    """
 
     @click.command(
         "config", help=f"Print every setting of `{schema.program}`; with --check: what they come to, and why."
@@ -75,8 +78,7 @@ def config_command(schema: Schema, verify: Callable[[Any], None] | None = None) 
             return
         loaded = load_given(schema, parameters)
         try:
-            if verify is not None:
-                verify(loaded.config)
+            loaded.config = finish(loaded)
         except ConfigError as error:
             raise click.UsageError(str(error)) from None
         click.echo(as_toml(schema, loaded), nl=False)

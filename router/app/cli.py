@@ -74,7 +74,7 @@ def run(urls: tuple[str, ...], **given: Any) -> None:
         raise click.ClickException(str(error)) from None
 
 
-cli.add_command(config_command(SCHEMA, ProcessConfig.verify))
+cli.add_command(config_command(SCHEMA, ProcessConfig.verified))
 
 
 class JsonFormatter(logging.Formatter):

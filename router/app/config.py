@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from options import FILE, FOLDER, ROOT, SECRET, ConfigError, Flag, Key, Schema, Size
+from options import FILE, FOLDER, ROOT, SECRET, ConfigError, Flag, Key, Loaded, Schema, Size
 from prompts.segments import CACHE_BYTES_DEFAULT
 from router.app.siblings import Share
 from router.decide.config import CoreConfig
@@ -118,10 +118,13 @@ class ProcessConfig:
         host, _, port = self.admin.rpartition(":")
         return host.strip("[]"), int(port)
 
-    def verify(self) -> None:
-        """What a start would find: of a workers file every line. Raises ConfigError."""
-        if self.workers_file is not None:
-            read_workers_file(Path(self.workers_file))
+    @staticmethod
+    def verified(loaded: Loaded) -> ProcessConfig:
+        """What a start would find wrong besides: in a workers file every line. Raises ConfigError."""
+        config: ProcessConfig = loaded.config
+        if config.workers_file is not None:
+            read_workers_file(Path(config.workers_file))
+        return config
 
 
 SCHEMA = Schema(ProcessConfig, "router")

@@ -216,6 +216,11 @@ def test_what_check_prints_is_a_file_that_says_the_same(program: str, tmp_path: 
     ]
 
 
+def test_check_prints_that_events_are_on_where_nothing_is_said_of_them() -> None:
+    assert "enable_kv_cache_events = true  # default" in ask("engine").output
+    assert "enable_kv_cache_events = false  # default" in ask("engine", "--set", "kv_events.topic=t").output
+
+
 @pytest.mark.parametrize("program", ["router", "engine"])
 def test_keys_are_never_printed(program: str, tmp_path: Path) -> None:
     file = tmp_path / "f.toml"
