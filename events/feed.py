@@ -240,8 +240,12 @@ class EventFeed:
     def _reopen(self, stream: FollowedStream) -> None:
         stream.lost_at = time.monotonic()
         for old in [old for old in set(self._subscriptions.values()) if old.stream is stream]:
-            fresh = Subscription(self._context, stream.source.topic, bind=False, hwm=self._hwm)
-            fresh.open(stream.source.endpoint)
+            try:
+                fresh = Subscription(self._context, stream.source.topic, bind=False, hwm=self._hwm)
+                fresh.open(stream.source.endpoint)
+            except zmq.ZMQError as error:
+                logger.error("stream %s: cannot subscribe again: %s", stream.source.stream_id, error)
+                return
             self._unregister(old)
             fresh.stream = stream
             self._register(fresh)

@@ -131,7 +131,7 @@ private:
         kind_ = is(type, "BlockStored") ? Kind::Stored : is(type, "BlockRemoved") ? Kind::Removed
               : is(type, "AllBlocksCleared") ? Kind::Cleared : is(type, "BlockDigests") ? Kind::Digests : Kind::Unknown;
         stored_ = Stored();
-        digests_ = Digests();
+        if (kind_ == Kind::Digests) digests_ = Digests();
         lora_id_.reset();
         medium_.reset();
         raw_extras_.clear();
@@ -188,8 +188,11 @@ private:
     }
 
     static std::size_t bounded(std::size_t count, std::size_t most) {
-        if (count > most) throw Mismatch("has " + std::to_string(count) + ": at most " + std::to_string(most));
+        if (count > most) too_many(count, most);
         return count;
+    }
+    [[noreturn, gnu::noinline, gnu::cold]] static void too_many(std::size_t count, std::size_t most) {
+        throw Mismatch("has " + std::to_string(count) + ": at most " + std::to_string(most));
     }
 
     u64 name() {
