@@ -32,6 +32,7 @@ class StreamCounters:
     cleared: int = 0
     parked: int = 0
     unknown_removals: int = 0
+    unknown_copies: int = 0
     unknown_events: int = 0
     refused: int = 0
     malformed: int = 0
@@ -49,6 +50,7 @@ class StreamCounters:
         self.cleared += report.cleared
         self.parked += report.parked
         self.unknown_removals += report.unknown_removals
+        self.unknown_copies += report.unknown_copies
         self.unknown_events += report.unknown_events
         self.refused += report.refused
 

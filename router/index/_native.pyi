@@ -13,6 +13,7 @@ class IngestReport:
     cleared: int
     parked: int
     unknown_removals: int
+    unknown_copies: int
     unknown_events: int
     refused: int
     malformed_events: int

@@ -56,6 +56,8 @@ class IngestReport:
     cleared: int = 0
     parked: int = 0
     unknown_removals: int = 0
+    unknown_copies: int = 0
+    """Names stored without tokens that nobody had spelt out: skipped."""
     unknown_events: int = 0
     refused: int = 0
     """Blocks of events that were read and go beyond a bound: names of one holder, block lengths."""

@@ -60,6 +60,7 @@ def counts(report: IngestReport) -> tuple[int, ...]:
         report.cleared,
         report.parked,
         report.unknown_removals,
+        report.unknown_copies,
         report.unknown_events,
     )
 

@@ -239,7 +239,7 @@ private:
 
     void block_size() {
         const Reader::Int value = reader_.integer();
-        if (value.negative || value.bits == 0 || value.bits > kBlockSizeMax) {
+        if (value.negative || value.bits > kBlockSizeMax) {
             throw Mismatch("is " + std::to_string(static_cast<std::int64_t>(value.bits)) +
                            ": expected 1.." + std::to_string(kBlockSizeMax));
         }
@@ -284,7 +284,11 @@ private:
         if (!seen_names_) throw Mismatch("BlockStored without block_hashes");
         if (!seen_tokens_) throw Mismatch("BlockStored without token_ids");
         if (!seen_size_) throw Mismatch("BlockStored without block_size");
-        if (stored_.names.count * stored_.block_size > stored_.tokens.count) {
+        const bool bare = stored_.bare();
+        if (stored_.block_size == 0 && !bare) {
+            throw Mismatch("BlockStored.block_size is 0: expected 1.." + std::to_string(kBlockSizeMax));
+        }
+        if (stored_.names.count * stored_.block_size > stored_.tokens.count && !bare) {
             throw Mismatch("BlockStored.token_ids has " + std::to_string(stored_.tokens.count) +
                            " ids: expected at least block_hashes x block_size = " + std::to_string(stored_.names.count) +
                            " x " + std::to_string(stored_.block_size));

@@ -40,7 +40,8 @@ struct Stored {
     Text kind;
     std::optional<u64> window;
 
-    bool dense() const { return names.count > 0 && tokens.count == names.count * block_size; }
+    bool bare() const { return tokens.count == 0; }  // names only: copies of blocks that somebody has spelt out
+    bool dense() const { return names.count > 0 && !bare() && tokens.count == names.count * block_size; }
 };
 
 struct Removed {

@@ -109,7 +109,7 @@ private:
 };
 
 struct Report {
-    u64 stored = 0, removed = 0, cleared = 0, parked = 0, unknown_removals = 0, unknown_events = 0;
+    u64 stored = 0, removed = 0, cleared = 0, parked = 0, unknown_removals = 0, unknown_copies = 0, unknown_events = 0;
     u64 refused = 0;    // blocks beyond a bound
     u64 malformed_events = 0;
     std::vector<std::string> malformed;  // the first ones
@@ -213,7 +213,8 @@ public:
         return group.declared && !group.heard && full_stores_ >= kSilentAfterStores;
     }
     bool demands(const Group& group) const {
-        return (group.declared || group.heard) && group.role() != Role::Ignored && !silent(group);
+        return (group.declared || group.heard) && group.role() != Role::Ignored && !silent(group) &&
+               (group.key || !grouped());  // what came without a group before the others said theirs
     }
     // The block length at which a prompt in flight will be resumable.
     u32 cut() const;
@@ -249,10 +250,16 @@ private:
     void teach(const Batch& batch, std::size_t begin, std::size_t end);
     void teach_open(const Batch& batch, const std::vector<std::size_t>& open);
     bool teach_run(const Batch& batch, std::size_t run);
+    void remember(const Batch& batch, const Stored& event);
     std::optional<Place> place_of(u64 name) const;
     u64 start_digest(const Text& salt, const Text& lora) const;
     u32 hear(const Stored& event);
     void store(const Batch& batch, std::size_t run, Report& report);
+    void store_copies(const Batch& batch, const Stored& event, Report& report);
+    u64 length_of_copy(u64 name, u32 ordinal, u32 told) const;
+    bool grouped() const;
+    std::vector<u32> homes() const;
+    std::optional<u32> home(const std::vector<u32>& homes, const u64* names, std::size_t count) const;
     void store_unresolved(const Batch& batch, const Stored& event, u32 ordinal, u32 slot, Report& report);
     void place_last(const Batch& batch, const Stored& event, u64 name);
     void load(const Digests& digests, Report& report);

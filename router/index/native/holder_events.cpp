@@ -82,10 +82,13 @@ void Holder::apply_stretch(const Batch& batch, std::size_t begin, std::size_t en
         }
         const Removed& removed = batch.removed[event.index];
         const std::optional<u32> ordinal = find_ordinal(removed.group);
-        const u32 slot = ordinal.value_or(0) * kTiers + removed.tier;
+        const std::vector<u32> others = removed.group ? std::vector<u32>() : homes();
         for (std::size_t n = 0; n < removed.names.count; ++n) {
             const u64 name = batch.names[removed.names.begin + n];
-            const bool known = ordinal && (remove(name, slot) || parking_.cancel(slot, name));
+            const auto left = [&](u32 at) {
+                return remove(name, at * kTiers + removed.tier) || parking_.cancel(at * kTiers + removed.tier, name);
+            };
+            const bool known = (ordinal && left(*ordinal)) || std::any_of(others.begin(), others.end(), left);
             ++(known ? report.removed : report.unknown_removals);
         }
     }
@@ -94,10 +97,13 @@ void Holder::apply_stretch(const Batch& batch, std::size_t begin, std::size_t en
 
 void Holder::teach(const Batch& batch, std::size_t begin, std::size_t end) {
     std::size_t names = 0, runs = 0;
+    bool bare = false;
     std::vector<std::size_t> open;
     for (std::size_t i = begin; i < end; ++i) {
         if (batch.events[i].kind != Event::Kind::Stored) continue;
-        names += batch.stored[batch.events[i].index].names.count;
+        const Stored& event = batch.stored[batch.events[i].index];
+        names += event.names.count;
+        bare = bare || event.bare();
         ++runs;
     }
     taught_.clear(names);
@@ -105,6 +111,9 @@ void Holder::teach(const Batch& batch, std::size_t begin, std::size_t end) {
     teaching_ = runs > 1 || !parking_.empty();
     if (places_.size() < batch.names.size()) places_.resize(batch.names.size());
     resolved_.assign(batch.stored.size(), false);
+    for (std::size_t i = begin; bare && i < end; ++i) {
+        if (batch.events[i].kind == Event::Kind::Stored) remember(batch, batch.stored[batch.events[i].index]);
+    }
     for (std::size_t i = begin; i < end; ++i) {
         const std::size_t run = batch.events[i].index;
         if (batch.events[i].kind != Event::Kind::Stored || !batch.stored[run].dense()) continue;
@@ -187,9 +196,12 @@ u32 Holder::hear(const Stored& event) {
 
 void Holder::store(const Batch& batch, std::size_t run, Report& report) {
     const Stored& event = batch.stored[run];
-    const u32 ordinal = hear(event);
+    if (event.bare()) return store_copies(batch, event, report);
+    std::optional<u32> guest;
+    if (!event.group) guest = home(homes(), batch.names.data() + event.names.begin, event.names.count);
+    const u32 ordinal = guest ? *guest : hear(event);
     const u32 slot = ordinal * kTiers + event.tier;
-    if (!event.dense()) groups[ordinal].sparse = true;
+    if (!guest && !event.dense()) groups[ordinal].sparse = true;
     if (!has_room(ordinal, event.block_size, event.names.count)) {
         report.refused += event.names.count;
         return;

@@ -288,6 +288,7 @@ NB_MODULE(_native, module) {
         .def_ro("cleared", &Report::cleared)
         .def_ro("parked", &Report::parked)
         .def_ro("unknown_removals", &Report::unknown_removals)
+        .def_ro("unknown_copies", &Report::unknown_copies)
         .def_ro("unknown_events", &Report::unknown_events)
         .def_ro("refused", &Report::refused)
         .def_ro("malformed_events", &Report::malformed_events)

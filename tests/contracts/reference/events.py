@@ -41,9 +41,10 @@ def check_event(event: Event) -> str | None:
             return f"{type(event).__name__}.{field} is {value}: expected less than 2^63"
     if not isinstance(event, BlockStored):
         return None
-    if not 0 < event.block_size <= BLOCK_SIZE_MAX:
+    bare = is_bare(event)
+    if not (0 < event.block_size <= BLOCK_SIZE_MAX or bare and event.block_size == 0):
         return f"BlockStored.block_size is {event.block_size}: expected 1..{BLOCK_SIZE_MAX}"
-    if len(event.block_hashes) * event.block_size > len(event.token_ids):
+    if not bare and len(event.block_hashes) * event.block_size > len(event.token_ids):
         return (
             f"BlockStored.token_ids has {len(event.token_ids)} ids: expected at least block_hashes x block_size = "
             f"{len(event.block_hashes)} x {event.block_size}"
@@ -54,9 +55,15 @@ def check_event(event: Event) -> str | None:
     return None
 
 
+def is_bare(event: BlockStored) -> bool:
+    """Names only: copies of blocks that somebody has spelt out (vLLM's offloading)."""
+    return not event.token_ids
+
+
 def is_dense(event: BlockStored) -> bool:
     """Hash i belongs to tokens [i * block_size, (i + 1) * block_size)."""
-    return bool(event.block_hashes) and len(event.token_ids) == len(event.block_hashes) * event.block_size
+    whole = len(event.token_ids) == len(event.block_hashes) * event.block_size
+    return whole and bool(event.block_hashes) and not is_bare(event)
 
 
 def tier_index(medium: str | None) -> int:

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 from events.types import AllBlocksCleared, BlockName, BlockRemoved, BlockStored, Event
 from reference.digest import Digester
-from reference.events import is_dense, lora_of, media_of, salt_of_first, tier_index
+from reference.events import BLOCK_SIZE_MAX, is_bare, is_dense, lora_of, media_of, salt_of_first, tier_index
 from reference.groups import Group, GroupKey
 from reference.parking import ParkedRun, Parking, Slot
 from router.index.dump import DumpGroup
-from router.index.protocol import SILENT_AFTER_STORES, HolderId, IngestReport
+from router.index.protocol import SILENT_AFTER_STORES, TIERS, HolderId, IngestReport
 
 Block = tuple[int, int]
 """(digest of the prefix that ends with the block, tokens in the block)."""
@@ -97,7 +97,24 @@ class Holder:
 
     def demanding_groups(self) -> list[Group]:
         """The groups that must all be able to resume at a usable prefix."""
-        return [group for group in self.groups.values() if group.role != "ignored" and not self.silent(group)]
+        groups = [group for group in self.groups.values() if group.role != "ignored" and not self.silent(group)]
+        homes = self._homes()
+        return [group for group in groups if group.key is not None or not homes]
+
+    def _homes(self) -> list[Group]:
+        """The groups that an event without one can be about, the likeliest first; none where the stream has no groups."""
+        heard = [group for group in self.groups.values() if group.heard and group.key is not None]
+        return sorted(heard, key=lambda group: (not group.teaches, group.key))
+
+    def _home(self, names: Iterable[int]) -> Group | None:
+        """That which holds the first known name; where nobody knows any, full attention's."""
+        homes = self._homes()
+        for name in names:
+            held = {key for key, _ in self.names[name].held} if name in self.names else set()
+            for group in homes:
+                if group.key in held:
+                    return group
+        return homes[0] if homes else None
 
     def clear(self) -> None:
         """A new life of the stream: nothing is held, and what the events taught about groups is not trusted."""
@@ -149,6 +166,11 @@ class Holder:
         others, and where two stores of a batch give one name two places, the later word counts.
         """
         spelt: dict[int, list[Place]] = {}
+        for event in events:
+            if isinstance(event, BlockStored) and is_bare(event):  # the block may leave its tier before its copy is told
+                for name in map(self._digester.name, event.block_hashes):
+                    if name in self.names:
+                        self._taught[name] = self.names[name].place
         runs = {i: event for i, event in enumerate(events) if isinstance(event, BlockStored) and is_dense(event)}
         for index, run in runs.items():
             self._try_run(index, run, spelt)
@@ -211,19 +233,40 @@ class Holder:
     # -- stores ------------------------------------------------------------------------------------------------
 
     def _store(self, event: BlockStored, places: list[Place] | None, report: IngestReport) -> None:
-        group = self._hear(event)
-        slot = (group.key, tier_index(event.medium))
-        dense = is_dense(event)
-        group.sparse |= not dense
         names = [self._digester.name(engine_hash) for engine_hash in event.block_hashes]
-        if places is None:
-            placed = self._store_unresolved(event, names, slot, group, report)
+        if is_bare(event):
+            placed = self._store_copies(event, names)
+            report.unknown_copies += len(names) - len(placed)
         else:
-            for name, place in zip(names, places):
-                self._add(name, place, slot, event.block_size, group)
-            placed = names
+            group = self._home(names) if event.group_idx is None else None
+            if group is None:
+                group = self._hear(event)
+                group.sparse |= not is_dense(event)
+            slot = (group.key, tier_index(event.medium))
+            if places is None:
+                placed = self._store_unresolved(event, names, slot, group, report)
+            else:
+                for name, place in zip(names, places):
+                    self._add(name, place, slot, event.block_size, group)
+                placed = names
         report.stored += len(placed)
         self._wake(placed)
+
+    def _store_copies(self, event: BlockStored, names: list[int]) -> list[int]:
+        """Names without tokens are copies of known blocks. Returns those; the others say nothing and do not wait."""
+        placed = []
+        for name in names:
+            place = self._place(name)
+            group = (self._home([name]) if event.group_idx is None else None) or self.groups.get(event.group_idx)
+            if place is None or group is None:
+                continue
+            held = self.names[name].held if name in self.names else {}
+            lengths = [held[group.key, tier].length for tier in range(len(TIERS)) if (group.key, tier) in held]
+            length = lengths[0] if lengths else event.block_size or group.block_size or 0
+            if 0 < length <= min(place.end, BLOCK_SIZE_MAX):
+                self._add(name, place, (group.key, tier_index(event.medium)), length, group)
+                placed.append(name)
+        return placed
 
     def _store_unresolved(
         self, event: BlockStored, names: list[int], slot: Slot, group: Group, report: IngestReport
@@ -332,26 +375,31 @@ class Holder:
     # -- removals ----------------------------------------------------------------------------------------------
 
     def _remove(self, event: BlockRemoved, report: IngestReport) -> None:
-        slot = (event.group_idx, tier_index(event.medium))
-        for engine_hash in event.block_hashes:
-            name = self._digester.name(engine_hash)
-            known = self.names.get(name)
-            held = None if known is None else known.held.get(slot)
-            if known is None or held is None:
-                if self.parking.cancel(slot, name):
-                    report.removed += 1
-                else:
-                    report.unknown_removals += 1
-                continue
-            report.removed += 1
-            if held.copies > 1:
-                held.copies -= 1
-                self.blocks[known.place.key, held.length][slot] -= 1
-                continue
-            self._count(known.place.key, held.length, slot, -1, self.groups[slot[0]])
-            del known.held[slot]
-            if not known.held:
-                del self.names[name]
+        keys = [event.group_idx]
+        if event.group_idx is None:
+            keys += [group.key for group in self._homes()]
+        slots = [(key, tier_index(event.medium)) for key in keys]
+        for name in map(self._digester.name, event.block_hashes):
+            if any(self._take(name, slot) or self.parking.cancel(slot, name) for slot in slots):
+                report.removed += 1
+            else:
+                report.unknown_removals += 1
+
+    def _take(self, name: int, slot: Slot) -> bool:
+        """One copy less of the name in the slot; False where it is not there."""
+        known = self.names.get(name)
+        held = None if known is None else known.held.get(slot)
+        if known is None or held is None:
+            return False
+        if held.copies > 1:
+            held.copies -= 1
+            self.blocks[known.place.key, held.length][slot] -= 1
+            return True
+        self._count(known.place.key, held.length, slot, -1, self.groups[slot[0]])
+        del known.held[slot]
+        if not known.held:
+            del self.names[name]
+        return True
 
     # -- attaching --------------------------------------------------------------------------------------------
 
