@@ -513,6 +513,100 @@ def check_tiers(make: MakeIndex) -> None:
     assert (match.tokens, match.gpu_tokens, tuple(match.tier_tokens)) == (144, 0, (0, 96, 32, 16))
 
 
+# -- copies that leave out what they are about: made by hand after vLLM 0.32's connectors, not recorded -------------
+
+
+def lmcache(name: int, end: int, size: int, parent: int | None = None) -> BlockStored:
+    """LMCache's connector: chunks of its own size under names of its own, of no group, with tokens."""
+    return stored([name], PROMPT[end - size : end], parent=parent, size=size, medium="cpu")
+
+
+def offloaded(*names: int, group: int | None = 0, size: int = 0, medium: str = "CPU") -> BlockStored:
+    """vLLM's offloading connector: names only. Its simple one and Mooncake's tell the size (`size`)."""
+    return stored(list(names), [], size=size, medium=medium, group_idx=group)
+
+
+def said(index: PrefixIndex) -> tuple[int, int, tuple[int, ...]]:
+    match = found(index)
+    return (0, 0, (0, 0, 0, 0)) if match is None else (match.tokens, match.gpu_tokens, tuple(match.tier_tokens))
+
+
+def hybrid() -> list[BlockStored]:
+    return [grouped(run(8), 1, "full_attention"), grouped(run(8), 0, "sliding_window", 33)]
+
+
+def check_a_store_without_group_makes_no_group(make: MakeIndex) -> None:
+    """Whether it comes before the groups have spoken, with them or after: the prefix is what it was without it."""
+    early, together, late = batch(lmcache(901, 64, 64)), batch(*hybrid(), lmcache(901, 64, 64)), batch(*hybrid())
+    for payloads in ([early, late], [together], [late, early]):
+        index, holder = one_holder(make)
+        for payload in payloads:
+            index.ingest(holder, payload)
+        assert said(index) == (128, 128, (128, 0, 0, 0))
+    index.ingest(holder, batch(lmcache(902, 128, 64, parent=901)))
+    index.ingest(holder, batch(removed(1, 2, 3, 4, group=1)))
+    assert said(index) == (128, 0, (64, 64, 0, 0))
+    assert [(group["group_idx"], group["block_size"]) for group in index.groups(holder)] == [(0, 16), (1, 16)]
+    index.ingest(holder, batch(removed(901, medium="CPU")))
+    assert said(index) == (0, 0, (0, 0, 0, 0))
+
+
+def check_a_known_name_without_group_is_in_its_group(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    window = grouped(stored([21], PROMPT[:16]), 0, "sliding_window", 17)
+    index.ingest(holder, batch(grouped(run(1), 1, "full_attention"), window))
+    for name, group, left in ((21, 0, 16), (1, 1, 16)):
+        index.ingest(holder, batch(stored([name], PROMPT[:16], medium="CPU"), removed(name, group=group)))
+        assert tokens_of(index) == left
+    assert said(index) == (16, 0, (0, 16, 0, 0))
+    index.ingest(holder, batch(removed(21, medium="CPU")))
+    assert tokens_of(index) == 0
+
+
+def check_without_any_group_nothing_changes(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(run(4), lmcache(901, 128, 128), offloaded(2, group=None)))
+    assert said(index) == (128, 64, (0, 128, 0, 0))
+    index.ingest(holder, batch(removed(901, medium="CPU")))
+    assert said(index) == (64, 64, (64, 0, 0, 0))
+
+
+def check_names_without_tokens_are_copies(make: MakeIndex) -> None:
+    for size in (0, 16):
+        for group in (1, None):
+            index, holder = one_holder(make)
+            index.ingest(holder, batch(*hybrid()))
+            report = index.ingest(holder, batch(offloaded(3, 4, group=group, size=size)))
+            assert (report.stored, report.unknown_copies, report.parked, report.malformed) == (2, 0, 0, [])
+            index.ingest(holder, batch(removed(3, 4, group=1)))
+            assert said(index) == (128, 32, (96, 32, 0, 0))
+            report = index.ingest(holder, batch(removed(4, group=group, medium="CPU")))
+            assert (report.removed, report.unknown_removals) == (1, 0)
+            assert tokens_of(index) == 48
+            assert [entry["block_size"] for entry in index.groups(holder)] == [16, 16]
+
+
+def check_a_block_evicted_before_its_copy_is_told(make: MakeIndex) -> None:
+    """The block leaves the GPU in the batch that says where it went."""
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(grouped(run(4), 0, "full_attention")))
+    assert index.ingest(holder, batch(removed(4, group=0), offloaded(4))).stored == 1
+    assert said(index) == (64, 48, (48, 16, 0, 0))
+
+
+def check_unknown_names_without_tokens_are_counted(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(grouped(run(4), 0, "full_attention")))
+    before = index.groups(holder)
+    report = index.ingest(holder, batch(offloaded(77, 78, medium="STORAGE"), offloaded(1, group=5), offloaded()))
+    assert (report.stored, report.unknown_copies, report.parked, report.malformed) == (0, 3, 0, [])
+    assert (index.groups(holder), index.stats().parked) == (before, 0)
+    assert said(index) == (64, 64, (64, 0, 0, 0))
+    report = index.ingest(holder, batch(removed(77, group=0, medium="STORAGE"), offloaded(4, size=80)))
+    assert (report.unknown_removals, report.stored) == (1, 1), "a known length is believed, not the one told"
+    assert said(index) == (64, 64, (64, 0, 0, 0))
+
+
 # -- pins ----------------------------------------------------------------------------------------------------------
 
 

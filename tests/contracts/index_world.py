@@ -83,6 +83,23 @@ class World:
             self.resident[spec.idx, tier, prompt[:end], size] += 1
         return [self._event(spec, tier, [self.name(prompt[:end], size) for end in kept], None, prompt[: ends[-1]])]
 
+    def store_without_group(self, spec: GroupSpec, tier: str, prompt: Prefix, count: int, foreign: bool) -> list[Event]:
+        """The prompt's first blocks, of no group: what LMCache's connector sends, under `foreign` names of its own."""
+        ends = [end for end in range(spec.size, count * spec.size + 1, spec.size) if end <= len(prompt)]
+        names = [self.name((-1, *prompt[:end]) if foreign else prompt[:end], spec.size) for end in ends]
+        tokens = list(prompt[: ends[-1]]) if ends else []
+        return [BlockStored(names, None, tokens, spec.size, None, tier, None)] if ends else []
+
+    def store_bare(self, spec: GroupSpec, tier: str, prompt: Prefix, mask: int) -> list[Event]:
+        """Names without tokens: what vLLM's offloading sends, with and without the group and the size."""
+        ends = [end for i, end in enumerate(range(spec.size, len(prompt) + 1, spec.size)) if mask >> i & 1]
+        names = [self.name(prompt[:end], spec.size) for end in ends]
+        size, group = (spec.size if mask & 256 else 0), (spec.idx if mask & 512 else None)
+        return [BlockStored(names, None, [], size, None, tier, None, group_idx=group)]
+
+    def remove_without_group(self, spec: GroupSpec, tier: str, prompt: Prefix, block: int) -> list[Event]:
+        return [BlockRemoved([self.name(prompt[: (block + 1) * spec.size], spec.size)], tier, None)]
+
     def remove(self, spec: GroupSpec, tier: str, prompt: Prefix, block: int) -> list[Event]:
         end = (block + 1) * spec.size
         if end > len(prompt):

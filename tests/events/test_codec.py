@@ -105,6 +105,14 @@ def test_absent_fields_of_old_engines() -> None:
     ]
 
 
+@pytest.mark.parametrize("legacy", [False, True])
+def test_names_without_tokens(legacy: bool) -> None:
+    """What vLLM 0.32's offloading sends (made by hand after its sources): a name, its tier, its group, a size of 0."""
+    copy = BlockStored([7], None, [], 0, None, "CPU", None, group_idx=0)
+    decoded = decode_batch(encode_batch(EventBatch(1.0, [copy]), legacy))
+    assert (decoded.batch.events, decoded.malformed) == ([copy], [])
+
+
 def test_sglang_dialect() -> None:
     """An event-level salt, and (token, next token) pairs under EAGLE."""
     event = {

@@ -41,6 +41,9 @@ operations = st.lists(
         st.tuples(st.just("whole"), st.integers(0, 2), tiers, prompts),
         st.tuples(st.just("sparse"), st.integers(0, 2), tiers, prompts, st.integers(0, 4095)),
         st.tuples(st.just("remove"), st.integers(0, 2), tiers, prompts, st.integers(0, 6)),
+        st.tuples(st.just("groupless"), st.integers(0, 2), tiers, prompts, st.integers(1, 6), st.booleans()),
+        st.tuples(st.just("bare"), st.integers(0, 2), tiers, prompts, st.integers(0, 4095)),
+        st.tuples(st.just("groupless removal"), st.integers(0, 2), tiers, prompts, st.integers(0, 6)),
         st.tuples(st.just("clear")),
         st.tuples(st.just("restart")),
         st.tuples(st.just("flush")),
@@ -62,7 +65,38 @@ def drive(world: World, operation: tuple[Any, ...]) -> list[Any]:
         return list(world.store(spec, args[1], args[2], 0, len(args[2])))
     if kind == "sparse":
         return [] if spec.kind in (None, "full_attention") else list(world.store_sparse(spec, *args[1:]))
+    if kind == "groupless":
+        return list(world.store_without_group(spec, *args[1:]))
+    if kind == "bare":
+        return list(world.store_bare(spec, *args[1:]))
+    if kind == "groupless removal":
+        return list(world.remove_without_group(spec, *args[1:]))
     return list(world.remove(spec, *args[1:]))
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(layout=st.sampled_from(LAYOUTS), run=operations, batch_events=st.integers(1, 6))
+def test_odd_copies_take_nothing_away(layout: Any, run: Any, batch_events: int) -> None:
+    """Copies on slower tiers told without group or tokens: every prefix stays usable that was so without them."""
+    index, world = make_index(1), World(layout)
+    plain, odd = index.add_holder("plain", "m"), index.add_holder("odd", "m")
+    said: dict[Any, list[Any]] = {plain: [], odd: []}
+    asked: set[tuple[int, ...]] = set()
+    for operation in run:
+        kind = operation[0]
+        if kind in ("flush", "restart", "match", "groupless removal"):
+            continue
+        events = drive(world, (*operation[:2], "CPU", *operation[3:]) if kind in ("groupless", "bare") else operation)
+        asked.update(value for value in operation if isinstance(value, tuple))
+        said[odd] += events
+        said[plain] += [] if kind in ("groupless", "bare") else events
+    for holder, events in said.items():
+        for at in range(0, len(events), batch_events):
+            assert index.ingest(holder, encode_batch(EventBatch(0.0, events[at : at + batch_events]))).malformed == []
+    for prompt in asked:
+        found = {match.holder: (match.tokens, match.gpu_tokens) for match in index.match((*prompt, 9), SCOPE)}
+        usable, with_odd = found.get(plain, (0, 0)), found.get(odd, (0, 0))
+        assert with_odd[0] >= usable[0] and with_odd[1] >= usable[1]
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
