@@ -167,7 +167,8 @@ class Holder:
         """
         spelt: dict[int, list[Place]] = {}
         for event in events:
-            if isinstance(event, BlockStored) and is_bare(event):  # the block may leave its tier before its copy is told
+            # The block may leave its tier before its copy is told.
+            if isinstance(event, BlockStored) and is_bare(event):
                 for name in map(self._digester.name, event.block_hashes):
                     if name in self.names:
                         self._taught[name] = self.names[name].place
