@@ -42,7 +42,7 @@ def check_event(event: Event) -> str | None:
     if not isinstance(event, BlockStored):
         return None
     bare = is_bare(event)
-    if not (0 < event.block_size <= BLOCK_SIZE_MAX or bare and event.block_size == 0):
+    if not (0 < event.block_size <= BLOCK_SIZE_MAX or (bare and event.block_size == 0)):
         return f"BlockStored.block_size is {event.block_size}: expected 1..{BLOCK_SIZE_MAX}"
     if not bare and len(event.block_hashes) * event.block_size > len(event.token_ids):
         return (

@@ -102,7 +102,7 @@ class Holder:
         return [group for group in groups if group.key is not None or not homes]
 
     def _homes(self) -> list[Group]:
-        """The groups that an event without one can be about, the likeliest first; none where the stream has no groups."""
+        """The groups that an event without one can be about, the likeliest first. None: it has no groups."""
         heard = [group for group in self.groups.values() if group.heard and group.key is not None]
         return sorted(heard, key=lambda group: (not group.teaches, group.key))
 
