@@ -9,7 +9,6 @@ on a connection is handed over only after checking that the connection is still 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
@@ -202,18 +201,20 @@ class EventFeed:
     def _reset(self, stream: FollowedStream, error: Exception) -> None:
         """Forget what the stream announced, and follow it again after a while."""
         stream.faults += 1
-        pause = min(AGAIN_S * 2 ** (stream.faults - 1), AGAIN_S_MAX)
+        pause = min(AGAIN_S * 2 ** min(stream.faults - 1, 10), AGAIN_S_MAX)
         reason = f"{type(error).__name__}: {error}"
         stream_id = stream.source.stream_id
         logger.error("stream %s begins anew in %g s: %s", stream_id, pause, reason, exc_info=stream.faults == 1)
         self._drop_request(stream)
         self._busy.discard(stream)
         stream.reset(time.monotonic() + pause)
-        for notice in (Malformed(reason), Clear(reason)):
-            with contextlib.suppress(Exception):  # the handler may be what raised: the stream is told of all the same
-                self._handler.handle(stream_id, notice, stream.topic)
-        with contextlib.suppress(Exception):
-            self._handler.connection(stream_id, False)
+        handler = self._handler
+        for tell in (
+            lambda: handler.handle(stream_id, Clear(reason), stream.topic),
+            lambda: handler.handle(stream_id, Malformed(reason), stream.topic),
+            lambda: handler.connection(stream_id, False),
+        ):
+            self._guarded(None, tell)  # the handler may be what raised
 
     def _reset_all(self) -> None:
         for stream in list(self._streams.values()):
@@ -227,9 +228,9 @@ class EventFeed:
             subscription.open(source.endpoint)
         except zmq.ZMQError as error:
             reason = f"cannot subscribe to {source.endpoint!r}: {error}"
-            self._handler.handle(source.stream_id, Malformed(reason), b"")
             logger.error("stream %s: %s; tried again in %g s", source.stream_id, reason, pause_s)
             self._unopened[source.stream_id] = (time.monotonic() + pause_s, pause_s, source)
+            self._handler.handle(source.stream_id, Malformed(reason), b"")
             return
         subscription.stream = stream
         self._streams[source.stream_id] = stream
@@ -367,8 +368,8 @@ class EventFeed:
         topic = frame.topic
         stream = subscription.by_topic.get(topic)
         if stream is None:
-            if subscription.stranger(topic, descriptor):
-                self._meet(subscription, topic)
+            if subscription.stranger(topic, descriptor) and not self._meet(subscription, topic):
+                logger.warning("events of unknown topic %r are ignored", topic)
             return subscription.by_topic.get(topic)
         if subscription.connections.get(topic) != descriptor:
             self._guarded(stream, self._disconnected, stream)
@@ -376,18 +377,17 @@ class EventFeed:
             self._guarded(stream, self._connected, stream)
         return stream
 
-    def _meet(self, subscription: Subscription, topic: bytes) -> None:
-        """Whose is the topic of a stranger?"""
+    def _meet(self, subscription: Subscription, topic: bytes) -> bool:
+        """Follow the topic of a stranger, if it is somebody's now."""
         assert subscription.accept is not None
         source = subscription.accept(topic.decode(errors="replace"))
         if source is None:
-            logger.warning("events of unknown topic %r are ignored", topic[:80])
-            return
+            return False
         self._remove(source.stream_id)
         stream = self._streams[source.stream_id] = subscription.by_topic[topic] = FollowedStream(source)
-        if topic in subscription.strangers:
-            subscription.connections[topic] = subscription.strangers.pop(topic)
+        subscription.connections[topic] = subscription.strangers.pop(topic)
         self._guarded(stream, self._connected, stream)
+        return True
 
     def _reconsider(self) -> None:
         for subscription in {subscription for subscription in self._subscriptions.values() if subscription.bound}:

@@ -124,12 +124,12 @@ class Subscription:
             self.connections.pop(topic, None)
 
     def stranger(self, topic: bytes, descriptor: int) -> bool:
-        """Bound: a message of a topic that nobody follows. True for the first one."""
-        fresh = topic not in self.strangers
+        """Bound: a message of a topic that nobody follows. True for the first one that is to be remembered."""
+        fresh = topic not in self.strangers and len(topic) <= TOPIC_BYTES_MAX
+        if fresh and len(self.strangers) >= TOPICS_MAX:
+            self.strangers.popitem(last=False)
         if len(topic) <= TOPIC_BYTES_MAX:
             self.strangers[topic] = descriptor
-            if len(self.strangers) > TOPICS_MAX:
-                self.strangers.popitem(last=False)
         return fresh
 
     def close(self) -> None:
