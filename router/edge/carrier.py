@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind, Instruction, Refuse
 from router.edge.relay import StreamRelay
 from router.edge.upstream import Endpoint, UpstreamPool
-
-if TYPE_CHECKING:
-    from router.edge.exchange import Exchange
 
 RETRYABLE = {
     429: FailureKind.OVERLOADED,
@@ -62,7 +58,7 @@ class Carrier:
         """Tell the core of a request's last failure, or that it ended without one."""
         raise NotImplementedError
 
-    def ended(self, exchange: Exchange) -> None:
+    def ended(self, request_id: str) -> None:
         """An exchange ended, once."""
         raise NotImplementedError
 

@@ -410,5 +410,5 @@ class Exchange:
         try:
             self._take_back()
         finally:
-            self._proxy.ended(self)
+            self._proxy.ended(self.request_id)
         return True

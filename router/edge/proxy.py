@@ -135,9 +135,8 @@ class Proxy(Carrier):
             instructions = instructions + self.core.aborted(request_id, now)
         self.perform(one for one in instructions if isinstance(one, WorkerLost) or one.request_id != request_id)
 
-    def ended(self, exchange: Exchange) -> None:
-        del self.exchanges[exchange.request_id]
-        self._tell(self.on_end, exchange)
+    def ended(self, request_id: str) -> None:
+        self._tell(self.on_end, self.exchanges.pop(request_id))
 
     def attempt_failed(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
         self.metrics.attempt_failed(decision.worker if decision else "", kind.value)
