@@ -19,7 +19,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from events.errors import DecodeError
-from events.feed_sockets import Context, FollowedStream, StreamSource, Subscription, ask
+from events.feed_sockets import TOPICS_MAX, Context, FollowedStream, StreamSource, Subscription, ask
 from events.frames import SNAPSHOT_SEQ, LiveFrame, parse_live, parse_reply
 from events.stream import StreamState
 from events.stream_types import Apply, Clear, Instruction, Malformed, RequestReplay, RequestSnapshot
@@ -321,7 +321,7 @@ class EventFeed:
             del subscription.connections[topic]
             stream = subscription.by_topic.get(topic)
             if stream is not None:
-                self._disconnected(stream)
+                self._guarded(stream, self._disconnected, stream)
 
     # Live messages
 
@@ -347,10 +347,13 @@ class EventFeed:
         try:
             frame = parse_live([part.bytes for part in message])
         except DecodeError as error:
-            for listener in subscription.streams():
-                self._handler.handle(listener.source.stream_id, Malformed(str(error)), b"")
+            stream = subscription.by_topic.get(message[0].bytes) if subscription.bound else subscription.stream
+            if stream is None:
+                self.ignored_messages += 1
+            else:
+                self._handler.handle(stream.source.stream_id, Malformed(str(error)), b"")
             return
-        stream: FollowedStream | None = subscription.stream
+        stream = subscription.stream
         if subscription.bound:
             stream = self._stream_of_topic(subscription, frame, int(message[0].get(zmq.SRCFD)))
         if stream is None or (stream.source.topic and stream.source.topic.encode() != frame.topic):
@@ -369,7 +372,10 @@ class EventFeed:
         stream = subscription.by_topic.get(topic)
         if stream is None:
             if subscription.stranger(topic, descriptor) and not self._meet(subscription, topic):
-                logger.warning("events of unknown topic %r are ignored", topic)
+                known = len(subscription.strangers)
+                logger.log(
+                    logging.WARNING if known < TOPICS_MAX else logging.DEBUG, "events of topic %r are ignored", topic
+                )
             return subscription.by_topic.get(topic)
         if subscription.connections.get(topic) != descriptor:
             self._guarded(stream, self._disconnected, stream)
@@ -381,8 +387,11 @@ class EventFeed:
         """Follow the topic of a stranger, if it is somebody's now."""
         assert subscription.accept is not None
         source = subscription.accept(topic.decode(errors="replace"))
-        if source is None:
-            return False
+        if source is None or any(
+            stream.source.stream_id == source.stream_id and stream.connected
+            for stream in subscription.by_topic.values()
+        ):
+            return False  # nobody's, or somebody's who is there already, by another topic
         self._remove(source.stream_id)
         stream = self._streams[source.stream_id] = subscription.by_topic[topic] = FollowedStream(source)
         subscription.connections[topic] = subscription.strangers.pop(topic)

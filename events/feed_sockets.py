@@ -114,9 +114,6 @@ class Subscription:
             self.close()
             raise
 
-    def streams(self) -> list[FollowedStream]:
-        return [self.stream] if self.stream is not None else list(self.by_topic.values())
-
     def drop(self, stream: FollowedStream) -> None:
         """Bound: its topics are strangers' again."""
         for topic in [topic for topic, known in self.by_topic.items() if known is stream]:

@@ -410,3 +410,36 @@ def test_what_is_done_about_an_error_may_raise_too(
     again_at = feed._streams["bad"].again_at
     assert again_at is not None
     assert again_at - time.monotonic() < 61
+
+
+def test_a_stranger_disturbs_no_stream_of_a_bound_socket(
+    context: zmq.Context[Any], started: Callable[[Any], EventFeed]
+) -> None:
+    """Neither with what is no message nor by claiming a worker that is there under another topic."""
+    handler = Recorder()
+    feed = started(handler)
+    config = StreamConfig(join=Join.LIVE)
+    address = feed.bind("tcp://127.0.0.1:*", lambda topic: StreamSource(topic.split("@")[0], "", config=config))
+    own, stranger = pub_socket(context), pub_socket(context)
+    for socket in (own, stranger):
+        socket.connect(address)
+    seq = 0
+
+    def says() -> bool:
+        nonlocal seq
+        own.send_multipart([b"w@1", pack_seq(seq), b"x"])
+        seq += 1
+        return handler.applied("w") > 3
+
+    until(says, "followed")
+    before = feed.states()["w"]
+
+    def disturbs() -> bool:
+        says()
+        stranger.send_multipart([b"w@2", pack_seq(0), b"y"])
+        stranger.send_multipart([b"junk"])
+        return feed.ignored_messages > 20
+
+    until(disturbs, "heard")
+    assert feed.states()["w"] is before
+    assert handler.kinds("w") == {Apply}

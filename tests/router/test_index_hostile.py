@@ -110,7 +110,14 @@ def nils(count: int) -> list[Any]:
     return [None for _ in range(count)]
 
 
-SHAPES = [backwards, one_name, waiting, one_long_wait, media, salts, in_turn, unknown, nils]
+def bare(count: int) -> list[Any]:
+    """Copies that name known and unknown blocks without their tokens, with and without a group."""
+    told = {"token_ids": [], "medium": "CPU"}
+    copies = [{**stored([number % 150]), **told, "group_idx": number % 3 or None} for number in range(count)]
+    return [stored(list(range(100)), group_idx=0), *copies, *[removed([number % 150]) for number in range(count)]]
+
+
+SHAPES = [bare, backwards, one_name, waiting, one_long_wait, media, salts, in_turn, unknown, nils]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
