@@ -209,6 +209,8 @@ class World:
 
         with contextlib.suppress(ConnectionError):
             for i, piece in enumerate(pieces):
+                if writer.is_closing():
+                    break
                 writer.write(piece)
                 if i < 50:
                     await writer.drain()
