@@ -274,7 +274,8 @@ class RouterProcess:
         if now - self._swept_s < self._config.edge.timeouts.sweep_s:
             return
         self._swept_s = now
-        for step in (self._proxy.sweep, self._pool.close_idle, self._dashboard.beat, self._look_at_workers):
+        idle = (self._pool.close_idle, self._helpers.close_idle)
+        for step in (self._proxy.sweep, *idle, self._dashboard.beat, self._look_at_workers):
             self._guarded("sweep", step, now)
         for listener in self._listeners:
             self._guarded("listener", listener.sweep, now)

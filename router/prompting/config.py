@@ -21,3 +21,4 @@ class PoolConfig:
         Annotated[int, Meta(ge=1, le=10**6, title="MIB"), Size(1 << 20)],
         "Of bodies that wait or are being read; more are answered 503.",
     ] = 512
+    idle_s: Annotated[Seconds, "Without a body, after which a helper is ended and its memory given back."] = 60.0

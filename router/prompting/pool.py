@@ -13,6 +13,7 @@ import logging
 import socket
 import subprocess
 import sys
+import time
 import zlib
 from array import array
 from collections import Counter
@@ -47,6 +48,7 @@ class _Helper:
         self.lock = asyncio.Lock()
         self.folders: set[str] = set()
         """Whose tokenizers it has."""
+        self.used_s = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._ended: list[subprocess.Popen[bytes]] = []
         self._reader: asyncio.StreamReader
@@ -132,7 +134,14 @@ class Helpers:
                     raise _not_now("the client left")
                 return await self._read(helper, body, kind, order)
         finally:
+            helper.used_s = time.monotonic()
             self.waiting_bytes -= len(body)
+
+    def close_idle(self, now: float) -> None:
+        """End helpers that had nothing to do for a while, and give their memory back. `now`: of `time.monotonic`."""
+        for helper in self._helpers:
+            if not helper.lock.locked() and now - helper.used_s > self._config.idle_s:
+                helper.end()
 
     def close(self) -> None:
         for helper in self._helpers:

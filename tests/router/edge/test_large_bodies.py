@@ -129,6 +129,23 @@ def test_a_helper_that_dies_is_replaced() -> None:
     run(PoolConfig(count=1), work)
 
 
+def test_one_without_work_is_ended_and_started_again() -> None:
+    async def work(helpers: Helpers) -> None:
+        (helper,) = helpers._helpers
+        for _ in range(2):
+            _, ids = await helpers.read(PROMPT, "completion", ids_only, lambda: True)
+            assert len(ids or ()) == 1000
+            helpers.close_idle(helper.used_s + 60.0)
+            assert helper._process is not None
+            async with helper.lock:
+                helpers.close_idle(helper.used_s + 60.1)
+            assert helper._process is not None, "it has a body"
+            helpers.close_idle(helper.used_s + 60.1)
+            assert helper._process is None
+
+    run(PoolConfig(count=1), work)
+
+
 def test_one_that_takes_too_long_is_ended_and_load_decides() -> None:
     """The child is stopped, as if it were busy: no clock is compared with any work."""
 
