@@ -237,14 +237,16 @@ class RequestParser:
             raise BadRequest(431, f"more than {self._limits.headers_max} headers")
         request = HttpRequest(found[1].decode(), found[2], found[2].partition(b"?")[0].decode("ascii"), headers)
         request.http_1_0 = found[3] == b"1.0"
-        options = {option.strip(b" \t") for option in b",".join(headers.all(b"connection")).lower().split(b",")}
-        request.keep_alive = b"close" not in options and (not request.http_1_0 or b"keep-alive" in options)
+        connection = b",".join(headers.all(b"connection")).lower()
+        if connection != b"keep-alive":
+            options = {option.strip(b" \t") for option in connection.split(b",")}
+            request.keep_alive = b"close" not in options and (not request.http_1_0 or b"keep-alive" in options)
         chunked, length = framing(headers)
         if chunked and request.http_1_0:
             raise BadRequest(400, "transfer-encoding in an HTTP/1.0 request")
         if len(headers.all(b"host")) != 1 and not (request.http_1_0 and b"host" not in headers):
             raise BadRequest(400, "exactly one Host header is needed")
-        expected = headers.all(b"expect")
+        expected = headers.all(b"expect") if b"expect" in headers else []
         if any(value.lower() != b"100-continue" for value in expected):
             raise BadRequest(417, "expect: only 100-continue is understood")
         return _Head(request, chunked, bool(expected) and not request.http_1_0), length
