@@ -125,9 +125,8 @@ class Chooser:
             cost.ahead = [ahead.get(target.name, 0.0) for target in candidates]
         if prompt is not None:
             needed = prompt.tokens + 0.5 * expected_tokens
-            for i, target in enumerate(candidates):
-                if target.room_tokens < needed:
-                    cost.memory[i] = self._book.memory_seconds(prompt, target, needed)
+            for i in [i for i, target in enumerate(candidates) if target.room_tokens < needed]:
+                cost.memory[i] = self._book.memory_seconds(prompt, candidates[i], needed)
         if prompt is not None and self._book.working_sets.crowded(prompt.tokens, now):
             cost.crowding = self._crowding(request, prompt, candidates, cached)
         winner = self._affine(request, candidates, now)

@@ -16,7 +16,8 @@ TOKENS_PRIOR = 256.0
 TOKENS_MAX = 131_072
 """No answer counts as longer."""
 PREFIX_TOKENS = 256
-"""Prompts that begin with the same so many tokens are of a kind: one system prompt, one tool."""
+"""Prompts that begin with the same so many tokens (of which every fourth is looked at) are of a kind: one system prompt,
+one tool."""
 KINDS_MAX = 20_000
 _MEMORY = 64.0
 """Answers over which an average goes."""
@@ -85,7 +86,7 @@ def _kinds(request: RouteRequest) -> list[Kind]:
     model, session, token_ids = request.model, request.session, request.token_ids
     kinds: list[Kind] = [(model, None)]
     if token_ids is not None and len(token_ids) >= PREFIX_TOKENS:
-        kinds.append((model, hash(tuple(token_ids[:PREFIX_TOKENS]))))
+        kinds.append((model, hash(tuple(token_ids[:PREFIX_TOKENS:4]))))
     if session is not None:
         kinds.append((model, session if len(session) <= 64 else hash(session)))
     return kinds

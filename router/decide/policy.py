@@ -126,6 +126,7 @@ class KvCost:
         loads, ahead, crowding = self.loads, self.ahead, self.crowding
         square, expected, memory = length * length, self.expected_tokens, self.memory
         best, ties = float("inf"), []
+        mean_context = length + 0.5 * expected
         # The formula of `terms`, written out: see above.
         for i, (target, hit, wait) in enumerate(zip(self.targets, self.cached, self.waits)):
             prefill = target.prefill_rate * (length - hit) + target.quadratic_rate * (square - hit * hit)
@@ -136,9 +137,17 @@ class KvCost:
             if target.peer is not None:
                 cost += config.utilisation_weight * target.peer.utilisation
             if decode_weight:
-                cost += decode_weight * target.decode_seconds(length, expected)
-            if target.sharers >= target.seats:
-                cost += target.seat_seconds()
+                context_s = target.decode_context_s * mean_context
+                decode_s = expected * (target.alone_s + context_s)
+                sharers = target.sharers
+                if sharers:
+                    shared = expected
+                    left = target.left_mean
+                    if left < expected:
+                        shared *= 2.0 * left / (left + expected)
+                    decode_s += shared * (target.sharing_s + sharers * context_s)
+                cost += decode_weight * decode_s
+            cost += target.seat_s
             if memory:
                 cost += memory.get(i, 0.0)
             if loads is not None:
@@ -167,7 +176,7 @@ class KvCost:
         crowding_s = self.crowding[i] if self.crowding is not None else 0.0
         cost = target.slow * (waiting + held + (1.0 + self.beta) * prefill)
         cost += config.utilisation_weight * utilisation + load_s + crowding_s
-        seat_s, memory_s = target.seat_seconds(), self.memory.get(i, 0.0)
+        seat_s, memory_s = target.seat_s, self.memory.get(i, 0.0)
         decode_s = target.decode_seconds(self.prompt_tokens, self.expected_tokens)
         cost += seat_s + memory_s + config.decode_weight * decode_s
         return Terms(

@@ -146,6 +146,7 @@ class Target:
 
     __slots__ = (
         "_seat_votes",
+        "alone_s",
         "arrivals_scaled",
         "busy_since_s",
         "capacity_tokens",
@@ -158,6 +159,7 @@ class Target:
         "head_since_s",
         "held_chunks",
         "holder",
+        "left_mean",
         "left_tokens",
         "name",
         "open_interval",
@@ -172,6 +174,7 @@ class Target:
         "rank",
         "requests",
         "room_tokens",
+        "seat_s",
         "seats",
         "seats_told",
         "service",
@@ -209,6 +212,7 @@ class Target:
         """Prompts and answers so far of those."""
         self.pending_tokens = 0
         """Prompts of those without a first token."""
+        self.left_mean = 0.0
         self.left_tokens = 0.0
         """What is expected to be generated still, by all. As nothing is known of a length but its mean, what was said
         already makes no answer shorter."""
@@ -222,6 +226,8 @@ class Target:
         self.seats = SEATS_PRIOR
         """Sequences that run at once: told, or learned, or as many as is usual."""
         self.seats_told = False
+        self.seat_s = 0.0
+        """How long one more request would wait for a seat: as many have to end as are too many."""
         self.ended_s = -math.inf
         """When a request last ended here."""
         self._seat_votes: deque[int] = deque(maxlen=SEAT_VOTES)
@@ -259,6 +265,7 @@ class Target:
         self.step_s = service.step_s
         self.decode_request_s = service.decode_request_s
         self.decode_context_s = service.decode_context_s
+        self.alone_s = self.step_s + self.decode_request_s
         self.step_prefill_s = self.prefill_rate * service.step_tokens
         """What a step's prefill tokens take at an empty context."""
         self.refresh()
@@ -273,6 +280,9 @@ class Target:
             self.sharers += self.peer.decode_requests + self.peer.prefill_requests
         self.step_now_s = self.step_s + self.decode_request_s * requests + self.decode_context_s * context
         self.slow = 1.0 + self.step_now_s / self.step_prefill_s
+        self.left_mean = self.left_tokens / self.requests if self.requests else 0.0
+        over = self.sharers + 1 - self.seats
+        self.seat_s = self.drain_seconds(over / self.seats) if over > 0 else 0.0
         self.sharing_s = 2.0 * self.decode_request_s * self.sharers
         self.sharing_s += self.decode_context_s * (context + self.pending_tokens)
         if self.capacity_tokens is not None:
@@ -297,18 +307,13 @@ class Target:
         """What the rest of such an answer would take here, and what it would cost the answers beside it: n sequences
         share the steps with it, each of which it makes longer by c and its context, as they make its own."""
         context_s = self.decode_context_s * (prompt_tokens + 0.5 * expected_tokens)
-        shared = expected_tokens
-        if self.requests:
-            left = self.left_tokens / self.requests
-            if left < expected_tokens:  # those who run may be gone before it is
-                shared *= 2.0 * left / (left + expected_tokens)
-        alone_s = expected_tokens * (self.step_s + self.decode_request_s + context_s)
-        return alone_s + shared * (self.sharing_s + self.sharers * context_s)
-
-    def seat_seconds(self) -> float:
-        """How long one more request would wait for a seat: as many have to end as are too many."""
-        over = self.sharers + 1 - self.seats
-        return self.drain_seconds(over / self.seats) if over > 0 else 0.0
+        decode_s = expected_tokens * (self.alone_s + context_s)
+        if self.sharers:
+            shared = expected_tokens
+            if self.left_mean < shared:  # those who run may be gone before it is
+                shared *= 2.0 * self.left_mean / (self.left_mean + shared)
+            decode_s += shared * (self.sharing_s + self.sharers * context_s)
+        return decode_s
 
     def note_wait(self, waited_s: float, expected_s: float, now: float) -> None:
         """A request got its first token after so long. Where one after the other waits far longer than its prefill
@@ -327,7 +332,7 @@ class Target:
 
     def drain_seconds(self, share: float) -> float:
         """Until such a share (1: all) of what runs here has ended."""
-        return share * self.left_tokens / self.requests * self.step_now_s if self.requests else 0.0
+        return share * self.left_mean * self.step_now_s
 
     def requeue(self) -> None:
         """Recompute what `queue_s` reads, after what is in the queue changed."""
