@@ -16,8 +16,8 @@ TOKENS_PRIOR = 256.0
 TOKENS_MAX = 131_072
 """No answer counts as longer."""
 PREFIX_TOKENS = 256
-"""Prompts that begin with the same so many tokens (of which every fourth is looked at) are of a kind: one system prompt,
-one tool."""
+"""Prompts that begin with the same so many tokens (every fourth is looked at) are of a kind: one system prompt, one
+tool."""
 KINDS_MAX = 20_000
 _MEMORY = 64.0
 """Answers over which an average goes."""
