@@ -59,7 +59,7 @@ def test_failures_are_shown_shortly(gpu: ModuleType, tmp_path: Path) -> None:
     report = gpu.run(gpu.Part("fails", [str(tmp_path / "fails.py")], 60.0), 60, tmp_path, True)
     place, message = report["where"].splitlines()
     assert place.startswith("  engine/config.py:")
-    assert "ConfigError: --dtype 'none'" in message
+    assert "ConfigError: --dtype: got 'none'" in message
     assert "Traceback" in report["log_end"]
     lines = gpu.summary({"fails": report})
     assert lines[-2:] == ["-- fails", report["where"]]
