@@ -28,6 +28,7 @@ transfer.to_device = lambda array, device: torch.from_numpy(array).to(META)
 transfer.overwrite = lambda there, array: None
 transfer.upload = lambda arrays, device: [torch.empty(a.size, dtype=torch.int32, device=META) for a in arrays]
 
+from engine.execution import runner as step_runner  # noqa: E402
 from engine.execution import sampler  # noqa: E402
 from engine.execution.profiling import largest_step  # noqa: E402
 from engine.execution.runner import ModelRunner  # noqa: E402
@@ -89,7 +90,8 @@ def step(runner: ModelRunner, spans: list[tuple[int, int]]) -> None:
 def main(family: str, seed: int) -> None:
     JITFunction.run = note  # type: ignore[method-assign]
     sampler.to_host = lambda tokens: [1] * tokens.shape[0]
-    sampler.read_logprobs = lambda found, counts: [None] * len(counts)  # the profiled step wants them
+    for module in (sampler, step_runner):  # the profiled step wants them
+        module.read_logprobs = lambda found, counts: [None] * len(counts)
     rng, runner = random.Random(seed), make_runner(Recipe(family=family, layers=4))
     with torch.no_grad():
         runner.record_decode_steps(SEQUENCES_MAX)
