@@ -2,12 +2,16 @@
 
     python benchmarks/index.py --json index.json [--quick]
 
+A block has 16 tokens, ids uniform over 2^17 (the size of today's vocabularies: the worst case for a msgpack reader, as
+ids need two or four bytes by chance). Payloads are vLLM's map events with every field it sends for full attention.
+
 Everything is CPU time of the measuring thread (the machine may be shared); pauses also by the wall clock. Each section
 runs in a process of its own, so that memory and caches of one do not colour the next. JSON keys:
 
     ingest_blocks_per_cpu_s   16-block batches from 64 workers, token hashing included
     match_us_1024             1,024 blocks, 64 workers that all hold them, token bytes in, the same prompt again (hot)
     decision_us_16k_tokens    a list of 16,385 token ids in, the worker with the longest usable prefix of 64 out
+    route_us_16k_tokens       the same through the router's core: prices, books and pin included
     bytes_per_entry           growth of resident memory per (worker, group, block) at 1 M blocks: the larger of
                               each block on 1 and on 8 of 64 workers (bytes_per_entry_1, bytes_per_entry_8)
     pause_ms_max              longest single call (ingest of 16 blocks, clear) while the index grows to 5 M entries,
@@ -19,22 +23,98 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import random
+import statistics
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import _path  # noqa: F401
-import index_load as load
-from harness.figures import in_words, machine, resident_bytes, write_json
+import msgspec
+from harness.figures import in_words, machine, markdown, resident_bytes, write_json
 
+from router.decide.config import CoreConfig
+from router.decide.core import RouterCore
+from router.decide.messages import Forward, RouteRequest
+from router.decide.workers import ServedModel, WorkerSpec
 from router.index import make_index
 from router.index.protocol import PrefixIndex, Scope
 
 SCOPE = Scope("m")
 WORKERS = 64
+BLOCK_TOKENS = 16
+VOCABULARY = 1 << 17
+CHAIN_BLOCKS = 64
+"""Blocks of one prompt; the batches of a prompt follow each other by parent hash."""
+_ENCODE = msgspec.msgpack.Encoder().encode
 Result = dict[str, Any]
+
+
+def tokens(rng: random.Random, count: int) -> list[int]:
+    return [word & (VOCABULARY - 1) for word in array("I", rng.randbytes(4 * count))]
+
+
+def names(rng: random.Random, count: int) -> list[int]:
+    return array("Q", rng.randbytes(8 * count)).tolist()
+
+
+def stored(block_names: list[int], parent: int | None, token_ids: list[int]) -> bytes:
+    """One batch with one run of blocks."""
+    event = {
+        "type": "BlockStored",
+        "block_hashes": block_names,
+        "parent_block_hash": parent,
+        "token_ids": token_ids,
+        "block_size": BLOCK_TOKENS,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        "extra_keys": [None] * len(block_names),
+        "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
+    }
+    return _ENCODE([1795230670.15, [event], 0])
+
+
+def batches(seed: int, blocks: int, per_batch: int, streams: int) -> Iterator[tuple[int, bytes]]:
+    """(stream, payload) of `blocks` distinct blocks; the streams take turns, each with chains of CHAIN_BLOCKS."""
+    rng = random.Random(seed)
+    parent: list[int | None] = [None] * streams
+    length = [0] * streams
+    for at in range(blocks // per_batch):
+        stream = at % streams
+        if length[stream] >= CHAIN_BLOCKS:
+            parent[stream], length[stream] = None, 0
+        run = names(rng, per_batch)
+        yield stream, stored(run, parent[stream], tokens(rng, per_batch * BLOCK_TOKENS))
+        parent[stream] = run[-1]
+        length[stream] += per_batch
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt of whole blocks, one token more, and the payload that announces it."""
+
+    token_ids: list[int]
+    names: list[int]
+    payload: bytes
+
+
+def prompt(rng: random.Random, blocks: int) -> Prompt:
+    token_ids = tokens(rng, blocks * BLOCK_TOKENS + 1)
+    block_names = names(rng, blocks)
+    return Prompt(token_ids, block_names, stored(block_names, None, token_ids[:-1]))
+
+
+def asked(rng: random.Random, held: Prompt, hit: str) -> list[int]:
+    """A prompt of the same length of which all, the first half or nothing is held."""
+    if hit == "full":
+        return held.token_ids
+    keep = len(held.token_ids) // 2 if hit == "half" else 0
+    return held.token_ids[:keep] + tokens(rng, len(held.token_ids) - keep)
 
 
 def filled(workers: int) -> tuple[PrefixIndex, list[Any]]:
@@ -46,7 +126,7 @@ def measure_ingest(blocks: int) -> Result:
     """Blocks per CPU second for batches of 1, 16 and 64 blocks; best of three, from an empty index each time."""
     result: Result = {}
     for per_batch in (1, 16, 64):
-        payloads = list(load.batches(per_batch, blocks, per_batch, WORKERS))
+        payloads = list(batches(per_batch, blocks, per_batch, WORKERS))
         best = 0.0
         for _ in range(3):
             index, holders = filled(WORKERS)
@@ -71,7 +151,7 @@ def per_call_us(call: Callable[[Any], object], inputs: list[Any], seconds: float
         for item in inputs:
             call(item)
         means.append((time.thread_time() - started) / len(inputs) * 1e6)
-    return load.median(means)
+    return statistics.median(means)
 
 
 def measure_match(quick: bool) -> Result:
@@ -82,63 +162,70 @@ def measure_match(quick: bool) -> Result:
         for blocks in (16, 128, 1024, 4096):
             rng = random.Random(blocks)
             count = max(8, (1 << 17) // blocks)
-            prompts = [load.prompt(rng, blocks) for _ in range(count)]
+            prompts = [prompt(rng, blocks) for _ in range(count)]
             index, holders = filled(workers)
             for held in prompts:
                 for holder in holders:
                     index.ingest(holder, held.payload)
             for hit in ("full", "half", "none"):
-                queries = [array("I", load.asked(rng, held, hit)).tobytes() for held in prompts]
-                expected = {"full": blocks, "half": blocks // 2, "none": 0}[hit] * load.BLOCK_TOKENS
+                queries = [array("I", asked(rng, held, hit)).tobytes() for held in prompts]
+                expected = {"full": blocks, "half": blocks // 2, "none": 0}[hit] * BLOCK_TOKENS
                 matches = index.match(queries[0], SCOPE)
                 assert len(matches) == (workers if expected else 0)
                 assert all(match.tokens == expected for match in matches)
-
-                def call(query: bytes, index: PrefixIndex = index) -> object:
-                    return index.match(query, SCOPE)
-
-                hot = per_call_us(call, [queries[0]] * 20, seconds)
-                cold = per_call_us(call, queries, seconds)
-                rows.append(
-                    {
-                        "workers": workers,
-                        "blocks": blocks,
-                        "hit": hit,
-                        "hot_us": round(hot, 2),
-                        "cold_us": round(cold, 2),
-                    }
-                )
+                call = partial(lambda index, query: index.match(query, SCOPE), index)
+                hot = round(per_call_us(call, [queries[0]] * 20, seconds), 2)
+                cold = round(per_call_us(call, queries, seconds), 2)
+                rows.append({"workers": workers, "blocks": blocks, "hit": hit, "hot_us": hot, "cold_us": cold})
     wanted = next(r for r in rows if (r["workers"], r["blocks"], r["hit"]) == (WORKERS, 1024, "full"))
     return {"match": rows, "match_us_1024": wanted["hot_us"], "match_us_1024_cold": wanted["cold_us"]}
 
 
 def measure_decision() -> Result:
-    """A list of token ids in, the worker with the longest usable prefix out; worker i holds i/64 of each prompt."""
-    index, holders = filled(WORKERS)
+    """By the index alone, and the first prompt again and again by the core; worker i holds (i + 1) / 64 of each prompt,
+    two requests are in flight on each."""
+    index = make_index(seed=1)
+    core = RouterCore(index, CoreConfig())
     rng = random.Random(3)
-    prompts = [load.prompt(rng, 1024) for _ in range(32)]
-    for held in prompts:
-        for i, holder in enumerate(holders):
-            count = 1024 * (i + 1) // WORKERS
-            index.ingest(holder, load.stored(held.names[:count], None, held.token_ids[: count * load.BLOCK_TOKENS]))
+    prompts = [prompt(rng, 1024) for _ in range(32)]
+    for i in range(WORKERS):
+        spec = WorkerSpec(f"w{i}", f"http://w{i}", models=(ServedModel("m", "m"),), cache_tokens=1_000_000)
+        (holder,) = core.add_worker(spec, 0.0).holders
+        count = 1024 * (i + 1) // WORKERS
+        for held in prompts:
+            index.ingest(holder, stored(held.names[:count], None, held.token_ids[: count * BLOCK_TOKENS]))
+    for i in range(2 * WORKERS):
+        core.route(RouteRequest(f"bg{i}", "m", SCOPE, None, 500 + i, worker=f"w{i % WORKERS}"), 0.0)
+        if i >= WORKERS:
+            core.first_token(f"bg{i}", 0.1)
 
-    def decide(token_ids: list[int]) -> object:
+    def decide(token_ids: list[int] | bytes) -> object:
         return max(index.match(token_ids, SCOPE), key=lambda match: match.tokens).holder
 
-    assert all(decide(held.token_ids) == holders[-1] for held in prompts)
-    result: Result = {"decision_us_16k_tokens": round(per_call_us(decide, [p.token_ids for p in prompts], 1.5), 1)}
-    as_bytes = [array("I", held.token_ids).tobytes() for held in prompts]
-    result["decision_us_16k_token_bytes"] = round(per_call_us(decide, as_bytes, 1.0), 1)  # type: ignore[arg-type]
-    return result
+    assert all(decide(held.token_ids) == holder for held in prompts)
+    lists = [held.token_ids for held in prompts]
+    routed_s = []
+    for i in range(200):
+        request, now = RouteRequest("r", "m", SCOPE, lists[0], len(lists[0])), 1.0 + i * 1e-3
+        started = time.thread_time()
+        placed = core.route(request, now)
+        routed_s.append(time.thread_time() - started)
+        assert isinstance(placed, Forward)
+        core.aborted("r", now)
+    return {
+        "decision_us_16k_tokens": round(per_call_us(decide, lists, 1.5), 1),
+        "decision_us_16k_token_bytes": round(per_call_us(decide, [array("I", ids).tobytes() for ids in lists], 1.0), 1),
+        "route_us_16k_tokens": round(statistics.median(routed_s) * 1e6, 1),
+    }
 
 
 def measure_memory(blocks: int, copies: int) -> Result:
     index, holders = filled(WORKERS)
-    for _, payload in load.batches(99, 16 * 2000, 16, 1):  # warm the allocator and the generator up
+    for _, payload in batches(99, 16 * 2000, 16, 1):  # warm the allocator and the generator up
         del payload
     before = resident_bytes()
     entries = 0
-    for at, (_, payload) in enumerate(load.batches(5, blocks, 16, 1)):
+    for at, (_, payload) in enumerate(batches(5, blocks, 16, 1)):
         for i in range(copies):
             # A chain of 4 batches stays on its workers; the chains go round.
             index.ingest(holders[(at // 4 * copies + i) % WORKERS], payload)
@@ -166,7 +253,7 @@ def measure_pause(entries: int) -> Result:
         worst_cpu, worst_wall = max(worst_cpu, cpu), max(worst_wall, wall)
 
     def grow(seed: int, count: int) -> Iterator[None]:
-        for at, (_, payload) in enumerate(load.batches(seed, count // copies, 16, 1)):
+        for at, (_, payload) in enumerate(batches(seed, count // copies, 16, 1)):
             for i in range(copies):
                 holder = holders[(at // 4 * copies + i) % WORKERS]
                 timed(lambda holder=holder, payload=payload: index.ingest(holder, payload))  # type: ignore[misc]
@@ -204,16 +291,16 @@ def measure(quick: bool) -> Result:
     return result | isolated(measure_pause, 512_000 if quick else 5_120_000)
 
 
-KEYS = ("ingest_blocks_per_cpu_s", "match_us_1024", "decision_us_16k_tokens", "bytes_per_entry", "pause_ms_max")
+KEYS = ("ingest_blocks_per_cpu_s", "match_us_1024", "decision_us_16k_tokens", "route_us_16k_tokens", "bytes_per_entry",
+        "pause_ms_max")  # fmt: skip
 
 
 def print_table(result: Result) -> None:
-    print("machine:", in_words(result["machine"]))
+    print(in_words(result["machine"]))
     for key in KEYS:
         print(f"{key:28}{result[key]:>16}")
-    print(f"\n{'match':>8} {'blocks':>7} {'hit':>6} {'hot us':>10} {'cold us':>10}")
-    for row in result["match"]:
-        print(f"{row['workers']:>6} w {row['blocks']:>7} {row['hit']:>6} {row['hot_us']:>10} {row['cold_us']:>10}")
+    rows = {f"{row['workers']} workers, {row['blocks']} blocks, hit {row['hit']}": row for row in result["match"]}
+    print(markdown(rows, {"hot us": ("hot_us", "{}"), "cold us": ("cold_us", "{}")}, "match"))
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ predecessor's answer is complete, whichever is later; sessions start without wai
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -70,28 +71,23 @@ class Workload:
         seen: set[int] = set()
         unseen = 0
         for _, ids in sorted(due, key=lambda pair: pair[0]):
-            chain = 0
-            cached = 0
-            for start in range(0, len(ids) - BLOCK + 1, BLOCK):
-                chain = hash((chain, ids[start : start + BLOCK]))
-                if chain in seen:
-                    cached = start + BLOCK
-                seen.add(chain)
+            chains = _chains(ids)
+            cached = BLOCK * next((i for i, chain in enumerate(chains) if chain not in seen), len(chains))
+            seen.update(chains)
             unseen += len(ids) - min(cached, (len(ids) - 1) // BLOCK * BLOCK)
         return unseen
 
     def working_set_blocks(self) -> int:
         """Different blocks of prompts and answers together, the answers counted at their length."""
-        chains: set[int] = set()
-        answers = 0
-        for session in self.sessions:
-            for turn in session.turns:
-                chain = 0
-                for start in range(0, len(turn.prompt_ids) - BLOCK + 1, BLOCK):
-                    chain = hash((chain, turn.prompt_ids[start : start + BLOCK]))
-                    chains.add(chain)
-                answers += -(-turn.answer_tokens // BLOCK)
-        return len(chains) + answers
+        turns = [turn for session in self.sessions for turn in session.turns]
+        answers = sum(-(-turn.answer_tokens // BLOCK) for turn in turns)
+        return len({chain for turn in turns for chain in _chains(turn.prompt_ids)}) + answers
+
+
+def _chains(ids: tuple[int, ...]) -> list[int]:
+    """A name of each whole block and all before it."""
+    blocks = (ids[start : start + BLOCK] for start in range(0, len(ids) - BLOCK + 1, BLOCK))
+    return list(itertools.accumulate(blocks, lambda chain, block: hash((chain, block)), initial=0))[1:]
 
 
 class _Text:

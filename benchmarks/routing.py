@@ -7,7 +7,7 @@ one shared cache of the same total size: what no router can beat without moving 
 the same setting, and a geometric mean over the settings.
 
     benchmarks/routing.py --trace mooncake_conversation.jsonl.gz --trace claude_code_agentic.jsonl.gz
-    benchmarks/routing.py --quick --trace ... --json routing.json --plot routing.png
+    benchmarks/routing.py --quick --trace ... --json routing.json
 
 With `--workload chat` the requests are made up instead: questions under shared system prompts, where decoding is what
 costs. Figures are then relative to an oracle that knows the engines' state and how long every answer will be.
@@ -22,22 +22,17 @@ The service model is assumed, not measured: see --help for its parameters and do
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
-import platform
 import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-_HERE = Path(__file__).resolve().parent
-# This folder last: it has a file named like a module of the standard library.
-sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE), str(_HERE)]
-
-from routing_sim.decision import measure_decision  # noqa: E402
-from routing_sim.report import print_chat, print_table, write_plot  # noqa: E402
-from routing_sim.runs import (  # noqa: E402
+import _path  # noqa: F401
+from harness.figures import in_words, machine, markdown, write_json
+from routing_sim.runs import (
     BOUNDS,
     CHAT_POLICIES,
     EXTRA,
@@ -50,9 +45,19 @@ from routing_sim.runs import (  # noqa: E402
     relative,
     run,
 )
-from routing_sim.service import EngineLimits, StepTimes  # noqa: E402
-from routing_sim.workload import Chat, Workload, chat, read_trace, synthetic  # noqa: E402
+from routing_sim.service import EngineLimits, StepTimes
+from routing_sim.workload import Chat, Workload, chat, read_trace, synthetic
 
+GRID_COLUMNS = {title: (key, "{:.2f}") for title, key in (
+    ("hit", "hit"), ("TTFT mean", "ttft_mean"), ("p50", "ttft_p50"), ("p99", "ttft_p99"), ("p99.9", "ttft_p999"),
+    ("E2E", "e2e"), ("imbalance", "imbalance"))}  # fmt: skip
+CHAT_COLUMNS = {
+    "E2E s": ("e2e", "{:.2f}"), "E2E p50": ("e2e_p50", "{:.2f}"), "E2E p99": ("e2e_p99", "{:.1f}"),
+    "TTFT ms": ("ttft_mean", "{:.0f}"), "TTFT p50": ("ttft_p50", "{:.0f}"), "TTFT p99": ("ttft_p99", "{:.0f}"),
+    "TPOT ms": ("tpot_mean", "{:.1f}"), "TPOT p50": ("tpot_p50", "{:.1f}"), "TPOT p99": ("tpot_p99", "{:.1f}"),
+    "hit": ("hit", "{:.2f}"), "seat waits": ("seat_waits", "{}"), "in vain": ("seat_waits_vain", "{}"),
+    "preempted": ("preemptions", "{}"), "busiest": ("busiest", "{:.2f}"),
+}  # fmt: skip
 _WORKLOADS: dict[str, Workload] = {}
 
 
@@ -74,7 +79,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write every figure to this file")
-    parser.add_argument("--plot", type=Path, help="write a picture (PNG or SVG); needs matplotlib")
     parser.add_argument("--calibration", type=Path, default=Path.home() / ".cache/blockcast/routing-calibration.json")
     for name, value in asdict(StepTimes()).items():
         flag = "--" + name.replace("_", "-")
@@ -113,7 +117,6 @@ def _floats(text: str) -> list[float]:
 def main(argv: list[str] | None = None) -> None:
     """Calibrate, run the grid, print, write."""
     arguments = parse_arguments(argv)
-    started = time.time()
     service = StepTimes(**{name: getattr(arguments, name) for name in asdict(StepTimes())})
     talks = arguments.workload == "chat"
     options = Options(
@@ -124,20 +127,21 @@ def main(argv: list[str] | None = None) -> None:
         seed=arguments.seed,
         saturate=arguments.saturate,
         skip=arguments.skip,
+        slow_workers={} if arguments.slow_worker is None else {0: arguments.slow_worker},
     )
-    if arguments.slow_worker is not None:
-        options = replace(options, slow_workers={0: arguments.slow_worker})
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}")
-    if talks:
-        run_chat(arguments, options)
-        return
-    for path in arguments.trace:
-        workload = read_trace(path, limit=arguments.limit, seed=arguments.seed)
+    host = machine()
+    print(in_words(host))
+    document = (run_chat if talks else run_traces)(arguments, options)
+    write_json(arguments.json, {**document, "machine": host})
+
+
+def run_traces(arguments: argparse.Namespace, options: Options) -> dict[str, Any]:
+    """Every policy on every trace in every setting."""
+    started = time.time()
+    loaded = [read_trace(path, limit=arguments.limit, seed=arguments.seed) for path in arguments.trace]
+    loaded = loaded or [synthetic("tool_use", seed=arguments.seed, requests_max=arguments.limit or 6000)]
+    for workload in loaded:
         _WORKLOADS[workload.name] = workload
-    if not _WORKLOADS:
-        limit = arguments.limit or 6000
-        _WORKLOADS["tool_use"] = synthetic("tool_use", seed=arguments.seed, requests_max=limit)
-    for workload in _WORKLOADS.values():
         print(f"{workload.name}: {workload.note}; working set {workload.working_set_blocks:,} blocks of 512 tokens")
     settings = [
         Setting(trace, workers, cache / 100.0, load / 100.0)
@@ -146,32 +150,28 @@ def main(argv: list[str] | None = None) -> None:
         for cache in arguments.cache
         for load in arguments.load
     ]
-    policies = [*BOUNDS, *(arguments.policy or [name for name in POLICIES if name != "power_of_two"])]
-    scores, speeds = run_grid(settings, policies, options, arguments.calibration, arguments.jobs)
+    calibration = Calibration(arguments.calibration)
+    full: dict[Setting, float] = {}
+    for one in dict.fromkeys(replace(s, load=1.0) for s in settings):
+        full[one] = calibration.speed(one, _WORKLOADS[one.trace], options)
+        _progress("calibrating load", len(full), len(settings) // len(arguments.load))
+    speeds = {s: full[replace(s, load=1.0)] * s.load for s in settings}
+    policies = [*BOUNDS, *(arguments.policy or POLICIES)]
+    scores = run_all([(policy, s, speeds[s], options) for s in settings for policy in policies], arguments.jobs)
     ratios = relative(scores)
-    print_table(ratios, settings, time.time() - started)
-    decision = measure_decision()
-    took_us, match_us = decision["decision_us_16k_tokens"], decision["match_us"]
-    print(f"\nA decision (16,384 token ids in, worker out, 64 workers): {took_us:.0f} us")
-    print(f"of which matching {match_us:.0f} us.")
-    if arguments.json is not None:
-        document = {
-            **{name: ratios[name] for name in policies},
-            "absolute": absolute(scores),
-            "decision": decision,
-            "settings": [
-                {**asdict(s), "speed": speeds[s], "policies": {n: asdict(v) for n, v in scores[s].items()}}
-                for s in settings
-            ],
-            "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}",
-            "options": {**asdict(options), "traces": {w.name: w.note for w in _WORKLOADS.values()}},
-        }
-        arguments.json.write_text(json.dumps(document, indent=1))
-    if arguments.plot is not None:
-        write_plot(arguments.plot, ratios)
+    print(f"\nGeometric means over {len(settings)} settings, relative to INF (imbalance: busiest worker over mean)")
+    order = sorted(ratios, key=lambda name: (name in BOUNDS, -ratios[name]["ttft_mean"]))
+    print(markdown({name: ratios[name] for name in order}, GRID_COLUMNS, "policy"))
+    print(f"{time.time() - started:.0f} s")
+    return {
+        **{name: ratios[name] for name in policies},
+        "absolute": absolute(scores),
+        "settings": [{**asdict(s), "speed": speeds[s], "policies": as_json(scores[s])} for s in settings],
+        "options": {**asdict(options), "traces": {w.name: w.note for w in _WORKLOADS.values()}},
+    }
 
 
-def run_chat(arguments: argparse.Namespace, options: Options) -> None:
+def run_chat(arguments: argparse.Namespace, options: Options) -> dict[str, Any]:
     """One workload at one rate, every policy."""
     count = arguments.limit or 6000
     shape = Chat(
@@ -187,50 +187,34 @@ def run_chat(arguments: argparse.Namespace, options: Options) -> None:
     skip = arguments.skip if arguments.skip is not None else shape.sequential or count // 5
     options = replace(options, skip=skip, cache_blocks=arguments.cache_tokens // shape.block)
     settings = [Setting("chat", workers, 1.0, 1.0) for workers in arguments.workers]
-    policies = arguments.policy or CHAT_POLICIES
-    scores: dict[Setting, dict[str, Score]] = {setting: {} for setting in settings}
-    work = [
-        (policy, setting, 1.0, options) for setting in settings for policy in {"oracle": 0, **dict.fromkeys(policies)}
-    ]
-    with multiprocessing.get_context("fork").Pool(min(arguments.jobs, len(work))) as pool:
-        for policy, setting, figures in pool.imap_unordered(_run_one, work):
-            scores[setting][policy] = figures
+    policies = dict.fromkeys(["oracle", *(arguments.policy or CHAT_POLICIES)])
+    scores = run_all([(policy, s, 1.0, options) for s in settings for policy in policies], arguments.jobs)
     for setting in settings:
         print(f"\n{setting.workers} workers, {shape}")
-        print_chat(scores[setting])
-    if arguments.json is not None:
-        document = {
-            **relative(scores, "oracle"),
-            "settings": [
-                {"workers": s.workers, **asdict(shape), "policies": {n: asdict(v) for n, v in scores[s].items()}}
-                for s in settings
-            ],
-            "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}",
-            "options": {**asdict(options), "workload": workload.note},
-        }
-        arguments.json.write_text(json.dumps(document, indent=1))
+        rows = as_json(dict(sorted(scores[setting].items(), key=lambda pair: -pair[1].e2e)))
+        for row in rows.values():
+            row |= {key: 1e3 * row[key] for key in row if key.startswith(("ttft", "tpot"))}
+        print(markdown(rows, CHAT_COLUMNS, "policy"))
+    return {
+        **relative(scores, "oracle"),
+        "settings": [{"workers": s.workers, **asdict(shape), "policies": as_json(scores[s])} for s in settings],
+        "options": {**asdict(options), "workload": workload.note},
+    }
 
 
-def run_grid(
-    settings: list[Setting], policies: list[str], options: Options, calibration_path: Path, jobs: int
-) -> tuple[dict[Setting, dict[str, Score]], dict[Setting, float]]:
-    """Every policy in every setting, over `jobs` processes, with a progress line."""
-    calibration = Calibration(calibration_path)
-    unit = {s: replace(s, load=1.0) for s in settings}
-    full: dict[Setting, float] = {}
-    for i, one in enumerate(dict.fromkeys(unit.values())):
-        _progress("calibrating load", i, len(set(unit.values())))
-        full[one] = calibration.speed(one, _WORKLOADS[one.trace], options)
-    speeds = {s: full[unit[s]] * s.load for s in settings}
-    work = [(policy, s, speeds[s], options) for s in settings for policy in policies]
-    scores: dict[Setting, dict[str, Score]] = {s: {} for s in settings}
-    context = multiprocessing.get_context("fork")
-    with context.Pool(min(jobs, len(work))) as pool:
+def as_json(scores: dict[str, Score]) -> dict[str, dict[str, Any]]:
+    return {name: asdict(score) for name, score in scores.items()}
+
+
+def run_all(work: list[tuple[str, Setting, float, Options]], jobs: int) -> dict[Setting, dict[str, Score]]:
+    """All of (policy, setting, speed, options), over `jobs` processes."""
+    scores: dict[Setting, dict[str, Score]] = {setting: {} for _, setting, _, _ in work}
+    with multiprocessing.get_context("fork").Pool(min(jobs, len(work))) as pool:
         for i, (policy, setting, figures) in enumerate(pool.imap_unordered(_run_one, work)):
             scores[setting][policy] = figures
             _progress("simulating", i + 1, len(work))
     sys.stderr.write("\n")
-    return scores, speeds
+    return scores
 
 
 def _run_one(work: tuple[str, Setting, float, Options]) -> tuple[str, Setting, Score]:
@@ -240,9 +224,7 @@ def _run_one(work: tuple[str, Setting, float, Options]) -> tuple[str, Setting, S
 
 
 def _progress(what: str, done: int, total: int) -> None:
-    width = 30
-    filled = width * done // max(total, 1)
-    sys.stderr.write(f"\r{what:<18} [{'#' * filled}{'.' * (width - filled)}] {done}/{total} ")
+    sys.stderr.write(f"\r{what:<18} {done}/{total} ")
     sys.stderr.flush()
 
 

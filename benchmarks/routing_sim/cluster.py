@@ -10,36 +10,14 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from routing_sim.engine import Cache, Job, SimWorker
 from routing_sim.service import EngineLimits, StepTimes
 from routing_sim.workload import SimRequest, Workload
 
 
-class Router(Protocol):
-    """What a policy under test implements. Returned pairs are (request index, worker) to forward now."""
-
-    def attach(self, cluster: Cluster) -> None: ...
-
-    def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]: ...
-
-    def first_token(self, request: SimRequest, worker: int, now: float) -> list[tuple[int, int]]: ...
-
-    def finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[tuple[int, int]]: ...
-
-    def stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None: ...
-
-    def removed(self, worker: int, ids: list[int], now: float) -> None: ...
-
-    def tick_s(self) -> float | None:
-        """Seconds after which `tick` wants to be called; None: not now."""
-
-    def tick(self, now: float) -> list[tuple[int, int]]: ...
-
-
-class SilentRouter:
-    """A router that needs none of the stimuli it does not override."""
+class Router:
+    """What a policy under test overrides. Returned pairs are (request index, worker) to forward now."""
 
     cluster: Cluster
 
@@ -62,6 +40,7 @@ class SilentRouter:
         """Not looked at."""
 
     def tick_s(self) -> float | None:
+        """Seconds after which `tick` wants to be called; None: not now."""
         return None
 
     def tick(self, now: float) -> list[tuple[int, int]]:
@@ -135,7 +114,8 @@ class Cluster:
         self._ticks: list[float | None] = [None] * len(routers)
         if not config.shared_cache:
             for worker in self.workers:
-                self._publish(worker)
+                worker.cache.on_store = partial(self._announce, "stored", worker.number)
+                worker.cache.on_remove = partial(self._announce, "removed", worker.number)
         for router in routers:
             router.attach(self)
 
@@ -144,7 +124,7 @@ class Cluster:
         self._order += 1
         heapq.heappush(self._heap, (time_s, self._order, action))
 
-    def run(self, *, ttft_limit_s: float | None = None, progress: Callable[[int], None] | None = None) -> Result:
+    def run(self, ttft_limit_s: float | None = None) -> Result:
         """Until every request was answered. `ttft_limit_s` cuts a run whose requests wait absurdly long."""
         for time_s, request in self.workload.arrivals(self.config.speed):
             self.at(time_s, partial(self._arrive, request))
@@ -158,8 +138,6 @@ class Cluster:
             action()
             if len(result.e2e_s) - done >= 256:
                 done = len(result.e2e_s)
-                if progress is not None:
-                    progress(done)
                 if ttft_limit_s is not None and self._oldest_wait() > ttft_limit_s:
                     result.collapsed = True
                     break
@@ -245,21 +223,9 @@ class Cluster:
         self._perform(self.routers[which].tick(self.now))
         self._schedule_tick(which)
 
-    def _publish(self, worker: SimWorker) -> None:
-        delay_s, number = self.config.event_delay_s, worker.number
+    def _announce(self, kind: str, worker: int, *what: object) -> None:
+        def heard() -> None:
+            for router in self.routers:
+                getattr(router, kind)(worker, *what, self.now)
 
-        def stored(ids: list[int], parent: int | None) -> None:
-            self.at(self.now + delay_s, partial(self._hear_stored, number, ids, parent))
-
-        def removed(ids: list[int]) -> None:
-            self.at(self.now + delay_s, partial(self._hear_removed, number, ids))
-
-        worker.cache.on_store, worker.cache.on_remove = stored, removed
-
-    def _hear_stored(self, number: int, ids: list[int], parent: int | None) -> None:
-        for router in self.routers:
-            router.stored(number, ids, parent, self.now)
-
-    def _hear_removed(self, number: int, ids: list[int]) -> None:
-        for router in self.routers:
-            router.removed(number, ids, self.now)
+        self.at(self.now + self.config.event_delay_s, heard)

@@ -168,8 +168,6 @@ class SimWorker:
         """Tokens that running sequences have said since they began."""
         self._full_s = -1.0
         """When a request last had to wait for a seat."""
-        self.blocked = False
-        """The head of the queue waits for pages or a seat."""
         self.prefilled_tokens = 0
         self.seat_waits = 0
         self.preemptions = 0
@@ -227,14 +225,12 @@ class SimWorker:
             tokens = min(budget, job.length - job.computed)
             chunks.append((job, tokens))
             budget -= tokens
-        self.blocked = False
         while budget > 0 and self.waiting:
             job = self.waiting[0]
             if self.running >= self.limits.seats:
-                self.blocked, self._full_s = True, now
+                self._full_s = now
                 break
             if not self._admit(job):
-                self.blocked = True
                 break
             self.waiting.popleft()
             self.seat_waits += not job.answered and job.routed_s <= self._full_s

@@ -6,8 +6,9 @@ one with a block size of one; `BlockScaled` lets its callers count in tokens. Ev
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 from events.codec import encode_batch
 from events.types import BlockRemoved, BlockStored, EventBatch
@@ -17,94 +18,52 @@ from router.decide.messages import Forward, Instruction, Refuse, ReportedUsage, 
 from router.decide.workers import ServedModel, WorkerSpec
 from router.fleet.peers import PeerLoads
 from router.index import make_index
-from router.index.protocol import HolderId, IndexStats, IngestReport, Match, PinId, PrefixIndex, Prompt, Scope, Tokens
-from routing_sim.cluster import Cluster
-from routing_sim.service import StepTimes
+from router.index.protocol import HolderId, Match, PrefixIndex, Scope, Tokens
+from routing_sim.cluster import Cluster, Router
 from routing_sim.workload import SimRequest
 
 MODEL = "sim"
 HEARTBEAT_S = 0.5
 PROGRESS_S = 2.0
+SHARE_DELAY_S = 0.02
 
 
 class BlockScaled:
     """A PrefixIndex whose callers count tokens and whose inner index counts blocks."""
 
     def __init__(self, inner: PrefixIndex, block: int) -> None:
-        self._inner = inner
-        self._block = block
+        self._inner, self._block = inner, block
 
-    @property
-    def seed(self) -> int:
-        return self._inner.seed
-
-    def prepare(self, token_ids: Sequence[int] | bytes) -> Prompt:
-        return self._inner.prepare(token_ids)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def chunk_keys(self, token_ids: Tokens, scope: Scope, chunk_tokens: int) -> list[int]:
         return self._inner.chunk_keys(token_ids, scope, chunk_tokens // self._block)
 
     def match(self, token_ids: Tokens, scope: Scope) -> list[Match]:
-        block = self._block
-        return [
-            Match(
-                m.holder,
-                m.tokens * block,
-                m.gpu_tokens * block,
-                (m.gpu_tokens * block, 0, 0, 0),
-                m.pinned_tokens * block,
-            )
-            for m in self._inner.match(token_ids, scope)
-        ]
+        found = []
+        for m in self._inner.match(token_ids, scope):
+            tokens, gpu, pinned = (count * self._block for count in (m.tokens, m.gpu_tokens, m.pinned_tokens))
+            found.append(Match(m.holder, tokens, gpu, (gpu, 0, 0, 0), pinned))
+        return found
 
     def add_holder(self, name: str, model: str) -> HolderId:
         holder = self._inner.add_holder(name, model)
         self._inner.declare_groups(holder, [{"group_idx": None, "kind": "full_attention", "block_size": 1}])
         return holder
 
-    def remove_holder(self, holder: HolderId) -> None:
-        self._inner.remove_holder(holder)
 
-    def clear(self, holder: HolderId) -> None:
-        self._inner.clear(holder)
+class Ours(Router):
+    """`RouterCore` under test. Several of them share their load after `SHARE_DELAY_S`. `told`: it is given the workers'
+    true constants and learns nothing."""
 
-    def declare_groups(self, holder: HolderId, groups: Sequence[Mapping[str, object]]) -> None:
-        self._inner.declare_groups(holder, groups)
-
-    def set_reannounces(self, holder: HolderId, reannounces: bool) -> None:
-        self._inner.set_reannounces(holder, reannounces)
-
-    def ingest(self, holder: HolderId, payload: bytes) -> IngestReport:
-        return self._inner.ingest(holder, payload)
-
-    def pin(self, holder: HolderId, token_ids: Tokens, scope: Scope) -> PinId:
-        return self._inner.pin(holder, token_ids, scope)
-
-    def unpin(self, pin: PinId) -> None:
-        self._inner.unpin(pin)
-
-    def stats(self) -> IndexStats:
-        return self._inner.stats()
-
-    def groups(self, holder: HolderId) -> list[dict[str, object]]:
-        return self._inner.groups(holder)
-
-    def dump(self, holder: HolderId) -> list[bytes]:
-        return self._inner.dump(holder)
-
-
-class Ours:
-    """`RouterCore` under test. With `peers`, several of them share their load after `share_delay_s`."""
-
-    def __init__(self, config: CoreConfig, *, seed: int = 0, name: str = "0", share_delay_s: float = 0.02) -> None:
-        self.name = name
-        self._config, self._seed = config, seed
-        self.siblings: list[Ours] = []
-        self._share_delay_s = share_delay_s
+    def __init__(self, config: CoreConfig, *, seed: int = 0, told: bool = False) -> None:
+        self._config = replace(config, learn=LearnConfig(enabled=False)) if told else config
+        self._seed, self._told = seed, told
         self._pending = False
 
     def attach(self, cluster: Cluster) -> None:
-        self.cluster = cluster
+        super().attach(cluster)
         inner = make_index(seed=self._seed + 1)
         self.core = RouterCore(BlockScaled(inner, cluster.workload.block), self._config, seed=self._seed)
         blocks = cluster.config.cache_blocks
@@ -118,14 +77,13 @@ class Ours:
             self.core.add_worker(spec, 0.0)
         self.holders = [self.core.workers[str(i)].holders[0] for i in range(cluster.config.workers)]
         self.siblings = [r for r in cluster.routers if isinstance(r, Ours) and r is not self]
-        self.loads = PeerLoads(self.core.tracker, self.name)
+        self.loads = PeerLoads(self.core.tracker, str(cluster.routers.index(self)))
+        if self._told:
+            for worker in cluster.workers:
+                self.core.tracker.targets[str(worker.number)].teach(ServiceModel(**asdict(worker.service)))
         cluster.at(PROGRESS_S, self._progress)
         if self.siblings:
             cluster.at(0.0, self._beat)
-
-    def tell(self, target: str, times: StepTimes) -> None:
-        """Give a worker's constants instead of letting them be learned."""
-        self.core.tracker.targets[target].teach(ServiceModel(**asdict(times)))
 
     def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
         routed = RouteRequest(
@@ -174,7 +132,7 @@ class Ours:
     def _share(self) -> None:
         if not self._pending:
             self._pending = True
-            self.cluster.at(self.cluster.now + self._share_delay_s, self._tell)
+            self.cluster.at(self.cluster.now + SHARE_DELAY_S, self._tell)
 
     def _progress(self) -> None:
         """The edge counts chunks as they pass, and tells now and then."""
@@ -196,15 +154,3 @@ class Ours:
         if message is not None:
             for sibling in self.siblings:
                 sibling.loads.incoming(message, self.cluster.now)
-
-
-class Told(Ours):
-    """`Ours` with every worker's true constants given: what learning is measured against."""
-
-    def __init__(self, config: CoreConfig, *, seed: int = 0) -> None:
-        super().__init__(replace(config, learn=LearnConfig(enabled=False)), seed=seed)
-
-    def attach(self, cluster: Cluster) -> None:
-        super().attach(cluster)
-        for worker in cluster.workers:
-            self.tell(str(worker.number), worker.service)

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import xxhash
 
-from routing_sim.cluster import Cluster, SilentRouter
+from routing_sim.cluster import Cluster, Router
 from routing_sim.engine import Job, SimWorker
 from routing_sim.workload import SimRequest
 
 
-class Residency(SilentRouter):
+class Residency(Router):
     """Which blocks each worker holds, as its events said so far, and what is in flight where."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.rng = random.Random(seed)
 
     def attach(self, cluster: Cluster) -> None:
         super().attach(cluster)
@@ -35,16 +38,8 @@ class Residency(SilentRouter):
 
     def prefix_blocks(self, request: SimRequest) -> list[int]:
         """Cached prefix of each worker in blocks, short of the prompt's last token."""
-        limit = (request.prompt_tokens - 1) // request.block
-        found = []
-        for held in self.resident:
-            count = 0
-            for block in request.ids[:limit]:
-                if block not in held:
-                    break
-                count += 1
-            found.append(count)
-        return found
+        ids = request.ids[: (request.prompt_tokens - 1) // request.block]
+        return [prefix_of(ids, held) for held in self.resident]
 
     def choose(self, request: SimRequest, now: float) -> int:
         raise NotImplementedError
@@ -57,6 +52,11 @@ class Residency(SilentRouter):
     def finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[tuple[int, int]]:
         self.in_flight[worker] -= 1
         return []
+
+
+def prefix_of(ids: list[int], held: Container[int]) -> int:
+    """How many of the first blocks are held, without a hole."""
+    return next((i for i, block in enumerate(ids) if block not in held), len(ids))
 
 
 def argmin(values: Sequence[float], rng: random.Random | None = None) -> int:
@@ -79,29 +79,12 @@ class RoundRobin(Residency):
 class LeastRequests(Residency):
     """Fewest requests in flight; ties at random. The default of most HTTP balancers."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self.rng = random.Random(seed)
-
     def choose(self, request: SimRequest, now: float) -> int:
         return argmin(self.in_flight, self.rng)
 
 
-class PowerOfTwo(Residency):
-    """Of two workers at random the one with fewer requests in flight (Mitzenmacher, 2001)."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self.rng = random.Random(seed)
-
-    def choose(self, request: SimRequest, now: float) -> int:
-        first, second = self.rng.sample(range(self.count), 2) if self.count > 1 else (0, 0)
-        return second if self.in_flight[second] < self.in_flight[first] else first
-
-
 class LongestPrefix(Residency):
     """Exact longest cached prefix, no load term; ties to the fewest requests."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self.rng = random.Random(seed)
 
     def choose(self, request: SimRequest, now: float) -> int:
         prefix = self.prefix_blocks(request)
@@ -138,7 +121,7 @@ class SessionSticky(Residency):
     """A session stays where its first request went: the worker with the fewest requests then."""
 
     def __init__(self, seed: int = 0) -> None:
-        self.rng = random.Random(seed)
+        super().__init__(seed)
         self.home: dict[int, int] = {}
 
     def choose(self, request: SimRequest, now: float) -> int:
@@ -179,14 +162,7 @@ class SglangTree(Residency):
         high, low = max(self.in_flight), min(self.in_flight)
         if high - low > self.BALANCE_ABS and high > self.BALANCE_REL * low:
             return argmin(self.in_flight)
-        matched = []
-        for tree in self.trees:
-            count = 0
-            for block in request.ids:
-                if block not in tree:
-                    break
-                count += 1
-            matched.append(count)
+        matched = [prefix_of(request.ids, tree) for tree in self.trees]
         best = argmin([-m for m in matched])
         if matched[best] / len(request.ids) > self.CACHE_THRESHOLD:
             return best
@@ -204,8 +180,8 @@ class Dynamo(Residency):
     """
 
     def __init__(self, weight: float = 1.0, seed: int = 0) -> None:
+        super().__init__(seed)
         self.weight = weight
-        self.rng = random.Random(seed)
 
     def attach(self, cluster: Cluster) -> None:
         super().attach(cluster)
@@ -255,9 +231,6 @@ class LlmD(Residency):
 
     SCRAPE_S = 0.05
 
-    def __init__(self, seed: int = 0) -> None:
-        self.rng = random.Random(seed)
-
     def attach(self, cluster: Cluster) -> None:
         super().attach(cluster)
         self.scraped_s = -1.0
@@ -305,11 +278,10 @@ class LeastWork(Residency):
 
 class Oracle(Residency):
     """Knows the engines' state, their service model and how long every answer will be: time to the first token, plus
-    `weight` times what the rest of this answer takes and what it costs the answers beside it. Looks no further ahead
+    `WEIGHT` times what the rest of this answer takes and what it costs the answers beside it. Looks no further ahead
     than the requests that are there."""
 
-    def __init__(self, weight: float = 0.2) -> None:
-        self.weight = weight
+    WEIGHT = 0.2
 
     def choose(self, request: SimRequest, now: float) -> int:
         return argmin([self.cost(worker, request, now) for worker in self.cluster.workers])
@@ -336,4 +308,4 @@ class Oracle(Residency):
             times.decode_request_s + times.decode_context_s * context
         )
         harm = both * (times.decode_request_s + times.decode_context_s * (length + out / 2)) + n * prefill
-        return cost + self.weight * (own + harm)
+        return cost + self.WEIGHT * (own + harm)

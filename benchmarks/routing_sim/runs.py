@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +14,7 @@ from pathlib import Path
 from router.decide.config import CoreConfig, QueueConfig
 from routing_sim import peers
 from routing_sim.cluster import Cluster, ClusterConfig, Result, Router
-from routing_sim.ours import Ours, Told
+from routing_sim.ours import Ours
 from routing_sim.service import EngineLimits, StepTimes
 from routing_sim.workload import Workload
 
@@ -81,12 +80,6 @@ class Score:
     preemptions: int = 0
     busiest: float = 0.0
     """Share of the requests that went to the worker with the most of them."""
-    run_s: float = 0.0
-
-
-def ours_config(options: Options, **changes: object) -> CoreConfig:
-    """The router's defaults: nothing is told about the service model beyond the built-in priors."""
-    return replace(CoreConfig(), **changes)  # type: ignore[arg-type]
 
 
 Factory = Callable[[Options], Router]
@@ -94,7 +87,6 @@ Factory = Callable[[Options], Router]
 POLICIES: dict[str, Factory] = {
     "round_robin": lambda o: peers.RoundRobin(),
     "least_requests": lambda o: peers.LeastRequests(o.seed),
-    "power_of_two": lambda o: peers.PowerOfTwo(o.seed),
     "longest_prefix": lambda o: peers.LongestPrefix(o.seed),
     "bounded_hash": lambda o: peers.BoundedHash(),
     "session_sticky": lambda o: peers.SessionSticky(o.seed),
@@ -102,26 +94,15 @@ POLICIES: dict[str, Factory] = {
     "dynamo_w1": lambda o: peers.Dynamo(1.0, o.seed),
     "dynamo_w16": lambda o: peers.Dynamo(16.0, o.seed),
     "llm_d": lambda o: peers.LlmD(o.seed),
-    "blockcast": lambda o: Ours(ours_config(o), seed=o.seed),
-    "blockcast_queue": lambda o: Ours(
-        ours_config(o, queue=QueueConfig(enabled=True, requests_max=1_000_000)), seed=o.seed
-    ),
+    "blockcast": lambda o: Ours(CoreConfig(), seed=o.seed),
+    "blockcast_queue": lambda o: Ours(CoreConfig(queue=QueueConfig(enabled=True, requests_max=1_000_000)), seed=o.seed),
 }
 EXTRA: dict[str, Factory] = {
     "oracle": lambda o: peers.Oracle(),
-    "blockcast_told": lambda o: Told(ours_config(o), seed=o.seed),
+    "blockcast_told": lambda o: Ours(CoreConfig(), seed=o.seed, told=True),
 }
 """Run only where asked for: what knows the lengths of the answers; `blockcast` with the true constants told."""
-CHAT_POLICIES = [
-    "round_robin",
-    "least_requests",
-    "power_of_two",
-    "sglang_tree",
-    "dynamo_w1",
-    "dynamo_w16",
-    "llm_d",
-    "blockcast",
-]
+CHAT_POLICIES = ["round_robin", "least_requests", "sglang_tree", "dynamo_w1", "dynamo_w16", "llm_d", "blockcast"]
 """What is compared where decoding costs."""
 BOUNDS = ("INF", "POOL")
 
@@ -150,7 +131,6 @@ def run(
     speed: float,
     options: Options,
     *,
-    progress: Callable[[int], None] | None = None,
     ttft_limit_s: float | None = None,
     factory: Factory | None = None,
 ) -> tuple[Result, Score]:
@@ -163,15 +143,11 @@ def run(
     else:
         make = factory or {**POLICIES, **EXTRA}[policy]
         routers = [make(replace(options, seed=options.seed + i)) for i in range(options.routers)]
-        for i, router in enumerate(routers):
-            if isinstance(router, Ours):
-                router.name = str(i)
-    started = time.perf_counter()
-    result = Cluster(config, workload, routers).run(ttft_limit_s=ttft_limit_s, progress=progress)
-    return result, score(result, workload, time.perf_counter() - started, skip=options.skip)
+    result = Cluster(config, workload, routers).run(ttft_limit_s)
+    return result, score(result, workload, options.skip)
 
 
-def score(result: Result, workload: Workload, run_s: float = 0.0, *, skip: int | None = None) -> Score:
+def score(result: Result, workload: Workload, skip: int | None) -> Score:
     """Figures over all requests but the first `skip` (a tenth)."""
     first = int(len(workload.requests) * WARM_SHARE) if skip is None else skip
     kept = [r for r in workload.requests[first:] if r.index in result.e2e_s]
@@ -198,7 +174,6 @@ def score(result: Result, workload: Workload, run_s: float = 0.0, *, skip: int |
         seat_waits_vain=result.seat_waits_vain,
         preemptions=result.preemptions,
         busiest=max(sent.values(), default=0) / max(len(kept), 1),
-        run_s=run_s,
     )
 
 
@@ -215,13 +190,11 @@ class Calibration:
         if path is not None and path.exists():
             self._known = json.loads(path.read_text())
 
-    def speed(
-        self, setting: Setting, workload: Workload, options: Options, *, log: Callable[[str], None] = lambda _: None
-    ) -> float:
+    def speed(self, setting: Setting, workload: Workload, options: Options) -> float:
         """Multiple of the trace's own arrival rate that counts as 100 % load."""
         key = self._key(setting, workload, options)
         if key not in self._known:
-            self._known[key] = _saturation(setting, workload, replace(options, routers=1, slow_workers={}), log)
+            self._known[key] = _saturation(setting, workload, replace(options, routers=1, slow_workers={}))
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._path.write_text(json.dumps(self._known, indent=1, sort_keys=True))
@@ -240,7 +213,7 @@ class Calibration:
         return f"{name}/{digest.hexdigest()[:12]}"
 
 
-def _saturation(setting: Setting, workload: Workload, options: Options, log: Callable[[str], None]) -> float:
+def _saturation(setting: Setting, workload: Workload, options: Options) -> float:
     def mean(speed: float, limit_s: float | None) -> float:
         result, figures = run(options.saturate, setting, workload, speed, options, ttft_limit_s=limit_s)
         return math.inf if result.collapsed else figures.ttft_mean
@@ -261,7 +234,6 @@ def _saturation(setting: Setting, workload: Workload, options: Options, log: Cal
             low = middle
         else:
             high = middle
-    log(f"{setting.trace}, {setting.workers} workers, cache {setting.cache_share:.0%}: 100 % load is speed {low:.3f}")
     return low
 
 

@@ -64,11 +64,12 @@ def rank(values: Sequence[float], share: float) -> float:
 
 
 def markdown(rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, tuple[str, str]], first: str = "") -> str:
-    """A table for a README. `columns`: title -> (key of a row, format with {})."""
-    lines = [f"| {' | '.join([first, *columns])} |", "|---|" + "---:|" * len(columns)]
-    for name, row in rows.items():
-        lines.append(f"| {' | '.join([name, *(form.format(row[key]) for key, form in columns.values())])} |")
-    return "\n".join(lines)
+    """A table to look at and for a README. `columns`: title -> (key of a row, format with {})."""
+    cells = [[name, *(form.format(row[key]) for key, form in columns.values())] for name, row in rows.items()]
+    widths = [max(map(len, column)) for column in zip([first, *columns], *cells)]
+    lines = [[first, *columns], ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])], *cells]
+    aligned = ([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:]))] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in aligned)
 
 
 def write_json(path: Path | None, report: Any) -> None:
