@@ -109,7 +109,7 @@ class RouterProcess:
         raise_file_limit()
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self._executor.shutdown, wait=False, cancel_futures=True)
-            stack.callback(self._helpers.close)
+            stack.callback(self._helpers.processes.close)
             stack.callback(self._pool.close)
             stack.callback(self._feed.close)
             self._start_feed()

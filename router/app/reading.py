@@ -19,8 +19,7 @@ from router.decide.messages import RouteRequest
 from router.http.request import HttpRequest
 from router.index.protocol import Scope
 from router.prompting.encode import cut, is_light
-from router.prompting.helper import Order
-from router.prompting.pool import Helpers
+from router.prompting.pool import Helpers, Order
 from router.prompting.reader import PromptReader, Read, estimate_tokens
 
 COMPLETIONS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}

@@ -27,6 +27,11 @@ VALUES_MAX = 8_000_000
 LIGHT_BYTES, LIGHT_OBJECTS = 64 << 10, 512
 """Up to here a body takes well under 25 ms to decode and render."""
 NAME_BYTES_MAX = 4096
+ASKED_FIELDS = (
+    "messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
+    "add_special_tokens",
+)  # fmt: skip
+"""Not `chat_template`: a client's own is a program, and running it is for the worker to refuse, not for us to ask."""
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\Z)', re.DOTALL)
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]]
 
@@ -133,3 +138,22 @@ def _encoded(
         return None
     ids = tokenizer.encode_array(text[:chars_max], add_special_tokens)
     return None if len(text) > chars_max and len(ids) < most else ids
+
+
+def question(parsed: RoutingRequest, model: str) -> bytes | None:
+    """What to ask a worker's `/tokenize`; None where there is no text to tokenise, or what cannot be asked (images)."""
+    if parsed.scores_prompt or parsed.has_media:
+        return None
+    if parsed.kind == "chat":
+        if parsed.messages is None or parsed.chat_template is not None:
+            return None
+        given = {name: getattr(parsed, name) for name in ASKED_FIELDS}
+        return msgspec.json.encode(
+            {"model": model, **{name: value for name, value in given.items() if value is not None}}
+        )
+    prompt = parsed.prompt
+    first = prompt if isinstance(prompt, str) else prompt[0] if prompt else None
+    if not isinstance(first, str):
+        return None
+    adds = parsed.add_special_tokens is not False
+    return msgspec.json.encode({"model": model, "prompt": first, "add_special_tokens": adds})

@@ -18,8 +18,8 @@ from prompts.errors import RequestError
 from prompts.routing import Kind, RoutingRequest
 from prompts.segments import CACHE_BYTES_DEFAULT, SegmentStats
 from prompts.tokenizer import Tokenizer, TokenizerError
-from router.prompting.encode import cut, prompt_ids
-from router.prompting.helper import Order
+from router.prompting.encode import cut, prompt_ids, question
+from router.prompting.pool import Order
 from router.prompting.remote import Asked, RemoteTokenizer
 
 log = logging.getLogger("router")
@@ -105,7 +105,7 @@ class PromptReader:
         ids, took_s = self.read(parsed, None, tokens_max)
         if ids is not None or self.remote is None:
             return ids, took_s
-        ids, took_s = await self.remote.read(parsed, model)
+        ids, took_s = await self.remote.put(question(parsed, model), model)
         return cut(ids, parsed, tokens_max), took_s
 
     async def _load(self, model: str, name: str) -> None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Protocol
 
 import aiohttp
 import msgspec
 
-from prompts.routing import RoutingRequest
 from router.asking import Unanswered, ask
 
 log = logging.getLogger("router")
@@ -22,15 +21,6 @@ log = logging.getLogger("router")
 ANSWER_S_MAX = 2.0
 ANSWER_BYTES_MAX = 16 << 20
 """A million ids of ten digits and more."""
-CHAT_FIELDS = (
-    "messages",
-    "tools",
-    "chat_template_kwargs",
-    "add_generation_prompt",
-    "continue_final_message",
-    "add_special_tokens",
-)
-"""Not `chat_template`: a client's own is a program, and running it is for the worker to refuse, not for us to ask."""
 
 
 class _Answer(msgspec.Struct):
@@ -77,15 +67,10 @@ class RemoteTokenizer:
             if url in urls:
                 urls.remove(url)
 
-    async def read(self, parsed: RoutingRequest, model: str) -> tuple[Sequence[int] | None, float]:
-        """(token ids of the prompt to route on or None, seconds it took)."""
-        body = request_body(parsed, model)
-        return (None, 0.0) if body is None else await self.put(msgspec.json.encode(body), model)
-
-    async def put(self, question: bytes, model: str) -> tuple[Sequence[int] | None, float]:
-        """`read` for a question that `request_body` made."""
+    async def put(self, question: bytes | None, model: str) -> tuple[Sequence[int] | None, float]:
+        """(token ids of the prompt or None, seconds it took), for what router/prompting/encode.py would ask."""
         urls = self._urls.get(model)
-        if not urls:
+        if not urls or question is None:
             return None, 0.0
         self._turn += 1
         return await self._ask(urls[self._turn % len(urls)], question)
@@ -104,19 +89,3 @@ class RemoteTokenizer:
         except (Unanswered, ValueError, RecursionError) as error:
             log.debug("%s/tokenize: %s", url, error)
         return ids, time.perf_counter() - started
-
-
-def request_body(parsed: RoutingRequest, model: str) -> dict[str, Any] | None:
-    """What to ask for a request; None where it holds no text to tokenise, or what cannot be asked (images)."""
-    if parsed.scores_prompt or parsed.has_media:
-        return None
-    if parsed.kind == "chat":
-        if parsed.messages is None or parsed.chat_template is not None:
-            return None
-        given = {name: getattr(parsed, name) for name in CHAT_FIELDS}
-        return {"model": model, **{name: value for name, value in given.items() if value is not None}}
-    prompt = parsed.prompt
-    first = prompt if isinstance(prompt, str) else prompt[0] if prompt else None
-    if not isinstance(first, str):
-        return None
-    return {"model": model, "prompt": first, "add_special_tokens": parsed.add_special_tokens is not False}

@@ -316,7 +316,7 @@ class Edge:
         self.listener.stop_listening()
         self.listener.abort()
         self.pool.close()
-        self.helpers.close()
+        self.helpers.processes.close()
         for upstream in self.upstreams:
             await upstream.stop()
         self.executor.shutdown()

@@ -18,8 +18,7 @@ from prompts.tokenizer import Tokenizer
 from router.prompting import encode
 from router.prompting.config import PoolConfig
 from router.prompting.encode import envelope, is_light, is_within_bounds, prompt_ids
-from router.prompting.helper import Order
-from router.prompting.pool import Helpers
+from router.prompting.pool import Helpers, Order
 
 WORDS = "one two three four five " * 6000
 
@@ -104,7 +103,7 @@ def run(config: PoolConfig, work: Any) -> None:
         try:
             await work(helpers)
         finally:
-            helpers.close()
+            helpers.processes.close()
 
     asyncio.run(scenario())
 
@@ -121,7 +120,7 @@ def test_a_helper_that_dies_is_replaced() -> None:
         for _ in range(3):
             parsed, ids = await helpers.read(PROMPT, "completion", ids_only, lambda: True)
             assert (parsed.model, len(ids or ())) == ("m", 1000)
-            process = helpers._helpers[0]._process
+            process = helpers.processes.all[0].child
             assert process is not None
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
@@ -131,17 +130,17 @@ def test_a_helper_that_dies_is_replaced() -> None:
 
 def test_one_without_work_is_ended_and_started_again() -> None:
     async def work(helpers: Helpers) -> None:
-        (helper,) = helpers._helpers
+        (helper,) = helpers.processes.all
         for _ in range(2):
             _, ids = await helpers.read(PROMPT, "completion", ids_only, lambda: True)
             assert len(ids or ()) == 1000
             helpers.close_idle(helper.used_s + 60.0)
-            assert helper._process is not None
+            assert helper.child is not None
             async with helper.lock:
                 helpers.close_idle(helper.used_s + 60.1)
-            assert helper._process is not None, "it has a body"
+            assert helper.child is not None, "it has a body"
             helpers.close_idle(helper.used_s + 60.1)
-            assert helper._process is None
+            assert helper.child is None
 
     run(PoolConfig(count=1), work)
 
@@ -151,7 +150,7 @@ def test_one_that_takes_too_long_is_ended_and_load_decides() -> None:
 
     async def work(helpers: Helpers) -> None:
         def stops(parsed: RoutingRequest) -> Order:
-            process = helpers._helpers[0]._process
+            process = helpers.processes.all[0].child
             assert process is not None
             os.kill(process.pid, signal.SIGSTOP)
             return Order(parsed.kind)

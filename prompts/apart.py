@@ -1,0 +1,185 @@
+"""Work on what clients send, in processes of its own: a body decides how long it takes to decode, to render and to
+encode, and how much memory, and Python's decoding holds the interpreter lock, so a thread would not do.
+
+Owns the processes: few, started when they are first needed, bounded in time and memory, ended and started again. Knows
+nothing of what is done in them. Invariants: a process has one body at a time; it ends when its socket closes, whatever
+the reason: no orphans. Pickles go only between our own processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from prompts.errors import RequestError
+
+T = TypeVar("T")
+Setup = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function of a module and its arguments: called in each process, once, for what all work there is given first."""
+
+BEGINNING_BYTES = 2048
+NICE = 5
+"""Who waits for a large body waits a little longer than everybody else."""
+_BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from prompts.apart import main; sys.exit(main(int(sys.argv[2])))"
+)
+
+
+class Ended(Exception):
+    """The process died or was ended; the message says why."""
+
+
+class Process:
+    """Our side of one. Its user holds `lock`."""
+
+    def __init__(self, setup: Setup, memory_bytes: int, threads: ThreadPoolExecutor) -> None:
+        self.lock = asyncio.Lock()
+        self.used_s = 0.0
+        self.fit = False
+        """For another body: it does not hold so much memory that a fresh one had better take over."""
+        self.child: subprocess.Popen[bytes] | None = None
+        self._setup = (memory_bytes, setup)
+        self._threads = threads
+        self._stream: Any
+        self._ended: list[subprocess.Popen[bytes]] = []
+
+    async def call(self, seconds_max: float, work: Callable[..., Any], *arguments: Any) -> Any:
+        """What `work(set up, *arguments)` comes to there; `work` is a function of a module. Nobody waits here: what is
+        large goes to the process and comes back in a thread. Raises RequestError that it raised, or Ended."""
+        loop = asyncio.get_running_loop()
+        asked = loop.run_in_executor(self._threads, self._call, (work, arguments))
+        try:
+            refused, found, self.fit = await asyncio.wait_for(asked, seconds_max)
+        except asyncio.TimeoutError:
+            raise Ended(f"not done within {seconds_max:g} s") from None
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            raise Ended(f"{type(error).__name__}: {error}") from None
+        if refused is not None:
+            raise RequestError(**refused)
+        return found
+
+    def _call(self, order: object) -> Any:
+        if self.child is None or self.child.poll() is not None:
+            self._start()
+        stream = self._stream
+        pickle.dump(order, stream)
+        stream.flush()
+        return pickle.load(stream)
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs, ours:
+            self.child = subprocess.Popen(
+                [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+            self._stream = ours.makefile("rwb")
+        pickle.dump(self._setup, self._stream)
+
+    def end(self) -> None:
+        """Kill it; it is reaped later, as taking back gigabytes takes time."""
+        self._ended = [child for child in self._ended if child.poll() is None]
+        if self.child is not None:
+            self.child.kill()
+            self._ended.append(self.child)
+            self.child = None
+
+    def reap(self) -> None:
+        """End it and wait for that."""
+        self.end()
+        for child in self._ended:
+            child.wait()
+
+
+class Processes:
+    """All of one server. `close` them."""
+
+    def __init__(self, setup: Setup, count: int, memory_bytes: int) -> None:
+        """`memory_bytes`: of one process."""
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="apart")
+        self.all = [Process(setup, memory_bytes, self._threads) for _ in range(count)]
+
+    async def use(self, body: bytes, work: Callable[[Process], Awaitable[T]]) -> T:
+        """What `work` comes to with the process that read others with the same beginning, where that one is free: it
+        has their text encoded. Where work raises what is no RequestError, or is cancelled, the process ends."""
+        usual = self.all[zlib.crc32(body[:BEGINNING_BYTES]) % len(self.all)]
+        free = [process for process in (usual, *self.all) if not process.lock.locked()]
+        process = free[0] if free else usual
+        async with process.lock:
+            fit = False
+            try:
+                found = await work(process)
+                fit = process.fit
+                return found
+            except RequestError:
+                fit = process.fit
+                raise
+            finally:
+                process.used_s = time.monotonic()
+                if not fit:
+                    process.end()
+
+    def close_idle(self, used_s: float) -> None:
+        """End those that had nothing to do since `used_s` (of `time.monotonic`), and give their memory back."""
+        for process in self.all:
+            if not process.lock.locked() and process.used_s < used_s:
+                process.end()
+
+    def close(self) -> None:
+        for process in self.all:
+            process.reap()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def main(fd: int) -> int:
+    """The process's whole life: do what it is told until the socket closes."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # they are the server's affair
+    with socket.socket(fileno=fd) as sock, sock.makefile("rwb", buffering=1 << 20) as stream:
+        try:
+            memory_bytes, (setup, given) = pickle.load(stream)
+            resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            os.nice(NICE)
+            state = setup(*given)
+            while True:
+                _obey(stream, state, memory_bytes)
+        except (EOFError, OSError):
+            return 0
+        except MemoryError:
+            return 1
+
+
+def _obey(stream: Any, state: Any, memory_bytes: int) -> None:
+    work, arguments = pickle.load(stream)
+    refused, found = None, None
+    try:
+        found = work(state, *arguments)
+    except RequestError as error:
+        refused = vars(error)
+    del arguments
+    pickle.dump((refused, found, _held_bytes() < memory_bytes // 2), stream)
+    stream.flush()
+
+
+def _held_bytes() -> int:
+    """Memory that this process has now; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
