@@ -6,8 +6,10 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from harness.load import post
 
 from prompts import ChatRequest, CompletionRequest
 
@@ -29,19 +31,17 @@ VALUES: tuple[Any, ...] = (
 class Case:
     group: str
     name: str
-    path: str
-    body: bytes
-    headers: dict[str, str] = field(default_factory=dict)
-    leaves_after: float | None = None
-    """Seconds after the first bytes of an answer that the client goes away."""
+    request: bytes
+    leaves_s: float | None = None
+    """After so long the client goes away."""
 
 
 def all_cases() -> list[Case]:
     return [*fields(), *token_ids(), *eight(), *bodies(), *templates(), *detokenizing(), *leaving()]
 
 
-def _json(group: str, name: str, path: str, body: dict[str, Any], **other: Any) -> Case:
-    return Case(group, name, path, json.dumps(body).encode(), **other)
+def _json(group: str, name: str, path: str, body: dict[str, Any], leaves_s: float | None = None) -> Case:
+    return Case(group, name, post(path, body), leaves_s)
 
 
 def fields() -> Iterator[Case]:
@@ -81,19 +81,19 @@ def eight() -> Iterator[Case]:
 
 
 def bodies() -> Iterator[Case]:
-    def case(name: str, body: bytes, path: str = CHAT, **headers: str) -> Case:
-        return Case("bodies", name, path, body, {key.replace("_", "-"): value for key, value in headers.items()})
+    def case(name: str, body: bytes, path: str = CHAT, encoding: str | None = None) -> Case:
+        return Case("bodies", name, post(path, body, {} if encoding is None else {"Content-Encoding": encoding}))
 
     plain = json.dumps({"messages": MESSAGES, **SHORT}).encode()
     deep = b"[" * 5_000 + b"]" * 5_000
     for encoding in ("gzip", "deflate", "br", "zstd", "x-unknown", "gzip, gzip"):
-        yield case(f"not {encoding}", plain, Content_Encoding=encoding)
-        yield case(f"not {encoding}, and empty", b"", Content_Encoding=encoding)
+        yield case(f"not {encoding}", plain, encoding=encoding)
+        yield case(f"not {encoding}, and empty", b"", encoding=encoding)
     packed = gzip.compress(plain)
-    yield case("half a gzip", packed[: len(packed) // 2], Content_Encoding="gzip")
-    yield case("a gzip with a broken end", packed[:-4] + b"\0\0\0\0", Content_Encoding="gzip")
-    yield case("a gzip of gigabytes", gzip.compress(b" " * (1 << 28)), Content_Encoding="gzip")
-    yield case("a deflate of gigabytes", zlib.compress(b"[" * (1 << 27)), Content_Encoding="deflate")
+    yield case("half a gzip", packed[: len(packed) // 2], encoding="gzip")
+    yield case("a gzip with a broken end", packed[:-4] + b"\0\0\0\0", encoding="gzip")
+    yield case("a gzip of gigabytes", gzip.compress(b" " * (1 << 28)), encoding="gzip")
+    yield case("a deflate of gigabytes", zlib.compress(b"[" * (1 << 27)), encoding="deflate")
     for path in (CHAT, COMPLETION, TOKENIZE, DETOKENIZE):
         for name, body in (
             ("nothing", b""), ("half an object", b'{"messages":[{"role":"user"'), ("no UTF-8", b'{"model":"\xff\xfe"}'),
@@ -116,12 +116,10 @@ def bodies() -> Iterator[Case]:
             yield _json("bodies", f"{path}: deep {where}", path, {"messages": [message, *MESSAGES], **SHORT})
     for depth in (100, 900, 990, 5_000):
         nested = b'{"a":' * depth + b"1" + b"}" * depth
-        tool = (
-            b'{"messages":[{"role":"user","content":"x"}],"max_tokens":1,"tools":[{"function":{"name":"f","parameters":'
-        )
-        yield case(f"tools {depth} deep", tool + nested + b"}}]}")
-        kwargs = b'{"messages":[{"role":"user","content":"x"}],"max_tokens":1,"chat_template_kwargs":{"tools":%b}}'
-        yield case(f"template arguments {depth} deep", kwargs % nested)
+        chat = b'{"messages":[{"role":"user","content":"x"}],"max_tokens":1,%b}'
+        tool = b'"tools":[{"function":{"name":"f","parameters":%b}}]' % nested
+        yield case(f"tools {depth} deep", chat % tool)
+        yield case(f"template arguments {depth} deep", chat % (b'"chat_template_kwargs":{"tools":%b}' % nested))
 
 
 def templates() -> Iterator[Case]:
@@ -165,4 +163,4 @@ def leaving() -> Iterator[Case]:
     for number in range(40):
         body = {"prompt": [number + 5] * (number * 17 + 1), "max_tokens": 400, "ignore_eos": True, "stream": True,
                 "n": 1 + number % 3}  # fmt: skip
-        yield _json("leaving", f"{number}", COMPLETION, body, leaves_after=number % 8 * 0.05)
+        yield _json("leaving", f"{number}", COMPLETION, body, leaves_s=0.01 + number % 8 * 0.05)

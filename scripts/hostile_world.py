@@ -81,15 +81,12 @@ class World:
         """Until the victim's requests are answered, some hundreds of times."""
         body = {"model": "mock", "messages": [{"role": "user", "content": "hello"}]}
 
-        async def answered() -> bool:
-            async with Client(self.url) as client:
+        async with Client(self.url) as client:
+            for _ in range(100):
                 answers = [await client.ask(post("/v1/chat/completions", body)) for _ in range(300)]
-            return all(answer.status == 200 for answer in answers)
-
-        for _ in range(100):
-            if await answered():
-                return
-            await asyncio.sleep(0.2)
+                if all(answer.status == 200 for answer in answers):
+                    return
+                await asyncio.sleep(0.2)
         raise RuntimeError(f"the router does not serve:\n{self.router.text()[-2000:]}")
 
     async def _sample(self) -> None:
@@ -117,7 +114,7 @@ class World:
         entry["end"] = time.monotonic()
         self._read_log(name)
         if self.router.process.poll() is not None:
-            raise RuntimeError(f"the router ended with {self.router.process.poll()} after {name}; {self.kept_log()}")
+            raise RuntimeError(f"the router ended with {self.router.process.poll()} after {name}; {self.router.log}")
 
     def fault(self, attack: str, what: str, reproducer: object) -> None:
         self.faults.append({"attack": attack, "what": what[:600], "reproducer": repr(reproducer)[:4000]})
@@ -129,9 +126,6 @@ class World:
             lines = [line for line in trace.splitlines()[1:] if line.strip(" ^~")]
             raised = next((i for i, line in enumerate(lines) if not line.startswith(" ")), 0)
             self.fault(attack, f"raised in the router: {' | '.join(lines[max(0, raised - 2) : raised + 1])}", "")
-
-    def kept_log(self) -> str:
-        return str(self.router.log)
 
     def memory_mib(self) -> float:
         return round(resident_tree_mib(self.router.pid), 1)
@@ -152,16 +146,14 @@ class World:
             for name, key in (("router", ""), ("direct", "direct_")):
                 delays = [ms for _, ms, status, who in inside if who == name and status > 0] or [0.0]
                 window[f"{key}worst_ms"], window[f"{key}p99_ms"] = max(delays), rank(delays, 0.99)
-            window["mib_most"] = round(
-                max([mib for at_s, mib in self._samples if window["begun"] <= at_s <= end_s] or [0])
-            )
-        for window in self.attacks:
-            bad = [line for line in lines if window["begun"] <= line[0] <= window.get("end", 0) and line[3] == "router"]
-            wrong = [line[2] for line in bad if line[2] != 200]
-            if wrong:
-                self.fault(
-                    window["name"], f"{len(wrong)} of {len(bad)} requests of the victim got {sorted(set(wrong))}", ""
-                )
+            sizes = [mib for at_s, mib in self._samples if window["begun"] <= at_s <= end_s]
+            window["mib_most"] = round(max(sizes, default=0))
+            if window in self.attacks and "end" in window:
+                statuses = [line[2] for line in inside if line[3] == "router"]
+                wrong = [status for status in statuses if status != 200]
+                if wrong:
+                    what = f"{len(wrong)} of {len(statuses)} requests of the victim got {sorted(set(wrong))}"
+                    self.fault(window["name"], what, "")
 
     # Means ------------------------------------------------------------------------------------------------------------
 
