@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.models.decoder import CausalLM
-from engine.models.families import bamba, gemma3, granite, lfm2, llama, qwen2, qwen3, qwen3_5, qwen3_moe
+from engine.models.families import bamba, gemma3, granite, lfm2, llama, qwen3_5
 from engine.models.hf_config import HfConfig, ModelError
 from engine.models.shard import Shard
 from engine.models.weights import WeightScope
@@ -22,11 +22,11 @@ ARCHITECTURES: dict[str, Callable[[HfConfig, WeightScope], CausalLM]] = {
     "LlamaForCausalLM": llama.build,
     "MistralForCausalLM": llama.build_mistral,
     "NemotronHForCausalLM": bamba.build_nemotron,
-    "Qwen2ForCausalLM": qwen2.build,
-    "Qwen3ForCausalLM": qwen3.build,
+    "Qwen2ForCausalLM": llama.build_qwen2,
+    "Qwen3ForCausalLM": llama.build_qwen3,
     "Qwen3_5ForCausalLM": qwen3_5.build,
     "Qwen3_5ForConditionalGeneration": qwen3_5.build,
-    "Qwen3MoeForCausalLM": qwen3_moe.build,
+    "Qwen3MoeForCausalLM": llama.build_qwen3_moe,
 }
 
 

@@ -179,13 +179,50 @@ def attention_config(
             f"{config.where}: num_key_value_heads {kv_heads}: expected a divisor of num_attention_heads {heads}"
         )
     head_dim = config.optional_integer("head_dim") or decoder.hidden_size // heads
+    bias = config.get("attention_bias", False)
     return AttentionConfig(
         hidden_size=decoder.hidden_size,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rope=RopeConfig.of(config, head_dim, theta=theta, partial=partial),
+        qkv_bias=bias,
+        output_bias=bias,
+        zero_centred_norm=decoder.zero_centred_norm,
     )
+
+
+MakeMixer = Callable[[WeightScope], Mixer]
+"""From the scope of a block."""
+
+
+def alternating_decoder(
+    root: WeightScope,
+    decoder: DecoderConfig,
+    mixers: Sequence[MakeMixer],
+    mlps: Sequence[MakeMixer],
+    *,
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
+    residual_scale: float = 1.0,
+    ignored: tuple[str, ...] = (),
+    renamed: dict[str, str] | None = None,
+) -> CausalLM:
+    """Block i is `mixers[i]` and `mlps[i]`, each behind its norm and, before it is added, times `residual_scale`."""
+
+    def block(scope: WeightScope, index: int) -> DecoderBlock:
+        before_mixer, before_mlp = (
+            RMSNorm(scope, name, decoder.hidden_size, decoder.norm_eps, decoder.zero_centred_norm) for name in norms
+        )
+        mixer = mixers[index](scope)
+        return DecoderBlock(
+            mixer_norm=before_mixer,
+            mixer=mixer,
+            mlp_norm=before_mlp,
+            mlp=mlps[index](scope),
+            residual_scale=residual_scale,
+        )
+
+    return CausalLM(root, "model", decoder, block, ignored=ignored, renamed=renamed)
 
 
 def dense_decoder(
@@ -195,26 +232,20 @@ def dense_decoder(
     attention: AttentionConfig,
     *,
     windows: Sequence[int | None] | None = None,
-    mlp_bias: bool = False,
-    mlp: Callable[[WeightScope, int], Mixer] | None = None,
+    mlps: Sequence[MakeMixer] | None = None,
     residual_scale: float = 1.0,
 ) -> CausalLM:
     """The plain family: every block is attention and a gated MLP, under Llama's names.
 
-    `windows` gives each layer's sliding window; `mlp` replaces the gated MLP (it gets the block's scope and index);
-    `residual_scale` multiplies each branch before it is added.
+    `windows` gives each layer's sliding window; `mlps` replaces the gated MLPs.
     """
     config.expect("hidden_act", "silu", "silu")
 
-    def block(scope: WeightScope, index: int) -> DecoderBlock:
-        window = attention.window if windows is None else windows[index]
-        size = config.integer("intermediate_size") if mlp is None else 0
-        return DecoderBlock(
-            mixer_norm=RMSNorm(scope, "input_layernorm", decoder.hidden_size, decoder.norm_eps),
-            mixer=Attention(scope.sub("self_attn"), replace(attention, window=window)),
-            mlp_norm=RMSNorm(scope, "post_attention_layernorm", decoder.hidden_size, decoder.norm_eps),
-            mlp=mlp(scope, index) if mlp else GatedMLP(scope.sub("mlp"), decoder.hidden_size, size, mlp_bias),
-            residual_scale=residual_scale,
-        )
+    def attend(window: int | None) -> MakeMixer:
+        return lambda scope: Attention(scope.sub("self_attn"), replace(attention, window=window))
 
-    return CausalLM(root, "model", decoder, block)
+    if mlps is None:
+        size, bias = config.integer("intermediate_size"), config.get("mlp_bias", False)
+        mlps = [lambda scope: GatedMLP(scope.sub("mlp"), decoder.hidden_size, size, bias)] * decoder.num_layers
+    windows = [attention.window] * decoder.num_layers if windows is None else windows
+    return alternating_decoder(root, decoder, list(map(attend, windows)), mlps, residual_scale=residual_scale)

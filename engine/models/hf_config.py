@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T", int, float, bool, str)
+Kind = TypeVar("Kind")
 
 
 class ModelError(ValueError):
@@ -97,13 +98,11 @@ class HfConfig:
         return None if value is None else str(value).removeprefix("torch.")
 
 
-def layer_types(
-    config: HfConfig, key: str, known: Mapping[str, str], default: list[str], *, count: int | None
-) -> list[str]:
-    """The kind of each layer: the entries of `key` (or `default`), translated. `count`: None is any number."""
+def layer_types(config: HfConfig, key: str, known: Mapping[str, Kind], default: list[str]) -> list[Kind]:
+    """What `known` has for each entry of `key` (or of `default`, which must be as many where it has any)."""
     kinds = config.strings(key) or default
-    if not kinds or (count is not None and len(kinds) != count):
-        expected = "at least one entry" if count is None else f"{count} entries"
+    if not kinds or (default and len(kinds) != len(default)):
+        expected = f"{len(default)} entries" if default else "at least one entry"
         raise ModelError(f"{config.where}: {key}: expected {expected}, got {len(kinds)}")
     if unknown := sorted(set(kinds) - set(known)):
         raise ModelError(f"{config.where}: {key}: {unknown[0]!r} is not supported; expected {', '.join(known)}")

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
 
-from engine.models.decoder import CausalLM, DecoderConfig, attention_config
+from engine.models.decoder import CausalLM, DecoderConfig, MakeMixer, alternating_decoder, attention_config
+from engine.models.families import granite
 from engine.models.hf_config import HfConfig, ModelError, layer_types
-from engine.models.layers import Attention, AttentionConfig, DecoderBlock, GatedMLP, Linear, Mixer, RMSNorm, Step
+from engine.models.layers import Attention, AttentionConfig, DecoderBlock, GatedMLP, Linear, RMSNorm, Step
 from engine.models.mixers import Mamba2, Mamba2Config, dt_limits
 from engine.models.weights import WeightScope
 
 BAMBA_PARTIAL_ROTARY = 0.5
-KINDS = {"linear_attention": "mamba", "mamba": "mamba", "full_attention": "attention", "attention": "attention"}
 PATTERN = {"M": "mamba", "*": "attention", "-": "mlp"}
 """Nemotron-H's `hybrid_override_pattern`, a letter a layer."""
 
@@ -22,61 +21,39 @@ PATTERN = {"M": "mamba", "*": "attention", "-": "mlp"}
 def build_bamba(config: HfConfig, root: WeightScope) -> CausalLM:
     config.expect("hidden_act", "silu", "silu")
     decoder = replace(DecoderConfig.of(config, norm_eps=1e-5), norm_name="final_layernorm")
-    bias = config.get("attention_bias", False)
-    attention = replace(
-        attention_config(config, decoder, partial=BAMBA_PARTIAL_ROTARY), qkv_bias=bias, output_bias=bias
-    )
+    makers = _mixers(config, decoder, attention_config(config, decoder, partial=BAMBA_PARTIAL_ROTARY))
     chosen = config.values.get("attn_layer_indices") or []
-    kinds = ["attention" if i in chosen else "mamba" for i in range(decoder.num_layers)]
-    intermediate, mlp_bias = config.integer("intermediate_size"), config.get("mlp_bias", False)
+    mixers = [makers["attention" if i in chosen else "mamba"] for i in range(decoder.num_layers)]
+    size, bias = config.integer("intermediate_size"), config.get("mlp_bias", False)
 
-    def mlp(scope: WeightScope) -> Mixer:
-        return GatedMLP(scope.sub("feed_forward"), decoder.hidden_size, intermediate, mlp_bias)
+    def mlp(scope: WeightScope) -> GatedMLP:
+        return GatedMLP(scope.sub("feed_forward"), decoder.hidden_size, size, bias)
 
-    block = _two_branch_block(decoder, attention, _mamba(config, decoder), kinds, "pre_ff_layernorm", mlp, 1.0)
-    return CausalLM(root, "model", decoder, block)
+    norms = ("input_layernorm", "pre_ff_layernorm")
+    return alternating_decoder(root, decoder, mixers, [mlp] * decoder.num_layers, norms=norms)
 
 
 def build_granite(config: HfConfig, root: WeightScope) -> CausalLM:
     """Granite-4-H without routed experts; its four multipliers are those of Granite."""
     config.expect("hidden_act", "silu", "silu")
     config.expect("num_local_experts", 0, 0)
-    plain = DecoderConfig.of(config)
-    decoder = replace(
-        plain,
-        embedding_scale=config.get("embedding_multiplier", 1.0),
-        logit_scale=1.0 / config.get("logits_scaling", 1.0),
-    )
-    bias = config.get("attention_bias", False)
-    attention = attention_config(config, decoder)
-    attention = replace(
-        attention,
-        qkv_bias=bias,
-        output_bias=bias,
-        scale=config.get("attention_multiplier", 1.0),
-        rope=attention.rope if config.get("position_embedding_type", "") == "rope" else None,
-    )
-    kinds = layer_types(config, "layer_types", KINDS, ["mamba"] * decoder.num_layers, count=decoder.num_layers)
-    intermediate = config.integer("shared_intermediate_size")
+    decoder, attention, scale = granite.scaled(config)
+    if config.get("position_embedding_type", "") != "rope":
+        attention = replace(attention, rope=None)
+    makers = _mixers(config, decoder, attention)
+    mixers = layer_types(config, "layer_types", makers, ["mamba"] * decoder.num_layers)
+    size = config.integer("shared_intermediate_size")
 
-    def mlp(scope: WeightScope) -> Mixer:
-        return GatedMLP(
-            scope.sub("shared_mlp"),
-            decoder.hidden_size,
-            intermediate,
-            inputs=("input_linear",),
-            output="output_linear",
-        )
+    def mlp(scope: WeightScope) -> GatedMLP:
+        inner = scope.sub("shared_mlp")
+        return GatedMLP(inner, decoder.hidden_size, size, inputs=("input_linear",), output="output_linear")
 
-    scale = config.get("residual_multiplier", 1.0)
-    mamba = _mamba(config, decoder)
-    block = _two_branch_block(decoder, attention, mamba, kinds, "post_attention_layernorm", mlp, scale)
-    return CausalLM(root, "model", decoder, block)
+    return alternating_decoder(root, decoder, mixers, [mlp] * decoder.num_layers, residual_scale=scale)
 
 
-def _mamba(config: HfConfig, decoder: DecoderConfig) -> Mamba2Config:
-    """The mixer under Bamba's and Granite's names."""
-    mamba = Mamba2Config(
+def _mixers(config: HfConfig, decoder: DecoderConfig, attention: AttentionConfig) -> dict[str, MakeMixer]:
+    """By the names of `layer_types`; the sizes of Mamba under Bamba's and Granite's names."""
+    config_of_mamba = Mamba2Config(
         hidden_size=decoder.hidden_size,
         heads=config.integer("mamba_n_heads"),
         head_dim=config.integer("mamba_d_head"),
@@ -88,38 +65,17 @@ def _mamba(config: HfConfig, decoder: DecoderConfig) -> Mamba2Config:
         proj_bias=config.get("mamba_proj_bias", False),
         dt_limits=dt_limits(config),
     )
-    inner = int(config.get("mamba_expand", 2.0) * decoder.hidden_size)
-    if mamba.inner_size != inner:
-        raise ModelError(f"{config.where}: mamba_n_heads * mamba_d_head: expected {inner}, got {mamba.inner_size}")
-    return mamba
+    size, inner = config_of_mamba.inner_size, int(config.get("mamba_expand", 2.0) * decoder.hidden_size)
+    if size != inner:
+        raise ModelError(f"{config.where}: mamba_n_heads * mamba_d_head: expected {inner}, got {size}")
 
+    def attend(scope: WeightScope) -> Attention:
+        return Attention(scope.sub("self_attn"), attention)
 
-def _two_branch_block(
-    decoder: DecoderConfig,
-    attention: AttentionConfig,
-    mamba: Mamba2Config,
-    kinds: list[str],
-    mlp_norm: str,
-    mlp: Callable[[WeightScope], Mixer],
-    residual_scale: float,
-) -> Callable[[WeightScope, int], DecoderBlock]:
-    """Blocks of a mixer and an MLP."""
+    def mamba(scope: WeightScope) -> Mamba2:
+        return Mamba2(scope.sub("mamba"), config_of_mamba)
 
-    def block(scope: WeightScope, index: int) -> DecoderBlock:
-        mixer: Mixer
-        if kinds[index] == "attention":
-            mixer = Attention(scope.sub("self_attn"), attention)
-        else:
-            mixer = Mamba2(scope.sub("mamba"), mamba)
-        return DecoderBlock(
-            mixer_norm=RMSNorm(scope, "input_layernorm", decoder.hidden_size, decoder.norm_eps),
-            mixer=mixer,
-            mlp_norm=RMSNorm(scope, mlp_norm, decoder.hidden_size, decoder.norm_eps),
-            mlp=mlp(scope),
-            residual_scale=residual_scale,
-        )
-
-    return block
+    return {"linear_attention": mamba, "mamba": mamba, "full_attention": attend, "attention": attend}
 
 
 class SquaredReluMLP:
@@ -141,8 +97,8 @@ def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
     pattern = config.get("hybrid_override_pattern", "")
     if unknown := set(pattern) - set(PATTERN):
         raise ModelError(f"{config.where}: hybrid_override_pattern: layer kinds {sorted(unknown)} are not supported")
-    default = [PATTERN[letter] for letter in pattern]
-    kinds = layer_types(config, "layers_block_type", KINDS | {"mlp": "mlp"}, default, count=None)
+    known = {"linear_attention": "mamba", "full_attention": "attention", **{kind: kind for kind in PATTERN.values()}}
+    kinds = layer_types(config, "layers_block_type", known, [PATTERN[letter] for letter in pattern])
     decoder = DecoderConfig(
         vocab_size=config.integer("vocab_size"),
         hidden_size=config.integer("hidden_size"),
@@ -171,19 +127,18 @@ def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
         dt_limits=(config.get("time_step_min", 0.001), float("inf")),
     )
 
+    def mlp(scope: WeightScope) -> SquaredReluMLP:
+        size, bias = config.integer("intermediate_size"), config.get("mlp_bias", False)
+        return SquaredReluMLP(scope, decoder.hidden_size, size, bias)
+
+    makers: dict[str, MakeMixer] = {
+        "mamba": lambda scope: Mamba2(scope, mamba),
+        "attention": lambda scope: Attention(scope, attention),
+        "mlp": mlp,
+    }
+
     def block(scope: WeightScope, index: int) -> DecoderBlock:
-        inner = scope.sub("mixer")
-        mixer: Mixer
-        if kinds[index] == "attention":
-            mixer = Attention(inner, attention)
-        elif kinds[index] == "mamba":
-            mixer = Mamba2(inner, mamba)
-        else:
-            size, bias = config.integer("intermediate_size"), config.get("mlp_bias", False)
-            mixer = SquaredReluMLP(inner, decoder.hidden_size, size, bias)
-        return DecoderBlock(
-            mixer_norm=RMSNorm(scope, "norm", decoder.hidden_size, decoder.norm_eps),
-            mixer=mixer,
-        )
+        norm = RMSNorm(scope, "norm", decoder.hidden_size, decoder.norm_eps)
+        return DecoderBlock(mixer_norm=norm, mixer=makers[kinds[index]](scope.sub("mixer")))
 
     return CausalLM(root, "backbone", decoder, block, ignored=("mtp.",), renamed={"model.": "backbone."})

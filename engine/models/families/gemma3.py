@@ -50,33 +50,24 @@ def build(config: HfConfig, root: WeightScope) -> CausalLM:
     )
     full = replace(
         attention_config(config, decoder),
-        qkv_bias=config.get("attention_bias", False),
-        output_bias=config.get("attention_bias", False),
         qk_norm_eps=decoder.norm_eps,
-        zero_centred_norm=True,
         scale=config.get("query_pre_attn_scalar", 256.0) ** -0.5,
     )
-    every = config.get("sliding_window_pattern", FULL_ATTENTION_EVERY)
-    default = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(decoder.num_layers)]
-    kinds = layer_types(
-        config,
-        "layer_types",
-        {"sliding_attention": "sliding", "full_attention": "full"},
-        default,
-        count=decoder.num_layers,
-    )
-    attention = {
-        "full": replace(full, rope=_rope(config, full.head_dim, "full_attention")),
-        "sliding": replace(
+    kinds = {
+        "sliding_attention": replace(
             full, rope=_rope(config, full.head_dim, "sliding_attention"), window=config.integer("sliding_window")
         ),
+        "full_attention": replace(full, rope=_rope(config, full.head_dim, "full_attention")),
     }
+    every = config.get("sliding_window_pattern", FULL_ATTENTION_EVERY)
+    default = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(decoder.num_layers)]
+    attention = layer_types(config, "layer_types", kinds, default)
     size = config.integer("intermediate_size")
     return CausalLM(
         root,
         "model",
         decoder,
-        lambda scope, index: _block(scope, decoder, attention[kinds[index]], size),
+        lambda scope, index: _block(scope, decoder, attention[index], size),
         ignored=VISION_PREFIXES,
         renamed=TEXT_PREFIXES,
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.models.decoder import CausalLM, DecoderConfig, attention_config
+from engine.models.decoder import CausalLM, DecoderConfig, MakeMixer, alternating_decoder, attention_config
 from engine.models.hf_config import HfConfig, layer_types
-from engine.models.layers import Attention, DecoderBlock, GatedMLP, Mixer, RMSNorm
+from engine.models.layers import Attention, GatedMLP
 from engine.models.mixers import ShortConv
 from engine.models.weights import WeightScope
 
@@ -23,28 +23,19 @@ def build(config: HfConfig, root: WeightScope) -> CausalLM:
         output_name="out_proj",
         norm_names=("q_layernorm", "k_layernorm"),
     )
+    width, bias, size = config.integer("conv_L_cache"), config.get("conv_bias", False), _mlp_size(config)
+    makers: dict[str, MakeMixer] = {
+        "conv": lambda scope: ShortConv(scope.sub("conv"), decoder.hidden_size, width, bias),
+        "full_attention": lambda scope: Attention(scope.sub("self_attn"), attention),
+    }
     full = config.values.get("full_attn_idxs") or range(decoder.num_layers)
     default = ["full_attention" if i in full else "conv" for i in range(decoder.num_layers)]
-    kinds = layer_types(
-        config, "layer_types", {"conv": "conv", "full_attention": "attention"}, default, count=decoder.num_layers
-    )
-    width, bias, size = config.integer("conv_L_cache"), config.get("conv_bias", False), _mlp_size(config)
 
-    def block(scope: WeightScope, index: int) -> DecoderBlock:
-        mixer: Mixer
-        if kinds[index] == "attention":
-            mixer = Attention(scope.sub("self_attn"), attention)
-        else:
-            mixer = ShortConv(scope.sub("conv"), decoder.hidden_size, width, bias)
-        mlp = GatedMLP(scope.sub("feed_forward"), decoder.hidden_size, size, inputs=("w1", "w3"), output="w2")
-        return DecoderBlock(
-            mixer_norm=RMSNorm(scope, "operator_norm", decoder.hidden_size, eps),
-            mixer=mixer,
-            mlp_norm=RMSNorm(scope, "ffn_norm", decoder.hidden_size, eps),
-            mlp=mlp,
-        )
+    def mlp(scope: WeightScope) -> GatedMLP:
+        return GatedMLP(scope.sub("feed_forward"), decoder.hidden_size, size, inputs=("w1", "w3"), output="w2")
 
-    return CausalLM(root, "model", decoder, block)
+    mixers = layer_types(config, "layer_types", makers, default)
+    return alternating_decoder(root, decoder, mixers, [mlp] * decoder.num_layers, norms=("operator_norm", "ffn_norm"))
 
 
 def _mlp_size(config: HfConfig) -> int:

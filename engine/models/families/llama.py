@@ -1,11 +1,13 @@
-"""Llama 2 and 3 and what shares their shape; Mistral is Llama with an optional sliding window on every layer."""
+"""Llama 2 and 3, and what is Llama's shape but for a setting or two: Mistral, Qwen2, Qwen3 and Qwen3-MoE."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.models.decoder import CausalLM, DecoderConfig, attention_config, dense_decoder
-from engine.models.hf_config import HfConfig
+from engine.models.decoder import CausalLM, DecoderConfig, MakeMixer, attention_config, dense_decoder
+from engine.models.hf_config import HfConfig, ModelError
+from engine.models.layers import GatedMLP
+from engine.models.moe import RoutedMLP
 from engine.models.weights import WeightScope
 
 MISTRAL_WINDOW = 4096
@@ -14,12 +16,58 @@ MISTRAL_WINDOW = 4096
 
 def build(config: HfConfig, root: WeightScope) -> CausalLM:
     decoder = DecoderConfig.of(config)
-    bias = config.get("attention_bias", False)
-    attention = replace(attention_config(config, decoder), qkv_bias=bias, output_bias=bias)
-    return dense_decoder(root, config, decoder, attention, mlp_bias=config.get("mlp_bias", False))
+    return dense_decoder(root, config, decoder, attention_config(config, decoder))
 
 
 def build_mistral(config: HfConfig, root: WeightScope) -> CausalLM:
+    """A sliding window on every layer."""
     decoder = DecoderConfig.of(config)
     window = config.optional_integer("sliding_window") if "sliding_window" in config.values else MISTRAL_WINDOW
     return dense_decoder(root, config, decoder, replace(attention_config(config, decoder), window=window))
+
+
+def build_qwen2(config: HfConfig, root: WeightScope) -> CausalLM:
+    """Qwen2 and Qwen2.5: biases on the query, key and value projections."""
+    decoder = DecoderConfig.of(config)
+    attention = replace(attention_config(config, decoder), qkv_bias=True, output_bias=False)
+    return dense_decoder(root, config, decoder, attention, windows=_windows(config, decoder.num_layers))
+
+
+def build_qwen3(config: HfConfig, root: WeightScope) -> CausalLM:
+    """A norm on every query and key head (Qwen3 technical report, 2025)."""
+    decoder = DecoderConfig.of(config)
+    attention = replace(attention_config(config, decoder), qk_norm_eps=decoder.norm_eps)
+    return dense_decoder(root, config, decoder, attention, windows=_windows(config, decoder.num_layers))
+
+
+def build_qwen3_moe(config: HfConfig, root: WeightScope) -> CausalLM:
+    """Qwen3 with a routed mixture of experts instead of the MLP in all or some layers."""
+    decoder = DecoderConfig.of(config)
+    attention = replace(attention_config(config, decoder), qk_norm_eps=decoder.norm_eps)
+    experts = config.integer("num_experts" if "num_experts" in config else "num_local_experts")
+    size, top_k = config.integer("moe_intermediate_size"), config.integer("num_experts_per_tok")
+    renormalise = config.get("norm_topk_prob", False)
+
+    def routed(scope: WeightScope) -> RoutedMLP:
+        return RoutedMLP(scope.sub("mlp"), decoder.hidden_size, size, experts, top_k, renormalise)
+
+    def plain(scope: WeightScope) -> GatedMLP:
+        return GatedMLP(scope.sub("mlp"), decoder.hidden_size, config.integer("intermediate_size"))
+
+    dense, every = set(config.values.get("mlp_only_layers") or []), config.get("decoder_sparse_step", 1)
+    mlps: list[MakeMixer] = [plain if i in dense or (i + 1) % every else routed for i in range(decoder.num_layers)]
+    return dense_decoder(root, config, decoder, attention, windows=_windows(config, decoder.num_layers), mlps=mlps)
+
+
+def _windows(config: HfConfig, num_layers: int) -> list[int | None]:
+    """Each layer's sliding window, as Qwen2 and Qwen3 configs say it."""
+    window = config.optional_integer("sliding_window") if config.get("use_sliding_window", False) else None
+    if window is None:
+        return [None] * num_layers
+    kinds = config.strings("layer_types")
+    if kinds is None:
+        full = config.get("max_window_layers", num_layers)
+        kinds = ["full_attention" if i < full else "sliding_attention" for i in range(num_layers)]
+    if len(kinds) != num_layers:
+        raise ModelError(f"{config.where}: layer_types: expected {num_layers} entries, got {len(kinds)}")
+    return [window if kind == "sliding_attention" else None for kind in kinds]

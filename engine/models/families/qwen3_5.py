@@ -10,19 +10,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from engine.models.decoder import CausalLM, DecoderConfig, attention_config
+from engine.models.decoder import CausalLM, DecoderConfig, MakeMixer, alternating_decoder, attention_config
 from engine.models.hf_config import HfConfig, layer_types
-from engine.models.layers import (
-    Attention,
-    AttentionConfig,
-    DecoderBlock,
-    GatedMLP,
-    Linear,
-    Mixer,
-    RMSNorm,
-    Step,
-    share_heads,
-)
+from engine.models.layers import Attention, AttentionConfig, GatedMLP, Linear, Step, share_heads
 from engine.models.mixers import DeltaNetConfig, GatedDeltaNet
 from engine.models.shard import Extent
 from engine.models.weights import Weight, WeightScope
@@ -76,14 +66,7 @@ def build(config: HfConfig, root: WeightScope) -> CausalLM:
     config.expect("hidden_act", "silu", "silu")
     config.expect("attn_output_gate", True, True)
     decoder = replace(DecoderConfig.of(config, tie_embeddings=tied), zero_centred_norm=True)
-    bias = config.get("attention_bias", False)
-    attention = replace(
-        attention_config(config, decoder, partial=PARTIAL_ROTARY),
-        qkv_bias=bias,
-        output_bias=bias,
-        qk_norm_eps=decoder.norm_eps,
-        zero_centred_norm=True,
-    )
+    attention = replace(attention_config(config, decoder, partial=PARTIAL_ROTARY), qk_norm_eps=decoder.norm_eps)
     delta = DeltaNetConfig(
         hidden_size=decoder.hidden_size,
         key_heads=config.integer("linear_num_key_heads"),
@@ -93,34 +76,21 @@ def build(config: HfConfig, root: WeightScope) -> CausalLM:
         conv_width=config.integer("linear_conv_kernel_dim"),
         norm_eps=decoder.norm_eps,
     )
-    every = config.get("full_attention_interval", FULL_ATTENTION_EVERY)
-    kinds = layer_types(
-        config,
-        "layer_types",
-        {"linear_attention": "recurrent", "full_attention": "attention"},
-        ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(decoder.num_layers)],
-        count=decoder.num_layers,
-    )
-    intermediate = config.integer("intermediate_size")
+    makers: dict[str, MakeMixer] = {
+        "linear_attention": lambda scope: GatedDeltaNet(scope.sub("linear_attn"), delta),
+        "full_attention": lambda scope: GatedAttention(scope.sub("self_attn"), attention),
+    }
+    every, size = config.get("full_attention_interval", FULL_ATTENTION_EVERY), config.integer("intermediate_size")
+    default = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(decoder.num_layers)]
 
-    def block(scope: WeightScope, index: int) -> DecoderBlock:
-        mixer: Mixer
-        if kinds[index] == "attention":
-            mixer = GatedAttention(scope.sub("self_attn"), attention)
-        else:
-            mixer = GatedDeltaNet(scope.sub("linear_attn"), delta)
-        return DecoderBlock(
-            mixer_norm=RMSNorm(scope, "input_layernorm", decoder.hidden_size, decoder.norm_eps, True),
-            mixer=mixer,
-            mlp_norm=RMSNorm(scope, "post_attention_layernorm", decoder.hidden_size, decoder.norm_eps, True),
-            mlp=GatedMLP(scope.sub("mlp"), decoder.hidden_size, intermediate),
-        )
+    def mlp(scope: WeightScope) -> GatedMLP:
+        return GatedMLP(scope.sub("mlp"), decoder.hidden_size, size)
 
-    return CausalLM(
+    return alternating_decoder(
         root,
-        "model",
         decoder,
-        block,
+        layer_types(config, "layer_types", makers, default),
+        [mlp] * decoder.num_layers,
         ignored=("model.visual.", "mtp."),
         renamed={"model.language_model.": "model."},
     )
