@@ -29,7 +29,7 @@ from engine_systems import Figures, HfGenerate, HttpSystem, System
 from harness.figures import in_words, machine, write_json
 from harness.programs import serve_engine
 
-from engine.tiny.model import PRESETS, builtin_model
+from engine.tiny.model import PRESETS, cached_model
 
 
 class Prompts:
@@ -123,7 +123,7 @@ def main(
     turns: int, threads: int, hf: bool, hf_dtype: str, events: bool, only_events: bool, seed: int | None,
     json_file: Path | None,
 ) -> None:  # fmt: skip
-    folder = builtin_model(model) if model in PRESETS else Path(model)
+    folder = cached_model(PRESETS[model]) if model in PRESETS else Path(model)
     config = json.loads((folder / "config.json").read_text())
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     spoken = len(tokenizer["model"]["vocab"])

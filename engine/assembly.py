@@ -86,9 +86,9 @@ def locate(model: str | None) -> tuple[str, Path]:
     A hub name (`org/name`) that is not in the cache is fetched, unless HF_HUB_OFFLINE is set. Raises ConfigError.
     """
     if model is None:
-        from engine.tiny.model import builtin_model
+        from engine.tiny.model import PRESETS, cached_model
 
-        return BUILTIN_PRESET, builtin_model(BUILTIN_PRESET)
+        return BUILTIN_PRESET, cached_model(PRESETS[BUILTIN_PRESET])
     folder = Path(model).expanduser()
     if folder.is_dir():
         return model, folder

@@ -6,10 +6,11 @@ from encoding the same struct that every other chunk uses, so both ways give the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from engine.api.bodies import (
     ChatChoice,
@@ -39,56 +40,93 @@ def sse(data: object) -> bytes:
     return b"data: " + _encoder.encode(data) + b"\n\n"
 
 
-class ChatAnswer:
+class _Answer:
+    """What both endpoints' answers have in common."""
+
+    envelope: type[ChatChunk] | type[Completion]
+    """Of a chunk."""
+
+    def __init__(
+        self, generation: Generation, body: ChatRequest | CompletionRequest, factory: DetokenizerFactory, scored: bool
+    ) -> None:
+        options = body.stream_options
+        self._generation = generation
+        self._logprobs = LogprobFormatter(factory, bool(body.return_tokens_as_token_ids))
+        self._shows_ids = bool(body.return_token_ids)
+        self._usage = bool(options and options.include_usage)
+        self._continuous = self._usage and bool(options and options.continuous_usage_stats)
+        self._is_plain = not (scored or self._shows_ids or self._continuous)
+        self._halves: dict[int, tuple[bytes, bytes]] = {}
+        self._begun: set[int] = set()
+
+    def usage(self) -> bytes:
+        """The last chunk, where it was asked for."""
+        if not self._usage:
+            return b""
+        generation = self._generation
+        return sse(self.envelope(**generation.head(), choices=[], usage=generation.usage()))
+
+    def _chunk(self, choice: Choice, made: Any, **fields: Any) -> bytes:
+        generation = self._generation
+        usage = generation.usage_of(choice) if self._continuous else UNSET
+        return sse(self.envelope(**generation.head(), choices=[made], usage=usage, **fields))
+
+    def _plain(self, choice: Choice, text: str) -> bytes:
+        """The chunk of a text, the empty one's being empty."""
+        if not text:
+            return b""
+        if choice.index not in self._halves:
+            before, after = self._chunk(choice, self._text(choice, _MARK)).split(_encoder.encode(_MARK))
+            self._halves[choice.index] = before, after
+        before, after = self._halves[choice.index]
+        return before + _encoder.encode(text) + after
+
+    def _text(self, choice: Choice, text: str) -> ChatChunkChoice | CompletionChoice:
+        raise NotImplementedError
+
+    def _begins(self, choice: Choice) -> bool:
+        begins = choice.index not in self._begun
+        self._begun.add(choice.index)
+        return begins
+
+    def _ids(self, token_ids: list[int]) -> list[int] | UnsetType:
+        return token_ids if self._shows_ids else UNSET
+
+
+class ChatAnswer(_Answer):
     """Answers of `/v1/chat/completions`."""
 
+    envelope = ChatChunk
+
     def __init__(self, generation: Generation, body: ChatRequest, factory: DetokenizerFactory) -> None:
-        self._generation = generation
+        super().__init__(generation, body, factory, bool(body.logprobs))
         self._body = body
-        self._logprobs = LogprobFormatter(factory, bool(body.return_tokens_as_token_ids))
         self._role, self._echo = _chat_role(body)
-        self._options = StreamSettings(body)
-        self._plain: dict[int, tuple[bytes, bytes]] = {}
-        self._begun: set[int] = set()
-        self._is_plain = not body.logprobs and not body.return_token_ids and not self._options.continuous
 
     def piece(self, choice: Choice, piece: Piece) -> bytes:
         """The chunks that one piece becomes; empty while its text is held back."""
-        head = b""
-        if choice.index not in self._begun:
-            self._begun.add(choice.index)
-            head = self._first(choice)
+        head = self._first(choice) if self._begins(choice) else b""
         if self._is_plain and piece.finish_reason is None:
-            if not piece.text:
-                return head
-            before, after = self._halves(choice)
-            return head + before + _encoder.encode(piece.text) + after
+            return head + self._plain(choice, piece.text)
         made = ChatChunkChoice(
             index=choice.index,
             delta=Delta(content=piece.text),
             logprobs=self._scores(piece.logprobs),
             finish_reason=piece.finish_reason,
             stop_reason=UNSET if piece.finish_reason is None else piece.stop_reason,
-            token_ids=piece.token_ids if self._body.return_token_ids else UNSET,
+            token_ids=self._ids(piece.token_ids),
         )
-        return head + sse(self._chunk(choice, made))
-
-    def usage(self) -> bytes:
-        """The last chunk, where it was asked for."""
-        if not self._options.usage:
-            return b""
-        generation = self._generation
-        return sse(ChatChunk(**generation.head(), choices=[], usage=generation.usage()))
+        return head + self._chunk(choice, made)
 
     def whole(self) -> bytes:
-        generation, body = self._generation, self._body
+        generation = self._generation
         first = generation.choices[0]
         answer = ChatCompletion(
             **generation.head(),
             choices=[self._choice(choice) for choice in generation.choices],
             usage=generation.usage(),
             prompt_logprobs=UNSET if first.prompt_logprobs is None else self._logprobs.prompt(first.prompt_logprobs),
-            prompt_token_ids=generation.prompts[0] if body.return_token_ids else UNSET,
+            prompt_token_ids=self._ids(generation.prompts[0]),
         )
         return _encoder.encode(answer)
 
@@ -100,30 +138,15 @@ class ChatAnswer:
             logprobs=self._scores(choice.logprobs),
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
-            token_ids=choice.token_ids if self._body.return_token_ids else UNSET,
+            token_ids=self._ids(choice.token_ids),
         )
 
     def _first(self, choice: Choice) -> bytes:
-        ids = self._generation.prompts[0] if self._body.return_token_ids else UNSET
         made = ChatChunkChoice(index=choice.index, delta=Delta(role=self._role, content=self._echo))
-        return sse(msgspec.structs.replace(self._chunk(choice, made), prompt_token_ids=ids))
+        return self._chunk(choice, made, prompt_token_ids=self._ids(self._generation.prompts[0]))
 
-    def _halves(self, choice: Choice) -> tuple[bytes, bytes]:
-        halves = self._plain.get(choice.index)
-        if halves is None:
-            halves = _split(
-                lambda mark: self._chunk(choice, ChatChunkChoice(index=choice.index, delta=Delta(content=mark)))
-            )
-            self._plain[choice.index] = halves
-        return halves
-
-    def _chunk(self, choice: Choice, made: ChatChunkChoice) -> ChatChunk:
-        generation = self._generation
-        return ChatChunk(
-            **generation.head(),
-            choices=[made],
-            usage=generation.usage_of(choice) if self._options.continuous else UNSET,
-        )
+    def _text(self, choice: Choice, text: str) -> ChatChunkChoice:
+        return ChatChunkChoice(index=choice.index, delta=Delta(content=text))
 
     def _scores(self, positions: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
         if not self._body.logprobs:
@@ -131,54 +154,37 @@ class ChatAnswer:
         return self._logprobs.chat(positions, self._body.top_logprobs or 0)
 
 
-class CompletionAnswer:
+class CompletionAnswer(_Answer):
     """Answers of `/v1/completions`."""
+
+    envelope = Completion
 
     def __init__(
         self, generation: Generation, body: CompletionRequest, factory: DetokenizerFactory, prompt_texts: Sequence[str]
     ) -> None:
         """`prompt_texts[i]` is echoed before the choices of prompt i; empty strings where nothing is."""
-        self._generation = generation
+        super().__init__(generation, body, factory, body.logprobs is not None)
         self._body = body
-        self._logprobs = LogprobFormatter(factory, bool(body.return_tokens_as_token_ids))
         self._prompt_texts = prompt_texts
-        self._options = StreamSettings(body)
-        self._plain: dict[int, tuple[bytes, bytes]] = {}
-        self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
-        self._is_plain = body.logprobs is None and not body.return_token_ids and not self._options.continuous
 
     def piece(self, choice: Choice, piece: Piece) -> bytes:
         """The chunk that one piece becomes; empty while its text is held back."""
-        text = piece.text
-        begins = choice.index not in self._begun
+        text, begins = piece.text, self._begins(choice)
         if begins:
-            self._begun.add(choice.index)
-            if self._generation.echo_only:
-                text = ""
-            text = self._prompt_texts[choice.index // self._generation.n] + text
+            text = self._with_prompt(choice, text)
         if self._is_plain and piece.finish_reason is None:
-            if not text:
-                return b""
-            before, after = self._halves(choice)
-            return before + _encoder.encode(text) + after
+            return self._plain(choice, text)
         made = CompletionChoice(
             index=choice.index,
             text=text,
             logprobs=self._scores(choice, piece.logprobs, piece.token_ids, with_prompt=begins),
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
-            token_ids=piece.token_ids if self._body.return_token_ids else UNSET,
-            prompt_token_ids=self._prompt_ids(choice) if begins else UNSET,
+            token_ids=self._ids(piece.token_ids),
+            prompt_token_ids=self._ids(self._generation.prompt_of(choice)) if begins else UNSET,
         )
-        return sse(self._chunk(choice, made))
-
-    def usage(self) -> bytes:
-        """The last chunk, where it was asked for."""
-        if not self._options.usage:
-            return b""
-        generation = self._generation
-        return sse(Completion(**generation.head(), choices=[], usage=generation.usage()))
+        return self._chunk(choice, made)
 
     def whole(self) -> bytes:
         generation = self._generation
@@ -192,21 +198,24 @@ class CompletionAnswer:
 
     def _choice(self, choice: Choice) -> CompletionChoice:
         assert choice.finish_reason is not None
-        text = "" if self._generation.echo_only else choice.text
         shows_prompt = self._body.prompt_logprobs is not None and choice.prompt_logprobs is not None
         return CompletionChoice(
             index=choice.index,
-            text=self._prompt_texts[choice.index // self._generation.n] + text,
+            text=self._with_prompt(choice, choice.text),
             logprobs=self._scores(choice, choice.logprobs, choice.token_ids, with_prompt=True),
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
             prompt_logprobs=self._logprobs.prompt(choice.prompt_logprobs or ()) if shows_prompt else UNSET,
-            token_ids=choice.token_ids if self._body.return_token_ids else UNSET,
-            prompt_token_ids=self._prompt_ids(choice),
+            token_ids=self._ids(choice.token_ids),
+            prompt_token_ids=self._ids(self._generation.prompt_of(choice)),
         )
 
-    def _prompt_ids(self, choice: Choice) -> list[int] | msgspec.UnsetType:
-        return self._generation.prompt_of(choice) if self._body.return_token_ids else UNSET
+    def _with_prompt(self, choice: Choice, text: str) -> str:
+        generation = self._generation
+        return self._prompt_texts[choice.index // generation.n] + ("" if generation.echo_only else text)
+
+    def _text(self, choice: Choice, text: str) -> CompletionChoice:
+        return CompletionChoice(index=choice.index, text=text)
 
     def _scores(
         self, choice: Choice, positions: Sequence[TokenLogprobs], ids: Sequence[int], *, with_prompt: bool
@@ -222,35 +231,6 @@ class CompletionAnswer:
         if made.tokens:
             self._offsets[choice.index] = made.text_offset[-1] + len(made.tokens[-1])
         return made
-
-    def _halves(self, choice: Choice) -> tuple[bytes, bytes]:
-        halves = self._plain.get(choice.index)
-        if halves is None:
-            halves = _split(lambda mark: self._chunk(choice, CompletionChoice(index=choice.index, text=mark)))
-            self._plain[choice.index] = halves
-        return halves
-
-    def _chunk(self, choice: Choice, made: CompletionChoice) -> Completion:
-        generation = self._generation
-        return Completion(
-            **generation.head(),
-            choices=[made],
-            usage=generation.usage_of(choice) if self._options.continuous else UNSET,
-        )
-
-
-class StreamSettings:
-    """`stream_options` of a body, resolved."""
-
-    def __init__(self, body: ChatRequest | CompletionRequest) -> None:
-        options = body.stream_options
-        self.usage = bool(options and options.include_usage)
-        self.continuous = self.usage and bool(options and options.continuous_usage_stats)
-
-
-def _split(make: Callable[[str], object]) -> tuple[bytes, bytes]:
-    before, after = sse(make(_MARK)).split(_encoder.encode(_MARK))
-    return before, after
 
 
 def _chat_role(body: ChatRequest) -> tuple[str, str]:

@@ -78,11 +78,15 @@ class ChatChoice(Struct, frozen=True, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(Struct, frozen=True, kw_only=True):
+class _Answer(Struct, frozen=True, kw_only=True):
     id: str
-    object: str = "chat.completion"
+    object: str
     created: int
     model: str
+
+
+class ChatCompletion(_Answer, frozen=True, kw_only=True):
+    object: str = "chat.completion"
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str | None = None
@@ -104,11 +108,8 @@ class ChatChunkChoice(Struct, frozen=True, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunk(Struct, frozen=True, kw_only=True):
-    id: str
+class ChatChunk(_Answer, frozen=True, kw_only=True):
     object: str = "chat.completion.chunk"
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -127,11 +128,10 @@ class CompletionChoice(Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class Completion(Struct, frozen=True, kw_only=True):
-    id: str
+class Completion(_Answer, frozen=True, kw_only=True):
+    """Whole, and a chunk of one."""
+
     object: str = "text_completion"
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | UnsetType | None = UNSET

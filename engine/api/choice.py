@@ -54,7 +54,7 @@ class Choice:
             self.cached_tokens = output.cached_tokens
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
-        piece = self._decode(output) if self.stops is not None else self._decode_without_stops(output)
+        piece = self._decode(output)
         self.completion_tokens += len(piece.token_ids)
         if piece.finish_reason is not None:
             self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
@@ -64,41 +64,29 @@ class Choice:
             self.logprobs.extend(piece.logprobs)
         return piece
 
-    def _decode_without_stops(self, output: SequenceOutput) -> Piece:
-        token_ids = output.token_ids
-        text = self.detokenizer.push(self._spoken(output))
-        if output.finish_reason is None:
-            return Piece(text, token_ids, output.logprobs or [])
-        text += self.detokenizer.flush()
-        return Piece(text, token_ids, output.logprobs or [], _reason(output.finish_reason), output.stop_token_id)
-
     def _decode(self, output: SequenceOutput) -> Piece:
-        """Token by token, so that the tokens after the one that completes a stop string are not counted."""
-        assert self.stops is not None
-        texts: list[str] = []
-        spoken = len(self._spoken(output))
-        logprobs = output.logprobs or []
-        for i, token_id in enumerate(output.token_ids):
-            last = output.finish_reason is not None and i == len(output.token_ids) - 1
-            piece = self.detokenizer.push([token_id]) if i < spoken else ""
-            if last:
-                piece += self.detokenizer.flush()
-            if self.completion_tokens + i + 1 <= self.params.min_tokens:
-                texts.append(piece)
-                continue
-            final, stop = self.stops.push(piece)
-            texts.append(final)
-            if stop is not None:
-                taken, scored = output.token_ids[: i + 1], logprobs[: i + 1]
-                aborts = output.finish_reason is None
-                return Piece("".join(texts), taken, scored, FinishReason.STOP.value, stop, aborts=aborts)
-        if output.finish_reason is None:
-            return Piece("".join(texts), output.token_ids, logprobs)
-        if not output.token_ids:
-            texts.append(self.detokenizer.flush())
-        texts.append(self.stops.release())
-        reason = _reason(output.finish_reason)
-        return Piece("".join(texts), output.token_ids, logprobs, reason, output.stop_token_id)
+        ids, logprobs, reason = output.token_ids, output.logprobs or [], output.finish_reason
+        spoken = self._spoken(output)
+        if self.stops is None:
+            text = self.detokenizer.push(spoken)
+            if reason is not None:
+                text += self.detokenizer.flush()
+        else:
+            text = ""
+            for i, token_id in enumerate(ids):  # those after the one that completes a stop string are not counted
+                piece = self.detokenizer.push([token_id]) if i < len(spoken) else ""
+                if reason is not None and i == len(ids) - 1:
+                    piece += self.detokenizer.flush()
+                if self.completion_tokens + i + 1 <= self.params.min_tokens:
+                    text += piece
+                    continue
+                final, stop = self.stops.push(piece)
+                text += final
+                if stop is not None:
+                    return Piece(text, ids[: i + 1], logprobs[: i + 1], "stop", stop, aborts=reason is None)
+            if reason is not None:
+                text += ("" if ids else self.detokenizer.flush()) + self.stops.release()
+        return Piece(text, ids, logprobs, None if reason is None else reason.value, output.stop_token_id)
 
     def _spoken(self, output: SequenceOutput) -> list[int]:
         """The ids that become text: not the token that ended the sequence, unless it was asked for."""
@@ -118,7 +106,3 @@ def new_choice(
         keep=keep,
         stops=StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None,
     )
-
-
-def _reason(reason: FinishReason) -> str:
-    return reason.value

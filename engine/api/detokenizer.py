@@ -115,12 +115,12 @@ class DetokenizerFactory:
 
     def __init__(self, tokenizer: HFTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._tables: dict[bool, TokenBytes] = {}
+        self._tables = {skips_special: TokenBytes(tokenizer, skips_special) for skips_special in (False, True)}
         self.is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
 
     def new(self, skip_special_tokens: bool = True) -> Detokenizer:
         if self.is_byte_level:
-            return ByteLevelDetokenizer(self._table(skip_special_tokens))
+            return ByteLevelDetokenizer(self._tables[skip_special_tokens])
         tokenizer = self._tokenizer
 
         def decode(token_ids: list[int]) -> str:
@@ -131,14 +131,8 @@ class DetokenizerFactory:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for by itself, special tokens spelled out: what logprobs show."""
         if self.is_byte_level:
-            return self._table(False)[token_id]
+            return self._tables[False][token_id]
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
-
-    def _table(self, skip_special_tokens: bool) -> TokenBytes:
-        table = self._tables.get(skip_special_tokens)
-        if table is None:
-            table = self._tables[skip_special_tokens] = TokenBytes(self._tokenizer, skip_special_tokens)
-        return table
 
 
 class StopStrings:

@@ -15,19 +15,9 @@ from engine.types import SamplingParams
 from prompts.errors import RequestError, bad_value
 from prompts.schemas import ChatRequest, CompletionRequest
 
-_PLAIN_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "include_stop_str_in_output",
-)
+_PLAIN_FIELDS = set(SamplingParams.__struct_fields__) - {
+    "n", "max_tokens", "stop", "stop_token_ids", "logit_bias", "logprobs", "prompt_logprobs",
+}  # fmt: skip
 """Fields that mean the same in a body and in SamplingParams."""
 
 

@@ -142,15 +142,16 @@ class EngineClient(asyncio.Protocol):
     @classmethod
     async def start(cls, config: EngineConfig, on_death: Callable[[str], None]) -> EngineClient:
         """`on_death` is called once, with the reason, if the core ends without having been told to."""
-        child, sock = start_core(config)
-        return await cls._connect(child, sock, on_death)
-
-    @classmethod
-    async def _connect(
-        cls, child: subprocess.Popen[bytes], sock: socket.socket, on_death: Callable[[str], None]
-    ) -> EngineClient:
-        sock.setblocking(False)
-        _, client = await asyncio.get_running_loop().create_unix_connection(lambda: cls(child, on_death), sock=sock)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            child = subprocess.Popen(
+                [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        ours.sendall(frame(msgspec.msgpack.encode(config)))
+        ours.setblocking(False)
+        _, client = await asyncio.get_running_loop().create_unix_connection(lambda: cls(child, on_death), sock=ours)
         return client
 
     async def ready(self) -> CoreInfo:
@@ -261,16 +262,3 @@ class EngineClient(asyncio.Protocol):
             if not future.done():
                 future.set_exception(error)
         self._on_death(self.dead)
-
-
-def start_core(config: EngineConfig) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start the core process; returns it and our end of the socket, on which `Ready` or `Failed` will arrive."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-        )
-    ours.sendall(frame(msgspec.msgpack.encode(config)))
-    return process, ours

@@ -25,21 +25,11 @@ import msgspec
 
 from engine.assembly import Assembled, assemble
 from engine.config import EngineConfig
-from engine.messages import (
-    Abort,
-    Add,
-    Command,
-    Failed,
-    FrameReader,
-    Outputs,
-    Ready,
-    Report,
-    ResetDone,
-    frame,
-)
+from engine.messages import Abort, Add, Command, Failed, FrameReader, Outputs, Ready, Report, ResetDone, frame
 from engine.types import FinishReason, RunnerLost, SequenceOutput
 
 STATS_PERIOD_S = 0.1
+LAST_WORDS_S = 5.0
 
 log = logging.getLogger("engine.process")
 
@@ -89,9 +79,10 @@ class CoreSocket:
                 return
             del self._unsent[:sent]
 
-    def drain(self, timeout_s: float) -> None:
-        """Wait until everything is sent: for a last message."""
-        end_s = time.monotonic() + timeout_s
+    def last_words(self, message: str) -> None:
+        """Tell the other side why the core ends, and wait until it is sent."""
+        self.send(Failed(message))
+        end_s = time.monotonic() + LAST_WORDS_S
         while self._unsent and not self.closed and time.monotonic() < end_s:
             select.select([], [self._sock], [], 0.1)
             self.flush()
@@ -151,14 +142,9 @@ class CoreLoop:
                 try:
                     self._core.add(request, time.monotonic())
                 except ValueError as error:  # a request the cache can never hold; the reason goes to its client
-                    self._refused.append(
-                        SequenceOutput(
-                            request_id=request.request_id,
-                            token_ids=[],
-                            finish_reason=FinishReason.ERROR,
-                            error=str(error),
-                        )
-                    )
+                    refusal = SequenceOutput(request_id=request.request_id, token_ids=[], error=str(error))
+                    refusal.finish_reason = FinishReason.ERROR
+                    self._refused.append(refusal)
         elif isinstance(command, Abort):
             self._core.abort(command.request_ids)
         else:
@@ -181,12 +167,9 @@ def main(fd: int) -> int:
     try:
         assembled = assemble(config)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other side must hear why there is no engine
-        if not isinstance(
-            error, (ValueError, OSError, RunnerLost)
-        ):  # those say what to change; the others are mistakes of ours
+        if not isinstance(error, (ValueError, OSError, RunnerLost)):  # those say what to change; others are mistakes
             traceback.print_exc()
-        link.send(Failed(f"cannot start: {error}"))
-        link.drain(timeout_s=5)
+        link.last_words(f"cannot start: {error}")
         return 1
     try:
         gc.collect()
@@ -196,13 +179,11 @@ def main(fd: int) -> int:
         link.send(Ready(assembled.info))
         CoreLoop(assembled, link, check_invariants=config.check_invariants).run()
     except RunnerLost as error:
-        link.send(Failed(str(error)))
-        link.drain(timeout_s=5)
+        link.last_words(str(error))
         return 1
     except Exception as error:  # noqa: BLE001 - the last frame of the process: tell the other side, then end
         traceback.print_exc()
-        link.send(Failed(f"the step loop failed: {type(error).__name__}: {error}"))
-        link.drain(timeout_s=5)
+        link.last_words(f"the step loop failed: {type(error).__name__}: {error}")
         return 1
     finally:
         assembled.close()
@@ -211,8 +192,7 @@ def main(fd: int) -> int:
 
 def _end(link: CoreSocket, reason: str) -> None:
     """End the process from a thread, its loop being idle or blocked for good."""
-    link.send(Failed(reason))
-    link.drain(timeout_s=5)
+    link.last_words(reason)
     os._exit(1)
 
 

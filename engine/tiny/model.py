@@ -18,7 +18,8 @@ import re
 import shutil
 import tempfile
 import zlib
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,7 +67,8 @@ class Recipe:
     dtype: str = "float32"
     seed: int = 0
     tie_embeddings: bool = True
-    shards: int = 1
+    max_shard_size: str = "1000GB"
+    """Of a weights file."""
 
 
 PRESETS = {
@@ -89,21 +91,16 @@ PRESETS = {
 
 def _dense(recipe: Recipe) -> dict[str, Any]:
     return {
-        "vocab_size": recipe.vocab_size,
-        "hidden_size": recipe.hidden_size,
-        "num_hidden_layers": recipe.layers,
-        "num_attention_heads": recipe.heads,
-        "num_key_value_heads": recipe.kv_heads,
-        "head_dim": recipe.head_dim,
-        "intermediate_size": recipe.intermediate_size,
-        "max_position_embeddings": recipe.max_position,
+        "vocab_size": recipe.vocab_size, "hidden_size": recipe.hidden_size, "num_hidden_layers": recipe.layers,
+        "num_attention_heads": recipe.heads, "num_key_value_heads": recipe.kv_heads, "head_dim": recipe.head_dim,
+        "intermediate_size": recipe.intermediate_size, "max_position_embeddings": recipe.max_position,
         "tie_word_embeddings": recipe.tie_embeddings,
-    }
+    }  # fmt: skip
 
 
-def _attention_layers(recipe: Recipe, every: int = 2) -> list[int]:
+def _attention_layers(recipe: Recipe) -> list[int]:
     """Indices of the full-attention layers of a hybrid: every second layer, and always the last one."""
-    return sorted({*range(every - 1, recipe.layers, every), recipe.layers - 1})
+    return sorted({*range(1, recipe.layers, 2), recipe.layers - 1})
 
 
 def _layer_types(recipe: Recipe, other: str) -> list[str]:
@@ -113,85 +110,50 @@ def _layer_types(recipe: Recipe, other: str) -> list[str]:
 
 def _mamba(recipe: Recipe) -> dict[str, Any]:
     """Mamba-2 sizes: 2 x hidden channels in heads of head_dim, state 16."""
-    head_count = 2 * recipe.hidden_size // recipe.head_dim
     return {
-        "mamba_n_heads": head_count, "mamba_d_head": recipe.head_dim, "mamba_n_groups": 1, "mamba_d_state": 16,
-        "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 16,
+        "mamba_n_heads": 2 * recipe.hidden_size // recipe.head_dim, "mamba_d_head": recipe.head_dim,
+        "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 16,
     }  # fmt: skip
-
-
-def _no_head_dim(config: dict[str, Any]) -> dict[str, Any]:
-    """For families whose head size is hidden_size / heads by definition."""
-    head_dim = config.pop("head_dim")
-    if head_dim * config["num_attention_heads"] != config["hidden_size"]:
-        raise ValueError(
-            f"head_dim: got {head_dim}, expected hidden_size / heads "
-            f"({config['hidden_size']} / {config['num_attention_heads']}) in this family"
-        )
-    return config
 
 
 def _nemotron(recipe: Recipe) -> dict[str, Any]:
     """Layers alternate state space, MLP and attention, each a layer of its own."""
     pattern = ("linear_attention", "mlp", "full_attention", "mlp")
-    heads = 2 * recipe.hidden_size // recipe.head_dim
     config = _dense(recipe)
     del config["num_hidden_layers"]
     return config | {
         "layers_block_type": [pattern[index % 4] for index in range(recipe.layers)],
-        "mamba_num_heads": heads, "mamba_head_dim": recipe.head_dim, "n_groups": 1, "ssm_state_size": 16,
-        "conv_kernel": 4, "chunk_size": 16, "expand": 2,
+        "mamba_num_heads": 2 * recipe.hidden_size // recipe.head_dim, "mamba_head_dim": recipe.head_dim,
+        "n_groups": 1, "ssm_state_size": 16, "conv_kernel": 4, "chunk_size": 16, "expand": 2,
     }  # fmt: skip
 
 
-FAMILIES: dict[str, tuple[str, Any]] = {
+FAMILIES: dict[str, tuple[str, Callable[[Recipe], dict[str, Any]]]] = {
     # family -> (model_type that transformers knows, recipe -> config fields)
     "qwen3": ("qwen3", _dense),
-    "qwen2": ("qwen2", lambda r: _no_head_dim(_dense(r))),
+    "qwen2": ("qwen2", _dense),
     "llama": ("llama", _dense),
-    "granite": (
-        "granite",
-        lambda r: _no_head_dim(_dense(r))
-        | {"embedding_multiplier": 0.5, "logits_scaling": 1.5, "residual_multiplier": 1.3,
-           "attention_multiplier": 0.4},
-    ),
+    "granite": ("granite", lambda r: _dense(r) | {
+        "embedding_multiplier": 0.5, "logits_scaling": 1.5, "residual_multiplier": 1.3, "attention_multiplier": 0.4}),
     "mistral": ("mistral", lambda r: _dense(r) | {"sliding_window": None}),
-    "qwen3_moe": (
-        "qwen3_moe",
-        lambda r: _dense(r)
-        | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": r.intermediate_size // 2,
-           "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    ),
-    "qwen3_5": (
-        "qwen3_5_text",
-        lambda r: _dense(r)
-        | {"layer_types": _layer_types(r, "linear_attention"), "linear_conv_kernel_dim": 4,
-           "linear_key_head_dim": r.head_dim, "linear_value_head_dim": r.head_dim,
-           "linear_num_key_heads": r.kv_heads, "linear_num_value_heads": r.heads},
-    ),
-    "granitemoehybrid": (
-        "granitemoehybrid",
-        lambda r: _no_head_dim(_dense(r))
-        | _mamba(r)
-        | {"layer_types": _layer_types(r, "linear_attention"), "num_local_experts": 0, "num_experts_per_tok": 0,
-           "shared_intermediate_size": r.intermediate_size, "embedding_multiplier": 2.0, "logits_scaling": 1.5,
-           "residual_multiplier": 0.7, "attention_multiplier": 1.0 / r.head_dim, "position_embedding_type": "nope"},
-    ),
-    "bamba": (
-        "bamba", lambda r: _no_head_dim(_dense(r)) | _mamba(r) | {"attn_layer_indices": _attention_layers(r)},
-    ),
+    "qwen3_moe": ("qwen3_moe", lambda r: _dense(r) | {
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": r.intermediate_size // 2,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}),
+    "qwen3_5": ("qwen3_5_text", lambda r: _dense(r) | {
+        "layer_types": _layer_types(r, "linear_attention"), "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": r.head_dim, "linear_value_head_dim": r.head_dim,
+        "linear_num_key_heads": r.kv_heads, "linear_num_value_heads": r.heads}),
+    "granitemoehybrid": ("granitemoehybrid", lambda r: _dense(r) | _mamba(r) | {
+        "layer_types": _layer_types(r, "linear_attention"), "num_local_experts": 0, "num_experts_per_tok": 0,
+        "shared_intermediate_size": r.intermediate_size, "embedding_multiplier": 2.0, "logits_scaling": 1.5,
+        "residual_multiplier": 0.7, "attention_multiplier": 1.0 / r.head_dim, "position_embedding_type": "nope"}),
+    "bamba": ("bamba", lambda r: _dense(r) | _mamba(r) | {"attn_layer_indices": _attention_layers(r)}),
     "nemotron_h": ("nemotron_h", _nemotron),
-    "lfm2": (
-        "lfm2",
-        lambda r: _no_head_dim(_dense(r))
-        | {"layer_types": _layer_types(r, "conv"), "conv_L_cache": 3, "block_auto_adjust_ff_dim": False},
-    ),
-    "gemma3_text": (
-        "gemma3_text",
-        lambda r: _dense(r)
-        | {"layer_types": _layer_types(r, "sliding_attention"), "sliding_window": 32,
-           "query_pre_attn_scalar": r.head_dim},
-    ),
+    "lfm2": ("lfm2", lambda r: _dense(r) | {
+        "layer_types": _layer_types(r, "conv"), "conv_L_cache": 3, "block_auto_adjust_ff_dim": False}),
+    "gemma3_text": ("gemma3_text", lambda r: _dense(r) | {
+        "layer_types": _layer_types(r, "sliding_attention"), "sliding_window": 32,
+        "query_pre_attn_scalar": r.head_dim}),
 }  # fmt: skip
 
 
@@ -205,7 +167,7 @@ def make_model(path: str | Path, recipe: Recipe) -> Path:
         raise ValueError(f"{folder}: expected an empty or absent folder")
     if recipe.family not in FAMILIES:
         raise ValueError(f"family: got {recipe.family!r}, expected one of {', '.join(FAMILIES)}")
-    for name in ("hidden_size", "layers", "heads", "kv_heads", "head_dim", "intermediate_size", "shards"):
+    for name in ("hidden_size", "layers", "heads", "kv_heads", "head_dim", "intermediate_size"):
         if getattr(recipe, name) < 1:
             raise ValueError(f"{name}: got {getattr(recipe, name)}, expected at least 1")
     if recipe.heads % recipe.kv_heads:
@@ -227,12 +189,9 @@ def _write_weights(folder: Path, recipe: Recipe, special_ids: dict[str, int]) ->
     model_type, fields_of = FAMILIES[recipe.family]
     tokens = {"eos_token_id": special_ids["<|im_end|>"], "pad_token_id": special_ids["<|endoftext|>"]}
     config = AutoConfig.for_model(model_type, **fields_of(recipe), bos_token_id=None, **tokens)
-    torch_state = torch.random.get_rng_state()
-    try:  # some families draw their decay rates at construction
+    with torch.random.fork_rng(devices=[]):  # some families draw their decay rates at construction
         torch.manual_seed(recipe.seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    finally:
-        torch.random.set_rng_state(torch_state)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             _draw(name, parameter, recipe)
@@ -240,11 +199,9 @@ def _write_weights(folder: Path, recipe: Recipe, special_ids: dict[str, int]) ->
     model.config.dtype = recipe.dtype
     hf_logging.disable_progress_bar()
     try:
-        model.save_pretrained(folder, max_shard_size="1000GB")
+        model.save_pretrained(folder, max_shard_size=recipe.max_shard_size)
     finally:
         hf_logging.enable_progress_bar()
-    if recipe.shards > 1:
-        _reshard(folder, recipe.shards)
 
 
 def _draw(name: str, parameter: torch.Tensor, recipe: Recipe) -> None:
@@ -263,34 +220,6 @@ def _draw(name: str, parameter: torch.Tensor, recipe: Recipe) -> None:
         # Norm weights near their identity, biases near 0, decay rates near what the family draws.
         parameter.add_(noise * 0.1)
         parameter.add_(next((bias for pattern, bias in _NORM_BIASES.get(recipe.family, ()) if pattern in name), 0.0))
-
-
-def _reshard(folder: Path, count: int) -> None:
-    """Split model.safetensors into `count` files of consecutive tensors with about equal bytes, and an index."""
-    from safetensors.torch import load_file, save_file
-
-    whole = folder / "model.safetensors"
-    tensors = load_file(whole)
-    if count > len(tensors):
-        raise ValueError(f"shards: got {count}, expected at most the number of tensors ({len(tensors)})")
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    shards: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
-    written, shard = 0, 0
-    for left, (name, tensor) in zip(range(len(tensors), 0, -1), sorted(tensors.items())):
-        is_full = written >= total * (shard + 1) / count
-        must_start_next = left <= count - shard - 1  # each later shard gets at least one tensor
-        if shards[shard] and shard < count - 1 and (is_full or must_start_next):
-            shard += 1
-        shards[shard][name] = tensor
-        written += tensor.nbytes
-    weight_map: dict[str, str] = {}
-    for index, part in enumerate(shards, 1):
-        file = f"model-{index:05d}-of-{count:05d}.safetensors"
-        save_file(part, folder / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(part, file))
-    index_json = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2), encoding="utf-8")
-    whole.unlink()
 
 
 def cached_model(recipe: Recipe) -> Path:
@@ -313,13 +242,3 @@ def cached_model(recipe: Recipe) -> Path:
     finally:
         shutil.rmtree(scratch)
     return folder
-
-
-def builtin_model(preset: str = "tiny") -> Path:
-    """The folder of a built-in random model: what `engine serve` serves when it is given none."""
-    return cached_model(PRESETS[preset])
-
-
-def with_overrides(preset: str, **overrides: Any) -> Recipe:
-    """A preset's recipe with some fields replaced."""
-    return replace(PRESETS[preset], **overrides)

@@ -1,17 +1,16 @@
 """The tokenizer of the built-in random models: byte-level BPE with ChatML's special tokens and a Qwen-style template.
 
-Its merges lie in data/tiny_merges.txt, trained once on this repository's text (`scripts/make_tiny_model
---train-tokenizer`), so that ids stay the same when the sources change. Merges are ordered, so a smaller vocabulary is a
-prefix of a larger one. Any text encodes and decodes without loss.
+Its merges lie in data/tiny_merges.txt, trained once on this repository's text, so that ids stay the same when the
+sources change. Merges are ordered, so a smaller vocabulary is a prefix of a larger one. Any text encodes and decodes
+without loss.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 MERGES_FILE = Path(__file__).parent / "data" / "tiny_merges.txt"
 VOCAB_SIZE = 4096
@@ -51,15 +50,6 @@ CHAT_TEMPLATE = """\
 """  # noqa: E501 - a template's lines are what they are
 
 
-def train_merges(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> list[tuple[str, str]]:
-    """Train BPE merges for a vocabulary of `vocab_size` ids, bytes and added tokens included."""
-    tokenizer = _backend([])
-    count = vocab_size - len(_ADDED)
-    trainer = trainers.BpeTrainer(vocab_size=count, initial_alphabet=_BYTES, show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
-    return [(a, b) for a, b in json.loads(tokenizer.to_str())["model"]["merges"]]
-
-
 def build_tokenizer(vocab_size: int = VOCAB_SIZE) -> Tokenizer:
     """The tokenizer with at most `vocab_size` ids. Raises ValueError where the bytes alone do not fit."""
     smallest = len(_BYTES) + len(_ADDED)
@@ -90,21 +80,9 @@ def write_tokenizer(folder: Path, vocab_size: int, max_position: int) -> dict[st
     """Write tokenizer.json and tokenizer_config.json; return the ids of the special tokens."""
     tokenizer = build_tokenizer(min(vocab_size, VOCAB_SIZE))
     tokenizer.save(str(folder / "tokenizer.json"))
-    decoder = {
-        index: {
-            "content": token.content,
-            "lstrip": token.lstrip,
-            "normalized": token.normalized,
-            "rstrip": token.rstrip,
-            "single_word": token.single_word,
-            "special": token.special,
-        }
-        for index, token in sorted(tokenizer.get_added_tokens_decoder().items())
-    }
     config = {
         "add_bos_token": False,
         "add_prefix_space": False,
-        "added_tokens_decoder": {str(index): token for index, token in decoder.items()},
         "bos_token": None,
         "chat_template": CHAT_TEMPLATE,
         "clean_up_tokenization_spaces": False,
@@ -115,4 +93,5 @@ def write_tokenizer(folder: Path, vocab_size: int, max_position: int) -> dict[st
         "unk_token": None,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
-    return {token: index for index, token in ((i, t["content"]) for i, t in decoder.items()) if token in SPECIAL_TOKENS}
+    ids = tokenizer.get_vocab()
+    return {token: ids[token] for token in SPECIAL_TOKENS}

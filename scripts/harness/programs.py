@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -197,6 +198,6 @@ class Cluster:
 
 def make_demo_model(family: str) -> Path:
     """The seeded random checkpoint of the demo, large enough that prefill costs something; made once a machine."""
-    from engine.tiny.model import cached_model, with_overrides
+    from engine.tiny.model import PRESETS, cached_model
 
-    return cached_model(with_overrides("demo", family=family))
+    return cached_model(replace(PRESETS["demo"], family=family))

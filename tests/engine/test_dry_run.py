@@ -16,7 +16,7 @@ import torch
 from engine.config import EngineConfig
 from engine.dry_run import Pages, describe_cache
 from engine.models import HfConfig, ModelError, build_model
-from engine.tiny.model import builtin_model
+from engine.tiny.model import Recipe, cached_model
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = (ROOT / "docs" / "hybrid-cache.md").read_text()
@@ -89,7 +89,7 @@ def test_vllm_keeps_state_as_the_config_says(says: dict[str, str], itemsize: int
 
 
 def test_a_dense_model_has_no_state_and_vllms_plain_block() -> None:
-    config = HfConfig.read(builtin_model("tiny"))
+    config = HfConfig.read(cached_model(Recipe()))
     pages = Pages.of(config, build_model(config), 16, torch.float32)
     assert (pages.vllm_state_bytes, pages.vllm_block) == (0, 16)
     assert pages.waste(16) == (0, 0)

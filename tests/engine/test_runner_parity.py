@@ -28,7 +28,7 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 MODELS: dict[str, tuple[Recipe, dict[str, Any]]] = {
     # name -> (recipe, changes of its config.json that need no other weights)
-    "qwen3": (Recipe(shards=3), {}),
+    "qwen3": (Recipe(max_shard_size="400KB"), {}),
     "llama": (Recipe(family="llama", tie_embeddings=False), {"rope_parameters": LLAMA3}),
     "llama-old-config": (
         Recipe(family="llama", kv_heads=1),

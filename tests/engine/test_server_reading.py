@@ -17,7 +17,7 @@ from engine.api.reading import read_chat, read_completion
 from engine.http import apart
 from engine.http.apart import Reader
 from engine.http.routes import read_detokenize, read_tokenize
-from engine.tiny.model import builtin_model
+from engine.tiny.model import Recipe, cached_model
 from prompts import RequestError, Tokenizer
 
 LIMITS = ModelLimits(max_model_len=50_000, vocab_size=2048)
@@ -27,7 +27,7 @@ MESSAGES = [{"role": "system", "content": LONG}, {"role": "assistant", "content"
 
 def with_reader(use: Callable[[Reader], Awaitable[Any]]) -> Any:
     async def run() -> Any:
-        folder = builtin_model("tiny")
+        folder = cached_model(Recipe())
         reader = Reader(Tokenizer.load(folder), LIMITS, str(folder), None)
         try:
             return await use(reader)

@@ -35,7 +35,7 @@ from engine.types import BlockId, Chunk, Request, RunnerLost, SamplingParams, Se
 from options import ConfigError
 
 MODELS = {
-    "qwen3": Recipe(shards=3),
+    "qwen3": Recipe(max_shard_size="400KB"),
     "qwen2": Recipe(family="qwen2"),
     "llama": Recipe(family="llama", tie_embeddings=False),
     "one-kv-head": Recipe(family="llama", kv_heads=1),  # both ranks hold it

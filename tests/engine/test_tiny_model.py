@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from engine.tiny import model as tiny_model
-from engine.tiny.model import FAMILIES, PRESETS, Recipe, builtin_model, cached_model, make_model, with_overrides
+from engine.tiny.model import FAMILIES, PRESETS, Recipe, cached_model, make_model
 from engine.tiny.tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, build_tokenizer
 from prompts import Tokenizer, parse_chat
 
@@ -33,7 +33,7 @@ def one_thread():
 
 
 def recipe(family="qwen3", **fields):
-    return with_overrides("tiny", **({"family": family, "layers": LAYERS.get(family, 4), "vocab_size": 512} | fields))
+    return Recipe(**({"family": family, "layers": LAYERS.get(family, 4), "vocab_size": 512} | fields))
 
 
 def tensors_of(folder):
@@ -85,13 +85,13 @@ def test_bytes_depend_on_the_recipe_alone(tmp_path):
         assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
 
 
-@pytest.mark.parametrize("count", [2, 5])
-def test_shards(tmp_path, count):
+@pytest.mark.parametrize("size", ["50KB", "200KB"])
+def test_shards(tmp_path, size):
     whole = tensors_of(make_model(tmp_path / "whole", recipe()))
-    folder = make_model(tmp_path / "parts", recipe(shards=count))
+    folder = make_model(tmp_path / "parts", recipe(max_shard_size=size))
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = sorted(file.name for file in folder.glob("*.safetensors"))
-    assert len(files) == count
+    assert len(files) > 1
     assert sorted(set(index["weight_map"].values())) == files
     parts = tensors_of(folder)
     assert parts.keys() == whole.keys() == index["weight_map"].keys()
@@ -126,8 +126,6 @@ def test_every_preset_names_a_model_its_family_can_have():
         ({"kv_heads": 3}, "kv_heads: got 3"),
         ({"layers": 0}, "layers: got 0"),
         ({"vocab_size": 100}, "vocab_size: got 100"),
-        ({"family": "qwen2", "head_dim": 8}, "head_dim: got 8"),
-        ({"shards": 1000}, "shards: got 1000"),
     ],
 )
 def test_impossible_recipes_are_named(tmp_path, fields, words):
@@ -205,16 +203,16 @@ def test_the_builtin_model_is_made_once_by_whoever_comes_first(tmp_path, monkeyp
 def test_other_recipes_and_broken_attempts_do_not_collide(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cached_model(recipe(layers=1)) != cached_model(recipe(layers=1, seed=3))
-    with pytest.raises(ValueError, match="shards"):
-        cached_model(recipe(shards=1000))
+    with pytest.raises(ValueError, match="kv_heads"):
+        cached_model(recipe(kv_heads=3))
     assert len(list((tmp_path / "blockcast" / "models").iterdir())) == 2
-    assert Tokenizer.load(builtin_model()).chat_template is not None
+    assert Tokenizer.load(cached_model(Recipe())).chat_template is not None
 
 
 @pytest.mark.slow
 def test_the_script(tmp_path):
     out = tmp_path / "m"
-    args = ["--family", "llama", "--layers", "1", "--hidden-size", "32", "--head-dim", "8", "--shards", "2"]
+    args = ["--family", "llama", "--layers", "1", "--hidden-size", "32", "--head-dim", "8", "--max-shard-size", "50KB"]
     done = subprocess.run([sys.executable, SCRIPT, *args, str(out)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads((out / "config.json").read_text())["hidden_size"] == 32
