@@ -1,4 +1,8 @@
-"""KV cache events: the wire format that engine and router share. docs/wire-format.md describes every byte."""
+"""KV cache events: the wire format that engine and router share. docs/wire-format.md describes every byte.
+
+What is imported here is what others may use.
+"""
+# ruff: noqa: F401
 
 from events.codec import decode_batch, encode_batch
 from events.config import KVEventsConfig
@@ -7,7 +11,7 @@ from events.feed import EventFeed, FeedHandler
 from events.feed_sockets import StreamSource
 from events.hashing import BlockHash, block_hash, block_hashes, hash_keys, pack_token_ids, wire_keys
 from events.publisher import EventPublisher
-from events.sources import EventSource, GroupInfo, default_sources, encode_sources, parse_sources
+from events.sources import EventSource, GroupInfo, default_source, encode_sources, parse_sources
 from events.stream import StreamState
 from events.stream_types import (
     Apply,
@@ -44,63 +48,3 @@ from events.types import (
     EventBatch,
 )
 from options import ConfigError
-
-__all__ = [
-    "CPU",
-    "FULL_ATTENTION",
-    "FULL_ATTENTION_KINDS",
-    "GPU",
-    "KINDS",
-    "MAMBA",
-    "SLIDING_WINDOW",
-    "STORAGE",
-    "AllBlocksCleared",
-    "Apply",
-    "BlockHash",
-    "BlockName",
-    "BlockRemoved",
-    "BlockStored",
-    "Clear",
-    "ConfigError",
-    "Connection",
-    "DecodeError",
-    "DecodedBatch",
-    "Event",
-    "EventBatch",
-    "EventFeed",
-    "EventPublisher",
-    "EventSource",
-    "EventsError",
-    "FeedHandler",
-    "Gap",
-    "GroupInfo",
-    "Instruction",
-    "InvariantError",
-    "Join",
-    "KVEventsConfig",
-    "Malformed",
-    "Message",
-    "Notice",
-    "Origin",
-    "RequestReplay",
-    "RequestSnapshot",
-    "Restarted",
-    "Stale",
-    "StreamConfig",
-    "StreamPhase",
-    "StreamSource",
-    "StreamState",
-    "StreamStats",
-    "Subscriber",
-    "block_hash",
-    "block_hashes",
-    "decode_batch",
-    "default_sources",
-    "discover",
-    "encode_batch",
-    "encode_sources",
-    "hash_keys",
-    "pack_token_ids",
-    "parse_sources",
-    "wire_keys",
-]

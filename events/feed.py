@@ -56,13 +56,6 @@ class FeedHandler(Protocol):
         """The subscription of this stream came up or went down."""
 
 
-def _roomy_context() -> Context:
-    """As many sockets as ZeroMQ can have: the default of 1,023 is used up by 341 streams."""
-    context: Context = zmq.Context()
-    context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
-    return context
-
-
 class EventFeed:
     """Drives any number of streams. `start` it, `add` and `remove` streams from any thread, `close` it.
 
@@ -70,11 +63,12 @@ class EventFeed:
     replayed.
     """
 
-    def __init__(self, handler: FeedHandler, hwm: int = 100_000, context: Context | None = None) -> None:
+    def __init__(self, handler: FeedHandler, hwm: int = 100_000) -> None:
         self._handler = handler
         self._hwm = hwm
-        self._own_context = context is None
-        self._context: Context = context or _roomy_context()
+        self._context: Context = zmq.Context()
+        # As many sockets as ZeroMQ can have: the default of 1,023 is used up by 341 streams.
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._poller = zmq.Poller()
         self._turns = Turns("kv-feed", self._run)
         self._poller.register(self._turns.bell.fd, zmq.POLLIN)
@@ -143,8 +137,7 @@ class EventFeed:
             return
         self._close_sockets()
         self._turns.bell.close()
-        if self._own_context:
-            self._context.term()
+        self._context.term()
 
     # The feed's thread
 
@@ -235,8 +228,6 @@ class EventFeed:
         subscription.stream = stream
         self._streams[source.stream_id] = stream
         self._register(subscription)
-        if source.endpoint.startswith("inproc://"):  # has no handshake to wait for
-            self._connected(stream)
 
     def _reopen(self, stream: FollowedStream) -> None:
         stream.lost_at = time.monotonic()

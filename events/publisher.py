@@ -71,7 +71,6 @@ class EventPublisher:
         block_size: int | None = None,
         groups: tuple[GroupInfo, ...] = (),
         legacy: bool = False,
-        context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         if not config.enabled:
             raise ConfigError("--kv-events-config: enable_kv_cache_events is false, there is nothing to publish")
@@ -94,8 +93,7 @@ class EventPublisher:
         self._closing = False
         self._bell = Bell()
 
-        self._own_context = context is None
-        self._context = context or zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._open_sockets()
         self._thread = threading.Thread(target=self._run, name=f"kv-events-{dp_rank}", daemon=True)
         self._thread.start()
@@ -146,8 +144,7 @@ class EventPublisher:
             self._bell.ring()
         self._thread.join()
         self._bell.close()
-        if self._own_context:
-            self._context.term()
+        self._context.term()
 
     def _drop_oldest(self) -> None:
         """The queue is full: take the shadow's work off it instead of waiting, and leave the live send out.
@@ -286,8 +283,7 @@ class EventPublisher:
         except (zmq.ZMQError, ConfigError) as error:
             self._close_sockets()
             self._bell.close()
-            if self._own_context:
-                self._context.term()
+            self._context.term()
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"--kv-events-config: cannot use endpoint {endpoint!r}: {error}") from error

@@ -14,27 +14,10 @@ from typing import Any
 import msgspec
 
 from events.errors import InvariantError
-from events.types import (
-    FULL_ATTENTION_KINDS,
-    AllBlocksCleared,
-    BlockName,
-    BlockRemoved,
-    BlockStored,
-    Event,
-)
+from events.types import FULL_ATTENTION_KINDS, AllBlocksCleared, BlockName, BlockRemoved, BlockStored, Event
 
-
-class RunInfo(msgspec.Struct, frozen=True, gc=False):
-    """What the blocks of one Stored event share."""
-
-    group_idx: int | None
-    medium: str | None
-    block_size: int
-    lora_id: int | None
-    lora_name: str | None
-    kind: str | None
-    sliding_window: int | None
-    session_id: str | None
+EVENT_BLOCKS_MAX = 256
+"""Of one event of a snapshot."""
 
 
 class ResidentBlock(msgspec.Struct, frozen=True, gc=False):
@@ -44,7 +27,8 @@ class ResidentBlock(msgspec.Struct, frozen=True, gc=False):
     parent: BlockName | None
     token_ids: array[int]
     extra_keys: tuple[Any, ...] | None
-    info: RunInfo
+    run: BlockStored
+    """The event that stored it, without what is each block's own."""
 
 
 Key = tuple[int | None, str | None, BlockName]
@@ -98,62 +82,43 @@ class ResidentSet:
                 f"stored {len(event.block_hashes)} blocks of {size} tokens with {len(event.token_ids)} token ids"
             )
         tokens = array("I", event.token_ids)
-        info = RunInfo(
-            event.group_idx,
-            event.medium,
-            size,
-            event.lora_id,
-            event.lora_name,
-            event.kv_cache_spec_kind,
-            event.kv_cache_spec_sliding_window,
-            event.session_id,
-        )
+        run = _stored(event, [])
         keys = event.extra_keys or [None] * len(event.block_hashes)
         parent, start = event.parent_block_hash, 0
         for name, extra in zip(event.block_hashes, keys):
             key = (event.group_idx, event.medium, name)
             if key in self._blocks:
                 raise InvariantError(f"stored block {name!r} of group {event.group_idx} was resident already")
-            self._blocks[key] = ResidentBlock(name, parent, tokens[start : start + size], extra, info)
+            self._blocks[key] = ResidentBlock(name, parent, tokens[start : start + size], extra, run)
             parent, start = name, start + size
 
 
-def snapshot_events(blocks: Iterable[ResidentBlock], blocks_per_event: int = 256) -> Iterator[BlockStored]:
+def snapshot_events(blocks: Iterable[ResidentBlock]) -> Iterator[BlockStored]:
     """Stored events that rebuild `blocks`: full attention first, then the groups that name its blocks as parents.
 
-    Neighbours that continue each other are joined into one event of at most `blocks_per_event` blocks.
+    Neighbours that continue each other are joined into one event of at most EVENT_BLOCKS_MAX blocks.
     """
-    everything = list(blocks)
-    full = [block for block in everything if block.info.kind is None or block.info.kind in FULL_ATTENTION_KINDS]
-    other = [block for block in everything if not (block.info.kind is None or block.info.kind in FULL_ATTENTION_KINDS)]
-    for group in (full, other):
-        run: list[ResidentBlock] = []
-        for block in group:
-            continues = run and block.parent == run[-1].name and block.info == run[-1].info
-            if run and (not continues or len(run) >= blocks_per_event):
-                yield _stored(run)
-                run = []
-            run.append(block)
-        if run:
-            yield _stored(run)
+    joined: list[ResidentBlock] = []
+    for block in sorted(blocks, key=_hangs_from_others):
+        continues = joined and block.parent == joined[-1].name and block.run == joined[-1].run
+        if joined and (not continues or len(joined) >= EVENT_BLOCKS_MAX):
+            yield _stored(joined[0].run, joined)
+            joined = []
+        joined.append(block)
+    if joined:
+        yield _stored(joined[0].run, joined)
 
 
-def _stored(run: list[ResidentBlock]) -> BlockStored:
-    info = run[0].info
-    token_ids: list[int] = []
-    for block in run:
-        token_ids.extend(block.token_ids)
-    return BlockStored(
-        block_hashes=[block.name for block in run],
-        parent_block_hash=run[0].parent,
-        token_ids=token_ids,
-        block_size=info.block_size,
-        lora_id=info.lora_id,
-        medium=info.medium,
-        lora_name=info.lora_name,
-        extra_keys=[block.extra_keys for block in run],
-        group_idx=info.group_idx,
-        kv_cache_spec_kind=info.kind,
-        kv_cache_spec_sliding_window=info.sliding_window,
-        session_id=info.session_id,
+def _hangs_from_others(block: ResidentBlock) -> bool:
+    return block.run.kv_cache_spec_kind not in (None, *FULL_ATTENTION_KINDS)
+
+
+def _stored(run: BlockStored, blocks: list[ResidentBlock]) -> BlockStored:
+    """`run` with these blocks instead of its own."""
+    return msgspec.structs.replace(
+        run,
+        block_hashes=[block.name for block in blocks],
+        parent_block_hash=blocks[0].parent if blocks else None,
+        token_ids=[token for block in blocks for token in block.token_ids],
+        extra_keys=[block.extra_keys for block in blocks],
     )

@@ -12,6 +12,7 @@ import msgspec
 
 from events.errors import DecodeError
 
+DEFAULT_PORT = 5557
 _WILDCARD_HOSTS = frozenset({"*", "0.0.0.0", "::", "[::]", ""})
 
 
@@ -89,7 +90,6 @@ def resolve_endpoint(endpoint: str, host: str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def default_sources(host: str, ranks: int = 1, port: int = 5557) -> list[EventSource]:
-    """Where a vLLM worker without `/kv_event_sources` publishes by default: port 5557 + rank, no replay."""
-    address = f"[{host}]" if ":" in host else host
-    return [EventSource(data_parallel_rank=rank, endpoint=f"tcp://{address}:{port + rank}") for rank in range(ranks)]
+def default_source(host: str, topic: str = "") -> EventSource:
+    """Where a vLLM worker without `/kv_event_sources` publishes by default, without replay."""
+    return EventSource(endpoint=resolve_endpoint(f"tcp://*:{DEFAULT_PORT}", host), topic=topic)

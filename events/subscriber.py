@@ -18,7 +18,7 @@ from events.codec import decode_batch
 from events.errors import DecodeError
 from events.feed import EventFeed
 from events.feed_sockets import StreamSource
-from events.sources import EventSource, default_sources, parse_sources
+from events.sources import EventSource, default_source, parse_sources
 from events.stream_memory import digest
 from events.stream_types import Apply, Clear, Gap, Instruction, Malformed, Origin, Restarted, Stale
 from events.types import DecodedBatch
@@ -138,6 +138,6 @@ def discover(worker_url: str, timeout_s: float = 5.0) -> list[EventSource]:
     except urllib.error.HTTPError as error:
         with error:
             if error.code in (404, 405):
-                return default_sources(urlsplit(worker_url).hostname or "127.0.0.1")
+                return [default_source(urlsplit(worker_url).hostname or "127.0.0.1")]
             raise DecodeError(f"{error.url} answered {error.code} {error.reason}") from error
     return parse_sources(body, worker_url)

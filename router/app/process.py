@@ -164,7 +164,7 @@ class RouterProcess:
             now=self._now,
             version=self._version,
             feed_totals=self._feed.totals,
-            feed_fault=self._feed.fault,
+            feed_fault=self._feed.events.fault,
             siblings=siblings,
             synced=self._feed.synced,
             ready_s=config.edge.ready_s,
@@ -292,7 +292,7 @@ class RouterProcess:
 
     def _look_at_workers(self, now: float) -> None:
         self._metrics.keep_workers(self._core.workers)
-        self._feed.revive()
+        self._feed.events.revive()
         for worker_id in self._core.workers:
             self._core.watchdog.events(worker_id, self._feed.stored_blocks(worker_id))
 

@@ -13,7 +13,6 @@ from router.decide.messages import ReportedUsage
 from router.edge.relay import Relayed, StreamRelay
 from router.edge.upstream import UpstreamConnection
 from router.http.chunked import ChunkedBody
-from router.http.headers import number_at
 from router.http.response import Body
 
 TAIL_BYTES = 2048
@@ -25,8 +24,8 @@ STINT_READS = 16
 """A stream that came back after fewer (its worker splits lines, or its client is slow) stays for as many."""
 # A quotation mark inside a JSON string is escaped, so generated text can never look like this key.
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
-_SPACE = frozenset(b" \t\r\n")
-_DIGITS_MAX = 9
+_COUNTS = (b'"prompt_tokens"', b'"cached_tokens"', b'"completion_tokens"')
+_NUMBER = re.compile(rb"\s*:\s*(\d{1,9})\s*[,}]")
 """A count of more digits is not believed."""
 
 
@@ -108,40 +107,16 @@ class Progress:
 def find_usage(tail: bytes) -> ReportedUsage | None:
     """The last `usage` object that begins in `tail`, the end of an answer; None where there is none."""
     at = tail.rfind(b'"usage"')
-    while at >= 0:
-        begin = at + 9
-        if tail[at + 7 : begin] != b":{":
-            found = _USAGE.match(tail, at)
-            if found is None:
-                at = tail.rfind(b'"usage"', 0, at)
-                continue
-            begin = found.end()
-        return ReportedUsage(
-            _count(tail, begin, b'"prompt_tokens"'),
-            _count(tail, begin, b'"cached_tokens"'),
-            _count(tail, begin, b'"completion_tokens"'),
-        )
-    return None
+    while at >= 0 and (found := _USAGE.match(tail, at)) is None:
+        at = tail.rfind(b'"usage"', 0, at)
+    if at < 0 or found is None:
+        return None
+    begin = found.end()
+    return ReportedUsage(*(_count(tail, begin, key) for key in _COUNTS))
 
 
 def _count(tail: bytes, at: int, key: bytes) -> int | None:
     """The whole number that `key` has after `at`; None where it has none, or where `tail` may have cut it off."""
     at = tail.find(key, at)
-    if at < 0:
-        return None
-    at = _skip(tail, at + len(key))
-    if at >= len(tail) or tail[at] != 58:  # a colon
-        return None
-    at = _skip(tail, at + 1)
-    end, value = number_at(tail, at)
-    after = _skip(tail, end)
-    if not 0 < end - at <= _DIGITS_MAX or after >= len(tail) or tail[after] not in b",}":
-        return None
-    return value
-
-
-def _skip(tail: bytes, at: int) -> int:
-    """Where the white space at `at` ends."""
-    while at < len(tail) and tail[at] in _SPACE:
-        at += 1
-    return at
+    found = _NUMBER.match(tail, at + len(key)) if at >= 0 else None
+    return int(found[1]) if found is not None else None

@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 
 from events.errors import DecodeError
-from events.sources import EventSource, default_sources
+from events.sources import DEFAULT_PORT, EventSource, default_source
 from options import ConfigError
 from router.asking import Unanswered, ask
 from router.decide.workers import CacheView, ServedModel, WorkerSpec
@@ -32,7 +32,6 @@ from router.fleet.answers import (
     read_sources,
 )
 
-DEFAULT_EVENT_PORT = 5557
 BODY_BYTES_MAX = 1 << 20
 METRICS_BYTES_MAX = 4 << 20
 NOT_OFFERED = frozenset((404, 405, 410, 501))
@@ -276,9 +275,7 @@ class Prober:
         if status not in NOT_OFFERED and known is not None and known.sources:
             return known.sources  # a worker that is busy or behind a busy proxy publishes where it did
         host = urlsplit(flag.url).hostname or "127.0.0.1"
-        if await self._listens(host, DEFAULT_EVENT_PORT):
-            return tuple(replace_topic(source, flag.topic) for source in default_sources(host))
-        return ()
+        return (default_source(host, flag.topic),) if await self._listens(host, DEFAULT_PORT) else ()
 
     async def _metrics(self, flag: WorkerFlag) -> str:
         """The worker's `/metrics`; empty where there are none that can be read."""
@@ -305,8 +302,3 @@ class Prober:
             return False
         writer.close()
         return True
-
-
-def replace_topic(source: EventSource, topic: str) -> EventSource:
-    """The same source, heard on another topic prefix."""
-    return EventSource(data_parallel_rank=source.data_parallel_rank, endpoint=source.endpoint, topic=topic)

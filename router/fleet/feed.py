@@ -52,7 +52,6 @@ class IndexFeed:
         self,
         index: PrefixIndex,
         *,
-        hwm: int = 10_000,
         on_connection: Callable[[str, bool], None] | None = None,
     ) -> None:
         """`on_connection(worker_id, up)` is called on the feed's thread when a subscription comes up or goes down."""
@@ -65,27 +64,14 @@ class IndexFeed:
         self._counters: dict[tuple[str, int], StreamCounters] = {}
         """(worker, rank) -> counters, kept while the worker is followed."""
         self._generation = itertools.count()
-        self._feed = EventFeed(self, hwm=hwm)
+        self.events = EventFeed(self, hwm=10_000)
 
     # The caller's thread -------------------------------------------------------------------------------------------
     def start(self) -> None:
-        self._feed.start()
+        self.events.start()
 
     def close(self) -> None:
-        self._feed.close()
-
-    def fault(self) -> str | None:
-        """Why no events are read, although they should be; None where all is well. For `/health`."""
-        return self._feed.fault()
-
-    def revive(self) -> None:
-        """Call now and then: starts the feed's thread again where it has ended."""
-        self._feed.revive()
-
-    @property
-    def faults(self) -> int:
-        """Errors on the feed's thread; each ended one message or began one stream anew."""
-        return self._feed.faults
+        self.events.close()
 
     def bind(self, endpoint: str) -> str:
         """Listen for publishers that connect to us; each is known by its topic. Returns the bound address.
@@ -93,7 +79,7 @@ class IndexFeed:
         A topic belongs to the followed stream whose source names it, or, in the form `kv@HOST...`, to the worker of
         that host or id. Raises zmq.ZMQError where the endpoint cannot be bound.
         """
-        return self._feed.bind(endpoint, self._accept)
+        return self.events.bind(endpoint, self._accept)
 
     def follow(
         self,
@@ -114,7 +100,7 @@ class IndexFeed:
                 stream.source = source
                 self._declare(stream)
                 if source.epoch is not None:
-                    self._feed.epoch(stream.stream_id, source.epoch)
+                    self.events.epoch(stream.stream_id, source.epoch)
             return
         self._drop(worker_id)
         for stream in known:
@@ -123,7 +109,7 @@ class IndexFeed:
             self._add(worker_id, rank, source, holder, (snapshots or {}).get(rank))
             for rank, (source, holder) in enumerate(wanted)
         ]
-        self._feed.reconsider()
+        self.events.reconsider()
 
     def forget(self, worker_id: str) -> None:
         """Stop listening to a worker."""
@@ -139,7 +125,7 @@ class IndexFeed:
         for stream in streams:
             self._clear(stream)
         self._workers[worker_id] = [self._add(worker_id, s.rank, s.source, s.holder) for s in streams]
-        self._feed.reconsider()
+        self.events.reconsider()
 
     def incomplete(self, worker_id: str) -> dict[int, int]:
         """rank -> the first batch known, for the streams that are in step again and lost what was before: a gap that
@@ -166,7 +152,7 @@ class IndexFeed:
             return False
         streams = self._workers[worker_id]
         old = streams[rank]
-        self._feed.remove(old.stream_id)
+        self.events.remove(old.stream_id)
         with self._lock:
             self._streams.pop(old.stream_id, None)
         self._clear(old)
@@ -196,7 +182,7 @@ class IndexFeed:
 
     def details(self, worker_id: str) -> dict[str, Any]:
         """What is known of a worker's streams, for `/workers`."""
-        states = self._feed.states()
+        states = self.events.states()
         streams = self._workers.get(worker_id, [])
         return {"streams": [s.row(states.get(s.stream_id), self._groups(s.holder)) for s in streams]}
 
@@ -212,7 +198,7 @@ class IndexFeed:
 
     def synced(self, worker_id: str) -> bool:
         """Whether every stream of the worker is connected and has caught up."""
-        states = self._feed.states()
+        states = self.events.states()
         streams = self._workers.get(worker_id, [])
         return bool(streams) and all(
             s.up and (state := states.get(s.stream_id)) is not None and state.phase.value == "live" for s in streams
@@ -234,9 +220,9 @@ class IndexFeed:
         self._declare(stream)
         with self._lock:
             self._streams[stream_id] = stream
-        self._feed.add(stream.address(self._start_from(stream, snapshot)))
+        self.events.add(stream.address(self._start_from(stream, snapshot)))
         if source.epoch is not None:
-            self._feed.epoch(stream_id, source.epoch)
+            self.events.epoch(stream_id, source.epoch)
         return stream
 
     def _start_from(self, stream: WorkerStream, snapshot: PeerSnapshot | None) -> tuple[int, int] | None:
@@ -261,7 +247,7 @@ class IndexFeed:
 
     def _drop(self, worker_id: str) -> None:
         for stream in self._workers.get(worker_id, []):
-            self._feed.remove(stream.stream_id)
+            self.events.remove(stream.stream_id)
             with self._lock:
                 self._streams.pop(stream.stream_id, None)
 
@@ -309,7 +295,8 @@ class IndexFeed:
                 counters.restarts += 1
                 log.info("worker %s rank %d restarted: %s", stream.worker_id, stream.rank, instruction.reason)
             elif isinstance(instruction, Malformed):
-                stream.malformed(instruction.reason)
+                counters.malformed += 1
+                stream.skipped([instruction.reason])
         return None
 
     def _apply(self, stream: WorkerStream, apply: Apply) -> Callable[[], bool] | None:
@@ -341,9 +328,7 @@ class IndexFeed:
     def _applied(self, stream: WorkerStream, apply: Apply, report: IngestReport) -> None:
         counters = stream.counters
         counters.applied(len(apply.payload), report)
-        for reason in report.malformed:
-            stream.malformed(reason)
-        counters.malformed += report.malformed_events - len(report.malformed)
+        stream.skipped(report.malformed)
         if apply.origin is Origin.LIVE:
             stream.last_event_s = time.time()
         elif apply.origin is Origin.REPLAY:

@@ -10,27 +10,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from msgspec import Meta
 
 from events.errors import EventsError
-from events.sources import EventSource
 from options import ConfigError, Flag, Seconds
 from router.asking import Unanswered
 from router.decide.core import RouterCore
 from router.decide.messages import FailureKind, Instruction
 from router.decide.workers import WorkerState
 from router.fleet.discovery import Prober, WorkerFacts, WorkerFlag, worker_flag, worker_spec
-from router.fleet.feed import PeerSnapshot
+from router.fleet.feed import IndexFeed, PeerSnapshot
 from router.fleet.lists import read_workers_file, watch_file, watch_name
 from router.fleet.snapshots import PeerClient
-from router.index.protocol import HolderId
 from router.prompting.reader import PromptReader
 
 log = logging.getLogger("router")
@@ -45,28 +43,6 @@ RESTART_S_MAX = 60.0
 REASON_CHARS_MAX = 300
 """What a worker says goes into the log and `/workers` up to here."""
 TOKENIZER_S_MAX = 60.0
-
-
-class StreamFeed(Protocol):
-    """Who listens to the workers' events and fills the index."""
-
-    def follow(
-        self,
-        worker_id: str,
-        sources: Sequence[EventSource],
-        holders: Sequence[HolderId],
-        snapshots: Mapping[int, PeerSnapshot] | None = None,
-    ) -> None:
-        """Listen to `sources[rank]` for `holders[rank]`, instead of what was followed before."""
-
-    def forget(self, worker_id: str) -> None: ...
-
-    def lost(self, worker_id: str) -> None:
-        """The worker died: clear its entries, and resynchronise when its stream comes back."""
-
-    def incomplete(self, worker_id: str) -> dict[int, int]: ...
-    def resume(self, worker_id: str, rank: int, snapshot: PeerSnapshot) -> bool: ...
-    def details(self, worker_id: str) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +66,9 @@ class _Member:
     flag: WorkerFlag
     origin: str
     """Who asked for it: `operator`, `file`, or the name it was resolved from."""
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set to have it looked at now."""
     task: asyncio.Task[None] | None = None
-    wake: asyncio.Event | None = None
     facts: WorkerFacts | None = None
     problem: str = ""
     failures: int = 0
@@ -103,6 +80,17 @@ class _Member:
     restart_s: float = 0.0
     """The pause after the last fault of its watch."""
 
+    def stop(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+
+    @property
+    def waits_for(self) -> str:
+        """Why a worker that was never reached is not there."""
+        if not self.problem:
+            return "not tried yet"
+        return f"{self.problem} (tried {self.failures} times, again every {self.starting_pause_s:g} s)"
+
 
 class Fleet:
     """All workers of this process."""
@@ -111,7 +99,7 @@ class Fleet:
         self,
         core: RouterCore,
         prober: Prober,
-        feed: StreamFeed,
+        feed: IndexFeed,
         prompts: PromptReader,
         perform: Callable[[Iterable[Instruction]], None],
         config: FleetConfig,
@@ -150,11 +138,10 @@ class Fleet:
         known = self._members.get(flag.worker_id)
         if known is not None:
             if known.flag == flag:
-                if known.wake is not None:
-                    known.wake.set()  # whoever names it again expects it to be there
+                known.wake.set()  # whoever names it again expects it to be there
                 return
-            self._stop(known)
-        member = _Member(flag, origin, wake=asyncio.Event())
+            known.stop()
+        member = _Member(flag, origin)
         self._members[flag.worker_id] = member
         self._start(member)
 
@@ -181,7 +168,7 @@ class Fleet:
         member = self._members.pop(worker_id, None)
         if member is None:
             return
-        self._stop(member)
+        member.stop()
         self.unusable.pop(worker_id, None)
         self._prompts.forget(member.flag.url)
         self._feed.forget(worker_id)
@@ -193,7 +180,7 @@ class Fleet:
     def suspect(self, worker_id: str) -> None:
         """Traffic to this worker failed: check it now."""
         member = self._members.get(worker_id)
-        if member is not None and member.wake is not None:
+        if member is not None:
             member.wake.set()
 
     async def close(self) -> None:
@@ -218,7 +205,7 @@ class Fleet:
 
     def starting(self) -> dict[str, str]:
         """Workers that were never reached: id -> why not."""
-        return {key: _waiting(m) for key, m in self._members.items() if key not in self._core.workers}
+        return {key: m.waits_for for key, m in self._members.items() if key not in self._core.workers}
 
     # Where workers come from --------------------------------------------------------------------------------------
 
@@ -361,17 +348,12 @@ class Fleet:
 
     async def _pause(self, member: _Member, seconds: float) -> bool:
         """Sleep, unless traffic to the worker fails or its stream breaks off: True then."""
-        assert member.wake is not None
         await _within(seconds, member.wake.wait())
         woken = member.wake.is_set()
         if woken:
             await asyncio.sleep(0.05)  # a burst of failures asks once
             member.wake.clear()
         return woken
-
-    def _stop(self, member: _Member) -> None:
-        if member.task is not None:
-            member.task.cancel()
 
 
 async def _within(seconds: float, work: Coroutine[Any, Any, object]) -> None:
@@ -389,13 +371,6 @@ async def _within(seconds: float, work: Coroutine[Any, Any, object]) -> None:
 def _longer(pause_s: float, first_s: float, max_s: float) -> float:
     """The pause after one of `pause_s` that did not help."""
     return min(max(2 * pause_s, first_s), max_s)
-
-
-def _waiting(member: _Member) -> str:
-    """Why a worker that was never reached is not there."""
-    if not member.problem:
-        return "not tried yet"
-    return f"{member.problem} (tried {member.failures} times, again every {member.starting_pause_s:g} s)"
 
 
 def _report_crash(task: asyncio.Task[None]) -> None:

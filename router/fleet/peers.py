@@ -197,14 +197,14 @@ class PeerLoads:
 
 def _shared(load: TargetLoad, now: float) -> SharedLoad:
     return SharedLoad(
-        prefill_s=max(0.0, load.prefill_s),
-        prefill_requests=max(0, load.prefill_requests),
-        oldest_prefill_s=max(0.0, load.oldest_prefill_s),
+        prefill_s=load.prefill_s,
+        prefill_requests=load.prefill_requests,
+        oldest_prefill_s=load.oldest_prefill_s,
         oldest_routed_s=now - load.oldest_routed_age,
         head_since_s=now - load.head_since_age,
-        decode_requests=max(0, load.decode_requests),
-        decode_context=max(0, load.decode_context),
-        utilisation=max(0.0, load.utilisation),
+        decode_requests=load.decode_requests,
+        decode_context=load.decode_context,
+        utilisation=load.utilisation,
         updated_s=now,
         prefill_rate=load.prefill_rate,
     )

@@ -6,6 +6,7 @@ Refuses to know the index and the sockets: feed.py moves what is said here.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,14 +46,12 @@ class StreamCounters:
         """A batch of `size` bytes was ingested."""
         self.batches += 1
         self.bytes += size
-        self.stored += report.stored
-        self.removed += report.removed
-        self.cleared += report.cleared
-        self.parked += report.parked
-        self.unknown_removals += report.unknown_removals
-        self.unknown_copies += report.unknown_copies
-        self.unknown_events += report.unknown_events
-        self.refused += report.refused
+        self.malformed += report.malformed_events
+        for name in _REPORTED:
+            setattr(self, name, getattr(self, name) + getattr(report, name))
+
+
+_REPORTED = [name for name in IngestReport.__slots__ if name in StreamCounters.__slots__ and name != "malformed"]
 
 
 @dataclass(slots=True)
@@ -78,32 +77,23 @@ class WorkerStream:
 
     def is_at(self, source: EventSource, holder: HolderId) -> bool:
         """Whether following `source` for `holder` would change nothing but the epoch."""
-        old = self.source
-        return (old.endpoint, old.replay_endpoint, old.topic, self.holder) == (
-            source.endpoint,
-            source.replay_endpoint,
-            source.topic,
-            holder,
-        )
+        old, new = ((s.endpoint, s.replay_endpoint, s.topic) for s in (self.source, source))
+        return old == new and self.holder == holder
 
     def address(self, resume: tuple[int, int] | None = None) -> StreamSource:
         """Where the feed finds it."""
+        source = self.source
         return StreamSource(
-            stream_id=self.stream_id,
-            endpoint=self.source.endpoint,
-            replay_endpoint=self.source.replay_endpoint,
-            topic=self.source.topic or None,
-            config=StreamConfig(),
-            resume=resume,
+            self.stream_id, source.endpoint, source.replay_endpoint, source.topic or None, StreamConfig(), resume
         )
 
-    def malformed(self, reason: str) -> None:
-        """Something of it was skipped."""
-        if self.counters.malformed == 0:
-            log.warning("worker %s rank %d: malformed event skipped: %s", self.worker_id, self.rank, reason)
-        self.counters.malformed += 1
-        if len(self.problems) < MALFORMED_KEPT:
-            self.problems.append(reason)
+    def skipped(self, reasons: Iterable[str]) -> None:
+        """Why something of it was skipped."""
+        for reason in reasons:
+            if not self.problems:
+                log.warning("worker %s rank %d: malformed event skipped: %s", self.worker_id, self.rank, reason)
+            if len(self.problems) < MALFORMED_KEPT:
+                self.problems.append(reason)
 
     def row(self, state: StreamState | None, groups: list[dict[str, object]]) -> dict[str, Any]:
         """For `/workers`."""

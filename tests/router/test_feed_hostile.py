@@ -297,8 +297,8 @@ def cached(index: PrefixIndex, holder: HolderId) -> int:
 
 
 def bound(feed: IndexFeed) -> Any:
-    until(lambda: feed._feed._subscriptions, "the socket is bound")
-    return next(iter(feed._feed._subscriptions.values()))
+    until(lambda: feed.events._subscriptions, "the socket is bound")
+    return next(iter(feed.events._subscriptions.values()))
 
 
 def test_a_publisher_that_spoke_before_its_worker_was_known_is_picked_up(
@@ -338,7 +338,7 @@ def test_topics_of_strangers_are_bounded(context: zmq.Context[Any], index_feed: 
             number += 1
             socket.send_multipart([b"topic %d" % number, pack_seq(0), b"x"])
             socket.send_multipart([b"%d" % number * TOPIC_BYTES_MAX, pack_seq(0), b"x"])
-        return index_feed._feed.ignored_messages > 3 * TOPICS_MAX
+        return index_feed.events.ignored_messages > 3 * TOPICS_MAX
 
     until(more, "they are heard")
     assert 0 < len(subscription.strangers) <= TOPICS_MAX

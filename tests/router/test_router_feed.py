@@ -320,12 +320,12 @@ def test_a_gap_that_replay_does_not_cover_is_filled_by_a_peer(pair: Pair) -> Non
     until(lambda: pair.tokens() == [24, 24], "both know all")
     (stream,) = second._streams.values()
     lost = pair.pub  # the second router's connection loses three batches; the ring keeps two
-    second._feed.remove(stream.stream_id)
+    second.events.remove(stream.stream_id)
     for i in range(6, 9):
         lost.publish(stored(i, 1))
     until(lambda: pair.tokens()[0] == 36, "the first router has them")
     assert stream.position is not None
-    second._feed.add(stream.address(stream.position))  # it comes back where it was
+    second.events.add(stream.address(stream.position))  # it comes back where it was
     until(lambda: second.incomplete("a") == {0: 7}, "the gap cost all that was known")
     snapshot = pair.feeds[0].snapshot("a", 0)
     assert snapshot is not None
