@@ -1,305 +1,308 @@
-"""What a worker can say that is easily taken for something else: encodings, copies, owners, tiers, groups.
-
-See event_faults_script.py for what a case is.
+"""The cases of scripts/event_faults. What a worker can say that is easily taken for something else: encodings, copies,
+owners, tiers, groups; then faults of the stream itself: gaps, restarts, late joins, a worker that dies.
 """
 
 from __future__ import annotations
 
-from event_faults_script import (
-    BLOCK,
-    CLEARED,
-    FULL,
-    STATE,
-    WINDOW,
-    Probe,
-    Script,
-    case,
-    removed,
-    removed_array,
-    stored,
-    stored_array,
-)
-from harness.workers import pack
+import time
+from collections.abc import Callable
+from typing import Any
+
+from event_faults_script import AGAIN, FULL, WINDOW, Batch, Case, Chain, Play, Probe
+from harness.workers import BLOCK, pack, stored
+
+CASES: list[Case] = []
+
+
+def case(name: str, **more: Any) -> Callable[[Callable[[Play], list[Probe]]], None]:
+    return lambda play: CASES.append(Case(name, play, **more))
+
+
+def says(
+    name: str, batches: Callable[[Chain], list[Batch]], a: int, b: int, wrong: str = "lost hit", *,
+    blocks: int = 10, named: Callable[[Any], Any] = lambda rng: rng.getrandbits(64), **more: Any,
+) -> None:  # fmt: skip
+    """A case of one prompt: A publishes these batches about it and can then reuse `a` blocks, B holds `b` of them."""
+
+    @case(name, **more)
+    def _(s: Play) -> list[Probe]:
+        chain = s.chain(blocks, named)
+        s.say(*batches(chain))
+        return [s.probe(chain, a, b, wrong)]
+
+
+def as_array(event: dict[str, Any]) -> list[Any]:
+    """As vLLM wrote it before June 2026."""
+    if event["type"] == "BlockRemoved":
+        return ["BlockRemoved", event["block_hashes"], "GPU"]
+    return [
+        "BlockStored",
+        event["block_hashes"],
+        event["parent_block_hash"],
+        event["token_ids"],
+        BLOCK,
+        None,
+        "GPU",
+        None,
+    ]
+
 
 # Names and encodings --------------------------------------------------------------------------------------------------
 
-
-@case("a block is removed and stored again")
-def _(s: Script) -> list[Probe]:
-    prompt, names = s.tokens(10), s.names(10)
-    pub = s.a.publisher
-    pub.publish(stored(names, prompt[: 10 * BLOCK]))
-    pub.publish(removed([names[5]]))
-    pub.publish(stored([names[5]], prompt[5 * BLOCK : 6 * BLOCK], names[4]))
-    return [Probe(prompt, 10 * BLOCK, s.on_b(prompt, 8))]
-
-
-@case("a hole: a block is removed and its children stay")
-def _(s: Script) -> list[Probe]:
-    prompt, names = s.tokens(10), s.names(10)
-    s.a.publisher.publish(stored(names, prompt[: 10 * BLOCK]))
-    s.a.publisher.publish(removed([names[5]]))
-    return [Probe(prompt, 5 * BLOCK, s.on_b(prompt, 7), wrong="stale hit")]
-
-
-@case("one of two copies is removed")
-def _(s: Script) -> list[Probe]:
-    prompt, names = s.tokens(10), s.names(10)
-    for _ in range(2):
-        s.a.publisher.publish(stored(names, prompt[: 10 * BLOCK]))
-    s.a.publisher.publish(removed(names[::-1]))
-    return [Probe(prompt, 10 * BLOCK, s.on_b(prompt, 6))]
-
-
-@case("both copies are removed")
-def _(s: Script) -> list[Probe]:
-    prompt, names = s.tokens(10), s.names(10)
-    for _ in range(2):
-        s.a.publisher.publish(stored(names, prompt[: 10 * BLOCK]))
-    for _ in range(2):
-        s.a.publisher.publish(removed(names[::-1]))
-    return [Probe(prompt, 0, s.on_b(prompt, 2), wrong="stale hit")]
-
-
-@case("one batch comes twice, then its blocks are removed once")
-def _(s: Script) -> list[Probe]:
-    prompt, names = s.tokens(10), s.names(10)
-    s.a.publisher.publish(stored(names, prompt[: 10 * BLOCK]))
-    s.a.publisher.repeat()
-    s.a.publisher.publish(removed(names[::-1]))
-    return [Probe(prompt, 0, s.on_b(prompt, 2), wrong="stale hit")]
+says("a block is removed and stored again", lambda c: [c.stored(), c.removed(5, 6), c.stored(5, 6)], 10, 8)
+says("a hole: a block is removed and its children stay", lambda c: [c.stored(), c.removed(5, 6)], 5, 7, "stale hit")
+says("one of two copies is removed", lambda c: [c.stored(), c.stored(), c.removed()], 10, 6)
+says("both copies are removed", lambda c: [c.stored(), c.stored(), c.removed(), c.removed()], 0, 2, "stale hit")
+says("one batch comes twice, then its blocks are removed once",
+     lambda c: [c.stored(), AGAIN, c.removed()], 0, 2, "stale hit")  # fmt: skip
+says("signed hashes", lambda c: [c.stored(0, 6), c.stored(6)], 10, 8, named=lambda rng: -rng.getrandbits(63))
+says("arrays and maps in one batch",
+     lambda c: [[c.stored(0, 4), as_array(c.stored(4, 8)), c.stored(8)]], 10, 8)  # fmt: skip
+says("a malformed and an unknown event in a batch of good ones", lambda c: [[
+    c.stored(0, 5), stored([1, 2], c.tokens[:BLOCK], size=0), {"type": "BlockStored", "block_hashes": "many"},
+    {"type": "BlockPainted", "colour": 3}, c.stored(5)]], 10, 8)  # fmt: skip
+says("an unreadable batch between two good ones",
+     lambda c: [c.stored(0, 5), pack([1.0, [stored([3], [1] * BLOCK)], None])[:-9], c.stored(5)], 10, 8)  # fmt: skip
+says("a topic", lambda c: [c.stored()], 10, 2, publisher={"topic": "kv@worker@model"})
 
 
 @case("32-byte hashes")
-def _(s: Script) -> list[Probe]:
-    prompt, names = s.tokens(10), [s.rng.randbytes(32) for _ in range(10)]
-    s.a.publisher.publish(stored(names[:6], prompt[: 6 * BLOCK]))
-    s.a.publisher.publish(stored(names[6:], prompt[6 * BLOCK : 10 * BLOCK], names[5]))
-    gone = s.tokens(6)
-    others = [s.rng.randbytes(32) for _ in range(6)]
-    s.a.publisher.publish(stored(others, gone[: 6 * BLOCK]))
-    s.a.publisher.publish(removed(others))
-    return [Probe(prompt, 10 * BLOCK, s.on_b(prompt, 8)), Probe(gone, 0, s.on_b(gone, 2), wrong="stale hit")]
-
-
-@case("signed hashes")
-def _(s: Script) -> list[Probe]:
-    prompt, names = s.tokens(10), [-s.rng.getrandbits(63) for _ in range(10)]
-    s.a.publisher.publish(stored(names[:6], prompt[: 6 * BLOCK]))
-    s.a.publisher.publish(stored(names[6:], prompt[6 * BLOCK : 10 * BLOCK], names[5]))
-    return [Probe(prompt, 10 * BLOCK, s.on_b(prompt, 8))]
+def _(s: Play) -> list[Probe]:
+    kept, gone = (s.chain(blocks, lambda rng: rng.randbytes(32)) for blocks in (10, 6))
+    s.say(kept.stored(0, 6), kept.stored(6), gone.stored(), gone.removed())
+    return [s.probe(kept, 10, 8), s.probe(gone, 0, 2, "stale hit")]
 
 
 @case("array events")
-def _(s: Script) -> list[Probe]:
-    prompt, names = s.tokens(10), s.names(10)
-    s.a.publisher.publish(stored_array(names, prompt[: 10 * BLOCK]))
-    gone, others = s.tokens(6), s.names(6)
-    s.a.publisher.publish(stored_array(others, gone[: 6 * BLOCK]))
-    s.a.publisher.publish(removed_array(others))
-    return [Probe(prompt, 10 * BLOCK, s.on_b(prompt, 8)), Probe(gone, 0, s.on_b(gone, 2), wrong="stale hit")]
-
-
-@case("arrays and maps in one batch")
-def _(s: Script) -> list[Probe]:
-    prompt, names = s.tokens(10), s.names(10)
-    s.a.publisher.publish(
-        stored(names[:4], prompt[: 4 * BLOCK]),
-        stored_array(names[4:8], prompt[4 * BLOCK : 8 * BLOCK], names[3]),
-        stored(names[8:], prompt[8 * BLOCK : 10 * BLOCK], names[7]),
-    )
-    return [Probe(prompt, 10 * BLOCK, s.on_b(prompt, 8))]
-
-
-@case("a malformed and an unknown event in a batch of good ones")
-def _(s: Script) -> list[Probe]:
-    prompt, names = s.tokens(10), s.names(10)
-    s.a.publisher.publish(
-        stored(names[:5], prompt[: 5 * BLOCK]),
-        stored(s.names(2), prompt[:BLOCK], size=0),
-        {"type": "BlockStored", "block_hashes": "many"},
-        {"type": "BlockPainted", "colour": 3},
-        stored(names[5:], prompt[5 * BLOCK : 10 * BLOCK], names[4]),
-    )
-    return [Probe(prompt, 10 * BLOCK, s.on_b(prompt, 8))]
-
-
-@case("an unreadable batch between two good ones")
-def _(s: Script) -> list[Probe]:
-    prompt, names = s.tokens(10), s.names(10)
-    s.a.publisher.publish(stored(names[:5], prompt[: 5 * BLOCK]))
-    s.a.publisher.publish(payload=pack([1.0, [stored(s.names(1), [1] * BLOCK)], None])[:-9])
-    s.a.publisher.publish(stored(names[5:], prompt[5 * BLOCK : 10 * BLOCK], names[4]))
-    return [Probe(prompt, 10 * BLOCK, s.on_b(prompt, 8))]
-
-
-@case("a topic", topic="kv@worker@model")
-def _(s: Script) -> list[Probe]:
-    prompt = s.tokens(10)
-    s.a.publisher.publish(stored(s.names(10), prompt[: 10 * BLOCK]))
-    return [Probe(prompt, 10 * BLOCK, s.on_b(prompt, 2))]
+def _(s: Play) -> list[Probe]:
+    kept, gone = s.chain(10), s.chain(6)
+    s.say(*([as_array(event)] for event in (kept.stored(), gone.stored(), gone.removed())))
+    return [s.probe(kept, 10, 8), s.probe(gone, 0, 2, "stale hit")]
 
 
 @case("workers with different block sizes", block_size_b=64)
-def _(s: Script) -> list[Probe]:
+def _(s: Play) -> list[Probe]:
     probes = []
-    for a_blocks, b_blocks in ((10, 2), (6, 2)):
-        prompt = s.tokens(12)
-        s.a.publisher.publish(stored(s.names(a_blocks), prompt[: a_blocks * BLOCK]))
-        s.b.publisher.publish(stored(s.names(b_blocks), prompt[: b_blocks * 64], size=64))
-        probes.append(Probe(prompt, a_blocks * BLOCK, b_blocks * 64))
+    for a in (10, 6):
+        prompt = s.chain(12)
+        s.say(prompt.stored(0, a))
+        s.b.publisher.publish(stored(s.chain(2).names, prompt.tokens[: 2 * 64], size=64))
+        probes.append(Probe(prompt.tokens, a * BLOCK, 2 * 64))
     return probes
 
 
 # What belongs to whom -------------------------------------------------------------------------------------------------
 
-
-@case("two workers name blocks alike, one removes its own")
-def _(s: Script) -> list[Probe]:
-    prompt, names = s.tokens(10), s.names(10)
-    for worker in (s.a, s.b):
-        worker.publisher.publish(stored(names, prompt[: 10 * BLOCK]))
-    s.settle()
-    s.b.publisher.publish(removed(names[2:][::-1]))
-    return [Probe(prompt, 10 * BLOCK, 2 * BLOCK)]
-
-
-@case("AllBlocksCleared by one of two workers")
-def _(s: Script) -> list[Probe]:
-    old, new, other = s.tokens(10), s.tokens(10), s.tokens(10)
-    for prompt in (old, other):
-        s.a.publisher.publish(stored(s.names(10), prompt[: 10 * BLOCK]))
-    s.b.publisher.publish(stored(s.names(4), other[: 4 * BLOCK]))
-    s.a.publisher.publish(CLEARED)
-    s.a.publisher.publish(stored(s.names(10), new[: 10 * BLOCK]))
-    return [
-        Probe(old, 0, s.on_b(old, 2), wrong="stale hit"),
-        Probe(other, 0, 4 * BLOCK, wrong="stale hit"),
-        Probe(new, 10 * BLOCK, s.on_b(new, 2)),
-    ]
-
-
-@case("salted blocks and a request without the salt")
-def _(s: Script) -> list[Probe]:
-    prompt = s.tokens(10)
-    keys = [["pepper"], *[None] * 9]
-    s.a.publisher.publish(stored(s.names(10), prompt[: 10 * BLOCK], extra_keys=keys))
-    return [Probe(prompt, 0, s.on_b(prompt, 2), wrong="false hit")]
-
-
-@case("salted blocks and a request with the salt")
-def _(s: Script) -> list[Probe]:
-    prompt = s.tokens(10)
-    keys = [["pepper"], *[None] * 9]
-    s.a.publisher.publish(stored(s.names(10), prompt[: 10 * BLOCK], extra_keys=keys))
-    s.on_b(prompt, 2)
-    s.b.publisher.publish(stored(s.names(2), prompt[: 2 * BLOCK], extra_keys=[["pepper"], None]))
-    return [Probe(prompt, 10 * BLOCK, 2 * BLOCK, salt="pepper")]
-
-
-@case("a salt on the event, as SGLang sends it")
-def _(s: Script) -> list[Probe]:
-    prompt = s.tokens(10)
-    s.a.publisher.publish(stored(s.names(10), prompt[: 10 * BLOCK], cache_salt="pepper"))
-    return [Probe(prompt, 0, s.on_b(prompt, 2), wrong="false hit")]
-
-
-@case("blocks of a LoRA and a request for the base model", lora=True)
-def _(s: Script) -> list[Probe]:
-    prompt = s.tokens(10)
-    event = stored(s.names(10), prompt[: 10 * BLOCK], extra_keys=[[s.a.lora]] * 10)
-    s.a.publisher.publish({**event, "lora_id": 1, "lora_name": s.a.lora})
-    return [Probe(prompt, 0, s.on_b(prompt, 2), wrong="false hit")]
-
-
-@case("blocks of a LoRA and a request for it", lora=True)
-def _(s: Script) -> list[Probe]:
-    prompt = s.tokens(10)
-    for worker, blocks in ((s.a, 10), (s.b, 2)):
-        event = stored(s.names(blocks), prompt[: blocks * BLOCK], extra_keys=[[worker.lora]] * blocks)
-        worker.publisher.publish({**event, "lora_id": 1, "lora_name": worker.lora})
-    return [Probe(prompt, 10 * BLOCK, 2 * BLOCK, lora=True)]
-
-
-@case("the GPU copy goes, the CPU copy stays")
-def _(s: Script) -> list[Probe]:
-    prompt, names = s.tokens(20), s.names(20)
-    s.a.publisher.publish(stored(names, prompt[: 20 * BLOCK]))
-    s.a.publisher.publish(stored(names, prompt[: 20 * BLOCK], medium="CPU"))
-    s.a.publisher.publish(removed(names[::-1]))
-    return [Probe(prompt, 20 * BLOCK, s.on_b(prompt, 2))]
-
-
-@case("the CPU copy goes too")
-def _(s: Script) -> list[Probe]:
-    prompt, names = s.tokens(20), s.names(20)
-    s.a.publisher.publish(stored(names, prompt[: 20 * BLOCK]))
-    s.a.publisher.publish(stored(names, prompt[: 20 * BLOCK], medium="CPU"))
-    s.a.publisher.publish(removed(names[::-1]))
-    s.a.publisher.publish(removed(names[::-1], medium="CPU"))
-    return [Probe(prompt, 0, s.on_b(prompt, 2), wrong="stale hit")]
+PEPPER = [["pepper"], *[None] * 9]
+says("salted blocks and a request without the salt", lambda c: [c.stored(extra_keys=PEPPER)], 0, 2, "false hit")
+says("a salt on the event, as SGLang sends it", lambda c: [c.stored(cache_salt="pepper")], 0, 2, "false hit")
+says("the GPU copy goes, the CPU copy stays",
+     lambda c: [c.stored(), c.stored(medium="CPU"), c.removed()], 20, 2, blocks=20)  # fmt: skip
+says("the CPU copy goes too", lambda c: [c.stored(), c.stored(medium="CPU"), c.removed(), c.removed(medium="CPU")],
+     0, 2, "stale hit", blocks=20)  # fmt: skip
+says("children of an unknown parent, then the parent", lambda c: [c.stored(5), c.stored(0, 5)], 10, 8)
 
 
 @case("children of an unknown parent")
-def _(s: Script) -> list[Probe]:
-    prompt, names = s.tokens(10), s.names(10)
-    s.a.publisher.publish(stored(names[5:], prompt[5 * BLOCK : 10 * BLOCK], names[4]))
-    tail = prompt[5 * BLOCK :]
-    return [Probe(tail, 0, s.on_b(tail, 1), wrong="false hit"), Probe(prompt, 0, s.on_b(prompt, 1), wrong="false hit")]
+def _(s: Play) -> list[Probe]:
+    chain = s.chain()
+    s.say(chain.stored(5))
+    return [s.probe(chain.tokens[5 * BLOCK :], 0, 1, "false hit"), s.probe(chain, 0, 1, "false hit")]
 
 
-@case("children of an unknown parent, then the parent")
-def _(s: Script) -> list[Probe]:
-    prompt, names = s.tokens(10), s.names(10)
-    s.a.publisher.publish(stored(names[5:], prompt[5 * BLOCK : 10 * BLOCK], names[4]))
-    s.a.publisher.publish(stored(names[:5], prompt[: 5 * BLOCK]))
-    return [Probe(prompt, 10 * BLOCK, s.on_b(prompt, 8))]
+@case("two workers name blocks alike, one removes its own")
+def _(s: Play) -> list[Probe]:
+    chain = s.chain()
+    s.say(chain.stored())
+    s.b.publisher.publish(chain.stored())
+    s.settle()
+    s.b.publisher.publish(chain.removed(2))
+    return [Probe(chain.tokens, 10 * BLOCK, 2 * BLOCK)]
+
+
+@case("AllBlocksCleared by one of two workers")
+def _(s: Play) -> list[Probe]:
+    old, new, other = s.chain(), s.chain(), s.chain()
+    s.say(old.stored(), other.stored())
+    probe = s.probe(other, 0, 4, "stale hit")
+    s.say({"type": "AllBlocksCleared"}, new.stored())
+    return [s.probe(old, 0, 2, "stale hit"), probe, s.probe(new, 10, 2)]
+
+
+@case("salted blocks and a request with the salt")
+def _(s: Play) -> list[Probe]:
+    chain = s.chain()
+    s.say(chain.stored(extra_keys=PEPPER))
+    s.b.publisher.publish(chain.stored(0, 2, extra_keys=PEPPER[:2]))
+    return [s.probe(chain, 10, 2, salt="pepper")]
+
+
+def tuned(s: Play, chain: Chain, end: int) -> dict[str, Any]:
+    return {**chain.stored(0, end, extra_keys=[[s.a.lora]] * end), "lora_id": 1, "lora_name": s.a.lora}
+
+
+@case("blocks of a LoRA and a request for the base model", lora=True)
+def _(s: Play) -> list[Probe]:
+    chain = s.chain()
+    s.say(tuned(s, chain, 10))
+    return [s.probe(chain, 0, 2, "false hit")]
+
+
+@case("blocks of a LoRA and a request for it", lora=True)
+def _(s: Play) -> list[Probe]:
+    chain = s.chain()
+    s.say(tuned(s, chain, 10))
+    s.b.publisher.publish(tuned(s, chain, 2))
+    return [Probe(chain.tokens, 10 * BLOCK, 2 * BLOCK, lora=True)]
 
 
 # Groups of hybrid models ----------------------------------------------------------------------------------------------
 
-
-@case("a sliding window that left the end of the prefix", second_group="window")
-def _(s: Script) -> list[Probe]:
-    """Full attention holds 10 blocks, the window only the first 6 of them: 6 blocks can be used."""
-    prompt, names = s.tokens(10), s.names(10)
-    tokens = prompt[: 10 * BLOCK]
-    s.a.publisher.publish(stored(names, tokens, **FULL), stored(names, tokens, **WINDOW))
-    s.a.publisher.publish(removed(names[6:][::-1], group_idx=1))
-    others, tokens = s.names(8), prompt[: 8 * BLOCK]
-    s.b.publisher.publish(stored(others, tokens, **FULL), stored(others, tokens, **WINDOW))
-    return [Probe(prompt, 6 * BLOCK, 8 * BLOCK, wrong="false hit")]
-
-
-@case("a sliding window that left the beginning of the prefix", second_group="window")
-def _(s: Script) -> list[Probe]:
-    """What lies before the window is not needed: all 10 blocks can be used."""
-    prompt, names = s.tokens(10), s.names(10)
-    tokens = prompt[: 10 * BLOCK]
-    s.a.publisher.publish(stored(names, tokens, **FULL), stored(names, tokens, **WINDOW))
-    s.a.publisher.publish(removed(names[:6], group_idx=1))
-    others, tokens = s.names(8), prompt[: 8 * BLOCK]
-    s.b.publisher.publish(stored(others, tokens, **FULL), stored(others, tokens, **WINDOW))
-    return [Probe(prompt, 10 * BLOCK, 8 * BLOCK)]
+says("a sliding window that left the end of the prefix",  # full attention holds 10 blocks, the window the first 6
+     lambda c: [[c.stored(**FULL), c.stored(**WINDOW)], c.removed(6, group_idx=1)], 6, 8, "false hit",
+     second_group="window")  # fmt: skip
+says("a sliding window that left the beginning of the prefix",  # what lies before the window is not needed
+     lambda c: [[c.stored(**FULL), c.stored(**WINDOW)], c.removed(0, 6, group_idx=1)], 10, 8,
+     second_group="window")  # fmt: skip
+says("a recurrent state that is kept at one point only",  # full attention holds 10 blocks, the state is that of 4
+     lambda c: [[c.stored(**FULL), c.state(4)]], 4, 6, "false hit", second_group="state")  # fmt: skip
+says("a recurrent state that is gone",
+     lambda c: [[c.stored(**FULL), c.state(10)], c.removed(9, group_idx=1)], 0, 3, "false hit",
+     second_group="state")  # fmt: skip
 
 
-@case("a recurrent state that is kept at one point only", second_group="state")
-def _(s: Script) -> list[Probe]:
-    """Full attention holds 10 blocks, the state was saved after 4: 4 blocks can be used."""
-    prompt, names = s.tokens(10), s.names(10)
-    tokens = prompt[: 10 * BLOCK]
-    s.a.publisher.publish(stored(names, tokens, **FULL), stored([names[3]], tokens[: 4 * BLOCK], **STATE))
-    others, tokens = s.names(6), prompt[: 6 * BLOCK]
-    s.b.publisher.publish(stored(others, tokens, **FULL), stored([others[5]], tokens, **STATE))
-    return [Probe(prompt, 4 * BLOCK, 6 * BLOCK, wrong="false hit")]
+# Gaps: a stream breaks once, so these have one round ------------------------------------------------------------------
 
 
-@case("a recurrent state that is gone", second_group="state")
-def _(s: Script) -> list[Probe]:
-    prompt, names = s.tokens(10), s.names(10)
-    tokens = prompt[: 10 * BLOCK]
-    s.a.publisher.publish(stored(names, tokens, **FULL), stored([names[9]], tokens, **STATE))
-    s.a.publisher.publish(removed([names[9]], group_idx=1))
-    others, tokens = s.names(3), prompt[: 3 * BLOCK]
-    s.b.publisher.publish(stored(others, tokens, **FULL), stored([others[2]], tokens, **STATE))
-    return [Probe(prompt, 0, 3 * BLOCK, wrong="false hit")]
+def filled(s: Play) -> Chain:
+    """A prompt that A holds wholly and B a little, already known to the router."""
+    chain = s.chain()
+    s.say(chain.stored())
+    s.settle(s.probe(chain, 10, 2))
+    return chain
+
+
+def gone(chain: Chain) -> Probe:
+    """What `filled` stored, when A has lost it."""
+    return Probe(chain.tokens, 0, 2 * BLOCK, "stale hit")
+
+
+def after(s: Play) -> Probe:
+    """A prompt stored on A after the fault: is A still heard?"""
+    chain = s.chain()
+    s.say(chain.stored())
+    return s.probe(chain, 10, 2)
+
+
+def gap(s: Play) -> list[Probe]:
+    chain, lost = filled(s), s.chain()
+    s.say(chain.removed(), lost.stored(), lost=True)
+    found = [gone(chain), after(s)]
+    if s.a.publisher.replay_endpoint is None:
+        return found  # nobody can know of these blocks, and not to know costs one prefill
+    return [*found, s.probe(lost, 10, 2)]
+
+
+case("a gap that replay covers", rounds=1)(gap)
+case("a gap that replay of an older vLLM covers (no topic in replies)", rounds=1,
+     publisher={"replies_with_topic": False})(gap)  # fmt: skip
+case("a gap without replay", rounds=1, publisher={"replays": False})(gap)
+
+
+@case("a gap that the ring no longer covers", rounds=1)
+def _(s: Play) -> list[Probe]:
+    chain = filled(s)
+    s.say(chain.removed(), lost=True)
+    s.a.publisher.trim(len(s.a.publisher.ring))
+    return [gone(chain), after(s)]
+
+
+@case("the last batch is lost, then silence", rounds=1, silent=True)
+def _(s: Play) -> list[Probe]:
+    chain = filled(s)
+    s.say(chain.removed(), lost=True)
+    return [gone(chain)]
+
+
+# Restarts -------------------------------------------------------------------------------------------------------------
+
+
+def restarted(s: Play, *unheard: Batch, ahead: int | None = None) -> Chain:
+    """A's publisher begins anew; heard again once it is so many seqs ahead of its past life, or at once."""
+    chain, seen = filled(s), s.a.publisher.seq
+    s.a.publisher.restart()
+    s.say(*unheard, lost=True)
+    while ahead is not None and s.a.publisher.seq < seen + ahead:
+        s.say(s.chain(1).stored(), lost=True)
+    s.a.publisher.await_subscriber()
+    return chain
+
+
+@case("a restart at seq 0", rounds=1)
+def _(s: Play) -> list[Probe]:
+    return [gone(restarted(s)), after(s)]
+
+
+@case("a restart whose seq is higher already when it is heard again", rounds=1)
+def _(s: Play) -> list[Probe]:
+    early = s.chain()
+    return [gone(restarted(s, early.stored(), ahead=4)), s.probe(early, 10, 2), after(s)]
+
+
+@case("a restart whose next seq is just the one expected", rounds=1)
+def _(s: Play) -> list[Probe]:
+    return [gone(restarted(s, ahead=0)), after(s)]
+
+
+def idle(s: Play) -> list[Probe]:
+    return [gone(restarted(s))]
+
+
+case("a restart of an idle worker", rounds=1, silent=True)(idle)
+case("a restart of an idle worker without replay", rounds=1, silent=True, publisher={"replays": False})(idle)
+
+
+@case("a worker dies and comes back empty", rounds=1)
+def _(s: Play) -> list[Probe]:
+    chain, orphaned = filled(s), s.chain()
+    s.say(orphaned.stored())
+    s.settle(s.probe(orphaned, 10, 2))
+    s.a.die()
+    s.ask(Probe(orphaned.tokens, 0, 2 * BLOCK, "stale hit", sudden=True))
+    s.a.come_back()
+    s.a.publisher.await_subscriber()
+    return [gone(chain), after(s)]
+
+
+# Late joins: A's part is played before the router has the workers; `s.told` is what will be asked ---------------------
+
+
+def ring(s: Play) -> None:
+    kept, gone = s.chain(), s.chain()
+    s.say(kept.stored(), gone.stored(), gone.removed())
+    s.told = [(kept.tokens, 10, 2, "lost hit"), (gone.tokens, 0, 2, "stale hit")]
+
+
+def snapshot(s: Play) -> None:
+    """The ring has lost the beginning; the publisher knows what is resident all the same."""
+    ring(s)
+    s.a.publisher.trim(2)
+    s.a.publisher.snapshot = [pack([time.time(), [Chain(s.told[0][0], s.chain().names).stored()], None])]
+
+
+def rest(s: Play) -> None:
+    """The ring has lost the beginning and nobody knows it: what is left must not be taken for more than it is."""
+    lost, orphan = s.chain(), s.chain()
+    s.say(lost.stored(), Chain(orphan.tokens, lost.names[:5] + orphan.names[5:]).stored(5), lost.removed())
+    s.a.publisher.trim(1)
+    s.told = [(lost.tokens, 0, 2, "stale hit"), (orphan.tokens[5 * BLOCK :], 0, 1, "false hit")]
+
+
+def joined(s: Play) -> list[Probe]:
+    return [*(s.probe(*told) for told in s.told), after(s)]
+
+
+case("a late join that the ring covers", rounds=1, before=ring)(joined)
+case("a late join with a snapshot", rounds=1, before=snapshot)(joined)
+case("a late join that the ring no longer covers", rounds=1, before=rest)(joined)
+case("a late join without replay", rounds=1, before=rest, publisher={"replays": False})(joined)

@@ -1,4 +1,4 @@
-"""What a case of scripts/event_faults is made of: two scripted workers, prompts, and the truth about them.
+"""What a case of scripts/event_faults is made of, and how it is played and judged.
 
 A case scripts two workers (A and B) and asks for prompts of its own, so that cases do not disturb each other. Every
 prompt has a truth: the tokens that each worker could really reuse. The truths of a prompt never tie, so the right
@@ -9,20 +9,46 @@ where its deafness happens to be wrong.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.workers import FakeWorker
+from event_faults_routers import Router
+from harness.programs import await_true, call
+from harness.workers import BLOCK, FakeWorker, Publisher, removed, stored
 
-BLOCK = 16
+SETTLE_S_MAX = 12.0
+"""How long a router that explains itself may take to believe the truth."""
+_SEVERITY = ("failed", "stale hit", "false hit", "lost hit", "right")
 FULL: dict[str, Any] = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
-WINDOW: dict[str, Any] = {
-    "group_idx": 1,
-    "kv_cache_spec_kind": "sliding_window",
-    "kv_cache_spec_sliding_window": 4 * BLOCK,
-}
+WINDOW: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
+WINDOW["kv_cache_spec_sliding_window"] = 4 * BLOCK
 STATE: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "mamba"}
+AGAIN = "the last batch once more"
+Batch = Any
+"""An event, a list of events, the bytes of a payload, or AGAIN."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A prompt of whole blocks with a rest that no block holds, and the names of its blocks."""
+
+    tokens: list[int]
+    names: list[Any]
+
+    def stored(self, start: int = 0, end: int | None = None, **fields: Any) -> dict[str, Any]:
+        """The event of its blocks [start, end)."""
+        end = len(self.names) if end is None else end
+        parent = self.names[start - 1] if start else None
+        return stored(self.names[start:end], self.tokens[start * BLOCK : end * BLOCK], parent, **fields)
+
+    def removed(self, start: int = 0, end: int | None = None, **fields: Any) -> dict[str, Any]:
+        return removed(self.names[start:end][::-1], **fields)
+
+    def state(self, blocks: int) -> dict[str, Any]:
+        """Of a recurrent state that was saved after so many."""
+        return stored([self.names[blocks - 1]], self.tokens[: blocks * BLOCK], **STATE)
 
 
 @dataclass(frozen=True)
@@ -32,135 +58,162 @@ class Probe:
     tokens: list[int]
     a: int
     b: int
+    wrong: str = "lost hit"
+    """What it is where the router chooses the other worker."""
     control: bool = False
     salt: str | None = None
     lora: bool = False
-    wrong: str = "lost hit"
-    """What it is where the router chooses the other worker."""
     sudden: bool = False
     """Asked before anybody can know what happened: only the answer counts, not the prediction."""
 
 
 @dataclass(frozen=True)
-class Setup:
-    """How the two workers are made."""
-
-    topic: str = ""
-    replays: bool = True
-    replies_with_topic: bool = True
+class Case:
+    name: str
+    play: Callable[[Play], list[Probe]]
+    before: Callable[[Play], None] | None = None
+    """Played before the router gets the workers."""
+    silent: bool = False
+    """The fault consists in silence: nothing may be published after it."""
+    rounds: int = 3
+    """How often it is played, with fresh prompts each time: a router that cannot tell must not be right by luck."""
+    publisher: dict[str, Any] = field(default_factory=dict)
     block_size_b: int = BLOCK
     lora: bool = False
     second_group: str = ""
     """A hybrid model: `window` or `state` beside full attention."""
 
 
-class Script:
-    """What a case plays with: two workers, fresh names and tokens, and the means to wait."""
+@dataclass
+class Row:
+    case: str
+    verdict: str
+    detail: str = ""
+    """The first thing that was wrong."""
+    probes: int = 0
+    right: int = 0
 
-    def __init__(
-        self,
-        a: FakeWorker,
-        b: FakeWorker,
-        seed: int,
-        settle: Callable[[list[Probe]], None],
-        ask: Callable[[Probe], None],
-        second_group: str = "",
-    ) -> None:
-        self.a, self.b = a, b
-        self._second_group = second_group
+
+class Play:
+    """One case against one router: what the case plays with, and what was found."""
+
+    def __init__(self, router: Router, case: Case, seed: int) -> None:
+        self._router, self._case = router, case
+        self._found: list[tuple[str, str]] = []
+        """(verdict, detail) of each prompt asked."""
         self.rng = random.Random(seed)
+        sizes = (BLOCK, case.block_size_b)
+        made = [FakeWorker(f"faults-{seed}", Publisher(**case.publisher), block_size=size) for size in sizes]
+        for worker in made:
+            worker.lora = f"tuned-{seed}" if case.lora else None
+        self.a, self.b = self._workers = made
         self.told: list[tuple[list[int], int, int, str]] = []
-        """What a case's `before` leaves to its `play`."""
-        self._settle = settle
-        self.ask = ask
-        """Ask for a prompt right now, in the middle of the fault."""
+        """What a case's `before` leaves to its `play`: a prompt, blocks on A, blocks that B will get, what is wrong."""
+
+    def run(self) -> Row:
+        try:
+            return self._run()
+        except Exception as error:  # what a router does to a case is a finding, and the others still run  # noqa: BLE001
+            return Row(self._case.name, "failed", f"{type(error).__name__}: {error}")
+        finally:
+            self._router.detach(self._workers)
+            for worker in self._workers:
+                worker.close()
+
+    def _run(self) -> Row:
+        if self._case.before is not None:
+            self._case.before(self)
+        self.url = self._router.attach(self._workers)
+        deaf = [worker.url for worker in self._workers if not worker.publisher.await_subscriber()]
+        for play in (Play._control, *[self._case.play] * self._case.rounds):
+            probes = play(self)
+            self.settle(*probes)
+            for probe in probes:
+                self.ask(probe)
+        verdict, detail = min(self._found, key=lambda one: _SEVERITY.index(one[0]))
+        if verdict != "right" and self._case.name in self._router.notes:
+            detail += f" ({self._router.notes[self._case.name]})"
+        if deaf:
+            detail = f"nobody subscribed to {', '.join(deaf)}. {detail}"
+        return Row(self._case.name, verdict, detail, len(self._found), sum(one[0] == "right" for one in self._found))
+
+    # What a case says -------------------------------------------------------------------------------------------------
+
+    def chain(self, blocks: int = 10, name: Callable[[random.Random], Any] = lambda rng: rng.getrandbits(64)) -> Chain:
+        tokens = [self.rng.randrange(1000, 30000) for _ in range(blocks * BLOCK + 5)]
+        return Chain(tokens, [name(self.rng) for _ in range(blocks)])
+
+    def say(self, *batches: Batch, lost: bool = False) -> None:
+        """A publishes; or (`lost`) only keeps for replay."""
+        for batch in batches:
+            if batch is AGAIN:
+                self.a.publisher.repeat()
+            elif isinstance(batch, bytes):
+                self.a.publisher.publish(payload=batch)
+            else:
+                self.a.publisher.publish(*(batch if isinstance(batch, list) else [batch]), lost=lost)
+
+    def probe(self, prompt: Chain | list[int], a: int, b: int, wrong: str = "lost hit", **more: Any) -> Probe:
+        """B stores `b` blocks of the prompt now; A can reuse `a` of them."""
+        tokens = prompt.tokens if isinstance(prompt, Chain) else prompt
+        self._store(self.b, tokens, b)
+        return Probe(tokens, a * BLOCK, b * BLOCK, wrong, **more)
+
+    def _store(self, worker: FakeWorker, tokens: list[int], blocks: int) -> None:
+        """The worker holds so many blocks in every group of its model, under names of its own."""
+        whole = Chain(tokens, self.chain(blocks).names)
+        second = {"": [], "window": [whole.stored(**WINDOW)], "state": [whole.state(blocks)]}[self._case.second_group]
+        worker.publisher.publish(whole.stored(**FULL) if second else whole.stored(), *second)
+
+    def _control(self) -> list[Probe]:
+        """Two plain prompts, one on each worker: does the router follow them at all?"""
+        probes = []
+        for worker, a, b in ((self.a, 8, 1), (self.b, 1, 8)):
+            prompt = self.chain(8)
+            for holder, blocks in ((worker, 8), (self.b if worker is self.a else self.a, 1)):
+                self._store(holder, prompt.tokens, blocks)
+            probes.append(Probe(prompt.tokens, a * BLOCK, b * BLOCK, control=True))
+        return probes
+
+    # What the router makes of it --------------------------------------------------------------------------------------
 
     def settle(self, *probes: Probe) -> None:
         """Give the router the time to apply what was published: until it predicts these truths, where it tells."""
-        self._settle(list(probes))
+        if not self._router.explains:
+            time.sleep(self._router.settle_s)
+            return
+        # What comes last on each stream is waited for, so that nothing is judged before it was applied. A fault that
+        # consists in silence must not be broken by such a mark.
+        marks = [] if self._case.silent or any(probe.control for probe in probes) else self._control()
+        await_true(lambda: all(self._believed(p) == (p.a, p.b) for p in [*marks, *probes]), SETTLE_S_MAX)
 
-    def tokens(self, blocks: int) -> list[int]:
-        """A prompt of so many blocks and a rest that no block holds."""
-        return [self.rng.randrange(1000, 30000) for _ in range(blocks * BLOCK + 5)]
-
-    def names(self, count: int) -> list[Any]:
-        return [self.rng.getrandbits(64) for _ in range(count)]
-
-    def control(self) -> list[Probe]:
-        """Two plain prompts, one on each worker: does the router follow them at all?"""
-        probes = []
-        for worker, other in ((self.a, self.b), (self.b, self.a)):
-            prompt = self.tokens(8)
-            self._store(worker, prompt, 8)
-            self._store(other, prompt, 1)
-            held = (8 * BLOCK, BLOCK) if worker is self.a else (BLOCK, 8 * BLOCK)
-            probes.append(Probe(prompt, *held, control=True))
-        return probes
-
-    def _store(self, worker: FakeWorker, prompt: list[int], blocks: int) -> None:
-        """The worker holds so many blocks in every group of its model."""
-        names, tokens = self.names(blocks), prompt[: blocks * BLOCK]
-        if self._second_group == "":
-            worker.publisher.publish(stored(names, tokens))
-        elif self._second_group == "window":
-            worker.publisher.publish(stored(names, tokens, **FULL), stored(names, tokens, **WINDOW))
+    def ask(self, probe: Probe) -> None:
+        """Ask for the prompt right now, and judge."""
+        believed = self._believed(probe)
+        before = [len(worker.asked) for worker in self._workers]
+        status, answer = call(f"{self.url}/v1/completions", self._body(probe))
+        went = [len(worker.asked) > count for worker, count in zip(self._workers, before)]
+        truth = (probe.a, probe.b)
+        where = f"truth {truth}" + (f", predicted {believed}" if believed is not None else "")
+        if status != 200:
+            self._found.append(("failed", f"status {status}: {str(answer)[:100]}"))
+        elif believed is not None and believed != truth and not probe.sudden:
+            over = any(p > t for p, t in zip(believed, truth))
+            too_much = probe.wrong if probe.wrong != "lost hit" else "false hit"
+            self._found.append((too_much if over else "lost hit", where))
+        elif went.index(True) != truth.index(max(truth)):
+            name = "lost hit" if probe.control else probe.wrong
+            detail = f"went to {'AB'[went.index(True)]}, {where}" + " (before the fault)" * probe.control
+            self._found.append((name, detail))
         else:
-            worker.publisher.publish(stored(names, tokens, **FULL), stored(names[-1:], tokens, **STATE))
+            self._found.append(("right", where))
 
-    def on_b(self, prompt: list[int], blocks: int, **fields: Any) -> int:
-        """B holds the first `blocks` blocks. Returns the tokens."""
-        self.b.publisher.publish(stored(self.names(blocks), prompt[: blocks * BLOCK], **fields))
-        return blocks * BLOCK
+    def _body(self, probe: Probe) -> dict[str, Any]:
+        model = self.a.lora if probe.lora else self.a.model
+        body = {"model": model, "prompt": probe.tokens, "max_tokens": 1, "temperature": 0}
+        return body if probe.salt is None else {**body, "cache_salt": probe.salt}
 
-
-Play = Callable[[Script], list[Probe]]
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    play: Play
-    setup: Setup = field(default_factory=Setup)
-    before: Callable[[Script], None] | None = None
-    """Played before the router gets the workers."""
-    silent: bool = False
-    """The fault consists in silence: nothing may be published after it."""
-    rounds: int = 3
-    """How often it is played, with fresh prompts each time: a router that cannot tell must not be right by luck."""
-
-
-CASES: list[Case] = []
-
-
-def case(
-    name: str, *, before: Callable[[Script], None] | None = None, silent: bool = False, rounds: int = 3, **setup: Any
-) -> Callable[[Play], Play]:
-    def register(play: Play) -> Play:
-        CASES.append(Case(name, play, Setup(**setup), before, silent, rounds))
-        return play
-
-    return register
-
-
-def stored(
-    names: list[Any], tokens: list[int], parent: Any = None, *, size: int = BLOCK, medium: str = "GPU", **more: Any
-) -> dict[str, Any]:
-    """A BlockStored event as vLLM writes it since June 2026."""
-    head = {"type": "BlockStored", "block_hashes": names, "parent_block_hash": parent, "token_ids": tokens}
-    return {**head, "block_size": size, "lora_id": None, "medium": medium, "lora_name": None, **more}
-
-
-def removed(names: list[Any], medium: str = "GPU", **more: Any) -> dict[str, Any]:
-    return {"type": "BlockRemoved", "block_hashes": names, "medium": medium, **more}
-
-
-CLEARED = {"type": "AllBlocksCleared"}
-
-
-def stored_array(names: list[Any], tokens: list[int], parent: Any = None) -> list[Any]:
-    """The same as vLLM wrote it before."""
-    return ["BlockStored", names, parent, tokens, BLOCK, None, "GPU", None]
-
-
-def removed_array(names: list[Any]) -> list[Any]:
-    return ["BlockRemoved", names, "GPU"]
+    def _believed(self, probe: Probe) -> tuple[int, int] | None:
+        """What the router predicts on A and on B."""
+        predicted = self._router.predicted(self.url, self._body(probe))
+        return None if predicted is None else (predicted.get(self.a.port, 0), predicted.get(self.b.port, 0))

@@ -11,8 +11,7 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from event_faults_script import BLOCK, removed, stored
-from harness.workers import END_SEQ
+from harness.workers import BLOCK, END_SEQ, removed, stored
 from msgspec.msgpack import encode
 
 Payloads = Callable[[], Iterator[bytes]]

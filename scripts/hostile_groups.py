@@ -9,11 +9,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import zmq
-from event_faults_script import BLOCK, stored
 from harness.load import Answer, Client, post
 from harness.programs import await_true, call
 from harness.upstream import CLOSE, RESET, STREAM, Steps, Upstream, chunk, model_card, models_page, whole
-from harness.workers import FakeWorker, Publisher
+from harness.workers import BLOCK, FakeWorker, Publisher, stored
 from hostile_bodies import BODIES, CHAT
 from hostile_events import EVENTS, FRAMES, PAGES, PEER, REPLAYS
 from hostile_http import Variant, variants

@@ -18,9 +18,22 @@ from typing import Any
 import zmq
 from msgspec.msgpack import encode as pack
 
+BLOCK = 16
 END_SEQ = 2**64 - 1
 SNAPSHOT_SEQ = 2**64 - 2
 BIND_S_MAX = 5.0
+
+
+def stored(
+    names: list[Any], tokens: list[int], parent: Any = None, *, size: int = BLOCK, medium: str = "GPU", **more: Any
+) -> dict[str, Any]:
+    """A BlockStored event as vLLM writes it since June 2026."""
+    head = {"type": "BlockStored", "block_hashes": names, "parent_block_hash": parent, "token_ids": tokens}
+    return {**head, "block_size": size, "lora_id": None, "medium": medium, "lora_name": None, **more}
+
+
+def removed(names: list[Any], medium: str = "GPU", **more: Any) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": names, "medium": medium, **more}
 
 
 class Publisher:

@@ -18,18 +18,18 @@ pytestmark = pytest.mark.live
 
 
 @pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any, Any]]:
+def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
     """The scripted worker's modules."""
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts"))
-    names = ("harness.workers", "event_faults_routers", "event_faults_script")
+    names = ("harness.workers", "event_faults_routers")
     yield tuple(importlib.import_module(name) for name in names)  # type: ignore[misc]
     for name in names:
         sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("restarted", [False, True], ids=["confirmed", "restarted meanwhile"])
-def test_a_late_router_asks_the_one_that_was_there(parts: tuple[Any, Any, Any], restarted: bool) -> None:
-    worker_module, routers, script = parts
+def test_a_late_router_asks_the_one_that_was_there(parts: tuple[Any, Any], restarted: bool) -> None:
+    worker_module, routers = parts
     worker = worker_module.FakeWorker("m", worker_module.Publisher())
     first = routers.Ours()
     late = None
@@ -42,14 +42,14 @@ def test_a_late_router_asks_the_one_that_was_there(parts: tuple[Any, Any, Any], 
         names = [rng.getrandbits(64) for _ in range(10)]
         for block in range(10):
             parent = names[block - 1] if block else None
-            worker.publisher.publish(script.stored([names[block]], prompt[block * 16 : block * 16 + 16], parent))
+            worker.publisher.publish(worker_module.stored([names[block]], prompt[block * 16 : block * 16 + 16], parent))
         assert routers.await_true(lambda: first.predicted(first.url, body) == {worker.port: 160}, 10)
         worker.publisher.trim(9)
         if restarted:
             first_seen = worker.publisher.seq
             worker.publisher.restart()
             while worker.publisher.seq < first_seen:  # another history of the same length
-                worker.publisher.publish(script.stored([rng.getrandbits(64)], [1] * 16), lost=True)
+                worker.publisher.publish(worker_module.stored([rng.getrandbits(64)], [1] * 16), lost=True)
         late = routers.Ours("--snapshot-from", first.url)
         late.attach([worker])
         expected = {worker.port: 0 if restarted else 160}
