@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.__main__ import shadowed
 from engine.api.choice import new_choice
 from engine.api.detokenizer import DetokenizerFactory
 from engine.api.params import ModelLimits, sampling_params
@@ -23,6 +22,7 @@ from engine.messages import FrameReader, frame
 from engine.process.client import merge
 from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 from options import ConfigError
+from options.entry import shadowed
 from prompts import RequestError, parse_chat, parse_completion
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -220,14 +220,14 @@ def test_sizes_are_positive(field: str) -> None:
 
 
 def test_a_shadowed_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shadowed() is None
+    assert shadowed(("options", "events")) is None
     foreign = tmp_path / "events" / "__init__.py"
     foreign.parent.mkdir()
     foreign.write_text("")
     monkeypatch.setattr(sys, "meta_path", [BuiltinImporter, FrozenImporter, PathFinder])
     monkeypatch.setattr(sys, "path", [str(tmp_path), str(ROOT)])
     monkeypatch.delitem(sys.modules, "events")
-    problem = shadowed()
+    problem = shadowed(("options", "events"))
     assert problem is not None
     assert str(foreign) in problem
     assert str(ROOT / "events") in problem

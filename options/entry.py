@@ -1,0 +1,43 @@
+"""The way into a program: make sure that its packages are ours, then run its command line."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+
+
+def shadowed(names: tuple[str, ...]) -> str | None:
+    """What is wrong with the import path, in one line; None where all `names`, packages that stand beside this one, are
+    ours. Other distributions have packages of these names."""
+    home = Path(__file__).resolve().parent.parent
+    for name in names:
+        expected = home / name / "__init__.py"
+        try:
+            spec = importlib.util.find_spec(name)
+        except (ImportError, ValueError) as error:
+            return f"the package `{name}` cannot be imported: {error}; expected {expected}"
+        found = Path(spec.origin).resolve() if spec is not None and spec.origin else None
+        if found is None:
+            return f"the package `{name}` is missing: expected {expected}; reinstall blockcast"
+        if found != expected:
+            return (
+                f"the package `{name}` is shadowed: {found} is imported instead of {expected}; "
+                "install blockcast into an environment of its own"
+            )
+    return None
+
+
+def enter(program: str, module: str, beside: tuple[str, ...]) -> None:
+    """Run `main` of `module`, which needs the packages `beside` it. Ends with a line where something is missing."""
+    problem = shadowed(beside)
+    if problem is not None:
+        sys.exit(f"{program}: {problem}")
+    try:
+        run = importlib.import_module(module).main
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in (*beside, program):
+            raise
+        sys.exit(f"{program}: the package `{error.name}` is missing: install blockcast[{program}]")
+    run(sys.argv[1:])
