@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -17,24 +17,15 @@ import msgspec
 
 from prompts.errors import RequestError, bad_value
 from router.app.dashboard import Dashboard
-from router.app.metrics_page import (
-    Family,
-    core_families,
-    counted_families,
-    feed_families,
-    fleet_families,
-    prompt_families,
-    render,
-)
+from router.app.metrics_page import families, render
 from router.app.openapi import document
 from router.app.reading import Reading
 from router.app.siblings import RELAYED, Report, Siblings, WorkerSums
 from router.counters import Metrics
 from router.decide.core import RouterCore
-from router.decide.messages import Decision, Refuse
+from router.decide.messages import Refuse
 from router.decide.workers import CacheView, WorkerState
 from router.fleet.members import Fleet
-from router.http.connection import ClientConnection
 from router.http.request import HttpRequest
 from router.http.routes import Answer, Handler, Routes
 from router.prompting.reader import PromptReader
@@ -70,7 +61,6 @@ class Admin:
         self._reading = reading
         self._metrics = metrics
         self._now = now
-        self._version = version
         self._feed_totals = feed_totals
         self._feed_fault = feed_fault
         self._siblings = siblings
@@ -81,41 +71,31 @@ class Admin:
         self._started = int(time.time())
         self._started_s = now()
         self.draining = False
-        self._routes = Routes()
-        for method, path, handler, public in (
+        self.routes = Routes()
+        handlers: list[tuple[str, str, Handler, bool]] = [
             ("GET", "/health", self._health, True),
-            ("GET", "/livez", self._live, True),
+            ("GET", "/livez", lambda *_: Answer(b'{"status":"ok"}'), True),
             ("GET", "/readyz", self._ready, True),
             ("GET", "/v1/models", self._models, True),
             ("GET", "/metrics", self._render_metrics, True),
-            ("GET", "/version", self._show_version, True),
-            ("GET", "/openapi.json", self._openapi, True),
+            ("GET", "/version", lambda *_: Answer(msgspec.json.encode({"version": version})), True),
+            ("GET", "/openapi.json", lambda *_: Answer(document(version)), True),
             ("GET", "/workers", self._workers, False),
             ("POST", "/workers", self._add, False),
             ("DELETE", "/workers", self._remove, False),
             ("DELETE", "/workers/*", self._remove, False),
             ("POST", "/workers/*/drain", self._drain, False),
             ("POST", "/route", self._route, False),
-            *([("GET", "/report", self._own_report, False)] if siblings is not None else []),
-        ):
-            self._routes.add(method, path, handler, public=public)
-
-    def add_route(self, method: str, path: str, handler: Handler, *, public: bool) -> None:
-        """Serve `path`, in which one segment may be `*`."""
-        self._routes.add(method, path, handler, public=public)
+        ]
+        if siblings is not None:
+            handlers.append(("GET", "/report", lambda *_: Answer(msgspec.json.encode(self.report())), False))
+        for method, path, handler, public in handlers:
+            self.routes.add(method, path, handler, public=public)
 
     def show(self, dashboard: Dashboard) -> None:
         """Serve the dashboard."""
-        self.add_route("GET", "/dashboard", lambda *_: Answer(dashboard.page(), content_type=HTML), public=True)
-        self.add_route("GET", "/dashboard/events", lambda *_: dashboard.watch, public=False)
-
-    def is_public(self, request: HttpRequest) -> bool:
-        """Whether it is for everybody who reaches the port."""
-        return self._routes.is_public(request)
-
-    def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
-        """Answer a request that was let in, or raise RequestError."""
-        self._routes.handle(connection, request)
+        self.routes.add("GET", "/dashboard", lambda *_: Answer(dashboard.page(), content_type=HTML), public=True)
+        self.routes.add("GET", "/dashboard/events", lambda *_: dashboard.watch, public=False)
 
     # Handlers -----------------------------------------------------------------------------------------------------
 
@@ -127,10 +107,6 @@ class Admin:
         if (fault := self._feed_fault()) is not None:
             body["events"] = fault  # requests are still sent on, by what was known before
         return Answer(msgspec.json.encode(body), 200 if status == "ok" else 503)
-
-    def _live(self, request: HttpRequest, _: str) -> Answer:
-        """This process answers: to be started again where it does not."""
-        return Answer(b'{"status":"ok"}')
 
     def _ready(self, request: HttpRequest, _: str) -> Answer:
         """Whether requests had better be sent here than to another router."""
@@ -153,12 +129,6 @@ class Admin:
                 return f"not known yet: {', '.join(unknown[:10])}"
             self._knows = True
         return None
-
-    def _show_version(self, request: HttpRequest, _: str) -> Answer:
-        return Answer(msgspec.json.encode({"version": self._version}))
-
-    def _openapi(self, request: HttpRequest, _: str) -> Answer:
-        return Answer(document(self._version))
 
     def _models(self, request: HttpRequest, _: str) -> Answer:
         """Every model that some worker takes requests for, with the longest context offered."""
@@ -204,43 +174,31 @@ class Admin:
             segments={model: (one.hit_tokens, one.miss_tokens, one.used_bytes) for model, one in segments.items()},
         )
 
-    def _own_report(self, request: HttpRequest, _: str) -> Answer:
-        return Answer(msgspec.json.encode(self.report()))
-
-    def _render_metrics(self, request: HttpRequest, _: str) -> Answer | Coroutine[Any, Any, Answer]:
-        if self._siblings is None:
-            return self._metrics_page(self._metrics, self.report())
-        return self._summed_metrics(self._siblings)
-
-    async def _summed_metrics(self, siblings: Siblings) -> Answer:
-        """The page over all processes; what is gauged of workers and index is this one's view."""
+    async def _sums(self) -> tuple[Metrics, Report]:
+        """What all processes did."""
         report = self.report()
+        if self._siblings is None:
+            return self._metrics, report
         metrics = Metrics()
         metrics.absorb(report.metrics)
-        for other in await siblings.reports():
+        for other in await self._siblings.reports():
             metrics.absorb(other.metrics)
             report.add(other)
-        return self._metrics_page(metrics, report)
+        return metrics, report
 
-    def _metrics_page(self, metrics: Metrics, report: Report) -> Answer:
-        def families() -> Iterable[Family]:
-            yield from counted_families(metrics)
-            snapshot, starting = self._core.snapshot(self._now()), self._fleet.starting()
-            yield from core_families(snapshot, report, self._core.index.stats(), starting)
-            yield from fleet_families(self._fleet.unusable)
-            yield from prompt_families(report)
-            yield from feed_families(self._feed_totals())
-
-        return Answer(render(families), content_type=TEXT)
+    async def _render_metrics(self, request: HttpRequest, argument: str) -> Answer:
+        """Sums over all processes; what is gauged of workers and index is this one's view."""
+        metrics, report = await self._sums()
+        snapshot, starting, unusable = self._core.snapshot(self._now()), self._fleet.starting(), self._fleet.unusable
+        page = families(metrics, report, snapshot, self._core.index.stats(), starting, unusable, self._feed_totals())
+        return Answer(render(page), content_type=TEXT)
 
     def workers(self, report: Report | None = None) -> dict[str, Any]:
         """The body of `GET /workers`; `report` has the sums where there are several processes."""
-        snapshot = self._core.snapshot(self._now())
+        snapshot, report = self._core.snapshot(self._now()), report or self.report()
         rows = []
         for row in snapshot.workers:
-            values = dataclasses.asdict(row)
-            if report is not None and row.target in report.workers:
-                values |= msgspec.structs.asdict(report.workers[row.target])
+            values = dataclasses.asdict(row) | msgspec.structs.asdict(report.workers[row.target])
             values["events"] = self._fleet.details(row.worker_id)
             worker = self._core.workers.get(row.worker_id)
             bases = {model.base for model in worker.models.values()} if worker is not None else set()
@@ -253,21 +211,14 @@ class Admin:
             rows.append({"worker_id": worker_id, "state": WorkerState.STARTING.value, "state_reason": problem})
         return {
             "workers": rows,
-            "in_flight": snapshot.in_flight if report is None else report.in_flight,
-            "held": snapshot.held if report is None else report.held,
-            "counters": snapshot.counters if report is None else report.counters,
+            "in_flight": report.in_flight,
+            "held": report.held,
+            "counters": report.counters,
             "index": dataclasses.asdict(self._core.index.stats()),
         }
 
-    def _workers(self, request: HttpRequest, _: str) -> Answer | Coroutine[Any, Any, Answer]:
-        if self._siblings is None:
-            return Answer(msgspec.json.encode(self.workers()))
-        return self._summed_workers(self._siblings)
-
-    async def _summed_workers(self, siblings: Siblings) -> Answer:
-        report = self.report()
-        for other in await siblings.reports():
-            report.add(other)
+    async def _workers(self, request: HttpRequest, argument: str) -> Answer:
+        report = (await self._sums())[1]
         return Answer(msgspec.json.encode(self.workers(report)))
 
     async def _pass_on(self, request: HttpRequest) -> None:
@@ -286,11 +237,9 @@ class Admin:
         return Answer(msgspec.json.encode({"worker_id": worker_id}), 201)
 
     async def _remove(self, request: HttpRequest, argument: str) -> Answer:
-        worker_id = argument
-        if not worker_id:
-            settings = _object(request.body)
-            worker_id = str(settings.get("worker_id") or settings.get("url") or "")
-        worker_id = self._known(worker_id, *self._fleet.starting())
+        settings = {} if argument else _object(request.body)
+        name = argument or str(settings.get("worker_id") or settings.get("url") or "")
+        worker_id = self._known(name, *self._fleet.starting())
         await self._fleet.remove(worker_id)
         log.info("admin: worker %s removed", worker_id)
         await self._pass_on(request)
@@ -330,17 +279,10 @@ class Admin:
         decision = self._core.explain(route, self._now())
         if isinstance(decision, Refuse):
             raise RequestError(decision.message, param=None, code=decision.code, status=decision.status)
-        body = explained(decision)
-        body["tokenized"] = token_ids is not None
-        body["tokenize_ms"] = round(tokenize_s * 1e3, 3)
+        body: dict[str, Any] = msgspec.to_builtins(decision)
+        del body["request_id"], body["decided_s"]
+        body |= {"tokenized": token_ids is not None, "tokenize_ms": round(tokenize_s * 1e3, 3)}
         return Answer(msgspec.json.encode(body))
-
-
-def explained(decision: Decision) -> dict[str, Any]:
-    """A decision as JSON shows it."""
-    body: dict[str, Any] = msgspec.to_builtins(decision)
-    del body["request_id"], body["decided_s"]
-    return body
 
 
 def _object(body: bytes) -> dict[str, Any]:

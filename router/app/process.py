@@ -172,8 +172,8 @@ class RouterProcess:
         self._dashboard = Dashboard(self._core, proxy, self._prompts, self._admin.workers)
         self._admin.show(self._dashboard)
         routes = PeerRoutes(self._index.seed, self._feed.snapshot)
-        self._admin.add_route("GET", "/peer", routes.index, public=False)
-        self._admin.add_route("GET", "/peer/*", routes.stream, public=False)
+        self._admin.routes.add("GET", "/peer", routes.index, public=False)
+        self._admin.routes.add("GET", "/peer/*", routes.stream, public=False)
         self._core.registry.on_state = log_state
         proxy.is_keyed = self._fleet.is_keyed
         proxy.on_worker_lost.append(self._feed.lost)
@@ -206,7 +206,7 @@ class RouterProcess:
             self._tenants,
             self._metrics,
             self._config.edge,
-            self._admin,
+            self._admin.routes,
             guard=guard,
         )
         listener = Listener(app, self._config.edge.client_timeouts, self._config.edge.connections_max)

@@ -14,7 +14,6 @@ from collections.abc import Coroutine
 from typing import Any
 
 from prompts.errors import RequestError
-from router.app.admin import Admin
 from router.app.guard import Guard, bearer
 from router.app.reading import Asked, Reading
 from router.app.tenants import UNSALTED, Tenants, name_of
@@ -25,6 +24,7 @@ from router.edge.proxy import Proxy
 from router.http.answers import MethodNotAllowed, error_type
 from router.http.connection import ClientConnection
 from router.http.request import HttpRequest
+from router.http.routes import Routes
 from router.prompting.reader import Read
 
 log = logging.getLogger("router")
@@ -56,19 +56,18 @@ class RouterApp:
         tenants: Tenants,
         metrics: Metrics,
         config: EdgeConfig,
-        admin: Admin,
+        routes: Routes,
         *,
         guard: Guard,
     ) -> None:
         self.limits = config.limits
         self.budget = proxy.budget
-        self.draining = False
         self._proxy = proxy
         self._reading = reading
         self._tenants = tenants
         self._metrics = metrics
         self._keys = [key.encode() for key in config.api_keys]
-        self._admin = admin
+        self._own = routes
         self._guard = guard
         self._passed = frozenset(PASSED + config.pass_routes) - (UNSALTED if config.tenant_salts else frozenset())
         self._passed_below = tuple(path[:-1] for path in self._passed if path.endswith("/*"))
@@ -83,7 +82,7 @@ class RouterApp:
         """Whose request it is, told by its head. Raises RequestError before its body is read, or kept."""
         path = request.path
         if not path.startswith("/v1/"):
-            if not self._admin.is_public(request):
+            if not self._own.is_public(request):
                 self._guard(connection, request)
             return connection.peer
         party = self._key_of(request) if self._keys else connection.peer
@@ -111,7 +110,7 @@ class RouterApp:
         if path.startswith("/v1/") and path != "/v1/models":
             self._serve(connection, request)
         else:
-            self._admin.handle(connection, request)
+            self._own.handle(connection, request)
 
     def rejected(self, status: int) -> None:
         self._metrics.http_errors[str(status)] += 1

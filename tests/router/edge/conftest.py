@@ -251,7 +251,7 @@ class Edge:
         self.tenants = Tenants(config, self.metrics)
         self.proxy.on_end.append(lambda exchange: self.tenants.leave(exchange.request_id))
         self.app = RouterApp(
-            self.proxy, reading, self.tenants, self.metrics, config, self.admin, guard=guard or anybody
+            self.proxy, reading, self.tenants, self.metrics, config, self.admin.routes, guard=guard or anybody
         )
         self.listener = Listener(self.app, config.client_timeouts, config.connections_max)
         self.port = await self.listener.start("127.0.0.1", 0, None)

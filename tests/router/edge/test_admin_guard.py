@@ -26,7 +26,7 @@ def status(answer: bytes) -> int:
 
 
 def routes_of(admin: Admin) -> list[tuple[str, str, bool]]:
-    return [(method, path, public) for (method, path), (_, public) in admin._routes._routes.items()]
+    return [(method, path, public) for (method, path), (_, public) in admin.routes._routes.items()]
 
 
 PUBLIC = {"/health", "/v1/models", "/metrics", "/version", "/openapi.json", "/livez", "/readyz"}

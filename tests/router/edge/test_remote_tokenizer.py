@@ -11,7 +11,8 @@ import pytest
 
 from prompts.routing import parse_routing
 from router.fleet.discovery import parse_worker_flag
-from router.prompting.remote import RemoteTokenizer, request_body
+from router.prompting.encode import question
+from router.prompting.remote import RemoteTokenizer
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "one two three"}], "add_generation_prompt": False}
 
@@ -123,6 +124,6 @@ def test_what_cannot_be_asked_is_not() -> None:
         ("/v1/completions", {"prompt": [[1, 2]]}),
         ("/v1/completions", {}),
     ):
-        assert request_body(parse_routing(path, json.dumps(body).encode()), "m") is None
-    first = request_body(parse_routing("/v1/completions", b'{"prompt":["a","b"]}'), "m")
-    assert first == {"model": "m", "prompt": "a", "add_special_tokens": True}
+        assert question(parse_routing(path, json.dumps(body).encode()), "m") is None
+    first = question(parse_routing("/v1/completions", b'{"prompt":["a","b"]}'), "m")
+    assert json.loads(first or b"") == {"model": "m", "prompt": "a", "add_special_tokens": True}
