@@ -10,6 +10,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Container
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 log = logging.getLogger("router")
@@ -22,8 +23,6 @@ OVERHEAD_BOUNDS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2,
 
 class Histogram:
     """Cumulative on export, plain counts while observing."""
-
-    __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
@@ -44,59 +43,37 @@ class Histogram:
         return out
 
 
-COUNTED = (
-    "requests",
-    "decisions",
-    "failures",
-    "prompt_tokens",
-    "predicted_cached_tokens",
-    "reported_prompt_tokens",
-    "reported_cached_tokens",
-    "client_disconnects",
-    "http_errors",
-    "crashes",
-    "held_bytes",
-    "refused_bytes",
-    "refused_by_key",
-    "request_s",
-    "ttft_s",
-    "routing_s",
-    "tokenize_s",
-)
-"""The attributes of Metrics."""
-
-
+@dataclass(slots=True, eq=False)
 class Metrics:
     """The numbers of one process."""
 
-    def __init__(self) -> None:
-        self.requests: Counter[tuple[str, str, str]] = Counter()
-        """(route, model, outcome) of every request that ended."""
-        self.decisions: Counter[str] = Counter()
-        self.failures: Counter[tuple[str, str]] = Counter()
-        self.prompt_tokens = 0
-        self.predicted_cached_tokens = 0
-        self.reported_prompt_tokens = 0
-        self.reported_cached_tokens = 0
-        self.client_disconnects = 0
-        self.http_errors: Counter[str] = Counter()
-        self.crashes: Counter[tuple[str, str]] = Counter()
-        """(boundary, type of the exception) of what raised there and must not."""
-        self.held_bytes = 0
-        """Of clients' requests that arrive or are in flight, now; router/http/budget.py keeps it."""
-        self.refused_bytes: Counter[str] = Counter()
-        self.refused_by_key: Counter[str] = Counter()
-        """bound -> requests that would have exceeded it."""
-        self._crash_logged_s: dict[tuple[str, str], float] = {}
-        self.request_s = Histogram(LATENCY_BOUNDS_S)
-        self.ttft_s = Histogram(LATENCY_BOUNDS_S)
-        self.routing_s = Histogram(OVERHEAD_BOUNDS_S)
-        self.tokenize_s = Histogram(OVERHEAD_BOUNDS_S)
+    requests: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    """(route, model, outcome) of every request that ended."""
+    decisions: Counter[str] = field(default_factory=Counter)
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    predicted_cached_tokens: int = 0
+    reported_prompt_tokens: int = 0
+    reported_cached_tokens: int = 0
+    client_disconnects: int = 0
+    http_errors: Counter[str] = field(default_factory=Counter)
+    crashes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(boundary, type of the exception) of what raised there and must not."""
+    held_bytes: int = 0
+    """Of clients' requests that arrive or are in flight, now; router/http/budget.py keeps it."""
+    refused_bytes: Counter[str] = field(default_factory=Counter)
+    refused_by_key: Counter[str] = field(default_factory=Counter)
+    """bound -> requests that would have exceeded it."""
+    request_s: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_S))
+    ttft_s: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_S))
+    routing_s: Histogram = field(default_factory=lambda: Histogram(OVERHEAD_BOUNDS_S))
+    tokenize_s: Histogram = field(default_factory=lambda: Histogram(OVERHEAD_BOUNDS_S))
+    _crash_logged_s: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def dump(self) -> dict[str, Any]:
         """As JSON can carry it, for another process to `absorb`."""
         values: dict[str, Any] = {}
-        for name in COUNTED:
+        for name in _COUNTED:
             value = getattr(self, name)
             if isinstance(value, Counter):
                 values[name] = [[list(key) if isinstance(key, tuple) else key, count] for key, count in value.items()]
@@ -108,7 +85,7 @@ class Metrics:
 
     def absorb(self, dump: dict[str, Any]) -> None:
         """Add what another process counted."""
-        for name in COUNTED:
+        for name in _COUNTED:
             value, other = getattr(self, name), dump[name]
             if isinstance(value, Counter):
                 for key, count in other:
@@ -137,3 +114,6 @@ class Metrics:
 
     def attempt_failed(self, worker: str, kind: str) -> None:
         self.failures[worker, kind] += 1
+
+
+_COUNTED = tuple(item.name for item in fields(Metrics) if not item.name.startswith("_"))

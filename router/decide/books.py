@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from router.decide.config import CoreConfig, WorkingSetConfig
 from router.decide.target import Target
@@ -22,18 +23,16 @@ CHUNK_TOKENS = 64
 """Histories are kept in chunks of so many tokens."""
 
 
+@dataclass(slots=True, eq=False)
 class AskedPrompt:
     """A request's prompt as the index and the books ask for it: prepared once, cut once."""
 
-    __slots__ = ("_index", "_keys", "ids", "scope", "tokens")
-
-    def __init__(self, index: PrefixIndex, ids: Prompt, scope: Scope, tokens: int) -> None:
-        self._index = index
-        self.ids = ids
-        self.scope = scope
-        self.tokens = tokens
-        """Its length."""
-        self._keys: dict[int, list[int]] = {}
+    index: PrefixIndex
+    ids: Prompt
+    scope: Scope
+    tokens: int
+    """Its length."""
+    _keys: dict[int, list[int]] = field(default_factory=dict)
 
     def keys(self, chunk_tokens: int) -> list[int]:
         """The keys of its chunks of so many tokens, each the digest of everything up to the chunk's end."""
@@ -41,7 +40,7 @@ class AskedPrompt:
             return []
         keys = self._keys.get(chunk_tokens)
         if keys is None:
-            keys = self._keys[chunk_tokens] = self._index.chunk_keys(self.ids, self.scope, chunk_tokens)
+            keys = self._keys[chunk_tokens] = self.index.chunk_keys(self.ids, self.scope, chunk_tokens)
         return keys
 
 
@@ -131,23 +130,13 @@ class CacheBook:
             keys = prompt.keys(self._chunk_tokens)
             self.working_sets.sent(target.name, keys, prompt.tokens, now, cached_share=cached_share)
             self._running[request_id] = (target, keys)
-            held = target.held_chunks
-            for key in keys:
-                held[key] = held.get(key, 0) + 1
-            self._share(target, keys, 1)
+            self._hold(target, keys, 1)
 
     def ended(self, request_id: str, now: float, *, computed: bool) -> None:
         """The attempt is over. What was not `computed` is promised no longer; of the rest the events are coming."""
         running = self._running.pop(request_id, None)
         if running is not None:
-            target, keys = running
-            self._share(target, keys, -1)
-            held = target.held_chunks
-            for key in keys:
-                if held[key] == 1:
-                    del held[key]
-                else:
-                    held[key] -= 1
+            self._hold(*running, -1)
         pinned = self._pins.pop(request_id, None)
         if pinned is None:
             return
@@ -157,10 +146,16 @@ class CacheBook:
         else:
             self._index.unpin(pin)
 
-    def _share(self, target: Target, keys: Sequence[int], sign: int) -> None:
-        """What another running prompt there has too is in memory once."""
-        held = target.held_chunks
-        shared = sign * self._chunk_tokens * sum(1 for key in keys if held[key] > 1)
+    def _hold(self, target: Target, keys: Sequence[int], more: int) -> None:
+        """One request more (or less: -1) runs there with these chunks; what several have is in memory once."""
+        held, shared = target.held_chunks, 0
+        for key in keys:
+            before = held.get(key, 0)
+            held[key] = before + more
+            if not held[key]:
+                del held[key]
+            elif before:
+                shared += more * self._chunk_tokens
         target.shared_tokens += shared
         target.room_tokens += shared
 
@@ -228,15 +223,13 @@ class HistoryCache:
         self._chunks.clear()
 
 
+@dataclass(slots=True, eq=False)
 class _Need:
     """One target."""
 
-    __slots__ = ("capacity", "count")
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.count = 0
-        """Chunks that live there and were used before."""
+    capacity: int
+    count: int = 0
+    """Chunks that live there and were used before."""
 
 
 class WorkingSets:

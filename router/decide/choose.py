@@ -33,17 +33,15 @@ NAME_CHARS_MAX = 64
 """Longer names of sessions, which clients make up, are known by their digest."""
 
 
+@dataclass(slots=True)
 class Chosen:
     """A priced set of candidates and the winner."""
 
-    __slots__ = ("cost", "prompt", "resident", "winner")
-
-    def __init__(self, cost: KvCost, winner: int, prompt: AskedPrompt | None, resident: list[int]) -> None:
-        self.cost = cost
-        self.winner = winner
-        self.prompt = prompt
-        self.resident = resident
-        """Tokens of each candidate's h that events (or history) vouch for."""
+    cost: KvCost
+    winner: int
+    prompt: AskedPrompt | None
+    resident: list[int]
+    """Tokens of each candidate's h that events (or history) vouch for."""
 
     @property
     def target(self) -> Target:
@@ -96,10 +94,9 @@ class Chooser:
         *,
         ahead: Mapping[str, float] | None = None,
         held_s: float = 0.0,
-        peek: bool = False,
     ) -> Chosen:
         """Price the candidates and pick one by the configured policy. `ahead`: seconds held for each target that go
-        before this request. `peek`: leave chance as it is."""
+        before this request."""
         prompt, loads = None, None
         expected_tokens = self._lengths.expect(request)
         cached = resident = [0] * len(candidates)
@@ -131,16 +128,10 @@ class Chooser:
             cost.crowding = self._crowding(request, prompt, candidates, cached)
         winner = self._affine(request, candidates, now)
         if winner is None:
-            rng = self._rng
-            if peek:
-                rng = random.Random(0)
-                rng.setstate(self._rng.getstate())
-            winner = self._by_policy(request, candidates, cost, resident, rng)
+            winner = self._by_policy(request, candidates, cost, resident)
         return Chosen(cost, winner, prompt, resident)
 
-    def _by_policy(
-        self, request: RouteRequest, candidates: list[Target], cost: KvCost, resident: list[int], rng: random.Random
-    ) -> int:
+    def _by_policy(self, request: RouteRequest, candidates: list[Target], cost: KvCost, resident: list[int]) -> int:
         policy = self._policy
         rotation = self._rotation
         if self.own is not None:
@@ -151,7 +142,7 @@ class Chooser:
         if policy == "round_robin":
             return choose_round_robin(candidates, rotation)
         if policy == "random":
-            return choose_random(candidates, rng)
+            return choose_random(candidates, self._rng)
         key = sticky_key(request.session, request.token_ids) if policy == "sticky" else None
         if key is not None:
             return choose_sticky(candidates, key)

@@ -16,11 +16,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping
+from typing import TypeVar
 
 from router.decide.books import CacheBook
 from router.decide.choose import Chooser, Chosen
 from router.decide.config import CoreConfig
-from router.decide.held import HeldQueue, Live, RetryBudget, gave_up
+from router.decide.held import HeldQueue
 from router.decide.lengths import OutputLengths
 from router.decide.messages import (
     Decision,
@@ -34,11 +35,14 @@ from router.decide.messages import (
     WorkerLost,
 )
 from router.decide.registry import Registry
-from router.decide.status import CoreSnapshot, Ledger
+from router.decide.retry import Live, RetryBudget, gave_up
+from router.decide.status import CoreSnapshot, worker_row
 from router.decide.tracker import LoadTracker
 from router.decide.watchdog import Watchdog
-from router.decide.workers import Breaker, ServedModel, Worker, WorkerSpec, WorkerState
+from router.decide.workers import Breaker, CacheView, ServedModel, Worker, WorkerSpec, WorkerState
 from router.index.protocol import PrefixIndex
+
+Placed = TypeVar("Placed", bound=Forward | Hold | Refuse)
 
 
 class RouterCore:
@@ -46,43 +50,38 @@ class RouterCore:
 
     def __init__(self, index: PrefixIndex, config: CoreConfig, *, seed: int = 0) -> None:
         self.config = config
-        self._requests_max, self._affinity = config.requests_max, config.session_affinity
         self.index = index
         self.tracker = LoadTracker(config.service, config.cost, config.learn)
         self.book = CacheBook(index, config)
         self.registry = Registry(index, self.tracker, self.book, Breaker(config.health))
+        self.workers: Mapping[str, Worker] = self.registry.workers
         self.watchdog = Watchdog()
         self.counters: Counter[str] = Counter()
         self._lengths = OutputLengths()
-        self._chooser = Chooser(self.registry, self.tracker, self.book, self._lengths, config, random.Random(seed))
+        self._rng = random.Random(seed)
+        self._chooser = Chooser(self.registry, self.tracker, self.book, self._lengths, config, self._rng)
         self._live: dict[str, Live] = {}
         self._held = HeldQueue(config.queue)
         self._reorders = config.queue.enabled and config.policy == "kv" and config.policy_function is None
         self._next_try_s = 0.0
         self._retries = RetryBudget(config.retry)
-        self._ledger = Ledger(self.watchdog)
 
     # Workers -----------------------------------------------------------------------------------------------------
-    @property
-    def workers(self) -> dict[str, Worker]:
-        """worker_id -> worker. Read only."""
-        return self.registry.workers
-
     def add_worker(self, spec: WorkerSpec, now: float, *, up: bool = True) -> Worker:
         """Register a worker and its holders in the index, or update what is known of it (same worker_id)."""
         return self.registry.add(spec, up=up)
 
     def remove_worker(self, worker_id: str, now: float) -> list[Instruction]:
         """Forget it at once. Its requests in flight stay known until the edge reports their end."""
-        if worker_id not in self.registry.workers:
+        if worker_id not in self.workers:
             return []
-        self._ledger.forget(worker_id, self.registry.targets_of(worker_id))
+        self.watchdog.forget(worker_id)
         self.registry.remove(worker_id)
         return self._try_held(now)
 
     def worker_up(self, worker_id: str, now: float) -> list[Instruction]:
         """A health check succeeded."""
-        worker = self.registry.workers.get(worker_id)
+        worker = self.workers.get(worker_id)
         if worker is None or not self.registry.breaker.success(worker):
             return []
         self.registry.changed()
@@ -90,45 +89,41 @@ class RouterCore:
 
     def worker_down(self, worker_id: str, now: float, reason: str) -> list[Instruction]:
         """A health check failed for good: out of the candidates at once, and out of the index (WorkerLost)."""
-        worker = self.registry.workers.get(worker_id)
+        worker = self.workers.get(worker_id)
         if worker is None:
             return []
         was_down = worker.health in (WorkerState.DOWN, WorkerState.PROBING)
         self.registry.breaker.down(worker, now, reason)
         self.registry.changed()
-        if was_down:
-            return []
-        return [self._lost(worker), *self._try_held(now)]
+        return [] if was_down else [self._lost(worker), *self._try_held(now)]
 
     def drain(self, worker_id: str, now: float, *, on: bool = True) -> list[Instruction]:
         """Stop (or resume) giving a worker new work; what it has goes on. Raises KeyError where it is unknown."""
-        self.registry.workers[worker_id].drain(on=on)
+        self.workers[worker_id].drain(on=on)
         self.registry.changed()
         return self._try_held(now)
 
     def resolve_model(self, name: str) -> ServedModel | None:
         """What a client's model name means (base model, LoRA), or None where no worker serves it."""
-        return self.registry.resolve_model(name)
+        return self.registry.models().get(name)
 
     # A request's life --------------------------------------------------------------------------------------------
     def route(self, request: RouteRequest, now: float, *, explain: bool = False) -> Forward | Hold | Refuse:
         """Place a new request. `explain` fills the decision's candidates. The request id must not be live."""
         assert request.request_id not in self._live, f"request {request.request_id} is already known"
-        if len(self._live) >= self._requests_max:
+        if len(self._live) >= self.config.requests_max:
             self.counters["refused"] += 1
             return Refuse(request.request_id, 429, "too_many_requests", "The router is full.", 1.0)
         self._retries.arrived()
-        live = Live(request, now, explain=explain)
-        self._live[request.request_id] = live
-        placed = self._place(live, now)
-        return self._refuse(live, placed) if isinstance(placed, Refuse) else placed
+        live = self._live[request.request_id] = Live(request, now, explain=explain)
+        return self._settle(live, self._place(live, now))
 
     def explain(self, request: RouteRequest, now: float) -> Decision | Refuse:
         """What `route` would decide, with every candidate's terms. Changes nothing but estimated first tokens."""
-        choice = self._choose(Live(request, now, explain=True), now, peek=True)
-        if isinstance(choice, Refuse):
-            return choice
-        return self._chooser.decision(request, choice, now, explain=True)
+        chance = self._rng.getstate()
+        choice = self._choose(Live(request, now, explain=True), now)
+        self._rng.setstate(chance)
+        return choice if isinstance(choice, Refuse) else self._chooser.decision(request, choice, now, explain=True)
 
     def first_token(self, request_id: str, now: float) -> list[Instruction]:
         """The first byte of the answer's content came (call it for streams only)."""
@@ -153,15 +148,23 @@ class RouterCore:
         live = self._live.pop(request_id, None)
         if live is None or live.decision is None:
             return []
+        request, decision, told = live.request, live.decision, usage or ReportedUsage()
         self.counters["finished"] += 1
         if not refused:
-            said = self.tracker.answered(request_id, usage.completion_tokens if usage is not None else None, now)
-            self._lengths.seen(live.request, said)
-        reported_cached = usage.cached_tokens if usage is not None else None
-        self._end_attempt(live, now, computed=not refused, reported_cached=reported_cached)
-        self.registry.alive(live.decision.worker)
-        if usage is not None:
-            self._ledger.finished(live.request, live.decision, usage, self.registry.workers.get(live.decision.worker))
+            self._lengths.seen(request, self.tracker.answered(request_id, told.completion_tokens, now))
+        self._end_attempt(live, now, computed=not refused, reported_cached=told.cached_tokens)
+        self.registry.alive(decision.worker)
+        worker = self.workers.get(decision.worker)
+        if usage is not None and worker is not None:
+            self.watchdog.finished(
+                decision.worker,
+                counted_tokens=request.prompt_tokens if request.token_ids is not None else None,
+                prompt_tokens=told.prompt_tokens,
+                predicted_cached=decision.predicted_cached_tokens,
+                cached_tokens=told.cached_tokens,
+                resident=decision.terms.resident_tokens,
+                block_tokens=worker.spec.block_size,
+            )
         return self._try_held(now)
 
     def aborted(self, request_id: str, now: float) -> list[Instruction]:
@@ -184,12 +187,11 @@ class RouterCore:
             return []
         worker_id = live.decision.worker
         instructions: list[Instruction] = []
-        worker = self.registry.workers.get(worker_id)
+        worker = self.workers.get(worker_id)
         probe = worker is not None and worker.probe == request_id
         self._end_attempt(live, now, computed=live.first_token_seen)
         if worker is not None and kind not in (FailureKind.OVERLOADED, FailureKind.INTERNAL):
-            fatal = kind is FailureKind.CONNECT
-            reason = f"{kind.value} failure"
+            fatal, reason = kind is FailureKind.CONNECT, f"{kind.value} failure"
             went_down = self.registry.breaker.failure(worker, now, reason=reason, fatal=fatal, probe=probe)
             self.registry.changed()
             if went_down and fatal:
@@ -208,39 +210,29 @@ class RouterCore:
         """Deadlines, held requests, grace periods, breakers. Call at `next_tick()` or a little later."""
         self.tracker.advance(now)
         self.book.tick(now)
-        for worker in self.registry.workers.values():
-            if worker.state is WorkerState.DOWN and now >= worker.open_until_s:
-                self.registry.breaker.half_open(worker, now)
+        for worker in self.workers.values():
+            if self.registry.breaker.half_open(worker, now):
                 self.registry.changed()
-        instructions: list[Instruction] = []
-        for request_id, refuse in self._held.due(now):
-            instructions.append(self._expire(self._live[request_id], now, refuse=refuse))
-        return instructions + self._try_held(now)
+        due = self._held.due(now)
+        expired = [self._expire(self._live[request_id], now, refuse=refuse) for request_id, refuse in due]
+        return [*expired, *self._try_held(now)]
 
     def next_tick(self) -> float | None:
         """When `tick` will next have something to do; None while nothing is pending."""
-        times = [w.open_until_s for w in self.registry.workers.values() if w.state is WorkerState.DOWN]
+        times = [w.open_until_s for w in self.workers.values() if w.state is WorkerState.DOWN]
         released_s = self.book.next_tick()
         if released_s is not None:
             times.append(released_s)
         if len(self._held):
-            times.append(self._next_try_s)
-            deadline = self._held.next_deadline()
-            if deadline is not None:
-                times.append(deadline)
+            times.append(min(self._next_try_s, self._held.next_deadline()))
         return min(times, default=None)
 
     # Placing -----------------------------------------------------------------------------------------------------
     def _place(
-        self,
-        live: Live,
-        now: float,
-        *,
-        ahead: Mapping[str, float] | None = None,
-        may_hold: bool = True,
+        self, live: Live, now: float, *, ahead: Mapping[str, float] | None = None, may_hold: bool = True
     ) -> Forward | Hold | Refuse:
         """Choose, then commit or hold. `ahead`: what is held and goes first, by target; None: to be found out. On a
-        Refuse the caller calls `_refuse`, or finds another answer."""
+        Refuse the caller calls `_settle`, or finds another answer."""
         choice = self._choose(live, now, ahead=ahead, in_line=may_hold)
         if isinstance(choice, Refuse):
             return choice
@@ -250,22 +242,14 @@ class RouterCore:
         return self._commit(live, choice, now)
 
     def _choose(
-        self,
-        live: Live,
-        now: float,
-        *,
-        ahead: Mapping[str, float] | None = None,
-        in_line: bool = True,
-        peek: bool = False,
+        self, live: Live, now: float, *, ahead: Mapping[str, float] | None = None, in_line: bool = True
     ) -> Chosen | Refuse:
         """Price the candidates. `in_line`: it would have to wait behind what is held."""
         self.tracker.advance(now)
         candidates = self.registry.candidates(live.request, live.tried)
         if isinstance(candidates, Refuse):
             return candidates
-        choice = self._chooser.choose(
-            live.request, candidates, now, ahead=ahead, held_s=self._held.prefill_s, peek=peek
-        )
+        choice = self._chooser.choose(live.request, candidates, now, ahead=ahead, held_s=self._held.prefill_s)
         if in_line and self._reorders and ahead is None and len(self._held):
             before = self._held.ahead_of(live.request.priority, choice.work_s, live.arrived_s)
             self._chooser.choose_again(choice, before)
@@ -291,14 +275,14 @@ class RouterCore:
         if choice.prompt is not None:
             cached_share = decision.predicted_cached_tokens / max(request.prompt_tokens, 1)
             self.book.sent(request.request_id, target, choice.prompt, now, cached_share=cached_share)
-        if request.session is not None and self._affinity:
+        if request.session is not None and self.config.session_affinity:
             self._chooser.sessions.put(request.session, target.name, now)
-        worker = self.registry.workers[target.worker_id]
+        worker = self.workers[target.worker_id]
         if worker.state is WorkerState.PROBING:
             worker.probe = request.request_id
             self.registry.changed()
         live.decision = decision
-        self._ledger.routed(target)
+        target.routed += 1
         self.counters["routed"] += 1
         return Forward(request.request_id, decision)
 
@@ -323,7 +307,7 @@ class RouterCore:
             self.counters["held"] += 1
             if len(self._held) == 1:
                 self._next_try_s = now + config.tick_s
-        return Hold(request.request_id, deadline_s, len(self._held))
+        return Hold(request.request_id, deadline_s)
 
     def _try_held(self, now: float) -> list[Instruction]:
         """Try the first few held requests again; each that is placed or refused yields an instruction."""
@@ -338,9 +322,7 @@ class RouterCore:
             if not self.tracker.any_free(config.hold_above_s, now):
                 break
             live = self._live[request_id]
-            placed = self._place(live, now, ahead=ahead)
-            if isinstance(placed, Refuse):
-                placed = self._refuse(live, placed)
+            placed = self._settle(live, self._place(live, now, ahead=ahead))
             if isinstance(placed, Hold):
                 target, prefill_s = self._held.held_for(request_id)
                 ahead[target] = ahead.get(target, 0.0) + prefill_s
@@ -353,11 +335,11 @@ class RouterCore:
         self._held.drop(live.request.request_id)
         if refuse:
             message = "The request's deadline passed while it waited in the router."
-            return self._refuse(live, Refuse(live.request.request_id, 503, "deadline", message, 1.0))
+            return self._settle(live, Refuse(live.request.request_id, 503, "deadline", message, 1.0))
         self.counters["deadline_forwards"] += 1
         placed = self._place(live, now, may_hold=False)
         assert not isinstance(placed, Hold)
-        return self._refuse(live, placed) if isinstance(placed, Refuse) else placed
+        return self._settle(live, placed)
 
     # Ends --------------------------------------------------------------------------------------------------------
     def _retry(self, live: Live, kind: FailureKind, now: float) -> Forward | Hold | Refuse:
@@ -367,19 +349,21 @@ class RouterCore:
             if not isinstance(placed, Refuse):
                 self.counters["retried"] += 1
                 return placed
-        return self._refuse(live, gave_up(live.request.request_id, kind, self.registry.retry_after_s(now)))
+        return self._settle(live, gave_up(live.request.request_id, kind, self.registry.retry_after_s(now)))
 
-    def _refuse(self, live: Live, refusal: Refuse) -> Refuse:
-        self._held.drop(live.request.request_id)
-        self._live.pop(live.request.request_id, None)
-        self.counters["refused"] += 1
-        return refusal
+    def _settle(self, live: Live, placed: Placed) -> Placed:
+        """What is refused is forgotten."""
+        if isinstance(placed, Refuse):
+            self._held.drop(live.request.request_id)
+            del self._live[live.request.request_id]
+            self.counters["refused"] += 1
+        return placed
 
     def _end_attempt(self, live: Live, now: float, *, computed: bool, reported_cached: int | None = None) -> None:
         """Take an attempt off the books. What was computed stays pinned for a grace period: its events are coming."""
         self.tracker.end(live.request.request_id, now, computed=computed, reported_cached=reported_cached)
         self.book.ended(live.request.request_id, now, computed=computed)
-        worker = self.registry.workers.get(live.decision.worker) if live.decision is not None else None
+        worker = self.workers.get(live.decision.worker) if live.decision is not None else None
         if worker is not None and worker.probe == live.request.request_id:
             worker.probe = None  # it told nothing, or its caller says what: the next request may be the probe
             self.registry.changed()
@@ -393,9 +377,11 @@ class RouterCore:
     def snapshot(self, now: float) -> CoreSnapshot:
         """What `/workers` and `/metrics` show. Changes nothing but estimated first tokens."""
         self.tracker.advance(now)
-        registry = self.registry
-        pairs = [(worker, t) for worker in registry.workers.values() for t in registry.targets_of(worker.worker_id)]
-        rows = [self._ledger.row(worker, target, self.tracker, now) for worker, target in pairs]
+        rows = []
+        for worker_id, worker in self.workers.items():
+            alarms = self.watchdog.alarms(worker_id, expects_events=worker.spec.cache_view is CacheView.EVENTS)
+            targets = self.registry.targets_of(worker_id)
+            rows += [worker_row(worker, target, self.tracker, alarms, now) for target in targets]
         counters = dict(self.counters)
         if self._chooser.own is not None:
             counters["policy_failed"] = self._chooser.own.failures

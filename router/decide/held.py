@@ -1,6 +1,4 @@
-"""Requests that the core knows, those that wait in the router, and how often they may be tried again.
-
-Waiting is bounded, in the order the requests should be tried, each with a deadline.
+"""Requests that wait in the router: bounded, in the order in which they should be tried, each with a deadline.
 
 The order of trying is ascending `P * slow - gamma * waited` inside a priority. As every request waits at the same pace,
 `P * slow + gamma * arrived` gives the same order and does not change with time, so a sorted list serves.
@@ -14,44 +12,10 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from router.decide.config import QueueConfig, RetryConfig
-from router.decide.messages import Decision, FailureKind, Refuse, RouteRequest
+from router.decide.config import QueueConfig
 
 AHEAD_MAX = 1024
 """Held requests looked at to see what is ahead of a new one; beyond it the line is long wherever it stands."""
-
-
-_NONE_TRIED: frozenset[str] = frozenset()
-_BUDGET_TIMES = 10.0
-"""The retry budget grows to at most so many times its least."""
-
-
-class Live:
-    """A request that is held or in flight."""
-
-    __slots__ = (
-        "arrived_s",
-        "attempt",
-        "decision",
-        "explain",
-        "first_token_seen",
-        "internal_errors",
-        "request",
-        "tried",
-    )
-
-    def __init__(self, request: RouteRequest, arrived_s: float, *, explain: bool) -> None:
-        self.request = request
-        self.arrived_s = arrived_s
-        self.attempt = 0
-        self.tried: frozenset[str] = _NONE_TRIED
-        self.decision: Decision | None = None
-        """Set while in flight."""
-        self.first_token_seen = False
-        self.internal_errors = 0
-        """Workers that answered 500."""
-        self.explain = explain
-        """Whether its decisions carry every candidate's terms."""
 
 
 @dataclass(slots=True)
@@ -159,9 +123,9 @@ class HeldQueue:
                 found.append((request_id, held.refuse))
         return found
 
-    def next_deadline(self) -> float | None:
+    def next_deadline(self) -> float:
         """Earliest time at which `due` may find something."""
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._deadlines[0][0] if self._deadlines else math.inf
 
     def check_invariants(self) -> None:
         """The list and the dict agree and the list is sorted."""
@@ -174,34 +138,3 @@ class HeldQueue:
         i = bisect.bisect_left(self._order, (held.key, request_id))
         assert self._order[i][1] == request_id, f"held request {request_id} is not where its key says"
         del self._order[i]
-
-
-class RetryBudget:
-    """Retries that may still be made: each request adds a part of one, so that a storm of failures is not doubled."""
-
-    def __init__(self, config: RetryConfig) -> None:
-        self._attempts_max, self._ratio = config.attempts_max, config.budget_ratio
-        self._left = float(config.budget_min)
-        self._most = _BUDGET_TIMES * max(config.budget_min, 1)
-
-    def arrived(self) -> None:
-        """A new request came."""
-        self._left = min(self._left + self._ratio, self._most)
-
-    def take(self, attempt: int) -> bool:
-        """Take one retry of a request that was tried `attempt` times; False where there is none left for it."""
-        if attempt >= self._attempts_max or self._left < 1.0:
-            return False
-        self._left -= 1.0
-        return True
-
-
-def gave_up(request_id: str, kind: FailureKind, retry_after_s: float) -> Refuse:
-    """The answer where no other worker could be tried."""
-    status, code = 502, "upstream_failed"
-    if kind is FailureKind.OVERLOADED:
-        status, code = 429, "upstream_overloaded"
-    elif kind is FailureKind.TIMEOUT:
-        status, code = 504, "upstream_timeout"
-    message = f"The worker failed ({kind.value}) and no other could be tried."
-    return Refuse(request_id, status, code, message, retry_after_s)

@@ -15,6 +15,7 @@ are not the worker's speed.
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, replace
 
 from router.decide.config import LearnConfig, ServiceModel
@@ -40,7 +41,7 @@ _RECENT = 15
 
 
 Ratios = tuple[float, float, float, float]
-"""(prefill, quadratic, step, decode) relative to the prior."""
+"""(prefill, quadratic, step, decode): seconds by the prior, or what relates to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Observation:
 class Lesson:
     """What an observation added to an estimate."""
 
-    features: tuple[float, float, float, float]
+    features: Ratios
     elapsed_s: float
     weight: float
     number: int
@@ -69,28 +70,14 @@ class Lesson:
 class SpeedEstimate:
     """What is known of one worker's speed. `ratios` times the prior's constants are the estimate."""
 
-    __slots__ = (
-        "_a",
-        "_b",
-        "_centre",
-        "_config",
-        "_keep",
-        "_prior",
-        "_pull",
-        "_recent",
-        "_typical_ratio",
-        "observations",
-        "ratios",
-    )
-
-    def __init__(self, prior: ServiceModel, config: LearnConfig, *, centre: Ratios = (1.0, 1.0, 1.0, 1.0)) -> None:
+    def __init__(self, prior: ServiceModel, config: LearnConfig) -> None:
         self._prior = prior
         self._config = config
         self._centre: Ratios = (1.0, 1.0, 1.0, 1.0)
         self._keep = 0.5 ** (1.0 / config.half_life)
         self._a = [[0.0] * 4 for _ in range(4)]
         self._b = [0.0] * 4
-        self._recent: list[float] = []
+        self._recent: deque[float] = deque(maxlen=_RECENT)
         self._pull = _ALONE_WEIGHT
         self._typical_ratio = 1.0
         self.ratios = [1.0] * 4
@@ -111,8 +98,6 @@ class SpeedEstimate:
         self.observations += 1
         expected = sum(r * f for r, f in zip(self.ratios, features))
         self._recent.append(seen.elapsed_s / expected)
-        if len(self._recent) > _RECENT:
-            del self._recent[0]
         # Outliers are judged against what is usual lately, not against a model that may still be far off.
         typical = sorted(self._recent)[len(self._recent) // 2]
         expected *= typical
@@ -127,18 +112,15 @@ class SpeedEstimate:
         elif error < -0.75:
             trust = 0.75 / -error
         weight = trust / (scale * scale)
-        self._add(features, seen.elapsed_s, weight)
+        self._add(features, seen.elapsed_s, weight, keep=self._keep)
         self._solve()
         return Lesson(features, seen.elapsed_s, weight, self.observations)
 
     def revise(self, lesson: Lesson, seen: Observation) -> None:
         """The interval's work was other than was thought: put the truth in the lesson's place, faded as much."""
         faded = lesson.weight * self._keep ** (self.observations - lesson.number)
-        features = self._features(seen)
-        for i in range(4):
-            for j in range(4):
-                self._a[i][j] += faded * (features[i] * features[j] - lesson.features[i] * lesson.features[j])
-            self._b[i] += faded * (features[i] * seen.elapsed_s - lesson.features[i] * lesson.elapsed_s)
+        self._add(lesson.features, lesson.elapsed_s, -faded)
+        self._add(self._features(seen), seen.elapsed_s, faded)
         self._solve()
 
     def model(self) -> ServiceModel:
@@ -158,7 +140,7 @@ class SpeedEstimate:
             step_tokens=prior.step_tokens,
         )
 
-    def _features(self, seen: Observation) -> tuple[float, float, float, float]:
+    def _features(self, seen: Observation) -> Ratios:
         prior = self._prior
         a = prior.prefill_s_per_token
         decode = prior.decode_request_s * seen.decode_requests + prior.decode_context_s * seen.decode_context
@@ -169,8 +151,7 @@ class SpeedEstimate:
             decode * seen.steps,
         )
 
-    def _add(self, features: tuple[float, float, float, float], elapsed_s: float, weight: float) -> None:
-        keep = self._keep
+    def _add(self, features: Ratios, elapsed_s: float, weight: float, *, keep: float = 1.0) -> None:
         for i, fi in enumerate(features):
             row = self._a[i]
             for j, fj in enumerate(features):
@@ -244,13 +225,8 @@ class PoolSpeeds:
         if name not in self._different:
             return self._pool_model
         own, pool = self._members[name].model(), self._pool_model
-        return replace(
-            own,
-            prefill_s_per_token=max(own.prefill_s_per_token, pool.prefill_s_per_token / _FASTER_MAX),
-            step_s=max(own.step_s, pool.step_s / _FASTER_MAX),
-            decode_request_s=max(own.decode_request_s, pool.decode_request_s / _FASTER_MAX),
-            decode_context_s=max(own.decode_context_s, pool.decode_context_s / _FASTER_MAX),
-        )
+        names = ("prefill_s_per_token", "step_s", "decode_request_s", "decode_context_s")
+        return replace(own, **{name: max(getattr(own, name), getattr(pool, name) / _FASTER_MAX) for name in names})
 
     def observations(self, name: str) -> int:
         """Intervals seen of this worker."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from router.decide.messages import RouteRequest
 
@@ -30,12 +31,10 @@ _STEP = 10.0
 Kind = tuple[str, int | str | None]
 
 
+@dataclass(slots=True)
 class _Average:
-    __slots__ = ("count", "mean")
-
-    def __init__(self) -> None:
-        self.count = 0.0
-        self.mean = 0.0
+    count: float = 0.0
+    mean: float = 0.0
 
     def add(self, tokens: float) -> None:
         self.count = min(self.count + 1.0, _MEMORY)
@@ -64,10 +63,7 @@ class OutputLengths:
         kinds = _kinds(request)
         counted = min(float(tokens), float(TOKENS_MAX), _STEP * self._mean(kinds))
         for kind in kinds:
-            known = self._kinds.get(kind)
-            if known is None:
-                known = self._kinds[kind] = _Average()
-            known.add(counted)
+            self._kinds.setdefault(kind, _Average()).add(counted)
             self._kinds.move_to_end(kind)
         while len(self._kinds) > KINDS_MAX:
             self._kinds.popitem(last=False)

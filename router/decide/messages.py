@@ -145,8 +145,6 @@ class Hold:
 
     request_id: str
     deadline_s: float
-    position: int
-    """Requests held, this one included."""
 
 
 @dataclass(frozen=True, slots=True)

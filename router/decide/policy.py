@@ -57,21 +57,6 @@ class KvCost:
     of prefill that the router holds in all: they wait like what the targets were sent.
     """
 
-    __slots__ = (
-        "ahead",
-        "beta",
-        "cached",
-        "config",
-        "crowding",
-        "expected_tokens",
-        "factor",
-        "loads",
-        "memory",
-        "prompt_tokens",
-        "targets",
-        "waits",
-    )
-
     def __init__(
         self,
         targets: Sequence[Target],

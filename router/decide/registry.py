@@ -19,7 +19,6 @@ from router.decide.workers import (
     WorkerSpec,
     WorkerState,
     merge_models,
-    models_of,
     why_not_usable,
 )
 from router.index.protocol import PrefixIndex
@@ -33,13 +32,13 @@ class Registry:
         self._tracker = tracker
         self._book = book
         self.breaker = breaker
-        self.on_state: Callable[[Worker, WorkerState | None], None] = _nobody
+        self.on_state: Callable[[Worker, WorkerState | None], None] = lambda worker, before: None
         """Told of each change of a worker's state, with the state before it; PROBING counts as DOWN."""
         self._states: dict[str, WorkerState] = {}
         self.workers: dict[str, Worker] = {}
         self._targets: dict[str, list[Target]] = {}
-        self._pools: dict[tuple[str, str | None], list[Target]] = {}
-        self._context_max: dict[tuple[str, str | None], int | None] = {}
+        self._pools: dict[tuple[str, str | None], tuple[list[Target], int | None]] = {}
+        """(model, role) -> who serves it, and the shortest context of theirs."""
         self._models: dict[str, ServedModel] | None = None
 
     # Workers -----------------------------------------------------------------------------------------------------
@@ -47,18 +46,16 @@ class Registry:
         """Register a worker or replace what is known of it; its load and, for the same base model, its entries stay."""
         worker = self.workers.get(spec.worker_id)
         if worker is None:
-            state = WorkerState.UP if up else WorkerState.STARTING
-            worker = Worker(spec=spec, state=state, models=models_of(spec))
+            worker = Worker(spec, WorkerState.UP if up else WorkerState.STARTING)
             self.workers[spec.worker_id] = worker
-            self._targets[spec.worker_id] = []
-            self._make_targets(worker)
+            remake = True
         else:
             old = worker.spec
             remake = (_base(old), old.ranks, old.cache_view) != (_base(spec), spec.ranks, spec.cache_view)
-            worker.spec, worker.models = spec, models_of(spec)
-            if remake:
-                self._drop_targets(worker)
-                self._make_targets(worker)
+        worker.spec, worker.models = spec, {model.name: model for model in spec.models}
+        if remake:
+            self._drop_targets(worker)
+            self._make_targets(worker)
         for target in self._targets[spec.worker_id]:
             self._book.join(target, spec)
         self.changed()
@@ -67,8 +64,6 @@ class Registry:
     def remove(self, worker_id: str) -> None:
         """Forget a known worker, its targets and holders."""
         self._drop_targets(self.workers.pop(worker_id))
-        self._states.pop(worker_id, None)
-        del self._targets[worker_id]
         self._states.pop(worker_id, None)
         self.changed()
 
@@ -81,7 +76,6 @@ class Registry:
                 self._states[worker_id] = state
                 self.on_state(worker, before)
         self._pools.clear()
-        self._context_max.clear()
         self._models = None
 
     def alive(self, worker_id: str) -> None:
@@ -96,10 +90,6 @@ class Registry:
         """The worker's targets, one a rank."""
         return self._targets.get(worker_id, [])
 
-    def resolve_model(self, name: str) -> ServedModel | None:
-        """What a model name means on the workers that are up."""
-        return self.models().get(name)
-
     def models(self) -> dict[str, ServedModel]:
         """Every name that can be asked for now. Read only."""
         if self._models is None:
@@ -110,12 +100,10 @@ class Registry:
     def candidates(self, request: RouteRequest, tried: frozenset[str]) -> list[Target] | Refuse:
         """Targets that may serve the request, or why there is none."""
         key = (request.model, request.role)
-        pool = self._pools.get(key)
-        if pool is None:
-            pool = self._build_pool(key)
+        known = self._pools.get(key)
+        pool, context_max = self._build_pool(key) if known is None else known
         if not pool:
             return self._refuse(request)
-        context_max = self._context_max[key]
         whole = request.prompt_tokens + 1
         counted = request.token_ids is not None  # an estimate never refuses
         if counted and context_max is not None and whole > context_max:
@@ -143,18 +131,11 @@ class Registry:
         """worker -> why it is no candidate, for explanations."""
         found: dict[str, str] = {}
         for worker in self.workers.values():
-            reason = why_not_usable(worker)
-            if request.model not in worker.models:
-                reason = f"does not serve {request.model}"
-            elif request.role is not None and request.role not in worker.spec.roles:
-                reason = f"has no role {request.role}"
-            elif (
-                reason is None
-                and request.token_ids is not None
-                and not self._fits(worker.worker_id, request.model, request.prompt_tokens + 1)
-            ):
+            reason = _unfit(worker, request.model, request.role)
+            whole = request.prompt_tokens + 1 if request.token_ids is not None else 0
+            if reason is None and not self._fits(worker.worker_id, request.model, whole):
                 reason = "context too short"
-            elif reason is None and request.worker is not None and request.worker != worker.worker_id:
+            elif reason is None and request.worker not in (None, worker.worker_id):
                 reason = "another worker is pinned"
             if reason is not None:
                 found[worker.worker_id] = reason
@@ -165,23 +146,20 @@ class Registry:
         waits = [w.open_until_s - now for w in self.workers.values() if w.state is WorkerState.DOWN]
         return max(1.0, min(waits, default=1.0))
 
-    def _build_pool(self, key: tuple[str, str | None]) -> list[Target]:
+    def _build_pool(self, key: tuple[str, str | None]) -> tuple[list[Target], int | None]:
         model, role = key
         pool: list[Target] = []
         limits: list[int] = []
         for worker in self.workers.values():
-            served = worker.models.get(model)
-            if served is None or why_not_usable(worker) is not None:
-                continue
-            if role is not None and role not in worker.spec.roles:
-                continue
-            pool += self._targets[worker.worker_id]
-            if served.max_model_len is not None:
-                limits.append(served.max_model_len)
+            if _unfit(worker, model, role) is None:
+                pool += self._targets[worker.worker_id]
+                limit = worker.models[model].max_model_len
+                if limit is not None:
+                    limits.append(limit)
+        found = pool, min(limits, default=None)
         if pool:  # names come from clients: what nobody serves is not remembered
-            self._pools[key] = pool
-            self._context_max[key] = min(limits, default=None)
-        return pool
+            self._pools[key] = found
+        return found
 
     def _serving(self, model: str) -> list[Worker]:
         return [worker for worker in self.workers.values() if model in worker.models]
@@ -212,6 +190,7 @@ class Registry:
 
     # Targets -----------------------------------------------------------------------------------------------------
     def _make_targets(self, worker: Worker) -> None:
+        self._targets[worker.worker_id] = []
         base = _base(worker.spec)
         if base is None:
             return
@@ -224,16 +203,20 @@ class Registry:
             self._targets[worker.worker_id].append(target)
 
     def _drop_targets(self, worker: Worker) -> None:
-        for target in self._targets[worker.worker_id]:
+        for target in self._targets.pop(worker.worker_id, ()):
             self._tracker.remove_target(target.name)
             self._book.leave(target)
             self._index.remove_holder(target.holder)
         worker.holders.clear()
-        self._targets[worker.worker_id].clear()
 
 
-def _nobody(worker: Worker, before: WorkerState | None) -> None:
-    """No one listens."""
+def _unfit(worker: Worker, model: str, role: str | None) -> str | None:
+    """Why it takes none of these requests now, or None."""
+    if model not in worker.models:
+        return f"does not serve {model}"
+    if role is not None and role not in worker.spec.roles:
+        return f"has no role {role}"
+    return why_not_usable(worker)
 
 
 def _base(spec: WorkerSpec) -> str | None:

@@ -10,7 +10,7 @@ import enum
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from router.decide.config import ServiceModel
 from router.decide.learn import Observation, PoolSpeeds, Taught
@@ -29,57 +29,29 @@ class RequestPhase(enum.Enum):
     DECODE = 1
 
 
+@dataclass(slots=True, eq=False)
 class InFlight:
     """One routed request."""
 
-    __slots__ = (
-        "cached_tokens",
-        "context_tokens",
-        "decode_start",
-        "expected_s",
-        "expected_tokens",
-        "interval",
-        "phase",
-        "prefill_s",
-        "prompt_tokens",
-        "request_id",
-        "routed_s",
-        "said_tokens",
-        "stream",
-        "target",
-    )
-
-    def __init__(
-        self,
-        request_id: str,
-        target: Target,
-        *,
-        prompt_tokens: int,
-        cached_tokens: int,
-        expected_tokens: float,
-        prefill_s: float,
-        routed_s: float,
-        stream: bool,
-    ) -> None:
-        self.request_id = request_id
-        self.expected_tokens = expected_tokens
-        """Of its answer, as guessed when it was routed."""
-        self.expected_s = target.slow * (target.queue_s(routed_s) + prefill_s)
-        """Until its first token, as predicted then, had it a seat."""
-        self.target = target
-        self.prompt_tokens = prompt_tokens
-        self.cached_tokens = cached_tokens
-        self.prefill_s = prefill_s
-        self.routed_s = routed_s
-        self.stream = stream
-        self.phase = RequestPhase.PREFILL
-        self.context_tokens = 0
-        self.interval: Interval | None = None
-        """Where its first token went, for learning."""
-        self.said_tokens = 0
-        """Generated, as far as the edge has counted."""
-        self.decode_start: DecodeSums | None = None
-        """What the target had done when the first token was seen."""
+    request_id: str
+    target: Target
+    prompt_tokens: int
+    cached_tokens: int
+    expected_tokens: float
+    """Of its answer, as guessed when it was routed."""
+    expected_s: float
+    """Until its first token, as predicted then, had it a seat."""
+    prefill_s: float
+    routed_s: float
+    stream: bool
+    phase: RequestPhase = RequestPhase.PREFILL
+    context_tokens: int = 0
+    interval: Interval | None = None
+    """Where its first token went, for learning."""
+    said_tokens: int = 0
+    """Generated, as far as the edge has counted."""
+    decode_start: DecodeSums | None = None
+    """What the target had done when the first token was seen."""
 
 
 @dataclass(slots=True)
@@ -141,133 +113,98 @@ def merged(loads: Sequence[SharedLoad], own_rate: float) -> SharedLoad:
     )
 
 
+@dataclass(slots=True, eq=False)
 class Target:
-    """The load of one target. Read by the policy; changed only by the `LoadTracker`."""
+    """The load of one target. Read by the policy; changed only by the `LoadTracker`, its memory by the `CacheBook`."""
 
-    __slots__ = (
-        "_seat_votes",
-        "alone_s",
-        "arrivals_scaled",
-        "busy_since_s",
-        "capacity_tokens",
-        "context_tokens",
-        "decode_context_s",
-        "decode_learnt_s",
-        "decode_request_s",
-        "decode_requests",
-        "ended_s",
-        "head_since_s",
-        "held_chunks",
-        "holder",
-        "left_mean",
-        "left_tokens",
-        "name",
-        "open_interval",
-        "peer",
-        "pending_tokens",
-        "prefill_rate",
-        "prefill_s",
-        "prefills",
-        "progress_cap",
-        "progress_max_s",
-        "quadratic_rate",
-        "rank",
-        "requests",
-        "room_tokens",
-        "seat_s",
-        "seats",
-        "seats_told",
-        "service",
-        "shared_tokens",
-        "sharers",
-        "sharing_s",
-        "slow",
-        "speeds",
-        "step_now_s",
-        "step_prefill_s",
-        "step_s",
-        "sums",
-        "utilisation_scaled",
-        "waiting_s",
-        "worker_id",
-    )
+    worker_id: str
+    rank: int | None
+    holder: HolderId
+    speeds: PoolSpeeds
+    progress_cap: float
+    name: str = ""
+    prefills: dict[str, InFlight] = field(default_factory=dict)
+    """Routed and without a first token, in the order of routing."""
+    prefill_s: float = 0.0
+    head_since_s: float = -math.inf
+    """When the worker turned to its present oldest prefill: the last first token seen, or the end of one ahead."""
+    requests: int = 0
+    decode_requests: int = 0
+    context_tokens: int = 0
+    """Prompts and answers so far of those."""
+    pending_tokens: int = 0
+    """Prompts of those without a first token."""
+    left_mean: float = 0.0
+    left_tokens: float = 0.0
+    """What is expected to be generated still, by all. As nothing is known of a length but its mean, what was said
+    already makes no answer shorter."""
+    capacity_tokens: int | None = None
+    """Of its KV cache, where that is known."""
+    held_chunks: dict[int, int] = field(default_factory=dict)
+    """Chunks of running prompts and how many requests have each; `shared_tokens` counts all but one of them."""
+    shared_tokens: int = 0
+    room_tokens: float = math.inf
+    """Of the cache, what running requests leave."""
+    seats: int = SEATS_PRIOR
+    """Sequences that run at once: told, or learned, or as many as is usual."""
+    seats_told: bool = False
+    seat_s: float = 0.0
+    """How long one more request would wait for a seat: as many have to end as are too many."""
+    ended_s: float = -math.inf
+    """When a request last ended here."""
+    seat_votes: deque[int] = field(default_factory=lambda: deque(maxlen=SEAT_VOTES))
+    """How many decoded beside the last requests that seemed to wait for a seat."""
+    sums: DecodeSums = field(default_factory=DecodeSums)
+    decode_learnt_s: float = -math.inf
+    slow: float = 1.0
+    step_now_s: float = 0.0
+    """A decode step now."""
+    sharers: int = 0
+    """All requests here, with or without a first token, other routers' included."""
+    sharing_s: float = 0.0
+    """2 c n + d ctx over all of them: what they add to a step, and what one more sequence adds to theirs."""
+    utilisation_scaled: float = 0.0
+    arrivals_scaled: float = 0.0
+    """Requests routed here per second, averaged and scaled like `utilisation_scaled`."""
+    peer: SharedLoad | None = None
+    """The sum of what other routers have in flight here."""
+    open_interval: Interval | None = None
+    waiting_s: float = 0.0
+    """Sum of P of everything without a first token, other routers' included; Q before progress."""
+    busy_since_s: float = 0.0
+    """When the worker turned to the oldest of them."""
+    progress_max_s: float = 0.0
+    """What progress can be at most: a part of the oldest one's P."""
+    routed: int = 0
+    """Requests sent here since it was added; what was cached of their prompts, as predicted and as reported."""
+    predicted_cached_tokens: int = 0
+    reported_cached_tokens: int = 0
+    service: ServiceModel = field(init=False)
+    prefill_rate: float = 0.0
+    """a"""
+    quadratic_rate: float = 0.0
+    """a / (2 * Lq)"""
+    decode_request_s: float = 0.0
+    decode_context_s: float = 0.0
+    alone_s: float = 0.0
+    """A step of one sequence without its context."""
+    step_prefill_s: float = 0.0
+    """What a step's prefill tokens take at an empty context."""
 
-    def __init__(
-        self, worker_id: str, rank: int | None, holder: HolderId, speeds: PoolSpeeds, progress_cap: float
-    ) -> None:
-        self.worker_id = worker_id
-        self.rank = rank
-        self.holder = holder
-        self.name = worker_id if rank is None else f"{worker_id}#{rank}"
-        self.speeds = speeds
-        speeds.join(self.name)
-        self.prefills: dict[str, InFlight] = {}
-        """Routed and without a first token, in the order of routing."""
-        self.prefill_s = 0.0
-        self.head_since_s = -math.inf
-        """When the worker turned to its present oldest prefill: the last first token seen, or the end of one ahead."""
-        self.requests = 0
-        self.decode_requests = 0
-        self.context_tokens = 0
-        """Prompts and answers so far of those."""
-        self.pending_tokens = 0
-        """Prompts of those without a first token."""
-        self.left_mean = 0.0
-        self.left_tokens = 0.0
-        """What is expected to be generated still, by all. As nothing is known of a length but its mean, what was said
-        already makes no answer shorter."""
-        self.capacity_tokens: int | None = None
-        """Of its KV cache, where that is known."""
-        self.held_chunks: dict[int, int] = {}
-        """Chunks of running prompts and how many requests have each; `shared_tokens` counts all but one of them."""
-        self.shared_tokens = 0
-        self.room_tokens: float = math.inf
-        """Of the cache, what running requests leave."""
-        self.seats = SEATS_PRIOR
-        """Sequences that run at once: told, or learned, or as many as is usual."""
-        self.seats_told = False
-        self.seat_s = 0.0
-        """How long one more request would wait for a seat: as many have to end as are too many."""
-        self.ended_s = -math.inf
-        """When a request last ended here."""
-        self._seat_votes: deque[int] = deque(maxlen=SEAT_VOTES)
-        self.sums = DecodeSums()
-        self.decode_learnt_s = -math.inf
-        self.slow = 1.0
-        self.step_now_s = 0.0
-        """A decode step now."""
-        self.sharers = 0
-        """All requests here, with or without a first token, other routers' included."""
-        self.sharing_s = 0.0
-        """2 c n + d ctx over all of them: what they add to a step, and what one more sequence adds to theirs."""
-        self.utilisation_scaled = 0.0
-        self.arrivals_scaled = 0.0
-        """Requests routed here per second, averaged and scaled like `utilisation_scaled`."""
-        self.peer: SharedLoad | None = None
-        """The sum of what other routers have in flight here."""
-        self.open_interval: Interval | None = None
-        self.progress_cap = progress_cap
-        self.waiting_s = 0.0
-        """Sum of P of everything without a first token, other routers' included; Q before progress."""
-        self.busy_since_s = 0.0
-        """When the worker turned to the oldest of them."""
-        self.progress_max_s = 0.0
-        """What progress can be at most: a part of the oldest one's P."""
-        self.teach(speeds.model(self.name))
+    def __post_init__(self) -> None:
+        self.name = self.worker_id if self.rank is None else f"{self.worker_id}#{self.rank}"
+        self.speeds.join(self.name)
+        self.teach(self.speeds.model(self.name))
 
     def teach(self, service: ServiceModel) -> None:
         """The worker is as fast as `service` says. Read once: these are looked at for every request."""
         self.service = service
         self.prefill_rate = service.prefill_s_per_token
-        """a"""
         self.quadratic_rate = self.prefill_rate / (2.0 * service.quadratic_tokens)
-        """a / (2 * Lq)"""
-        self.step_s = service.step_s
         self.decode_request_s = service.decode_request_s
         self.decode_context_s = service.decode_context_s
-        self.alone_s = self.step_s + self.decode_request_s
+        self.alone_s = service.step_s + self.decode_request_s
         self.step_prefill_s = self.prefill_rate * service.step_tokens
-        """What a step's prefill tokens take at an empty context."""
         self.refresh()
 
     def refresh(self) -> None:
@@ -278,7 +215,7 @@ class Target:
             requests += self.peer.decode_requests
             context += self.peer.decode_context
             self.sharers += self.peer.decode_requests + self.peer.prefill_requests
-        self.step_now_s = self.step_s + self.decode_request_s * requests + self.decode_context_s * context
+        self.step_now_s = self.service.step_s + self.decode_request_s * requests + self.decode_context_s * context
         self.slow = 1.0 + self.step_now_s / self.step_prefill_s
         self.left_mean = self.left_tokens / self.requests if self.requests else 0.0
         over = self.sharers + 1 - self.seats
@@ -322,9 +259,9 @@ class Target:
             return
         if self.decode_requests > self.seats:
             self.seats = max(SEATS_PRIOR, 2 * self.decode_requests)  # what was known was wrong
-            self._seat_votes.clear()
+            self.seat_votes.clear()
         if waited_s > SEAT_WAIT * expected_s + 1.0 and now - self.ended_s < 0.1 + 3.0 * self.step_now_s:
-            votes = self._seat_votes
+            votes = self.seat_votes
             votes.append(self.decode_requests)
             most = max(votes)
             if len(votes) == SEAT_VOTES and most - min(votes) <= max(1, most // 32):
@@ -364,3 +301,14 @@ class Interval:
     usable: bool
     taught: Taught | None = None
     """What was learned from it, once it was."""
+
+    def seen(self, step_tokens: int) -> Observation:
+        """What it teaches of a worker whose steps have so many prefill tokens."""
+        return Observation(
+            elapsed_s=self.end_s - self.start_s,
+            uncached_tokens=self.uncached_tokens,
+            quadratic=self.quadratic,
+            steps=max(1.0, self.uncached_tokens / step_tokens),
+            decode_requests=self.decode_requests,
+            decode_context=self.decode_context,
+        )

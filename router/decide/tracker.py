@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
-from router.decide.learn import Observation, PoolSpeeds
+from router.decide.learn import PoolSpeeds
 from router.decide.target import InFlight, Interval, RequestPhase, SharedLoad, Target, merged
 from router.index.protocol import HolderId
 
@@ -82,13 +83,15 @@ class LoadTracker:
     ) -> InFlight:
         """Count a request where it was sent. `expected_tokens`: a guess of how long its answer will be."""
         assert request_id not in self.requests, f"request {request_id} is already in flight"
+        prefill_s = target.prefill_seconds(prompt_tokens, cached_tokens)
         flight = InFlight(
             request_id,
             target,
-            prompt_tokens=prompt_tokens,
-            cached_tokens=cached_tokens,
-            expected_tokens=expected_tokens,
-            prefill_s=target.prefill_seconds(prompt_tokens, cached_tokens),
+            prompt_tokens,
+            cached_tokens,
+            expected_tokens,
+            expected_s=target.slow * (target.queue_s(now) + prefill_s),
+            prefill_s=prefill_s,
             routed_s=now,
             stream=stream,
         )
@@ -158,8 +161,11 @@ class LoadTracker:
             window = self._cost.utilisation_window_s
             grown = math.exp((flight.routed_s - self._epoch(now)) / window)
             target.utilisation_scaled = max(0.0, target.utilisation_scaled - flight.prefill_s / window * grown)
-        if reported_cached is not None and flight.interval is not None:
-            self._correct(flight, flight.interval, reported_cached)
+        if reported_cached is not None:
+            target.predicted_cached_tokens += flight.cached_tokens
+            target.reported_cached_tokens += reported_cached
+            if flight.interval is not None:
+                self._correct(flight, flight.interval, reported_cached)
         return flight
 
     def any_free(self, wait_s_max: float, now: float) -> bool:
@@ -304,7 +310,7 @@ class LoadTracker:
         target.open_interval = None
         if interval is None or not interval.usable or self.targets.get(target.name) is not target:
             return  # also when the worker was removed with requests in flight
-        names, interval.taught = target.speeds.observe(target.name, _seen(interval, target))
+        names, interval.taught = target.speeds.observe(target.name, interval.seen(target.service.step_tokens))
         self._renew(target, names)
 
     def _correct(self, flight: InFlight, interval: Interval, reported_cached: int) -> None:
@@ -316,7 +322,8 @@ class LoadTracker:
         interval.quadratic += float(flight.cached_tokens**2 - cached**2)
         target = flight.target
         if interval.taught is not None and self.targets.get(target.name) is target:
-            self._renew(target, target.speeds.correct(target.name, interval.taught, _seen(interval, target)))
+            seen = interval.seen(target.service.step_tokens)
+            self._renew(target, target.speeds.correct(target.name, interval.taught, seen))
             interval.taught = None  # a lesson is corrected once; steps of several corrected requests are rare
 
     def _renew(self, target: Target, names: list[str]) -> None:
@@ -345,24 +352,17 @@ class LoadTracker:
             prefill_rate=target.prefill_rate,
         )
 
-    def set_peer(self, router: str, loads: dict[str, SharedLoad]) -> None:
-        """Replace what `router` has in flight, by target name; an empty dict forgets the router."""
-        names = set(self._peers.get(router, ())) | set(loads)
-        if loads:
-            self._peers[router] = loads
-        else:
-            self._peers.pop(router, None)
-        for name in names:
-            target = self.targets.get(name)
-            if target is not None:
-                self._apply_peers(target)
-
-    def update_peer(self, router: str, name: str, load: SharedLoad) -> None:
-        """Replace what `router` has in flight on one target."""
-        self._peers.setdefault(router, {})[name] = load
-        target = self.targets.get(name)
-        if target is not None:
-            self._apply_peers(target)
+    def set_peer(self, router: str, loads: Mapping[str, SharedLoad], *, full: bool = True) -> None:
+        """What `router` has in flight, by target name. `full`: nothing on others, so that {} forgets the router; else
+        about targets that are known only: of the rest a full message will tell."""
+        before = self._peers.pop(router, {})
+        known = {} if full else before
+        now = {**known, **{name: load for name, load in loads.items() if full or name in self.targets}}
+        if now:
+            self._peers[router] = now
+        for name in (before.keys() if full else set()) | loads.keys():
+            if name in self.targets:
+                self._apply_peers(self.targets[name])
 
     def _apply_peers(self, target: Target) -> None:
         loads = [known[target.name] for known in self._peers.values() if target.name in known]
@@ -389,14 +389,3 @@ class LoadTracker:
             fresh = (target.slow, target.waiting_s, target.busy_since_s, target.progress_max_s, target.sharing_s)
             assert derived == fresh, f"{target.name}: {derived} was not brought up to date, it should be {fresh}"
             assert target.context_tokens == sum(f.context_tokens for f in decoding), f"{target.name}: context"
-
-
-def _seen(interval: Interval, target: Target) -> Observation:
-    return Observation(
-        elapsed_s=interval.end_s - interval.start_s,
-        uncached_tokens=interval.uncached_tokens,
-        quadratic=interval.quadratic,
-        steps=max(1.0, interval.uncached_tokens / target.service.step_tokens),
-        decode_requests=interval.decode_requests,
-        decode_context=interval.decode_context,
-    )

@@ -19,24 +19,41 @@ from dataclasses import dataclass, field
 WINDOW = 40
 REQUESTS_MIN = 20
 """Requests that must have been compared before an alarm can be raised."""
-COUNT_SHARE = 0.25
-"""Share of requests with another token count that raises `prompt_tokens`. Right means equal."""
-CACHED_SHARE = 0.5
-"""Mispredicted tokens, as a share of the larger of predicted and reported, that raises `cached_tokens`."""
-PROMISED_SHARE = 0.1
-"""Tokens predicted and not reported, as a share of all prompt tokens, that raise `promised`."""
+_SHARES = (
+    (
+        "prompt_tokens",
+        0.25,
+        "{part} of {count} prompts have another length than the worker says: its chat template or tokenizer differs "
+        "from the router's",
+    ),
+    (
+        "cached_tokens",
+        0.5,
+        "{percent} % of the cached tokens of {count} requests were predicted wrongly: other tokens, another salt, or "
+        "lost events",
+    ),
+    (
+        "promised",
+        0.1,
+        "{part} tokens of {count} requests were predicted to be cached and were not, {percent} % of their tokens: its "
+        "cache is too small for what it gets",
+    ),
+)
+"""(alarm, the share that raises it, what it says)."""
 BLOCK_TOKENS = 256
 """Length of a worker's block where it does not tell: so many uncached prompt tokens should be announced."""
 
 
 @dataclass(slots=True)
 class _Window:
-    counts: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    """Whether each request's token count differed."""
-    cached: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    """(|predicted - reported|, the larger of the two) where either is not zero."""
-    promised: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    """(predicted - reported where that is positive, prompt tokens) of every request."""
+    parts: dict[str, deque[tuple[int, int]]] = field(
+        default_factory=lambda: {name: deque(maxlen=WINDOW) for name, _, _ in _SHARES}
+    )
+    """Of each alarm in `_SHARES`, for one request each: (what is wrong, of how much).
+
+    prompt_tokens: (1 where the count differs, 1); cached_tokens: (|predicted - reported|, the larger of the two) where
+    that is not zero; promised: (predicted - reported where that is positive, prompt tokens).
+    """
     unannounced: int = 0
     """Requests that computed a block, or reused one that no event vouches for, since the last Stored event."""
     stored: int = 0
@@ -64,15 +81,14 @@ class Watchdog:
 
         `resident`: the part of the prediction that events vouch for. `block_tokens`: the worker's block length.
         """
-        window = self._windows.get(worker_id)
-        if window is None:
-            window = self._windows[worker_id] = _Window()
+        window = self._windows.setdefault(worker_id, _Window())
         if counted_tokens is not None and prompt_tokens is not None:
-            window.counts.append(counted_tokens != prompt_tokens)
-        if counted_tokens is not None and cached_tokens is not None and (predicted_cached or cached_tokens):
-            window.cached.append((abs(predicted_cached - cached_tokens), max(predicted_cached, cached_tokens)))
+            window.parts["prompt_tokens"].append((int(counted_tokens != prompt_tokens), 1))
         if counted_tokens is not None and cached_tokens is not None:
-            window.promised.append((max(predicted_cached - cached_tokens, 0), counted_tokens))
+            if predicted_cached or cached_tokens:
+                wrong = abs(predicted_cached - cached_tokens)
+                window.parts["cached_tokens"].append((wrong, max(predicted_cached, cached_tokens)))
+            window.parts["promised"].append((max(predicted_cached - cached_tokens, 0), counted_tokens))
         length = prompt_tokens if prompt_tokens is not None else counted_tokens
         computed = length is not None and length - (cached_tokens or 0) >= (block_tokens or BLOCK_TOKENS)
         reused = counted_tokens is not None and resident is not None and (cached_tokens or 0) > resident
@@ -96,27 +112,11 @@ class Watchdog:
         if window is None:
             return []
         found = []
-        if len(window.counts) >= REQUESTS_MIN:
-            wrong = sum(window.counts)
-            if wrong > COUNT_SHARE * len(window.counts):
-                found.append(
-                    f"prompt_tokens: {wrong} of {len(window.counts)} prompts have another length than the worker says: "
-                    "its chat template or tokenizer differs from the router's"
-                )
-        if len(window.cached) >= REQUESTS_MIN:
-            missed, total = sum(m for m, _ in window.cached), sum(t for _, t in window.cached)
-            if missed > CACHED_SHARE * total:
-                found.append(
-                    f"cached_tokens: {100 * missed // total} % of the cached tokens of {len(window.cached)} requests "
-                    "were predicted wrongly: other tokens, another salt, or lost events"
-                )
-        if len(window.promised) >= REQUESTS_MIN:
-            broken, prompts = sum(b for b, _ in window.promised), sum(p for _, p in window.promised)
-            if broken > PROMISED_SHARE * prompts:
-                found.append(
-                    f"promised: {broken} tokens of {len(window.promised)} requests were predicted to be cached and "
-                    f"were not, {100 * broken // prompts} % of their tokens: its cache is too small for what it gets"
-                )
+        for name, share, text in _SHARES:
+            parts = window.parts[name]
+            part, whole = sum(wrong for wrong, _ in parts), sum(of for _, of in parts)
+            if len(parts) >= REQUESTS_MIN and part > share * whole:
+                found.append(f"{name}: " + text.format(part=part, count=len(parts), percent=100 * part // whole))
         if expects_events and window.unannounced >= REQUESTS_MIN:
             found.append(
                 f"events: {window.unannounced} prompts filled or reused blocks since the last block was announced: "

@@ -69,7 +69,8 @@ class Worker:
 
     spec: WorkerSpec
     state: WorkerState
-    models: dict[str, ServedModel]
+    models: dict[str, ServedModel] = field(default_factory=dict)
+    """What it serves, by name."""
     holders: list[HolderId] = field(default_factory=list)
     failures: int = 0
     """Consecutive."""
@@ -106,11 +107,6 @@ class Worker:
             self.state_reason = "" if self.behind is WorkerState.UP else "went down while it was drained"
 
 
-def models_of(spec: WorkerSpec) -> dict[str, ServedModel]:
-    """Served names of a spec, by name."""
-    return {model.name: model for model in spec.models}
-
-
 class Breaker:
     """The circuit breaker's rules, over `Worker`s that it mutates and never stores."""
 
@@ -144,11 +140,12 @@ class Breaker:
         worker.become(WorkerState.UP, "")
         return worker.state is WorkerState.UP
 
-    def half_open(self, worker: Worker, now: float) -> None:
-        """Let a probe through where the pause is over."""
-        if worker.state is WorkerState.DOWN and now >= worker.open_until_s:
-            worker.state = WorkerState.PROBING
-            worker.probe = None
+    def half_open(self, worker: Worker, now: float) -> bool:
+        """Let a probe through where the pause is over; True where that is so now."""
+        over = worker.state is WorkerState.DOWN and now >= worker.open_until_s
+        if over:
+            worker.state, worker.probe = WorkerState.PROBING, None
+        return over
 
 
 def why_not_usable(worker: Worker) -> str | None:

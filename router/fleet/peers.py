@@ -158,12 +158,7 @@ class PeerLoads:
         self.stats.received += 1
         self._peers[message.router] = _Peer(message.epoch, message.seq, now)
         loads = {load.target: _shared(load, now) for load in message.loads}
-        if message.full or restarted:
-            self._tracker.set_peer(message.router, loads)
-        else:
-            for name, load in loads.items():
-                if name in self._tracker.targets:  # of others a full message will tell, once they are known here
-                    self._tracker.update_peer(message.router, name, load)
+        self._tracker.set_peer(message.router, loads, full=message.full or restarted)
 
     def expire(self, now: float) -> None:
         """Forget the load of routers that fell silent."""

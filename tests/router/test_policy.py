@@ -168,7 +168,7 @@ def test_slower_tiers_cost_their_load() -> None:
 def test_another_routers_load_counts() -> None:
     tracker, targets = tracker_of(2)
     load = SharedLoad(prefill_s=3.0, oldest_prefill_s=1.0, oldest_routed_s=9.0, head_since_s=9.5, decode_requests=4)
-    tracker.update_peer("other", "w0", load)
+    tracker.set_peer("other", {"w0": load}, full=False)
     cost = price(tracker, targets, [0, 0], 1000, 10.0)
     assert cost.terms(0, 0).queue_s == pytest.approx(3.0 - 0.5 / targets[0].slow)
     assert targets[0].slow > targets[1].slow
@@ -210,8 +210,8 @@ def test_least_requests_counts_what_is_in_flight() -> None:
     tracker, targets = tracker_of(3)
     tracker.route("a", targets[0], prompt_tokens=1, cached_tokens=0, stream=True, now=0.0)
     assert {choose_least_requests(targets, r) for r in range(4)} == {1, 2}
-    tracker.update_peer("other", "w1", SharedLoad(prefill_s=1.0, prefill_requests=2))
-    tracker.update_peer("other", "w2", SharedLoad(decode_requests=3))
+    tracker.set_peer("other", {"w1": SharedLoad(prefill_s=1.0, prefill_requests=2)}, full=False)
+    tracker.set_peer("other", {"w2": SharedLoad(decode_requests=3)}, full=False)
     assert {choose_least_requests(targets, r) for r in range(4)} == {0}
 
 
