@@ -111,6 +111,18 @@ class EventFeed:
         """Stop following; nothing of it is handed over afterwards once this command was performed."""
         self._turns.ask(lambda: self._remove(stream_id))
 
+    def between(self, stream_id: str, work: Callable[[], bool]) -> None:
+        """Call `work` on the feed's thread until it says False, between what was taken of this stream and what comes
+        after it; other streams have their turns meanwhile. It is forgotten where the stream ends or begins anew."""
+
+        def add() -> None:
+            stream = self._streams.get(stream_id)
+            if stream is not None:
+                stream.todo.append(work)
+                self._guarded(stream, self._work, stream)
+
+        self._turns.ask(add)
+
     def bind(self, endpoint: str, accept: Callable[[str], StreamSource | None]) -> str:
         """Bind a SUB for publishers that connect. `accept(topic)` names the stream of a new topic, or refuses (None).
 
@@ -415,10 +427,12 @@ class EventFeed:
                 self._request(stream, instruction.request_id, instruction.start_seq)
             elif isinstance(instruction, RequestSnapshot):
                 self._request(stream, instruction.request_id, SNAPSHOT_SEQ)
-            else:
+            elif isinstance(instruction, Instruction):
                 if isinstance(instruction, Apply):
                     stream.spent += len(instruction.payload)
                 stream.more = self._handler.handle(stream.source.stream_id, instruction, stream.topic)
+            else:
+                stream.more = instruction
         self._busy.add(stream) if stream.busy else self._busy.discard(stream)
 
     def _request(self, stream: FollowedStream, request_id: int, start_seq: int) -> None:

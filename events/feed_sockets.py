@@ -58,7 +58,7 @@ class FollowedStream:
         self.faults = 0
         self.again_at: float | None = None
         """After a fault: when it is followed again, from nothing."""
-        self.todo: deque[Instruction] = deque()
+        self.todo: deque[Instruction | Callable[[], bool]] = deque()
         self.more: Callable[[], bool] | None = None
         """What is left of an instruction; it says whether it is to be called again."""
         self.turn = self.spent = 0

@@ -8,11 +8,13 @@ its stream was replaced is dropped.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import msgspec
@@ -23,11 +25,12 @@ from events.sources import EventSource
 from events.stream_memory import digest
 from events.stream_types import Apply, Clear, Gap, Instruction, Malformed, Origin, Restarted
 from router.fleet.streams import StreamCounters, WorkerStream
-from router.index.protocol import HolderId, Ingesting, IngestReport, PrefixIndex
+from router.index.protocol import Dumping, HolderId, Ingesting, IngestReport, PrefixIndex
 
 log = logging.getLogger("router")
 
 SNAPSHOT_VERSION = 2
+SNAPSHOT_S_MAX = 60.0
 WHOLE_BYTES_MAX = 64 << 10
 """Longer payloads are applied in slices, with turns of other streams between them."""
 
@@ -165,20 +168,39 @@ class IndexFeed:
         return sum(stream.counters.stored for stream in self._workers.get(worker_id, []))
 
     def snapshot(self, worker_id: str, rank: int) -> PeerSnapshot | None:
-        """What another router may start from; None where this one is not in step with the stream. Takes the feed's
-        lock for as long as the dump takes."""
+        """What another router may start from; None where this one is not in step with the stream. Waits: the feed's
+        thread makes it slice by slice, before anything else of this stream and between the turns of the others."""
         streams = self._workers.get(worker_id, [])
         if rank >= len(streams) or not self.synced(worker_id):
             return None
         stream = streams[rank]
-        with self._lock:
-            if stream.position is None or stream.since is None or stream.stream_id not in self._streams:
-                return None
-            try:
-                chunks = self._index.dump(stream.holder)
-            except KeyError:
-                return None
-            return PeerSnapshot(SNAPSHOT_VERSION, *stream.position, stream.since, chunks)
+        dumping: Dumping | None = None
+        chunks: list[bytes] = []
+        made: SimpleQueue[PeerSnapshot | None] = SimpleQueue()
+
+        def step() -> bool:
+            nonlocal dumping
+            with self._lock:
+                if stream.position is None or stream.since is None or stream.stream_id not in self._streams:
+                    made.put(None)
+                    return False
+                try:
+                    dumping = dumping or self._index.begin_dump(stream.holder)
+                    if (some := dumping.step()) is not None:
+                        chunks.extend(some)
+                        return True
+                except KeyError:  # gone, or cleared by another thread
+                    made.put(None)
+                else:
+                    made.put(PeerSnapshot(SNAPSHOT_VERSION, *stream.position, stream.since, chunks))
+            return False
+
+        self.events.between(stream.stream_id, step)
+        end = time.monotonic() + SNAPSHOT_S_MAX
+        while time.monotonic() < end and stream.position is not None:
+            with contextlib.suppress(Empty):
+                return made.get(timeout=0.1)
+        return None
 
     def details(self, worker_id: str) -> dict[str, Any]:
         """What is known of a worker's streams, for `/workers`."""

@@ -25,7 +25,7 @@ from events.sources import EventSource
 from prompts.errors import RequestError
 from router.asking import Unanswered, ask
 from router.fleet.answers import number
-from router.fleet.feed import SNAPSHOT_VERSION, PeerSnapshot
+from router.fleet.feed import SNAPSHOT_S_MAX, SNAPSHOT_VERSION, PeerSnapshot
 from router.http.request import HttpRequest
 from router.http.routes import Answer
 
@@ -33,7 +33,6 @@ log = logging.getLogger("router")
 
 SEED_S_MAX = 3.0
 SEED_BYTES_MAX = 65536
-SNAPSHOT_S_MAX = 60.0
 SNAPSHOT_BYTES_MAX = 1 << 30
 MSGPACK = b"application/msgpack"
 

@@ -1,4 +1,5 @@
-"""The router's values: what the index answers and the policy reads. No I/O, no clock, no algorithm.
+"""The router's values: what the index answers and the policy reads. No I/O, no clock, no algorithm. What
+`make_index` gives answers with C++ objects that have the same fields.
 
 A **holder** is one publisher stream: a worker, or one data-parallel rank of it. A **scope** separates prompts that
 can never share KV although their token ids are equal.
@@ -95,6 +96,14 @@ class Ingesting(Protocol):
         """Apply its next slice, some milliseconds of work; False where it was the last. KeyError as in PrefixIndex."""
 
 
+class Dumping(Protocol):
+    """A holder's content on its way out."""
+
+    def step(self) -> list[bytes] | None:
+        """The payloads of the next slice, a few milliseconds of work; None behind the last. KeyError as in PrefixIndex,
+        and where the holder has changed since the first."""
+
+
 Tokens = Sequence[int] | bytes | Prompt
 """What an index takes as a prompt. Bytes: little-endian uint32, 4 bytes a token."""
 
@@ -174,7 +183,7 @@ class PrefixIndex(Protocol):
         `blocks` counts names held, `silent` is True where the group is declared, has never spoken and is ignored.
         """
 
-    def dump(self, holder: HolderId) -> list[bytes]:
+    def begin_dump(self, holder: HolderId) -> Dumping:
         """The holder's content as payloads that `ingest` of an index with the same seed takes (snapshot for a peer).
 
         Digests, not tokens: an index with another seed reports them as malformed. Parked events are not in it.

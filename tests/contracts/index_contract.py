@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from index_world import dump
 
 from events.codec import encode_batch
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
@@ -757,7 +758,7 @@ def check_dump_moves_to_an_index_of_the_same_seed(make_seeded: Callable[[int], P
     ]
     index.ingest(holder, batch(*events))
     index.ingest(holder, batch(stored([1], PROMPT[:16], medium="CPU", group_idx=1)))
-    chunks = index.dump(holder)
+    chunks = dump(index, holder)
     copy = twin.add_holder("w", "m")
     for chunk in chunks:
         assert twin.ingest(copy, chunk).malformed == []

@@ -11,8 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from router.index.protocol import HolderId, PrefixIndex
 
 Prefix = tuple[int, ...]
+
+
+def dump(index: PrefixIndex, holder: HolderId) -> list[bytes]:
+    """All of what a holder holds."""
+    dumping, payloads = index.begin_dump(holder), list[bytes]()
+    while (some := dumping.step()) is not None:
+        payloads += some
+    return payloads
 
 
 @dataclass(frozen=True)

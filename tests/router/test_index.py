@@ -107,7 +107,7 @@ def test_readers_beside_a_writer(factory: Callable[[], PrefixIndex]) -> None:
 
 
 def test_without_the_native_index_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "router.index.native_index", None)
+    monkeypatch.setitem(sys.modules, "router.index._native", None)
     with pytest.raises(ImportError, match="pip install"):
         make_index()
 

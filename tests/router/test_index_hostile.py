@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from index_world import dump
 
 from router.index import make_index
 from router.index._native import extra_work
@@ -141,13 +142,32 @@ def test_copies_in_a_dump_are_counted_not_added_one_by_one() -> None:
     source, twin = make_index(3), make_index(3)
     holder, copy = source.add_holder("a", "m"), twin.add_holder("b", "m")
     source.ingest(holder, batch(stored([1])))
-    (chunk,) = source.dump(holder)
+    (chunk,) = dump(source, holder)
     content = msgspec.msgpack.decode(chunk)
     (_, key, end, length, _) = content[1][0]["blocks"][0]
     content[1][0]["blocks"] = [[name, key, end, length, 1 << 20] for name in range(50_000)]
     assert twin.ingest(copy, msgspec.msgpack.encode(content)).stored == 50_000
     assert twin.ingest(copy, batch(removed([7]))).removed == 1
     assert twin.stats().entries == 50_000
+
+
+def test_a_slice_of_a_dump_is_bounded_and_a_holder_that_changed_has_no_next_one() -> None:
+    index, holder = one_holder()
+    for at in range(0, 50_000, 500):
+        ingest(index, holder, batch(stored(list(range(at, at + 500)))))
+    dumping, sizes = index.begin_dump(holder), []
+    while (some := dumping.step()) is not None:
+        sizes.append(sum(len(msgspec.msgpack.decode(payload)[1][0]["blocks"]) for payload in some))
+    assert sum(sizes) == 50_000
+    assert len(sizes) > 10
+    assert max(sizes) < 5_000
+    dumping = index.begin_dump(holder)
+    assert dumping.step() is not None
+    index.declare_groups(holder, [])
+    assert dumping.step() is not None
+    ingest(index, holder, batch(removed([1])))
+    with pytest.raises(KeyError, match="changed"):
+        dumping.step()
 
 
 # -- bounds ------------------------------------------------------------------------------------------------------------
@@ -270,7 +290,7 @@ gc.set_threshold(1)
 for _ in range(30):
     Garbage()
     index.groups(holder)
-    index.dump(holder)
+    index.begin_dump(holder).step()
 stop.set()
 for thread in threads: thread.join()
 print("done")

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from index_world import GroupSpec as Spec
-from index_world import World
+from index_world import World, dump
 from reference import ReferenceIndex
 
 from events.codec import encode_batch
@@ -162,7 +162,7 @@ def test_native_equals_the_reference(
 def _check_copy(source: PrefixIndex, twin: PrefixIndex, holder: Any, asked: Any) -> None:
     """A dump of either implementation rebuilds the holder in either."""
     copy = twin.add_holder("copy", "m")
-    for chunk in source.dump(holder):
+    for chunk in dump(source, holder):
         assert twin.ingest(copy, chunk).malformed == []
     for prompt in asked:
         tokens = {match.holder: match.tokens for match in source.match(prompt, SCOPE)}

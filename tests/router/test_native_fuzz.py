@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from index_world import dump
 from reference import ReferenceIndex
 
 from router.index import make_index
@@ -67,7 +68,7 @@ def counts(report: IngestReport) -> tuple[int, ...]:
 
 def content(index: PrefixIndex, holder: HolderId) -> list[str]:
     """What the holder holds, whatever the order of the dump."""
-    events = [msgspec.msgpack.decode(chunk)[1][0] for chunk in index.dump(holder)]
+    events = [msgspec.msgpack.decode(chunk)[1][0] for chunk in dump(index, holder)]
     return sorted(
         [repr((event["group"]["group_idx"], event["medium"], row)) for event in events for row in event["blocks"]]
     )

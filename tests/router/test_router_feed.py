@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -204,6 +206,46 @@ def test_a_late_router_starts_from_what_a_peer_knows() -> None:
         feed.close()
     pub.close()
     late.check_invariants()
+
+
+def test_a_snapshot_is_made_between_the_turns_of_other_streams() -> None:
+    """However large the dump is: the other worker's events are applied before it is done, its own only afterwards."""
+
+    class Slow(ReferenceIndex):
+        """A dump that goes on until the other worker's events have come."""
+
+        slices = 0
+
+        def begin_dump(self, holder: HolderId) -> Any:
+            dumping, step = super().begin_dump(holder), self._step
+            return SimpleNamespace(step=lambda: step(dumping))
+
+        def _step(self, dumping: Any) -> Any:
+            Slow.slices += 1
+            if Slow.slices == 1:
+                big.publish(stored(3, 1))
+                other.publish(stored(0, 2))
+            assert cached(self, holders[0]) == 12, "the holder that is dumped does not change"
+            return dumping.step() if cached(self, holders[1]) == 8 or Slow.slices > 1_000_000 else []
+
+    big, other = publisher(), publisher()
+    index = Slow(7)
+    holders = [index.add_holder(name, "m") for name in "ab"]
+    feed = IndexFeed(index)
+    feed.start()
+    for name, pub, holder in zip("ab", (big, other), holders):
+        feed.follow(name, [source_of(pub)], [holder])
+    until(lambda: feed.synced("a") and feed.synced("b"), "both are followed")
+    big.publish(stored(0, 3))
+    until(lambda: cached(index, holders[0]) == 12, "what was before the snapshot")
+    snapshot = feed.snapshot("a", 0)
+    assert snapshot is not None
+    assert (snapshot.seq, len(snapshot.chunks), cached(index, holders[1])) == (0, 1, 8)
+    assert 1 < Slow.slices <= 1_000_000
+    until(lambda: cached(index, holders[0]) == 16, "what came meanwhile is applied afterwards")
+    feed.close()
+    for pub in (big, other):
+        pub.close()
 
 
 @pytest.mark.parametrize("fault", ["another history", "another seed", "restarted"])

@@ -54,13 +54,13 @@ struct DigestRow {
     u64 name, key, end, length, copies;
 };
 
-// A chunk of another index's dump (router/index/dump.py).
+// A chunk of another index's dump.
 struct Digests {
     u64 fingerprint = 0;
     std::optional<std::int64_t> group;
     Text kind;
     std::optional<u64> block_size, window;
-    bool sparse = false;
+    bool heard = true, sparse = false;
     u32 tier = 0;
     std::vector<DigestRow> rows;
 };

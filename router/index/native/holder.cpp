@@ -132,6 +132,7 @@ void Holder::adjust_length(u32 slot, u32 length, int by) {
 // -- clearing ---------------------------------------------------------------------------------------------------------
 
 void Holder::forget_blocks() {
+    ++changes_;
     settle();
     parking_.clear();
     for (Group& group : groups) {

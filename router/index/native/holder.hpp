@@ -129,6 +129,10 @@ struct Estate {
     Seat seat = 0;
 };
 
+// A batch of one BlockDigests (event_digests.cpp).
+std::string write_digests(u64 fingerprint, const Group& group, u32 tier, const std::vector<DigestRow>& rows);
+constexpr std::size_t kDumpedAtOnce = 4096;  // rows
+
 class Holder;
 constexpr std::size_t kForgottenAtOnce = 1024;  // names
 
@@ -223,9 +227,12 @@ public:
     std::size_t bytes() const { return names_.bytes() + links_.bytes() + parking_.bytes() + sizeof *this; }
     std::size_t parked() const { return parking_.blocks(); }
 
-    template <class Visit>  // visit(name, node id, slot, copies)
-    void each_name(Visit visit) const {
-        names_.each([&](const NameEntry& entry) { each_slot(entry, links_, [&](u32 node, u32 meta) {
+    // While this is the same, it holds the same names.
+    u64 changes() const { return changes_; }
+    // The names of one part of the table, visit(name, node id, slot, copies); false where that was the last part.
+    template <class Visit>
+    bool each_name(std::size_t part, Visit visit) const {
+        return names_.each_of(part, [&](const NameEntry& entry) { each_slot(entry, links_, [&](u32 node, u32 meta) {
             visit(entry.name, node, slot_of(meta), meta & kCopies);
         }); });
     }
@@ -292,7 +299,7 @@ private:
     Taught taught_;
     std::vector<Place> places_;    // per name of the batch, where its run has been resolved
     std::vector<bool> resolved_;   // per stored event of the batch
-    u64 full_stores_ = 0, batch_ = 0, entries_ = 0;
+    u64 full_stores_ = 0, batch_ = 0, entries_ = 0, changes_ = 0;
     // Names that `add` has put into a slot anew and that `groups` and `entries_` do not count yet; 0 between events.
     u64 fresh_ = 0;
     u32 fresh_slot_ = 0, fresh_length_ = 0;

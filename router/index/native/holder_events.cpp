@@ -53,6 +53,7 @@ private:
 }  // namespace
 
 void Holder::apply(const Batch& batch, bool first, Report& report) {
+    ++changes_;
     batch_ += first;
     std::size_t begin = 0;
     for (std::size_t i = 0; i < batch.events.size(); ++i) {
@@ -343,7 +344,7 @@ void Holder::load(const Digests& digests, Report& report) {
     }
     const u32 at = ordinal(digests.group);
     Group& group = groups[at];
-    group.heard = true;
+    group.heard = group.heard || digests.heard;
     if (digests.kind && !digests.kind->empty()) group.kind = std::string(*digests.kind);
     if (digests.block_size.value_or(0) - 1 < kBlockSizeMax) group.block_size = digests.block_size;
     if (digests.window.value_or(0)) group.window = digests.window;

@@ -106,6 +106,34 @@ Report Index::ingest(u64 holder, const u8* payload, std::size_t size) {
     return std::move(ingest.report);
 }
 
+Dump Index::begin_dump(u64 holder) const {
+    const std::shared_lock lock(mutex_);
+    return Dump{holder, get(holder)->changes()};
+}
+
+std::vector<std::string> Index::step(Dump& dump) const {
+    const std::shared_lock lock(mutex_);
+    const Holder& holder = *get(dump.holder);
+    if (holder.changes() != dump.changes) {
+        throw UnknownHolder("holder " + std::to_string(dump.holder) + " has changed since its dump began");
+    }
+    std::map<u32, std::vector<DigestRow>> rows;  // by slot
+    for (u32 i = 0; dump.part == 0 && i < holder.groups.size(); ++i) {
+        if (holder.groups[i].heard) rows[i * kTiers];  // also where it holds nothing
+    }
+    for (std::size_t count = 0; !dump.done && count < kDumpedAtOnce;) {
+        dump.done = !holder.each_name(dump.part++, [&](u64 name, u32 node, u32 slot, u32 copies) {
+            rows[slot].push_back(DigestRow{name, nodes_[node].key, nodes_[node].end, nodes_[node].length, copies});
+            ++count;
+        });
+    }
+    std::vector<std::string> payloads;
+    for (const auto& [slot, of_slot] : rows) {
+        payloads.push_back(write_digests(digester_.fingerprint(), holder.groups[slot / kTiers], slot % kTiers, of_slot));
+    }
+    return payloads;
+}
+
 std::vector<Match> Index::match(const Tokens& prompt, const ScopeView& scope) const {
     const std::shared_lock lock(mutex_);
     const auto model = models_.find(scope.model);

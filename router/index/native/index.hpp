@@ -46,6 +46,14 @@ struct Ingest {
     Report report = {};
 };
 
+// A holder's content on its way out, slice by slice, as payloads of BlockDigests. Whoever takes it sees to it that the holder
+// does not change meanwhile.
+struct Dump {
+    u64 holder, changes;
+    std::size_t part = 0;
+    bool done = false;
+};
+
 class Index {
 public:
     explicit Index(u64 seed)
@@ -73,8 +81,11 @@ public:
     template <class Visit>
     void with_holder(u64 holder, Visit visit) const {
         const std::shared_lock lock(mutex_);
-        visit(*get(holder), nodes_);
+        visit(*get(holder));
     }
+    Dump begin_dump(u64 holder) const;
+    // The payloads of the next slice, until it is done. Throws UnknownHolder where the holder is gone or has changed.
+    std::vector<std::string> step(Dump& dump) const;
 
 private:
     struct Pin {

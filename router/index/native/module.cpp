@@ -1,5 +1,4 @@
-// The Python face of the native index: argument conversion, and the GIL released around the work.
-// router/index/native_index.py gives it the PrefixIndex protocol.
+// The PrefixIndex protocol's methods (router/index/protocol.py): argument conversion, and the GIL released around the work.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -27,9 +26,7 @@ public:
         } else if (PyObject_CheckBuffer(source.ptr())) {
             read_buffer(source.ptr());
         } else {
-            const nb::object items = nb::steal(PySequence_List(source.ptr()));
-            if (!items.is_valid()) throw nb::python_error();
-            copy_items(items.ptr());
+            copy_sequence(source.ptr());
         }
     }
     Ids(const Ids&) = delete;
@@ -62,6 +59,12 @@ private:
 #endif
     }
 
+    void copy_sequence(PyObject* source) {
+        const nb::object items = nb::steal(PySequence_List(source));
+        if (!items.is_valid()) throw nb::python_error();
+        copy_items(items.ptr());
+    }
+
     void copy_items(PyObject* items) {
         const Py_ssize_t count = PySequence_Fast_GET_SIZE(items);
         PyObject** const item = PySequence_Fast_ITEMS(items);
@@ -82,51 +85,25 @@ private:
         own();
     }
 
+    // Four unsigned bytes an id are borrowed as they are, raw bytes too; any other integers are read one by one.
     void read_buffer(PyObject* source) {
         if (PyObject_GetBuffer(source, &borrowed_.view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) throw nb::python_error();
-        const char* format = borrowed_.view.format == nullptr ? "B" : borrowed_.view.format;
-        if (*format == '<' || *format == '=' || *format == '@') ++format;
-        const std::size_t bytes = static_cast<std::size_t>(borrowed_.view.len);
-        if (*format == 'B' || *format == 'b' || *format == 'c') {
-            if (bytes % sizeof(u32) != 0) {
-                throw nb::value_error(
-                    ("token bytes: length " + std::to_string(bytes) + " is not a multiple of 4").c_str());
-            }
-            data_ = static_cast<const u32*>(borrowed_.view.buf);
-            size_ = bytes / sizeof(u32);
-            if (reinterpret_cast<std::uintptr_t>(data_) % alignof(u32) != 0) {
-                owned_.resize(size_);
-                std::memcpy(owned_.data(), borrowed_.view.buf, bytes);
-                own();
-            }
-            return;
+        const Py_buffer& view = borrowed_.view;
+        const std::string format = view.format == nullptr ? "B" : view.format;
+        const bool raw = format == "B" || format == "b" || format == "c";
+        if (!raw && format.find_first_not_of("<=@iIlLqQhH") != std::string::npos) {
+            throw nb::value_error("token_ids: expected a buffer of integers");
         }
-        switch (*format) {
-            case 'I': return borrow_or_convert<unsigned int>(bytes);
-            case 'i': return borrow_or_convert<int>(bytes);
-            case 'L': return borrow_or_convert<unsigned long>(bytes);
-            case 'l': return borrow_or_convert<long>(bytes);
-            case 'Q': return borrow_or_convert<unsigned long long>(bytes);
-            case 'q': return borrow_or_convert<long long>(bytes);
-            case 'H': return borrow_or_convert<unsigned short>(bytes);
-            case 'h': return borrow_or_convert<short>(bytes);
-            default: throw nb::value_error("token_ids: expected a buffer of integers");
+        if (!raw && !(format == "I" || (format == "L" && view.itemsize == sizeof(u32)))) return copy_sequence(source);
+        const std::size_t bytes = static_cast<std::size_t>(view.len);
+        if (bytes % sizeof(u32) != 0) {
+            throw nb::value_error(("token bytes: length " + std::to_string(bytes) + " is not a multiple of 4").c_str());
         }
-    }
-
-    template <class Int>
-    void borrow_or_convert(std::size_t bytes) {
-        const Int* values = static_cast<const Int*>(borrowed_.view.buf);
-        size_ = bytes / sizeof(Int);
-        if constexpr (std::is_same_v<Int, unsigned int>) {
-            data_ = reinterpret_cast<const u32*>(values);
-        } else {
+        data_ = static_cast<const u32*>(view.buf);
+        size_ = bytes / sizeof(u32);
+        if (reinterpret_cast<std::uintptr_t>(data_) % alignof(u32) != 0) {
             owned_.resize(size_);
-            for (std::size_t i = 0; i < size_; ++i) {
-                const auto value = values[i];
-                if (value < 0 || static_cast<unsigned long long>(value) >> 32 != 0) reject(i, std::to_string(value));
-                owned_[i] = static_cast<u32>(value);
-            }
+            std::memcpy(owned_.data(), view.buf, bytes);
             own();
         }
     }
@@ -184,78 +161,90 @@ struct Ingesting {
     Ingest ingest;
 };
 
-Text view(const std::optional<std::string>& text) { return text ? Text(*text) : Text(); }
-
-ScopeView scope_view(const Index& index, const std::string& model, const std::optional<std::string>& salt,
-                     const std::optional<std::string>& lora, nb::handle media) {
-    ScopeView scope{model, view(salt), view(lora), {}};
-    for (nb::handle item : media) {
-        const std::string key = nb::cast<std::string>(item[1]);
-        scope.media.push_back(Media{nb::cast<u64>(item[0]), index.digester().text({Text(key)})});
+// A holder's content on its way out.
+struct Dumping {
+    std::optional<nb::list> step() {
+        if (dump.done) return std::nullopt;
+        std::vector<std::string> payloads;
+        {
+            const nb::gil_scoped_release released;
+            payloads = index.step(dump);
+        }
+        nb::list out;
+        for (const std::string& payload : payloads) out.append(nb::bytes(payload.data(), payload.size()));
+        return out;
     }
-    std::stable_sort(scope.media.begin(), scope.media.end(),
-                     [](const Media& a, const Media& b) { return a.position < b.position; });
-    return scope;
-}
+    const Index& index;
+    Dump dump;
+};
 
-using DeclaredGroup = std::tuple<std::optional<std::int64_t>, std::optional<std::string>, std::optional<u64>, std::optional<u64>>;
+// protocol.py's Scope.
+class Scope {
+public:
+    Scope(const Index& index, nb::handle scope)
+        : model_(nb::cast<std::string>(scope.attr("model"))), salt_(nb::cast<OptionalText>(scope.attr("salt"))),
+          lora_(nb::cast<OptionalText>(scope.attr("lora"))) {
+        for (nb::handle item : scope.attr("media")) {
+            const std::string key = nb::cast<std::string>(item[1]);
+            media_.push_back(Media{nb::cast<u64>(item[0]), index.digester().text({Text(key)})});
+        }
+        std::stable_sort(media_.begin(), media_.end(), [](const Media& a, const Media& b) { return a.position < b.position; });
+    }
+    ScopeView view() const { return ScopeView{model_, salt_ ? Text(*salt_) : Text(), lora_ ? Text(*lora_) : Text(), media_}; }
 
-nb::list match(const Index& index, nb::handle token_ids, const std::string& model, const std::optional<std::string>& salt,
-               const std::optional<std::string>& lora, nb::handle media) {
+private:
+    using OptionalText = std::optional<std::string>;
+    const std::string model_;
+    const OptionalText salt_, lora_;
+    std::vector<Media> media_;
+};
+
+nb::list match(const Index& index, nb::handle token_ids, nb::handle of) {
     const Given prompt(token_ids);
-    const ScopeView scope = scope_view(index, model, salt, lora, media);
-    const std::vector<Match> matches = prompt.with([&](const Tokens& tokens) { return index.match(tokens, scope); });
+    const Scope scope(index, of);
+    const std::vector<Match> matches = prompt.with([&](const Tokens& tokens) { return index.match(tokens, scope.view()); });
     nb::list out;
     for (const Match& match : matches) out.append(nb::cast(match, nb::rv_policy::copy));
     return out;
 }
 
+void declare_groups(Index& index, u64 holder, nb::handle declared) {
+    std::vector<Group> groups;
+    for (nb::handle item : declared) {
+        const nb::object get = item.attr("get");
+        Group& group = groups.emplace_back();
+        group.key = nb::cast<std::optional<std::int64_t>>(get("group_idx"));
+        group.kind = nb::cast<std::optional<std::string>>(get("kind"));
+        group.block_size = nb::cast<std::optional<u64>>(get("block_size"));
+        group.window = nb::cast<std::optional<u64>>(get("sliding_window"));
+    }
+    const nb::gil_scoped_release released;
+    index.declare_groups(holder, groups);
+}
+
 // The lock is never taken with the GIL held, nor the other way round: whoever makes Python objects under the lock may run a
 // finalizer, which gives the GIL to a thread that waits for the lock.
 nb::list groups(const Index& index, u64 id) {
-    struct Row {
-        Group group;
-        bool silent;
-    };
-    std::vector<Row> rows;
+    std::vector<std::pair<Group, bool>> rows;
     {
         const nb::gil_scoped_release released;
-        index.with_holder(id, [&](const Holder& holder, const Nodes&) {
+        index.with_holder(id, [&](const Holder& holder) {
             for (const Group& group : holder.groups) {
-                if (group.declared || group.heard) rows.push_back(Row{group, holder.silent(group)});
+                if (group.declared || group.heard) rows.emplace_back(group, holder.silent(group));
             }
         });
     }
+    std::sort(rows.begin(), rows.end(), [](const auto& a, const auto& b) { return a.first.key < b.first.key; });
     nb::list out;
     for (const auto& [group, silent] : rows) {
-        out.append(nb::make_tuple(group.key, group.kind, group.block_size, group.window, group.names(), silent,
-                                  group.heard, group.sparse));
-    }
-    return out;
-}
-
-// [(ordinal among the heard groups, tier, (name, key, end, length, copies))]
-nb::list dump_rows(const Index& index, u64 id) {
-    struct Row {
-        u32 slot;
-        u64 name, key, end, length, copies;
-    };
-    std::vector<Row> rows;
-    std::vector<u32> ordinals;
-    {
-        const nb::gil_scoped_release released;
-        index.with_holder(id, [&](const Holder& holder, const Nodes& nodes) {
-            u32 heard = 0;
-            for (const Group& group : holder.groups) ordinals.push_back(group.heard ? heard++ : 0);
-            holder.each_name([&](u64 name, u32 node, u32 slot, u32 copies) {
-                rows.push_back(Row{slot, name, nodes[node].key, nodes[node].end, nodes[node].length, copies});
-            });
-        });
-    }
-    nb::list out;
-    for (const Row& row : rows) {
-        out.append(nb::make_tuple(ordinals[row.slot / kTiers], row.slot % kTiers,
-                                  nb::make_tuple(row.name, row.key, row.end, row.length, row.copies)));
+        nb::dict row;
+        row["group_idx"] = group.key;
+        row["kind"] = group.kind;
+        row["block_size"] = group.block_size;
+        row["sliding_window"] = group.window;
+        row["blocks"] = group.names();
+        row["silent"] = silent;
+        out.append(row);
     }
     return out;
 }
@@ -263,7 +252,7 @@ nb::list dump_rows(const Index& index, u64 id) {
 }  // namespace
 
 NB_MODULE(_native, module) {
-    module.doc() = "The native prefix index (C++). Use router.index.make_index.";
+    module.doc() = "The prefix index. Use router.index.make_index.";
     // A process that ends while its threads still hold the index is no leak worth a page of warnings.
     nb::set_leak_warnings(false);
 
@@ -277,10 +266,7 @@ NB_MODULE(_native, module) {
         },
         nullptr);
 
-    nb::class_<Prompt>(module, "Prompt")
-        .def(nb::init<nb::handle>(), nb::arg("token_ids"),
-             "Token ids that several calls are about. An array or bytes are borrowed and must not change meanwhile.")
-        .def("__len__", [](const Prompt& prompt) { return prompt.ids.size(); });
+    nb::class_<Prompt>(module, "Prompt").def("__len__", [](const Prompt& prompt) { return prompt.ids.size(); });
 
     nb::class_<Report>(module, "IngestReport")
         .def_ro("stored", &Report::stored)
@@ -302,6 +288,15 @@ NB_MODULE(_native, module) {
         .def_prop_ro("report", [](const Ingesting& ingesting) { return ingesting.ingest.report; });
     module.def("extra_work", [] { return extra_work; },
                "Steps beyond those that every byte pays for, of all calls of this thread; for tests.");
+
+    nb::class_<Dumping>(module, "Dumping").def("step", &Dumping::step);
+
+    nb::class_<Stats>(module, "IndexStats")
+        .def_ro("holders", &Stats::holders)
+        .def_ro("entries", &Stats::entries)
+        .def_ro("parked", &Stats::parked)
+        .def_ro("pins", &Stats::pins)
+        .def_ro("memory_bytes", &Stats::bytes);
 
     nb::class_<Match>(module, "Match")
         .def_ro("holder", &Match::holder)
@@ -327,19 +322,7 @@ NB_MODULE(_native, module) {
         .def("clear", &Index::clear, nb::arg("holder"), nb::call_guard<nb::gil_scoped_release>())
         .def("set_reannounces", &Index::set_reannounces, nb::arg("holder"), nb::arg("reannounces"),
              nb::call_guard<nb::gil_scoped_release>())
-        .def("_declare_groups",
-             [](Index& index, u64 holder, nb::handle declared) {
-                 std::vector<Group> groups;
-                 for (nb::handle item : declared) {
-                     Group& group = groups.emplace_back();
-                     group.key = nb::cast<std::optional<std::int64_t>>(item[0]);
-                     group.kind = nb::cast<std::optional<std::string>>(item[1]);
-                     group.block_size = nb::cast<std::optional<u64>>(item[2]);
-                     group.window = nb::cast<std::optional<u64>>(item[3]);
-                 }
-                 const nb::gil_scoped_release released;
-                 index.declare_groups(holder, groups);
-             })
+        .def("declare_groups", &declare_groups, nb::arg("holder"), nb::arg("groups"))
         .def("ingest",
              [](Index& index, u64 holder, nb::bytes payload) {
                  const nb::gil_scoped_release released;
@@ -348,32 +331,29 @@ NB_MODULE(_native, module) {
              nb::arg("holder"), nb::arg("payload"))
         .def("begin", [](Index& index, u64 holder, nb::bytes payload) { return new Ingesting(index, holder, payload); },
              nb::arg("holder"), nb::arg("payload"), nb::keep_alive<0, 1>())
-        .def("_match", &match)
-        .def("_pin",
-             [](Index& index, u64 holder, nb::handle token_ids, const std::string& model,
-                const std::optional<std::string>& salt, const std::optional<std::string>& lora, nb::handle media) {
+        .def("prepare", [](Index&, nb::handle token_ids) { return new Prompt(token_ids); }, nb::arg("token_ids"))
+        .def("match", &match, nb::arg("token_ids"), nb::arg("scope"))
+        .def("pin",
+             [](Index& index, u64 holder, nb::handle token_ids, nb::handle of) {
                  const Given prompt(token_ids);
-                 const ScopeView scope = scope_view(index, model, salt, lora, media);
-                 return prompt.with([&](const Tokens& tokens) { return index.pin(holder, tokens, scope); });
-             })
-        .def("_chunk_keys",
-             [](const Index& index, nb::handle token_ids, const std::string& model,
-                const std::optional<std::string>& salt, const std::optional<std::string>& lora, nb::handle media,
-                u64 chunk) {
+                 const Scope scope(index, of);
+                 return prompt.with([&](const Tokens& tokens) { return index.pin(holder, tokens, scope.view()); });
+             },
+             nb::arg("holder"), nb::arg("token_ids"), nb::arg("scope"))
+        .def("chunk_keys",
+             [](const Index& index, nb::handle token_ids, nb::handle of, u64 chunk) {
                  const Given prompt(token_ids);
-                 const ScopeView scope = scope_view(index, model, salt, lora, media);
-                 if (chunk == 0) throw nb::value_error("chunk is 0: expected at least 1");
-                 return prompt.with([&](const Tokens& tokens) { return index.chunk_keys(tokens, scope, chunk); });
-             })
+                 const Scope scope(index, of);
+                 if (chunk == 0) throw nb::value_error("chunk_tokens is 0: expected at least 1");
+                 return prompt.with([&](const Tokens& tokens) { return index.chunk_keys(tokens, scope.view(), chunk); });
+             },
+             nb::arg("token_ids"), nb::arg("scope"), nb::arg("chunk_tokens"))
         .def("unpin", &Index::unpin, nb::arg("pin"), nb::call_guard<nb::gil_scoped_release>())
-        .def("_stats",
-             [](const Index& index) {
-                 const Stats stats = [&] {
-                     const nb::gil_scoped_release released;
-                     return index.stats();
-                 }();
-                 return nb::make_tuple(stats.holders, stats.entries, stats.parked, stats.pins, stats.bytes);
-             })
-        .def("_groups", &groups)
-        .def("_dump_rows", &dump_rows);
+        .def("stats", &Index::stats, nb::call_guard<nb::gil_scoped_release>())
+        .def("groups", &groups, nb::arg("holder"))
+        .def("begin_dump", [](Index& index, u64 holder) {
+                 const nb::gil_scoped_release released;
+                 return new Dumping{index, index.begin_dump(holder)};
+             },
+             nb::arg("holder"), nb::keep_alive<0, 1>());
 }

@@ -209,6 +209,15 @@ public:
         for (Entry& entry : spilled_) visit(entry);
     }
 
+    // The entries of one of its segments, the overflow last; false where nothing comes after them.
+    template <class Visit>
+    bool each_of(std::size_t segment, Visit visit) const {
+        if (segment < segments_.size()) visit_segment(segments_[segment], visit);
+        if (segment + 1 < segments_.size()) return true;
+        for (Entry& entry : spilled_) visit(entry);
+        return false;
+    }
+
     // Hands out and forgets up to one segment's entries; false when nothing is left. The table only shrinks from here:
     // no find, insert or erase after the first call.
     template <class Visit>

@@ -38,6 +38,16 @@ class Whole:
         return False
 
 
+class Slices:
+    """A dump that is made already."""
+
+    def __init__(self, slices: list[list[bytes]]) -> None:
+        self._slices = slices
+
+    def step(self) -> list[bytes] | None:
+        return self._slices.pop(0) if self._slices else None
+
+
 class ReferenceIndex:
     """PrefixIndex in plain Python. One lock; every call is atomic."""
 
@@ -174,9 +184,9 @@ class ReferenceIndex:
                 for group in sorted(state.groups.values(), key=lambda group: -1 if group.key is None else group.key)
             ]
 
-    def dump(self, holder: HolderId) -> list[bytes]:
+    def begin_dump(self, holder: HolderId) -> Slices:
         with self._lock:
-            return dump_holder(self._get(holder), self._digester)
+            return Slices([dump_holder(self._get(holder), self._digester)])
 
     def check_invariants(self) -> None:
         """Assert what holder.py promises; for tests."""

@@ -1,4 +1,4 @@
-"""A holder of the reference index as `BlockDigests`, and back (the format: router/index/dump.py)."""
+"""A holder of the reference index as `BlockDigests`, and back (the format: router/index/native/event_digests.cpp)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,38 @@ import msgspec
 
 from reference.digest import Digester
 from reference.events import tier_index
-from reference.groups import Group
+from reference.groups import DumpGroup, Group
 from reference.holder import Holder
-from router.index.dump import DumpBatch, DumpGroup, encode_dump
-from router.index.protocol import IngestReport
+from router.index.protocol import TIERS, IngestReport
+
+BLOCKS_PER_CHUNK = 4_096
+
+
+class BlockDigests(msgspec.Struct, tag_field="type", tag="BlockDigests"):
+    fingerprint: int
+    group: DumpGroup
+    medium: str
+    blocks: list[tuple[int, int, int, int, int]]
+
+
+class DumpBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[BlockDigests]
+    data_parallel_rank: int | None = None
+
+
+def encode_dump(fingerprint: int, groups: list[DumpGroup], blocks: Iterator[tuple[int, int, Any]]) -> list[bytes]:
+    """Payload chunks from (index into `groups`, tier, block row). Each group appears, also where it holds nothing."""
+    rows: dict[tuple[int, int], list[Any]] = {(index, 0): [] for index in range(len(groups))}
+    for index, tier, row in blocks:
+        rows.setdefault((index, tier), []).append(row)
+    chunks = []
+    for (index, tier), held in rows.items():
+        for at in range(0, len(held) or 1, BLOCKS_PER_CHUNK):
+            event = BlockDigests(fingerprint, groups[index], TIERS[tier], held[at : at + BLOCKS_PER_CHUNK])
+            chunks.append(msgspec.msgpack.encode(DumpBatch(0.0, [event])))
+    return chunks
+
 
 _MARK = b"\xa4type\xacBlockDigests"
 _MARK_WINDOW_BYTES = 64
@@ -25,7 +53,7 @@ def is_dump(payload: bytes) -> bool:
 
 
 def dump_holder(holder: Holder, digester: Digester) -> list[bytes]:
-    groups = [group for group in holder.groups.values() if group.heard]
+    groups = [group for group in holder.groups.values() if group.heard or group.lengths]
     index_of = {group.key: index for index, group in enumerate(groups)}
 
     def rows() -> Iterator[tuple[int, int, Any]]:
@@ -37,7 +65,7 @@ def dump_holder(holder: Holder, digester: Digester) -> list[bytes]:
 
 
 def _dump_group(group: Group) -> DumpGroup:
-    return DumpGroup(group.key, group.kind, group.block_size, group.window, group.sparse)
+    return DumpGroup(group.key, group.kind, group.block_size, group.window, group.sparse, group.heard)
 
 
 def load_dump(holder: Holder, payload: bytes, digester: Digester, report: IngestReport) -> None:

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 from events.types import AllBlocksCleared, BlockName, BlockRemoved, BlockStored, Event
 from reference.digest import Digester
 from reference.events import BLOCK_SIZE_MAX, is_bare, is_dense, lora_of, media_of, salt_of_first, tier_index
-from reference.groups import Group, GroupKey
+from reference.groups import DumpGroup, Group, GroupKey
 from reference.parking import ParkedRun, Parking, Slot
-from router.index.dump import DumpGroup
 from router.index.protocol import SILENT_AFTER_STORES, TIERS, HolderId, IngestReport
 
 Block = tuple[int, int]
@@ -360,7 +359,7 @@ class Holder:
     def load(self, described: DumpGroup, tier: int, rows: Iterable[tuple[int, int, int, int, int]]) -> None:
         """Take over blocks from another index with the same seed: (name, key, end, length, copies) each."""
         group = self.groups.setdefault(described.group_idx, Group(described.group_idx))
-        group.heard = True
+        group.heard |= described.heard
         group.kind = described.kind or group.kind
         group.block_size = described.block_size or group.block_size
         group.window = described.sliding_window or group.window
