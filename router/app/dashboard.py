@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import msgspec
 
 from prompts.tokenizer import Tokenizer
 from router.decide.core import RouterCore
-from router.decide.messages import Decision
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
 from router.http.connection import ClientConnection
@@ -42,56 +40,6 @@ CONTEXT_TOKENS = 6
 """Shown before the first token that tells a prefix from its siblings."""
 NODES_MAX = 14
 PAGE = Path(__file__).with_name("dashboard.html")
-
-
-@dataclass(slots=True)
-class _Sample:
-    """One request's prompt, for the tree of hot prefixes."""
-
-    scope: Scope
-    token_ids: Sequence[int]
-
-
-@dataclass(slots=True)
-class _Row:
-    """What is kept of a request that ended; written out when a viewer is told."""
-
-    trace_id: bytes
-    at: float
-    model: str
-    stream: bool
-    tokenized: bool
-    outcome: str
-    cached_tokens: int | None
-    ttft_s: float | None
-    decision: Decision
-
-
-def _encode(rows: Iterable[_Row]) -> bytes:
-    """Rows as the page reads them."""
-    return msgspec.json.encode(
-        [
-            {
-                "id": row.trace_id.decode("latin-1"),
-                "at": row.at,
-                "model": row.model,
-                "worker": row.decision.worker,
-                "outcome": row.outcome,
-                "attempt": row.decision.attempt,
-                "stream": row.stream,
-                "prompt_tokens": row.decision.prompt_tokens,
-                "tokenized": row.tokenized,
-                "predicted_cached_tokens": row.decision.predicted_cached_tokens,
-                "cached_tokens": row.cached_tokens,
-                "predicted_ttft_s": row.decision.predicted_ttft_s,
-                "ttft_s": row.ttft_s,
-                "waited_s": row.decision.waited_s,
-                "candidates": row.decision.candidates or [row.decision.terms],
-                "not_eligible": row.decision.not_eligible,
-            }
-            for row in rows
-        ]
-    )
 
 
 class Viewer:
@@ -130,9 +78,11 @@ class Dashboard:
         self._prompts = prompts
         self._workers = workers
         self._viewers: set[Viewer] = set()
-        self._decisions: deque[_Row] = deque(maxlen=DECISIONS_MAX)
-        self._fresh: list[_Row] = []
-        self._samples: deque[_Sample] = deque(maxlen=SAMPLES_MAX)
+        self._decisions: deque[dict[str, Any]] = deque(maxlen=DECISIONS_MAX)
+        self._fresh: deque[dict[str, Any]] = deque(maxlen=DECISIONS_MAX)
+        """Of these, what viewers were not told yet."""
+        self._samples: deque[tuple[Scope, Sequence[int]]] = deque(maxlen=SAMPLES_MAX)
+        """Prompts, for the tree of hot prefixes."""
         self._points: deque[dict[str, float]] = deque(maxlen=POINTS_MAX)
         self._requests = self._failed = self._prompt = self._predicted = self._told_of = self._actual = 0
         self._ttft_s: list[float] = []
@@ -151,7 +101,7 @@ class Dashboard:
         self._proxy.explains = True
         viewer.send("state", self._state())
         viewer.send("history", msgspec.json.encode(list(self._points)))
-        viewer.send("decisions", _encode(self._decisions))
+        viewer.send("decisions", msgspec.json.encode(list(self._decisions)))
         viewer.send("prefixes", msgspec.json.encode(self.prefixes()))
         return viewer
 
@@ -169,7 +119,7 @@ class Dashboard:
         self._beats += 1
         events = [("state", self._state())]
         if self._fresh:
-            events.append(("decisions", _encode(self._fresh[-DECISIONS_MAX:])))
+            events.append(("decisions", msgspec.json.encode(list(self._fresh))))
             self._fresh.clear()
         if self._points:
             events.append(("point", msgspec.json.encode(self._points[-1])))
@@ -222,39 +172,39 @@ class Dashboard:
                 self._told_of += route.prompt_tokens
                 self._actual += cached
         if route.token_ids is not None and self._core.counters["routed"] % SAMPLE_EVERY == 0:
-            self._samples.append(_Sample(route.scope, route.token_ids[:PREFIX_TOKENS_MAX]))
-        row = _Row(
-            exchange.trace_id,
-            time.time(),
-            route.model,
-            route.stream,
-            route.token_ids is not None,
-            exchange.outcome,
-            cached,
-            None if first_s is None else first_s - exchange.started_s,
-            decision,
-        )
+            self._samples.append((route.scope, route.token_ids[:PREFIX_TOKENS_MAX]))
+        row = {
+            "id": exchange.trace_id.decode("latin-1"),
+            "at": time.time(),
+            "model": route.model,
+            "worker": decision.worker,
+            "outcome": exchange.outcome,
+            "attempt": decision.attempt,
+            "stream": route.stream,
+            "prompt_tokens": decision.prompt_tokens,
+            "tokenized": route.token_ids is not None,
+            "predicted_cached_tokens": decision.predicted_cached_tokens,
+            "cached_tokens": cached,
+            "predicted_ttft_s": decision.predicted_ttft_s,
+            "ttft_s": None if first_s is None else first_s - exchange.started_s,
+            "waited_s": decision.waited_s,
+            "candidates": decision.candidates or [decision.terms],
+            "not_eligible": decision.not_eligible,
+        }
         self._decisions.append(row)
         if self._viewers:
             self._fresh.append(row)
-            if len(self._fresh) > 4 * DECISIONS_MAX:
-                del self._fresh[:-DECISIONS_MAX]
 
     # Hot prefixes -------------------------------------------------------------------------------------------------
 
     def prefixes(self) -> list[dict[str, Any]]:
         """The most frequent prefixes of the sampled prompts, parents before children, with who holds each."""
         nodes: list[dict[str, Any]] = []
-        roots: list[Scope] = []
-        scopes = {sample.scope for sample in self._samples}
-        for scope in sorted(scopes, key=lambda scope: (scope.model, scope.lora or "", scope.salt or "")):
-            prompts = [sample.token_ids for sample in self._samples if sample.scope == scope]
-            self._grow(nodes, scope, prompts, 0, (len(roots),))
-            roots.append(scope)
+        scopes = sorted({scope for scope, _ in self._samples}, key=lambda s: (s.model, s.lora or "", s.salt or ""))
+        for number, scope in enumerate(scopes):
+            self._grow(nodes, scope, [ids for of, ids in self._samples if of == scope], 0, (number,))
         nodes.sort(key=lambda node: -node["heat"])
-        kept = {node["key"] for node in nodes[:NODES_MAX]}
-        nodes = [node for node in nodes if node["key"] in kept]
-        nodes.sort(key=lambda node: node["key"])
+        nodes = sorted(nodes[:NODES_MAX], key=lambda node: node["key"])
         for node in nodes:
             del node["heat"], node["key"]
         return nodes
