@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
 
 class RequestError(Exception):
     """A request that cannot be served as it was sent.
@@ -23,18 +25,17 @@ class RequestError(Exception):
         param: str | None,
         code: str | int | None = None,
         status: int = 400,
-        type: str = "invalid_request_error",
     ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.code = code
         self.status = status
-        self.type = type
 
     def body(self) -> dict[str, Any]:
         """The JSON body, in OpenAI's form."""
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def bad_value(param: str, value: object, expectation: str) -> RequestError:

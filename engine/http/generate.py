@@ -110,7 +110,6 @@ def _too_late(limit_s: float) -> RequestError:
         param=None,
         code="timeout",
         status=504,
-        type="server_error",
     )
 
 
@@ -135,9 +134,7 @@ class PieceStream:
         if output.finish_reason is FinishReason.ERROR:
             choice.finish_reason = "error"
             self._clock.finish("error", len(self._generation.prompt_of(choice)), choice.completion_tokens, now_s)
-            raise RequestError(
-                output.error or "the engine failed", param=None, code="engine_error", status=500, type="server_error"
-            )
+            raise RequestError(output.error or "the engine failed", param=None, code="engine_error", status=500)
         piece = choice.push(output)
         self._clock.tokens(choice.index, len(piece.token_ids), now_s)
         if piece.aborts:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from engine.core import EngineStats
 from engine.messages import CoreInfo
@@ -30,6 +29,8 @@ _E2E = (
     0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
 _TOKENS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
+
+Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
 class Histogram:
@@ -109,7 +110,7 @@ class RequestClock:
             metrics.time_per_output_token.observe((now_s - self._start_s) / completion_tokens)
 
 
-class MetricsPage(Collector):
+class MetricsPage:
     """Renders `/metrics`."""
 
     def __init__(
@@ -125,30 +126,31 @@ class MetricsPage(Collector):
         self._stats = stats
         self._info = info
         self._labels = {"model_name": model_name, "engine": "0"}
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
     def render(self) -> bytes:
-        return generate_latest(self._registry)
+        scrape: Any = self
+        return generate_latest(scrape)
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._core_metrics()
+        """What `generate_latest` asks of a registry."""
+        stats, events = self._stats(), self._events()
+        if stats is not None:  # else the core has not said anything yet
+            yield from self._core_metrics(stats)
+            if events is not None:
+                yield from self._event_metrics(events)
         yield from self._request_metrics()
 
-    def _core_metrics(self) -> Iterator[Metric]:
-        stats = self._stats()
-        if stats is None:
-            return  # the core has not said anything yet
-        yield self._gauge("num_requests_running", "Sequences in the batch of the last step.", stats.running)
-        yield self._gauge("num_requests_waiting", "Sequences waiting to be scheduled.", stats.waiting)
-        yield self._gauge(
-            "kv_cache_usage_perc", "KV cache in use by running sequences; 1 is all.", stats.kv_cache_usage
-        )
-        yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.prefix_cache_queries)
-        yield self._counter("prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_cache_hits)
-        yield self._counter("num_preemptions", "Sequences preempted to free memory.", stats.preemptions)
-        yield from self._event_metrics()
-        info = self._info
+    def _core_metrics(self, stats: EngineStats) -> Iterator[Metric]:
+        gauge, counter, info = GaugeMetricFamily, CounterMetricFamily, self._info
+        for kind, name, text, value in (
+            (gauge, "num_requests_running", "Sequences in the batch of the last step.", stats.running),
+            (gauge, "num_requests_waiting", "Sequences waiting to be scheduled.", stats.waiting),
+            (gauge, "kv_cache_usage_perc", "KV cache in use by running sequences; 1 is all.", stats.kv_cache_usage),
+            (counter, "prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.prefix_cache_queries),
+            (counter, "prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_cache_hits),
+            (counter, "num_preemptions", "Sequences preempted to free memory.", stats.preemptions),
+        ):
+            yield self._one(kind, name, text, value)
         config = {
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_blocks),
@@ -160,34 +162,27 @@ class MetricsPage(Collector):
         family.add_metric(list(config.values()), 1.0)
         yield family
 
-    def _event_metrics(self) -> Iterator[Metric]:
-        stats = self._events()
-        if stats is None:
-            return
+    def _event_metrics(self, stats: PublisherStats) -> Iterator[Metric]:
         for name, text, value in (
-            ("kv_event_batches", "Batches of cache events published.", stats.published),
-            (
-                "kv_event_batches_dropped",
-                "Batches not sent live (the queue was full); replay has them.",
-                stats.dropped_live,
-            ),
-            ("kv_event_replays", "Replays served.", stats.replays),
-            ("kv_event_snapshots", "Snapshots of the resident set served.", stats.snapshots),
-            ("kv_event_broken_invariants", "Batches that broke a guarantee of the stream.", stats.broken_invariants),
+            ("batches", "Batches of cache events published.", stats.published),
+            ("batches_dropped", "Batches not sent live (the queue was full); replay has them.", stats.dropped_live),
+            ("replays", "Replays served.", stats.replays),
+            ("snapshots", "Snapshots of the resident set served.", stats.snapshots),
+            ("broken_invariants", "Batches that broke a guarantee of the stream.", stats.broken_invariants),
         ):
-            yield CounterMetricFamily(f"engine:{name}", text, value=value)
+            yield CounterMetricFamily(f"engine:kv_event_{name}", text, value=value)
 
     def _request_metrics(self) -> Iterator[Metric]:
-        metrics = self._metrics
-        yield self._counter("prompt_tokens", "Prompt tokens of accepted requests.", metrics.prompt_tokens)
-        yield self._counter("generation_tokens", "Tokens generated.", metrics.generation_tokens)
-        success = CounterMetricFamily(
+        metrics, counter = self._metrics, CounterMetricFamily
+        yield self._one(counter, "prompt_tokens", "Prompt tokens of accepted requests.", metrics.prompt_tokens)
+        yield self._one(counter, "generation_tokens", "Tokens generated.", metrics.generation_tokens)
+        success = counter(
             "vllm:request_success", "Sequences ended, by reason.", labels=[*self._labels, "finished_reason"]
         )
         for reason, count in metrics.finished.items():
             success.add_metric([*self._labels.values(), reason], count)
         yield success
-        refused = CounterMetricFamily("engine:http_errors", "HTTP requests answered with an error.", labels=["status"])
+        refused = counter("engine:http_errors", "HTTP requests answered with an error.", labels=["status"])
         for status, count in sorted(metrics.refused.items()):
             refused.add_metric([status], count)
         yield refused
@@ -203,12 +198,7 @@ class MetricsPage(Collector):
             family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.sum)
             yield family
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        return family
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
+    def _one(self, kind: Kind, name: str, text: str, value: float) -> Metric:
+        family = kind(f"vllm:{name}", text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family

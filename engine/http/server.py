@@ -100,7 +100,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return web.Response(status=499)  # the client has left: nobody reads it, and aiohttp logs no traceback
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
-        error_body = RequestError("internal error", param=None, code="internal_error", status=500, type="server_error")
+        error_body = RequestError("internal error", param=None, code="internal_error", status=500)
         return error_response(state, error_body)
 
 
@@ -128,8 +128,7 @@ def _http_error(request: web.Request, error: web.HTTPException) -> RequestError:
     if error.status == 413:
         limit = request.app[STATE].config.max_body_bytes
         return RequestError(f"the body is larger than {limit} bytes", param=None, code="body_too_large", status=413)
-    kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    return RequestError(error.text or error.reason, param=None, status=error.status, type=kind)
+    return RequestError(error.text or error.reason, param=None, status=error.status)
 
 
 class Server:

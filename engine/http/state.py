@@ -73,7 +73,6 @@ class ServerState:
                 param=None,
                 code="invalid_api_key",
                 status=401,
-                type="authentication_error",
             )
 
     def check_model(self, model: str | None) -> None:
@@ -113,7 +112,6 @@ class ServerState:
                 param=None,
                 code="queue_full",
                 status=429,
-                type="rate_limit_error",
             )
 
     def enter(self) -> None:
@@ -160,7 +158,7 @@ class ServerState:
 
 
 def unavailable(message: str) -> RequestError:
-    return RequestError(message, param=None, code="unavailable", status=503, type="server_error")
+    return RequestError(message, param=None, code="unavailable", status=503)
 
 
 def not_running(reason: object) -> RequestError:

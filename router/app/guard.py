@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from urllib.parse import urlsplit
 
 from prompts.errors import RequestError
-from router.http.answers import error_type
 from router.http.connection import ClientConnection
 from router.http.request import HttpRequest
 
@@ -49,7 +48,6 @@ class AdminGuard:
         if not hmac.compare_digest(bearer(request), self._key):
             raise RequestError(
                 "the admin key is needed: Authorization: Bearer KEY", param=None, code="invalid_api_key", status=401,
-                type=error_type(401),
             )  # fmt: skip
         host = (request.header(b"host") or b"").decode("latin-1").lower()
         if not self._is_ours(host):
@@ -86,4 +84,4 @@ def bearer(request: HttpRequest) -> bytes:
 
 
 def _forbidden(message: str) -> RequestError:
-    return RequestError(message, param=None, code="forbidden", status=403, type="permission_error")
+    return RequestError(message, param=None, code="forbidden", status=403)

@@ -20,11 +20,13 @@ from router.http.request import HttpRequest
 from router.index.protocol import Scope
 from router.prompting.encode import cut, is_light
 from router.prompting.pool import Helpers, Order
-from router.prompting.reader import PromptReader, Read, estimate_tokens
+from router.prompting.reader import INLINE_BYTES_MAX, PromptReader, Read
 
 COMPLETIONS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 ESTIMATE_MAX = 131_072
 """Tokens, of a prompt for a model that does not tell how many it takes."""
+BYTES_A_TOKEN = 4
+"""Of a body, for estimates only."""
 _JSON_STARTS = (b"{", b" ", b"\n", b"\r", b"\t")
 _NOTHING_READ = RoutingRequest(kind="other")
 
@@ -33,17 +35,8 @@ class Asked:
     """What a request asks for."""
 
     __slots__ = (
-        "base",
-        "body_bytes",
-        "deadline_ms",
-        "lora",
-        "model",
-        "parsed",
-        "priority",
-        "role",
-        "session",
-        "worker",
-    )
+        "base", "body_bytes", "deadline_ms", "lora", "model", "parsed", "priority", "role", "session", "worker",
+    )  # fmt: skip
 
     def __init__(self, request: HttpRequest, parsed: RoutingRequest, model: str, base: str, lora: str | None) -> None:
         """Raises RequestError naming the header that cannot be read."""
@@ -92,7 +85,7 @@ class Reading:
         if prompts.asks(base):
             return asyncio.ensure_future(prompts.ask(asked.parsed, base, self._tokens_max(asked.model)))
         tokenizer, tokens_max = prompts.get(base), self._tokens_max(asked.model)
-        if tokenizer is None or prompts.is_quick(asked.body_bytes):
+        if tokenizer is None or asked.body_bytes <= INLINE_BYTES_MAX:
             return prompts.read(asked.parsed, tokenizer, tokens_max)
         return prompts.run(asked.parsed, tokenizer, tokens_max)
 
@@ -147,7 +140,7 @@ class Reading:
     def _estimate(self, asked: Asked) -> int:
         """What a prompt that was not tokenised may come to: never more than its model takes, or an image in a body
         would price its worker out."""
-        return min(estimate_tokens(asked.body_bytes), self._tokens_max(asked.model) or ESTIMATE_MAX)
+        return min(max(1, asked.body_bytes // BYTES_A_TOKEN), self._tokens_max(asked.model) or ESTIMATE_MAX)
 
     def _tokens_max(self, model: str) -> int | None:
         """How many tokens it takes, where that is known."""

@@ -21,7 +21,7 @@ from router.counters import Metrics
 from router.edge.config import EdgeConfig
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
-from router.http.answers import MethodNotAllowed, error_type
+from router.http.answers import MethodNotAllowed
 from router.http.connection import ClientConnection
 from router.http.request import HttpRequest
 from router.http.routes import Routes
@@ -89,7 +89,6 @@ class RouterApp:
         if party is None:
             raise RequestError(
                 "a valid API key is needed: Authorization: Bearer KEY", param=None, code="invalid_api_key", status=401,
-                type=error_type(401),
             )  # fmt: skip
         if request.method not in PASSED_METHODS:
             raise MethodNotAllowed(request, PASSED_METHODS)

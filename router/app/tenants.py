@@ -18,7 +18,6 @@ from prompts.errors import RequestError
 from router.app.reading import Asked
 from router.counters import Metrics
 from router.edge.config import EdgeConfig
-from router.http.answers import error_type
 from router.http.request import HttpRequest
 
 SALTED = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses"))
@@ -103,7 +102,7 @@ class Tenants:
 
     def _refuse(self, bound: str, message: str) -> None:
         self._metrics.refused_by_key[bound] += 1
-        raise RequestError(message, param=None, code="too_many_requests", status=429, type=error_type(429))
+        raise RequestError(message, param=None, code="too_many_requests", status=429)
 
 
 def name_of(number: int) -> str:

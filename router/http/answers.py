@@ -42,12 +42,3 @@ def error_headers(error: RequestError, given: Collection[Header]) -> Iterator[He
         yield b"allow", error.allow.encode()
     elif error.code == "overloaded" and not given:
         yield b"retry-after", b"1"
-
-
-def error_type(status: int) -> str:
-    """OpenAI's `type` for an error of ours."""
-    if status == 401:
-        return "authentication_error"
-    if status == 429:
-        return "rate_limit_error"
-    return "invalid_request_error" if status < 500 else "server_error"

@@ -46,5 +46,4 @@ class Budget:
 
 
 def _full(status: int, message: str) -> RequestError:
-    kind = "rate_limit_error" if status == 429 else "server_error"
-    return RequestError(message, param=None, code="overloaded", status=status, type=kind)
+    return RequestError(message, param=None, code="overloaded", status=status)

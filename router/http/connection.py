@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from prompts.errors import RequestError
-from router.http.answers import JSON, Header, answer_head, error_headers, error_type
+from router.http.answers import JSON, Header, answer_head, error_headers
 from router.http.budget import SMALL_BYTES, Budget
 from router.http.config import ClientTimeouts, HttpLimits
 from router.http.request import BadRequest, HttpRequest, RequestParser
@@ -221,9 +221,7 @@ class ClientConnection(asyncio.Protocol):
         if code == "unknown_model":
             code = "model_not_found"  # OpenAI's word
         headers = [] if retry_after_s is None else [(b"retry-after", b"%d" % max(1, round(retry_after_s)))]
-        self.respond_error(
-            RequestError(message, param=param, code=code, status=status, type=error_type(status)), headers
-        )
+        self.respond_error(RequestError(message, param=param, code=code, status=status), headers)
 
     @property
     def party(self) -> str:

@@ -113,7 +113,7 @@ class Helpers:
 
 
 def _not_now(message: str) -> RequestError:
-    return RequestError(message, param=None, code="overloaded", status=503, type="server_error")
+    return RequestError(message, param=None, code="overloaded", status=503)
 
 
 # In the process -------------------------------------------------------------------------------------------------------

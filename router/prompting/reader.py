@@ -28,8 +28,6 @@ INLINE_BYTES_MAX = 4096
 """Bodies up to this size are encoded on the event loop: handing them to a thread would cost more."""
 CPU_SAMPLE = 16
 """One prompt in so many has its CPU time taken: reading that clock is a system call."""
-CHARS_PER_TOKEN = 4.0
-"""For estimates only."""
 
 Read = tuple[Sequence[int] | None, float]
 """(the prompt's token ids, None where they cannot be had; seconds that reading it took)."""
@@ -127,9 +125,6 @@ class PromptReader:
         self.problems.pop(model, None)
         log.info("tokenizer of %s read from %s", model, folder)
 
-    def is_quick(self, body_bytes: int) -> bool:
-        return body_bytes <= INLINE_BYTES_MAX
-
     def read(self, parsed: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None) -> Read:
         """(token ids of the prompt to route on or None, seconds it took). Thread-safe; raises nothing."""
         self._reads += 1
@@ -177,8 +172,3 @@ def checkpoint_folder(name: str) -> Path | None:
         return None
     snapshot = repository / "snapshots" / revision
     return snapshot if snapshot.is_dir() else None
-
-
-def estimate_tokens(body_bytes: int) -> int:
-    """What a prompt that was not tokenised may come to."""
-    return max(1, int(body_bytes / CHARS_PER_TOKEN))
