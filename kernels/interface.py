@@ -241,7 +241,7 @@ class Kernels(Protocol):
     def gated_delta(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: Any
     ) -> Tensor:
-        """The gated delta rule of `kernels.reference.delta`; q and k are made unit length here.
+        """The gated delta rule of `kernels.reference.recurrent`; q and k are made unit length here.
 
         q, k: [tokens, key_heads, key_dim]; v: [tokens, value_heads, value_dim], value_heads a multiple of key_heads;
         log_decay, rate: [tokens, value_heads]; states: [units, value_heads, key_dim, value_dim], updated in place.
@@ -252,7 +252,7 @@ class Kernels(Protocol):
     def state_space(
         self, x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, skip: Tensor, states: Tensor, plan: Any
     ) -> Tensor:
-        """Mamba-2's recurrence of `kernels.reference.ssm`.
+        """Mamba-2's recurrence of `kernels.reference.recurrent`.
 
         x: [tokens, heads, head_dim]; dt: [tokens, heads], positive; rate (A, negative) and skip (D): [heads];
         b, c: [tokens, groups, state_dim], heads a multiple of groups; states: [units, heads, head_dim, state_dim],

@@ -23,6 +23,7 @@ from kernels.interface import IntArray, PagedKV, Ragged
 from kernels.transfer import upload
 from kernels.triton.backend import TritonKernels
 from kernels.triton.plan import AttentionPlan, RecurrentPlan, table_rows
+from kernels.triton.recurrent import gated_delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +101,11 @@ class FlaKernels(TritonKernels):
     ) -> Tensor:
         count = plan.decode_count
         if plan.sequences == count:
-            return super().gated_delta(q, k, v, log_decay, rate, states, plan)
+            return gated_delta(q, k, v, log_decay, rate, states, plan)
         out = torch.empty_like(v)
         if count:
             decode = RecurrentPlan(plan.starts, plan.units, plan.tile_seq, plan.tile_token, count, count)
-            out[:count] = super().gated_delta(
-                q[:count], k[:count], v[:count], log_decay[:count], rate[:count], states, decode
-            )
+            out[:count] = gated_delta(q[:count], k[:count], v[:count], log_decay[:count], rate[:count], states, decode)
         per_key = v.shape[1] // q.shape[1]
         units = plan.units[count:].long()
         found, last = self._chunked(

@@ -34,26 +34,15 @@ class CpuKernels(ReferenceKernels):
             return super().plan_attention(batch, block_table, kv, window)
         row = kv.row_elems
         layout = _native.Layout(
-            kv.buffer.numel() // row,
-            kv.unit_elems // row,
-            kv.blocks_per_unit,
-            kv.block_size,
-            kv.num_layers,
-            kv.num_kv_heads,
-            kv.head_dim,
-        )
+            kv.buffer.numel() // row, kv.unit_elems // row, kv.blocks_per_unit, kv.block_size, kv.num_layers,
+            kv.num_kv_heads, kv.head_dim,
+        )  # fmt: skip
         return _native.AttentionPlan(batch.query_starts, batch.context_lens, block_table, layout, bf16, window)
 
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kv: PagedKV,
-        layer: int,
-        plan: _native.AttentionPlan | ReferencePlan,
+        self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: _native.AttentionPlan | ReferencePlan,
         scale: float,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         if isinstance(plan, ReferencePlan):
             return super().attention(q, k, v, kv, layer, plan, scale)
         assert q.dtype == k.dtype == v.dtype == kv.buffer.dtype
@@ -62,19 +51,9 @@ class CpuKernels(ReferenceKernels):
         q, k, v = _heads_in_rows(q), _heads_in_rows(k), _heads_in_rows(v)
         out = torch.empty(q.shape, dtype=q.dtype)
         plan.attend(
-            kv.buffer.data_ptr(),
-            layer,
-            q.data_ptr(),
-            q.stride(0),
-            heads,
-            k.data_ptr(),
-            k.stride(0),
-            v.data_ptr(),
-            v.stride(0),
-            out.data_ptr(),
-            scale,
-            torch.get_num_threads(),
-        )
+            kv.buffer.data_ptr(), layer, q.data_ptr(), q.stride(0), heads, k.data_ptr(), k.stride(0), v.data_ptr(),
+            v.stride(0), out.data_ptr(), scale, torch.get_num_threads(),
+        )  # fmt: skip
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Tensor:
@@ -105,17 +84,9 @@ class CpuKernels(ReferenceKernels):
         x, cos, signed_sin = _heads_in_rows(x), cos.contiguous(), signed_sin.contiguous()
         out = torch.empty(x.shape, dtype=x.dtype)
         _native.rotate(
-            _BF16[x.dtype],
-            x.data_ptr(),
-            cos.data_ptr(),
-            signed_sin.data_ptr(),
-            out.data_ptr(),
-            tokens,
-            heads,
-            dim,
-            width,
-            x.stride(0),
-        )
+            _BF16[x.dtype], x.data_ptr(), cos.data_ptr(), signed_sin.data_ptr(), out.data_ptr(), tokens, heads, dim,
+            width, x.stride(0),
+        )  # fmt: skip
         return out
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
@@ -164,16 +135,6 @@ def _norm(x: Tensor, weight: Tensor, residual: int, out: Tensor, eps: float, zer
     assert weight.shape == (dim,) or weight.shape == (heads, dim)
     weight = weight.contiguous()
     _native.norm(
-        _BF16[x.dtype],
-        x.data_ptr(),
-        weight.data_ptr(),
-        residual,
-        out.data_ptr(),
-        x.shape[0],
-        heads,
-        dim,
-        x.stride(0),
-        dim if weight.dim() == 2 else 0,
-        eps,
-        zero,
-    )
+        _BF16[x.dtype], x.data_ptr(), weight.data_ptr(), residual, out.data_ptr(), x.shape[0], heads, dim, x.stride(0),
+        dim if weight.dim() == 2 else 0, eps, zero,
+    )  # fmt: skip

@@ -119,16 +119,9 @@ def _native_linear(x: Tensor, packed: NativeMatrix, bias: Tensor | None) -> Tens
         bias = bias.contiguous()
         address = bias.data_ptr()
     _native.product(
-        x.data_ptr(),
-        tokens,
-        x.stride(0),
-        packed.panels.data_ptr(),
-        packed.outputs,
-        inputs,
-        address,
-        out.data_ptr(),
+        x.data_ptr(), tokens, x.stride(0), packed.panels.data_ptr(), packed.outputs, inputs, address, out.data_ptr(),
         torch.get_num_threads(),
-    )
+    )  # fmt: skip
     return out
 
 

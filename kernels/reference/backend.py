@@ -13,9 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.interface import IntArray, PagedKV, Ragged, StatePlan, wide
-from kernels.reference.conv import causal_conv
-from kernels.reference.delta import gated_delta
-from kernels.reference.ssm import state_space
+from kernels.reference.recurrent import causal_conv, gated_delta, state_space
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +117,7 @@ class ReferenceKernels:
     def plan_state(self, batch: Ragged, units: IntArray) -> StatePlan:
         return StatePlan.of(batch, units, self.device)
 
-    def causal_conv(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: StatePlan, silu: bool
-    ) -> Tensor:
-        return causal_conv(x, weight, bias, tails, plan, silu)
+    causal_conv = staticmethod(causal_conv)
 
     def gated_delta(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: StatePlan

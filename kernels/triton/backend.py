@@ -22,6 +22,7 @@ from kernels.triton import experts as expert_kernels
 from kernels.triton import rows as row_kernels
 from kernels.triton import sampling as sampling_kernels
 from kernels.triton.plan import (
+    INTERPRETED,
     AttentionPlan,
     RecurrentPlan,
     fixed_decode_plan,
@@ -29,6 +30,7 @@ from kernels.triton.plan import (
     plan_attention,
     plan_recurrent,
     power_of_two,
+    precision,
     refill_decode_plan,
     refill_recurrent_plan,
 )
@@ -49,14 +51,13 @@ class TritonKernels:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._interpreted = device.type == "cpu"
-        if self._interpreted and os.environ.get("TRITON_INTERPRET") != "1":
+        if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError(
                 f"attention backend 'triton' on device {device}: expected a CUDA device or TRITON_INTERPRET=1"
             )
-        if device.index is not None and not self._interpreted:
+        if device.index is not None and not INTERPRETED:
             torch.cuda.set_device(device)  # Triton launches on the current device
-        self._processors = 1 if self._interpreted else torch.cuda.get_device_properties(device).multi_processor_count
+        self._processors = 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
     # attention
 
@@ -65,11 +66,9 @@ class TritonKernels:
         return plan_attention(batch, block_table, kv, window, self.device, splits)
 
     def fixed_decode_plan(self, sequences: int, blocks: int, kv: PagedKV, window: int | None) -> AttentionPlan:
-        """A plan that a captured decode step reads: of fixed shape, to be refilled each step."""
         return fixed_decode_plan(sequences, blocks, window, self.device, self._splits(sequences, kv))
 
-    def refill_decode_plan(self, plan: AttentionPlan, batch: Ragged, block_table: IntArray, kv: PagedKV) -> None:
-        refill_decode_plan(plan, batch, block_table, kv)
+    refill_decode_plan = staticmethod(refill_decode_plan)
 
     def _splits(self, sequences: int, kv: PagedKV) -> int:
         """A power of two: enough programs to fill the device. Whatever the contexts are: short ones leave parts out."""
@@ -116,7 +115,7 @@ class TritonKernels:
             layer_row, scale * LOG2_E,
             GROUP=group, DIM=dim, ROW=kv.row_elems, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
             SPLIT=plan.splits > 1, BLOCK_M=power_of_two(group, 16), BLOCK_N=block_n, BLOCK_D=block_d,
-            PRECISION=self._precision(q), WIDE=self._interpreted, num_warps=warps, num_stages=stages,
+            PRECISION=precision(q), WIDE=INTERPRETED, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         if plan.splits > 1:
             attention_kernels.join_splits[(count, heads)](
@@ -134,12 +133,8 @@ class TritonKernels:
             plan.table.shape[1], layer_row, scale * LOG2_E, heads,
             GROUP=group, DIM=dim, ROW=kv.row_elems, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
             BLOCK_Q=block_m // group, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=power_of_two(dim, 16),
-            PRECISION=self._precision(q), WIDE=self._interpreted, num_warps=warps, num_stages=stages,
+            PRECISION=precision(q), WIDE=INTERPRETED, num_warps=warps, num_stages=stages,
         )  # fmt: skip
-
-    def _precision(self, x: Tensor) -> str:
-        """How fp32 products are taken: exactly; 16-bit ones have no choice."""
-        return "ieee" if x.element_size() > 2 else "tf32"
 
     # row by row
 
@@ -180,25 +175,19 @@ class TritonKernels:
 
     def _rows_per_program(self, rows: int, block: int) -> int:
         """Some thousand elements a program where there are many rows, else one row: few variants to compile."""
-        most = max(1, (1 << 15 if self._interpreted else 2048) // block)
+        most = max(1, (1 << 15 if INTERPRETED else 2048) // block)
         return most if rows >= most * self._processors else 1
 
     def rotate(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-        rows = row_view(x)
-        tokens, heads, dim = rows.shape
-        half = cos.shape[-1] // 2
-        block, rest = power_of_two(half, 8), dim - 2 * half
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        per_program = self._rows_per_program(tokens * heads, 2 * block)
-        row_kernels.rotate_rows[(triton.cdiv(tokens * heads, per_program),)](
-            rows, cos, signed_sin, out, tokens * heads, heads, rows.stride(0), rows.stride(1), cos.stride(0),
-            signed_sin.stride(0),
-            DIM=dim, HALF=half, ROWS=per_program, BLOCK=block, BLOCK_REST=power_of_two(rest, 8) if rest else 0,
-        )  # fmt: skip
-        return out
+        return self._rotate(x, None, 0.0, False, cos, signed_sin)
 
     def norm_and_rotate(
         self, x: Tensor, weight: Tensor, eps: float, zero_centred: bool, cos: Tensor, signed_sin: Tensor
+    ) -> Tensor:
+        return self._rotate(x, weight, eps, zero_centred, cos, signed_sin)
+
+    def _rotate(
+        self, x: Tensor, weight: Tensor | None, eps: float, zero_centred: bool, cos: Tensor, signed_sin: Tensor
     ) -> Tensor:
         rows = row_view(x)
         tokens, heads, dim = rows.shape
@@ -206,37 +195,30 @@ class TritonKernels:
         block, rest = power_of_two(half, 8), dim - 2 * half
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         per_program = self._rows_per_program(tokens * heads, 2 * block)
-        row_kernels.norm_and_rotate_rows[(triton.cdiv(tokens * heads, per_program),)](
-            rows, weight, cos, signed_sin, out, tokens * heads, heads, rows.stride(0), rows.stride(1),
-            weight.stride(0) if weight.dim() == 2 else 0, cos.stride(0), signed_sin.stride(0), eps,
-            DIM=dim, HALF=half, ZERO_CENTRED=zero_centred, ROWS=per_program, BLOCK=block,
+        row_kernels.rotate_rows[(triton.cdiv(tokens * heads, per_program),)](
+            rows, rows if weight is None else weight, cos, signed_sin, out, tokens * heads, heads, rows.stride(0),
+            rows.stride(1), weight.stride(0) if weight is not None and weight.dim() == 2 else 0, cos.stride(0),
+            signed_sin.stride(0), eps,
+            DIM=dim, HALF=half, NORM=weight is not None, ZERO_CENTRED=zero_centred, ROWS=per_program, BLOCK=block,
             BLOCK_REST=power_of_two(rest, 8) if rest else 0,
         )  # fmt: skip
         return out
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
-        return self._activate(x, False)
+        return self._activate(x, x.shape[-1] // 2, "silu")
 
     def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
-        return self._activate(x, True)
-
-    def _activate(self, x: Tensor, gelu: bool) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        half = x.shape[-1] // 2
-        out = torch.empty((*x.shape[:-1], half), dtype=x.dtype, device=x.device)
-        block = min(power_of_two(half, 16), 2048)
-        row_kernels.activate_and_mul[(rows.shape[0], triton.cdiv(half, block))](
-            rows, out, rows.stride(0), HALF=half, GELU=gelu, BLOCK=block
-        )
-        return out
+        return self._activate(x, x.shape[-1] // 2, "gelu")
 
     def relu_squared(self, x: Tensor) -> Tensor:
+        return self._activate(x, x.shape[-1], "relu squared")
+
+    def _activate(self, x: Tensor, size: int, kind: str) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        dim = x.shape[-1]
-        block = min(power_of_two(dim, 16), 2048)
-        row_kernels.square_relu[(rows.shape[0], triton.cdiv(dim, block))](
-            rows, out, rows.stride(0), DIM=dim, BLOCK=block
+        out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
+        block = min(power_of_two(size, 16), 2048)
+        row_kernels.activate_rows[(rows.shape[0], triton.cdiv(size, block))](
+            rows, out, rows.stride(0), SIZE=size, KIND=kind, BLOCK=block
         )
         return out
 
@@ -255,8 +237,8 @@ class TritonKernels:
             "BLOCK_M": block_m,
             "BLOCK_N": 64,
             "BLOCK_K": 32 if x.element_size() > 2 else 64,
-            "PRECISION": self._precision(x),
-            "WIDE": self._interpreted,
+            "PRECISION": precision(x),
+            "WIDE": INTERPRETED,
             "num_warps": 4,
             "num_stages": 3,
         }
@@ -275,34 +257,12 @@ class TritonKernels:
         return plan_recurrent(batch, units, self.device)
 
     def fixed_state_plan(self, sequences: int) -> RecurrentPlan:
-        """A plan that a captured decode step reads: of fixed shape, to be refilled each step."""
         return fixed_recurrent_plan(sequences, self.device)
 
-    def refill_state_plan(self, plan: RecurrentPlan, units: IntArray) -> None:
-        refill_recurrent_plan(plan, units)
-
-    def causal_conv(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: RecurrentPlan, silu: bool
-    ) -> Tensor:
-        return causal_conv(x, weight, bias, tails, plan, silu)
-
-    def gated_delta(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: RecurrentPlan
-    ) -> Tensor:
-        return gated_delta(q, k, v, log_decay, rate, states, plan, self._interpreted)
-
-    def state_space(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        rate: Tensor,
-        b: Tensor,
-        c: Tensor,
-        skip: Tensor,
-        states: Tensor,
-        plan: RecurrentPlan,
-    ) -> Tensor:
-        return state_space(x, dt, rate, b, c, skip, states, plan, self._interpreted)
+    refill_state_plan = staticmethod(refill_recurrent_plan)
+    causal_conv = staticmethod(causal_conv)
+    gated_delta = staticmethod(gated_delta)
+    state_space = staticmethod(state_space)
 
     # sampling
 

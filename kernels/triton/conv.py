@@ -1,6 +1,6 @@
 """Triton kernels: causal depthwise convolution over a ragged batch, and the tails of inputs it leaves behind.
 
-The same operation as `kernels.reference.conv`. A prompt takes two launches, because every tile reads the old tail
+The same operation as `kernels.reference.recurrent`. A prompt takes two launches, because every tile reads the old tail
 before any may change it; a decoding token takes one.
 """
 
@@ -72,10 +72,7 @@ def conv_tile(
         )  # fmt: skip
         tap = tl.load(weight_ptr + channel * WIDTH + i, mask=channel < channels, other=0.0).to(tl.float32)
         total += tl.where(here, x, old).to(tl.float32) * tap[None, :]
-    if BIAS:
-        total += tl.load(bias_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)[None, :]
-    if SILU:
-        total = total / (1.0 + tl.exp(-total))
+    total = finish(total, bias_ptr, channel[None, :], (channel < channels)[None, :], BIAS, SILU)
     target = out_ptr + token.to(tl.int64)[:, None] * channels + channel[None, :]
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=mask)
 

@@ -1,4 +1,4 @@
-"""Triton kernels: the gated delta rule of `kernels.reference.delta`, one token at a time and chunk by chunk.
+"""Triton kernels: the gated delta rule of `kernels.reference.recurrent`, one token at a time and chunk by chunk.
 
 A prompt takes two launches. `prepare_chunks` does what needs no state, in parallel over chunks and heads: with L the
 strictly lower part of the chunk's system and T = (I + L)^-1, it leaves T b v, T b exp(a) k and the masked q k^T.

@@ -6,6 +6,7 @@ A slot or a unit below zero marks padding, which the kernels skip; a padded sequ
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +16,8 @@ from torch import Tensor
 from kernels.interface import IntArray, PagedKV, Ragged, slot_rows
 from kernels.transfer import ALIGNED_INTS, overwrite, upload
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether kernels run on the CPU, by Triton's interpreter, which is asked for before triton is imported."""
 STATE_CHUNK = 64
 """Tokens of a tile of the recurrent operations."""
 
@@ -22,6 +25,11 @@ STATE_CHUNK = 64
 def power_of_two(size: int, least: int = 1) -> int:
     """The smallest power of two that is neither under `size` nor under `least`."""
     return max(least, 1 << (size - 1).bit_length())
+
+
+def precision(x: Tensor) -> str:
+    """Of products: exact for fp32; for 16-bit inputs TF32, which rounds no coarser than they were rounded."""
+    return "ieee" if x.element_size() > 2 else "tf32"
 
 
 @dataclass(frozen=True, slots=True)

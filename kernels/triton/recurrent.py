@@ -14,12 +14,7 @@ from torch import Tensor
 from kernels.triton import conv as triton_conv
 from kernels.triton import delta as triton_delta
 from kernels.triton import ssm as triton_ssm
-from kernels.triton.plan import STATE_CHUNK, RecurrentPlan, power_of_two
-
-
-def _precision(x: Tensor) -> str:
-    """Of products: exact for fp32; for 16-bit inputs TF32, which rounds no coarser than they were rounded."""
-    return "ieee" if x.element_size() > 2 else "tf32"
+from kernels.triton.plan import INTERPRETED, STATE_CHUNK, RecurrentPlan, power_of_two, precision
 
 
 def causal_conv(
@@ -53,14 +48,7 @@ def causal_conv(
 
 
 def gated_delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    rate: Tensor,
-    states: Tensor,
-    plan: RecurrentPlan,
-    interpreted: bool,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: RecurrentPlan
 ) -> Tensor:
     tokens, heads, value = v.shape
     key = q.shape[2]
@@ -70,7 +58,7 @@ def gated_delta(
     qk_at = (q.stride(0), q.stride(1), k.stride(0), k.stride(1))
     v_at = (v.stride(0), v.stride(1))
     whole_v = power_of_two(value, 16)
-    block_v = whole_v if interpreted else min(whole_v, 32)
+    block_v = whole_v if INTERPRETED else min(whole_v, 32)
     whole_k = power_of_two(key, 16)
     sizes = {"GROUP": heads // q.shape[1], "KEY": key, "VALUE": value, "BLOCK_K": whole_k}
     parts = triton.cdiv(value, block_v)
@@ -85,7 +73,7 @@ def gated_delta(
             torch.empty((tokens, heads, size), dtype=torch.float32, device=v.device)
             for size in (value, key, STATE_CHUNK)
         )
-        chunks = {"CHUNK": STATE_CHUNK, "PRECISION": _precision(v)}
+        chunks = {"CHUNK": STATE_CHUNK, "PRECISION": precision(v)}
         triton_delta.prepare_chunks[(plan.tile_seq.shape[0], heads)](
             q, k, v, log_decay, rate, plan.starts, plan.tile_seq, plan.tile_token, new_v, new_k, inner,
             *qk_at, *v_at, heads, scale, GROUP=heads // q.shape[1], KEY=key, VALUE=value,
@@ -100,15 +88,7 @@ def gated_delta(
 
 
 def state_space(
-    x: Tensor,
-    dt: Tensor,
-    rate: Tensor,
-    b: Tensor,
-    c: Tensor,
-    skip: Tensor,
-    states: Tensor,
-    plan: RecurrentPlan,
-    interpreted: bool,
+    x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, skip: Tensor, states: Tensor, plan: RecurrentPlan
 ) -> Tensor:
     tokens, heads, dim = x.shape
     state = b.shape[2]
@@ -117,7 +97,7 @@ def state_space(
     inputs = (x, dt.contiguous(), rate, b, c, skip, states)
     at = (x.stride(0), x.stride(1), b.stride(0), b.stride(1), c.stride(0), c.stride(1), states.stride(0), heads)
     whole = power_of_two(dim, 16)
-    block = whole if interpreted else min(whole, 32)
+    block = whole if INTERPRETED else min(whole, 32)
     sizes = {"PER_GROUP": heads // b.shape[1], "DIM": dim, "STATE": state}
     sizes |= {"BLOCK_P": block, "BLOCK_S": power_of_two(state, 16)}
     parts = triton.cdiv(dim, block)
@@ -125,7 +105,7 @@ def state_space(
         triton_ssm.ssm_step[(plan.decode_count, heads, parts)](*inputs, plan.units, out, *at, **sizes)
     prompts = plan.sequences - plan.decode_count
     if prompts:
-        groups, chunks = b.shape[1], {"CHUNK": STATE_CHUNK, "PRECISION": _precision(x)}
+        groups, chunks = b.shape[1], {"CHUNK": STATE_CHUNK, "PRECISION": precision(x)}
         scores = torch.empty((tokens, groups, STATE_CHUNK), dtype=torch.float32, device=x.device)
         triton_ssm.ssm_scores[(plan.tile_seq.shape[0], groups)](
             b, c, plan.starts, plan.tile_seq, plan.tile_token, scores, *at[2:6], groups,

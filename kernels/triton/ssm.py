@@ -1,4 +1,4 @@
-"""Triton kernels: Mamba-2's recurrence of `kernels.reference.ssm`, one token at a time and chunk by chunk.
+"""Triton kernels: Mamba-2's recurrence of `kernels.reference.recurrent`, one token at a time and chunk by chunk.
 
 A chunk is a masked product like attention plus what the state brings (Dao and Gu, 2024). A prompt takes two launches:
 `ssm_scores` does what needs neither state nor head, in parallel over chunks; `ssm_chunks` then carries the state, in

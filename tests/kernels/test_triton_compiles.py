@@ -13,10 +13,10 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 KERNELS = {
-    "activate_and_mul", "conv_step", "conv_tails", "conv_tile", "decode_attention", "delta_step", "draw_rows",
-    "expert_down", "expert_gate_up", "join_splits", "norm_and_rotate_rows",
+    "activate_rows", "conv_step", "conv_tails", "conv_tile", "decode_attention", "delta_step", "draw_rows",
+    "expert_down", "expert_gate_up", "join_splits",
     "norm_rows", "prefill_attention", "prepare_chunks", "rotate_rows",
-    "scan_chunks", "square_relu", "ssm_chunks", "ssm_scores", "ssm_step", "store_kv",
+    "scan_chunks", "ssm_chunks", "ssm_scores", "ssm_step", "store_kv",
 }  # fmt: skip
 SPILLS_MAX = 16
 """Bytes of stack a thread: what the delta rule's scan needs with Triton 3.9; with 3.6 it needs none."""
