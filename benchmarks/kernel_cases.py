@@ -135,8 +135,6 @@ class Bench:
 
         at = torch.rand(rows, device=self.device, dtype=torch.float64)
         draws = sampling.Draws(full(temperature), full(0.0), full(self.shape.vocab).int(), full(top_p), at)
-        drawn = ops.draw if isinstance(ops, sampling.DrawsTokens) else sampling.draw
-
         noise = torch.rand_like(logits, dtype=torch.float32) + 0.1  # drawn once: a recording that fails spoils torch's
 
         def by_sort() -> torch.Tensor:
@@ -145,7 +143,7 @@ class Bench:
             return order.gather(1, (kept / noise).argmax(-1, keepdim=True))
 
         peers: dict[str, Call] = {"argmax": lambda: logits.argmax(-1)} if temperature == 0.0 else {"sort": by_sort}
-        return Prepared(lambda: drawn(logits, draws), logits.numel() * logits.element_size(), 0.0, peers)
+        return Prepared(lambda: ops.draw(logits, draws), logits.numel() * logits.element_size(), 0.0, peers)
 
     def norm(self, ops: Kernels, rows: int) -> Prepared:
         x, residual = self.random(rows, self.shape.hidden), self.random(rows, self.shape.hidden)

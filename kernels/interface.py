@@ -19,6 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.sampling import Draws
+
 IntArray = npt.NDArray[np.int64]
 
 
@@ -258,6 +260,10 @@ class Kernels(Protocol):
         b, c: [tokens, groups, state_dim], heads a multiple of groups; states: [units, heads, head_dim, state_dim],
         updated in place. Returns [tokens, heads, head_dim] in x's dtype.
         """
+        ...
+
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+        """A token from each row, as `kernels.sampling` says. logits: [rows, vocab], left unchanged. [rows] int64."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Drawing a token from each row of logits: what a draw is, and the reference for it in plain torch.
+"""Drawing a token from each row of logits: what a draw is, and how it is done in plain torch.
 
 Tokens are ordered by falling logit, equal ones by rising id. Kept are, of those whose weight exp(logit / temperature)
 is at least `min_p` of the greatest, the first `top_k`, and of these the fewest whose weights make up `top_p` of theirs.
@@ -9,14 +9,15 @@ yields token 0. Knows no requests and no seeds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 LOGIT_MAX = 3.3895313892515355e38
 """The largest bf16: what +inf counts as."""
+CANDIDATES = 256
+"""What is kept of a row is looked for among so many likeliest tokens first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,37 +35,67 @@ class Draws:
     at: Tensor
     """fp64 in [0, 1)."""
 
-
-@runtime_checkable
-class DrawsTokens(Protocol):
-    """A backend that draws on its device, without the host waiting for anything."""
-
-    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
-        """The token of each row, [rows] int64. logits: [rows, vocab], left unchanged."""
-        ...
-
-
-def kept_weights(logits: Tensor, draws: Draws) -> Tensor:
-    """[rows, vocab] fp64: each token's weight relative to the greatest; 0 for what is not kept."""
-    values = logits.double().nan_to_num(nan=float("-inf"), posinf=LOGIT_MAX, neginf=float("-inf"))
-    values, order = values.clamp(max=LOGIT_MAX).sort(descending=True, stable=True)
-    peak = values[:, :1].nan_to_num(neginf=0.0)
-    temperature = draws.temperature.double()[:, None]
-    cold = temperature == 0.0
-    weights = ((values - peak) / temperature.masked_fill(cold, 1.0)).exp()
-    weights = weights * (weights >= draws.min_p.double()[:, None])
-    rank = torch.arange(values.shape[1], device=values.device)
-    weights = weights * (rank < draws.top_k[:, None])
-    below = weights.cumsum(-1) - weights
-    needed = draws.top_p.double()[:, None] * weights.sum(-1, keepdim=True)
-    weights = weights * ((below < needed) | (draws.top_p[:, None] >= 1.0) | (rank == 0))
-    weights = torch.where(cold, (rank == 0).double(), weights)
-    return torch.zeros_like(weights).scatter_(1, order, weights)
+    def of(self, rows: Tensor) -> Draws:
+        """Of some rows: a mask of them."""
+        return Draws(*(getattr(self, field.name)[rows] for field in fields(self)))
 
 
 def draw(logits: Tensor, draws: Draws) -> Tensor:
-    """The reference of `DrawsTokens.draw`."""
-    cumulative = kept_weights(logits, draws).cumsum(-1)
-    target = draws.at.double()[:, None] * cumulative[:, -1:]
-    found = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    return torch.where(cumulative[:, -1] > 0.0, found.clamp(max=logits.shape[1] - 1), 0)
+    """The token of each row, [rows] int64. logits: [rows, vocab], left unchanged. The host waits for the device."""
+    values = logits.float()
+    peak, tokens = values.max(-1)  # the first of equal ones
+    if not peak.isfinite().all():  # NaN is the greatest of all
+        values = values.nan_to_num(nan=float("-inf"), posinf=LOGIT_MAX, neginf=float("-inf"))
+        peak, tokens = values.max(-1)
+    if not draws.temperature.any():
+        return tokens
+    drawn = (draws.temperature > 0.0) & (peak > float("-inf"))
+    cut = drawn & ((draws.top_k < values.shape[1]) | (draws.top_p < 1.0))
+    for rows, pick in ((drawn & ~cut, _draw_plain), (cut, _draw_cut)):
+        if rows.all():
+            return pick(values, peak, draws)
+        if rows.any():
+            tokens[rows] = pick(values[rows], peak[rows], draws.of(rows))
+    return tokens
+
+
+def _weights(values: Tensor, peak: Tensor, draws: Draws) -> Tensor:
+    """Of each token, relative to the greatest: 0 where it is under `min_p`."""
+    weights = ((values - peak[:, None]) / draws.temperature[:, None]).exp_()
+    return weights.masked_fill_(weights < draws.min_p[:, None], 0.0) if draws.min_p.any() else weights
+
+
+def _draw_plain(values: Tensor, peak: Tensor, draws: Draws) -> Tensor:
+    return _passed(_weights(values, peak, draws), draws.at)
+
+
+def _draw_cut(values: Tensor, peak: Tensor, draws: Draws) -> Tensor:
+    """Of rows with `top_k` or `top_p`: found among the likeliest tokens, where they are enough."""
+    vocab = values.shape[1]
+    limited, rank = draws.top_k < vocab, torch.arange(vocab, device=values.device)
+    whole = None if limited.all() else _weights(values, peak, draws).sum(-1, dtype=torch.float64)
+    count = min(vocab, max(CANDIDATES, 2 * int((draws.top_k * limited).max())))
+    while True:
+        if count < vocab:
+            ids = values.topk(count, sorted=False).indices.sort().values
+            best, at = values.gather(1, ids).sort(descending=True, stable=True)
+        else:
+            best, at = values.sort(descending=True, stable=True)
+        weights = _weights(best, peak, draws).masked_fill_(rank[:count] >= draws.top_k[:, None], 0.0)
+        running = weights.cumsum(-1, dtype=torch.float64)
+        total = running[:, -1] if whole is None else torch.where(limited, running[:, -1], whole)
+        needed = (total * draws.top_p).clamp(min=1e-300).masked_fill(draws.top_p >= 1.0, float("inf"))
+        kept = weights.masked_fill_(running - weights >= needed[:, None], 0.0)
+        # Enough: what is as likely as the last one kept is among them, so that the first ids of these are known.
+        if count == vocab or bool((best[:, -1:] < best.gather(1, kept.count_nonzero(-1)[:, None] - 1)).all()):
+            break
+        count = vocab
+    picked = _passed(torch.zeros_like(kept).scatter_(1, at, kept), draws.at)
+    return picked if count == vocab else ids.gather(1, picked[:, None])[:, 0]
+
+
+def _passed(weights: Tensor, at: Tensor) -> Tensor:
+    """[rows]: where the running sum of the weights [rows, n] passes `at` of it all."""
+    running = weights.cumsum(-1, dtype=torch.float64)
+    target = at.double()[:, None] * running[:, -1:]
+    return torch.searchsorted(running, target, right=True)[:, 0].clamp_(max=weights.shape[1] - 1)

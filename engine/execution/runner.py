@@ -67,7 +67,7 @@ class ModelRunner:
         self.device = device
         self.dtype = dtype
         self._ops = select(device) if kernels is None else kernels
-        self._sampler = Sampler(model.config.vocab_size, device, eos_token_ids, seed, self._ops)
+        self._sampler = Sampler(model.config.vocab_size, device, eos_token_ids, seed, self._ops.draw)
         self._ropes = model.rope_tables(max_model_len, dtype, device)
         self._windows = model.windows
         self._tables = [BlockTables(g, spec.block_size) for g in range(len(spec.groups))]

@@ -7,15 +7,13 @@ in whatever company it is computed; its tokens differ only where the logits them
 Order of operations is vLLM's: bias and min_tokens, penalties, (greedy rows end here) temperature, min_p, top_k, top_p.
 Logprobs are of the model's raw logits. A row of NaN logits yields some token of the vocabulary, never an error.
 
-Where the kernels draw (`kernels.sampling`) everything is queued on the device and the host waits once, for the tokens.
-Elsewhere, which is on a CPU, a few torch operations do the same; there a row with top_k or top_p inverts the
-distribution from the likeliest token on, not by id, so the two ways draw different tokens from the same seed.
+The kernels draw (`kernels.sampling`): on a GPU everything is queued and the host waits once, for the tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 
@@ -26,11 +24,8 @@ from torch import Tensor
 
 from engine.execution.logprobs import read_logprobs, token_logprobs
 from engine.types import SamplingParams, Sequence, TokenLogprobs
-from kernels.sampling import Draws, DrawsTokens
+from kernels.sampling import Draws, draw
 from kernels.transfer import to_device
-
-CANDIDATES = 256
-"""Rows with top_p but no top_k first look for their nucleus among so many likeliest tokens."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -62,24 +57,6 @@ class Row:
 
 
 @dataclass(slots=True)
-class Cuts:
-    """What the torch operations need to know of the rows that are drawn."""
-
-    plain: list[int]
-    """Positions in `drawn` of rows without top_k and top_p."""
-    cut: list[int]
-    """Positions in `drawn` of rows with top_k or top_p."""
-    temperature: Tensor
-    min_p: Tensor | None
-    """log(min_p) of each drawn row, -inf for none; None where no row has it."""
-    top_k: Tensor
-    """Of the rows of `cut`; the vocabulary's size for none."""
-    top_p: Tensor
-    """Of the rows of `cut`; above 1 for none."""
-    candidates: int
-
-
-@dataclass(slots=True)
 class Batch:
     """The sampling parameters of a step's rows; reused while the same sequences come in the same order."""
 
@@ -95,10 +72,8 @@ class Batch:
     """Rows that are not greedy."""
     seeds: npt.NDArray[np.uint64]
     """Of the drawn rows."""
-    draws: Draws | None
-    """For kernels that draw; but for the numbers in [0, 1), which are each step's own."""
-    cuts: Cuts | None
-    """For the torch operations."""
+    draws: Draws
+    """But for the numbers in [0, 1), which are each step's own."""
 
 
 class Sampler:
@@ -110,25 +85,21 @@ class Sampler:
         device: torch.device,
         eos_token_ids: Iterable[int] = (),
         seed: int = 0,
-        kernels: object = None,
+        draw: Callable[[Tensor, Draws], Tensor] = draw,
     ) -> None:
-        """`eos_token_ids`: the files of a checkpoint may name some that have no logit. `kernels`: draw if they can."""
+        """`eos_token_ids`: the files of a checkpoint may name some that have no logit. `draw`: `Kernels.draw`."""
         self._vocab_size = vocab_size
         self._device = device
         self._eos = tuple(sorted(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size))
         self._seed = seed
-        self._kernels = kernels if isinstance(kernels, DrawsTokens) else None
+        self._draw = draw
         self._batch: Batch | None = None
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], dict[int, TokenLogprobs]]:
         """The next token of each row, and row -> logprobs where asked for. logits: [rows, vocab], left unchanged."""
         batch = self._batch_of(sequences)
         changed = self._adjust(logits, batch) if batch.adjusted else logits
-        if self._kernels is not None:
-            assert batch.draws is not None
-            tokens = self._kernels.draw(changed, replace(batch.draws, at=self._numbers(batch)))
-        else:
-            tokens = self._pick(changed, batch)
+        tokens = self._draw(changed, replace(batch.draws, at=self._numbers(batch)))
         if not batch.logprobs:
             return to_host(tokens), {}
         raw, chosen = logits, tokens
@@ -141,21 +112,10 @@ class Sampler:
     def _numbers(self, batch: Batch) -> Tensor:
         """[rows] fp64 in [0, 1): where each row's distribution is inverted in this step."""
         if not batch.drawn:
-            assert batch.draws is not None
             return batch.draws.at
         numbers = np.zeros(len(batch.sequences))
         numbers[batch.drawn] = uniforms(batch.seeds, _positions(batch))
         return to_device(numbers, self._device)
-
-    def _pick(self, logits: Tensor, batch: Batch) -> Tensor:
-        """The token of each row, by torch operations. logits: [rows, vocab]."""
-        if not batch.drawn:
-            return logits.float().argmax(-1)
-        if len(batch.drawn) == len(batch.sequences):
-            return self._draw(logits.float(), batch)
-        tokens = logits.float().argmax(-1)
-        tokens[batch.drawn] = self._draw(logits[batch.drawn].float(), batch)
-        return tokens
 
     def _batch_of(self, sequences: list[Sequence]) -> Batch:
         last = self._batch
@@ -190,8 +150,7 @@ class Sampler:
             logprob_rows=to_device(np.array(logprobs, np.int64), self._device) if some else None,
             drawn=drawn,
             seeds=np.array([rows[i].seed for i in drawn], np.uint64),
-            draws=None if self._kernels is None else self._draws(params),
-            cuts=None if self._kernels is not None else self._cuts([params[i] for i in drawn]),
+            draws=self._draws(params),
         )
 
     def _draws(self, params: Rows[SamplingParams]) -> Draws:
@@ -203,34 +162,11 @@ class Sampler:
         kinds[1, :count] = [p.min_p for p in params]
         kinds[2, :count] = [p.top_p for p in params]
         temperature, min_p, top_p = to_device(kinds, self._device)[:, :count].unbind()
-        top_k = np.array([self._top_k(p) or vocab for p in params], np.int32)
+        top_k = np.array([p.top_k if 0 < p.top_k < vocab else vocab for p in params], np.int32)
         return Draws(
             temperature, min_p, to_device(top_k, self._device), top_p,
             torch.zeros(count, dtype=torch.float64, device=self._device),
         )  # fmt: skip
-
-    def _cuts(self, params: Rows[SamplingParams]) -> Cuts:
-        """Of the drawn rows."""
-        cut = [j for j, p in enumerate(params) if self._top_k(p) or p.top_p < 1.0]
-        chosen = [params[j] for j in cut]
-        with_min_p = any(p.min_p > 0.0 for p in params)
-        nucleus = CANDIDATES if any(not self._top_k(p) for p in chosen) else 0
-        return Cuts(
-            plain=sorted(set(range(len(params))) - set(cut)),
-            cut=cut,
-            temperature=self._tensor([max(p.temperature, 1e-5) for p in params])[:, None],
-            min_p=self._tensor([p.min_p for p in params]).log()[:, None] if with_min_p else None,
-            top_k=torch.tensor([self._top_k(p) or self._vocab_size for p in chosen], device=self._device)[:, None],
-            top_p=self._tensor([p.top_p if p.top_p < 1.0 else 2.0 for p in chosen])[:, None],
-            candidates=min(self._vocab_size, max([nucleus, *(self._top_k(p) for p in chosen)])),
-        )
-
-    def _top_k(self, params: SamplingParams) -> int:
-        """top_k where it cuts anything, else 0."""
-        return params.top_k if 0 < params.top_k < self._vocab_size else 0
-
-    def _tensor(self, values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)
 
     def _adjust(self, logits: Tensor, batch: Batch) -> Tensor:
         """A float copy of the logits with bias, min_tokens and penalties applied to the rows that have them."""
@@ -268,50 +204,6 @@ class Sampler:
         places = np.concatenate([change.places for change in changes])
         amounts = np.concatenate([change.amounts for change in changes])
         return to_device(places, self._device), to_device(amounts, self._device)
-
-    def _draw(self, logits: Tensor, batch: Batch) -> Tensor:
-        """A random token for each drawn row. logits: [drawn rows, vocab] in fp32."""
-        cuts = batch.cuts
-        assert cuts is not None
-        scaled = torch.nan_to_num(logits, nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
-        scaled = scaled / cuts.temperature
-        if cuts.min_p is not None:
-            floor = scaled.amax(-1, keepdim=True) + cuts.min_p
-            scaled = scaled.masked_fill(scaled < floor, float("-inf"))
-        at = torch.from_numpy(uniforms(batch.seeds, _positions(batch))).to(self._device)
-        if not cuts.cut:
-            return invert(scaled.softmax(-1), at)
-        if not cuts.plain:
-            return self._draw_cut(scaled, at, cuts)
-        tokens = torch.empty(len(batch.drawn), dtype=torch.int64, device=self._device)
-        tokens[cuts.plain] = invert(scaled[cuts.plain].softmax(-1), at[cuts.plain])
-        tokens[cuts.cut] = self._draw_cut(scaled[cuts.cut], at[cuts.cut], cuts)
-        return tokens
-
-    def _draw_cut(self, scaled: Tensor, at: Tensor, cuts: Cuts) -> Tensor:
-        """Tokens of rows with top_k or top_p, drawn among the likeliest candidates."""
-        count = cuts.candidates
-        while True:
-            values, tokens = scaled.topk(count)
-            values = values.masked_fill(torch.arange(count, device=self._device) >= cuts.top_k, float("-inf"))
-            # A row with top_k is normalised over what top_k leaves, any other over the whole vocabulary.
-            limited = cuts.top_k < self._vocab_size
-            total = torch.where(limited, values.logsumexp(-1, keepdim=True), scaled.logsumexp(-1, keepdim=True))
-            probs = (values - total).exp()
-            below = probs.cumsum(-1) - probs
-            covered = limited[:, 0] | (below[:, -1] >= cuts.top_p[:, 0])
-            if count == self._vocab_size or bool(covered.all()):
-                break
-            count = self._vocab_size
-        kept = probs.masked_fill(below >= cuts.top_p, 0.0)
-        return tokens.gather(1, invert(kept, at)[:, None])[:, 0]
-
-
-def invert(probs: Tensor, at: Tensor) -> Tensor:
-    """Index in each row where the (unnormalised) cumulative distribution passes `at` in [0, 1). probs: [rows, n]."""
-    cumulative = probs.double().cumsum(-1)
-    target = (at.double() * cumulative[:, -1])[:, None]
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=probs.shape[1] - 1)
 
 
 @dataclass(frozen=True, slots=True)

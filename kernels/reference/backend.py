@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.interface import IntArray, PagedKV, Ragged, StatePlan, wide
 from kernels.reference.recurrent import causal_conv, gated_delta, state_space
+from kernels.sampling import draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ class ReferenceKernels:
         return StatePlan.of(batch, units, self.device)
 
     causal_conv = staticmethod(causal_conv)
+    draw = staticmethod(draw)
 
     def gated_delta(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: StatePlan

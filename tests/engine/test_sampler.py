@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.execution import sampler as module
 from engine.execution.logprobs import read_logprobs, token_logprobs
 from engine.execution.sampler import Sampler, uniforms
 from engine.types import Request, SamplingParams, Sequence
@@ -20,9 +19,6 @@ from kernels import sampling
 
 VOCAB = 97
 CPU = torch.device("cpu")
-
-both_ways = pytest.mark.parametrize("kernels", [None, sampling], ids=["torch", "kernels"])
-"""By torch operations, and by kernels that draw: here the reference, which is what they are tested against."""
 
 
 def sequence(params: SamplingParams, prompt: Rows[int] = (1,), output: Rows[int] = (), name: str = "r") -> Sequence:
@@ -74,13 +70,12 @@ PARAMS = st.builds(
 )
 
 
-@both_ways
 @settings(max_examples=60, deadline=None)
 @given(
     params=st.lists(PARAMS, min_size=1, max_size=5), seed=st.integers(0, 2**32), candidates=st.sampled_from([VOCAB, 4])
 )
-def test_draws_by_inversion_of_the_naive_distribution(kernels, params, seed, candidates):
-    """What is drawn at u is the token where the naive cumulative distribution passes u (most likely first or by id)."""
+def test_draws_by_inversion_of_the_naive_distribution(params, seed, candidates):
+    """What is drawn at u is the token where the naive cumulative distribution passes u (by id)."""
     rng = random.Random(seed)
     seqs = [
         sequence(
@@ -90,11 +85,11 @@ def test_draws_by_inversion_of_the_naive_distribution(kernels, params, seed, can
     ]
     logits = torch.randn(len(seqs), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
     before = logits.clone()
-    module_candidates, module.CANDIDATES = module.CANDIDATES, candidates
+    candidates_before, sampling.CANDIDATES = sampling.CANDIDATES, candidates
     try:
-        tokens, logprobs = Sampler(VOCAB, CPU, (0, 9), seed, kernels).sample(logits, seqs)
+        tokens, logprobs = Sampler(VOCAB, CPU, (0, 9), seed).sample(logits, seqs)
     finally:
-        module.CANDIDATES = module_candidates
+        sampling.CANDIDATES = candidates_before
     assert logprobs == {}
     assert torch.equal(logits, before)
     for row, seq, token in zip(logits.tolist(), seqs, tokens, strict=True):
@@ -110,36 +105,34 @@ def test_draws_by_inversion_of_the_naive_distribution(kernels, params, seed, can
         SamplingParams(temperature=1.4, min_p=0.2, repetition_penalty=1.4, frequency_penalty=0.3, presence_penalty=0.4),
     ],
 )
-@both_ways
-def test_frequencies(kernels, params):
+def test_frequencies(params):
     """20,000 rows drawn together follow the naive distribution (total variation; fixed seeds, so it cannot flake)."""
     count = 20000
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
     one = sequence(params, [1, 2, 3], [4, 4, 5])
     seqs = [sequence(params, [1, 2, 3], [4, 4, 5], name=str(i)) for i in range(count)]
-    tokens, _ = Sampler(VOCAB, CPU, seed=3, kernels=kernels).sample(logits.expand(count, -1), seqs)
+    tokens, _ = Sampler(VOCAB, CPU, seed=3).sample(logits.expand(count, -1), seqs)
     expected = np.array(naive_distribution(logits[0].tolist(), one, ()))
     found = np.bincount(tokens, minlength=VOCAB) / count
     assert np.abs(found - expected).sum() / 2 < 0.03
     assert found[expected == 0].sum() == 0
 
 
-@both_ways
-def test_seeded_requests_draw_the_same_in_any_company(kernels):
+def test_seeded_requests_draw_the_same_in_any_company():
     rng = torch.Generator().manual_seed(5)
     seeded = SamplingParams(seed=11, temperature=0.9, top_p=0.95)
     alone, company = [], []
     for output in range(20):
         logits = torch.randn(1, VOCAB, generator=rng)
         seq = sequence(seeded, [1, 2], [3] * output, name=f"alone{output}")
-        alone += Sampler(VOCAB, CPU, seed=1, kernels=kernels).sample(logits, [seq])[0]
+        alone += Sampler(VOCAB, CPU, seed=1).sample(logits, [seq])[0]
         others = [
             sequence(SamplingParams(temperature=1.3), name="x"),
             sequence(SamplingParams(temperature=0.0), name="y"),
         ]
         seq = sequence(seeded, [1, 2], [3] * output, name=f"company{output}")
         rows = torch.cat((torch.randn(1, VOCAB, generator=rng), logits, torch.randn(1, VOCAB, generator=rng)))
-        company.append(Sampler(VOCAB, CPU, seed=2, kernels=kernels).sample(rows, [others[0], seq, others[1]])[0][1])
+        company.append(Sampler(VOCAB, CPU, seed=2).sample(rows, [others[0], seq, others[1]])[0][1])
     assert alone == company
     assert len(set(alone)) > 5
 
@@ -166,10 +159,9 @@ def test_uniforms_are_uniform():
     assert abs(np.corrcoef(by_seed[:, :-1].ravel(), by_seed[:, 1:].ravel())[0, 1]) < 0.02
 
 
-@both_ways
-def test_the_same_sequences_again_see_new_penalties(kernels):
+def test_the_same_sequences_again_see_new_penalties():
     """The batch is reused from step to step; counts still follow the outputs."""
-    sampler = Sampler(VOCAB, CPU, kernels=kernels)
+    sampler = Sampler(VOCAB, CPU)
     seqs = [sequence(SamplingParams(temperature=0.0, frequency_penalty=1.0), name=str(i)) for i in range(2)]
     logits = torch.zeros(2, VOCAB)
     logits[:, 7], logits[:, 8] = 2.5, 1.0
@@ -186,24 +178,22 @@ def test_the_same_sequences_again_see_new_penalties(kernels):
     "params", [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5, min_p=0.1)]
 )
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@both_ways
-def test_bad_logits_yield_a_token(kernels, params, bad):
+def test_bad_logits_yield_a_token(params, bad):
     logits = torch.full((3, VOCAB), bad)
     logits[2, 4] = 1.0
-    tokens, _ = Sampler(VOCAB, CPU, kernels=kernels).sample(logits, [sequence(params, name=str(i)) for i in range(3)])
+    tokens, _ = Sampler(VOCAB, CPU).sample(logits, [sequence(params, name=str(i)) for i in range(3)])
     assert all(0 <= token < VOCAB for token in tokens)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@both_ways
-def test_logprobs(kernels, dtype):
+def test_logprobs(dtype):
     logits = (torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(2)) * 3).to(dtype)
     wants = [None, 0, 3, 1000]
     seqs = [
         sequence(SamplingParams(temperature=0.0, logprobs=want, logit_bias={5: 100.0}), name=str(i))
         for i, want in enumerate(wants)
     ]
-    tokens, found = Sampler(VOCAB, CPU, kernels=kernels).sample(logits, seqs)
+    tokens, found = Sampler(VOCAB, CPU).sample(logits, seqs)
     assert tokens == [5] * 4
     assert sorted(found) == [1, 2, 3]
     exact = torch.log_softmax(logits.double(), -1)

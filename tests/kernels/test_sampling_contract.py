@@ -1,4 +1,4 @@
-"""Drawing tokens: the reference against a naive one in plain Python, the Triton kernel against the reference."""
+"""Drawing tokens, by torch and by Triton, against a sort of all tokens in fp64, and that against plain Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels import sampling, select
-from kernels.sampling import Draws, kept_weights
+from kernels.sampling import Draws
 from kernels.triton import backend as triton_ops
 
 Draw = Callable[[torch.Tensor, Draws], torch.Tensor]
@@ -46,6 +46,24 @@ def draws_of(rows: int, vocab: int, **given: float) -> Draws:
         tensors["temperature"], tensors["min_p"], tensors["top_k"].int(), tensors["top_p"],
         torch.rand(rows, dtype=torch.float64),
     )  # fmt: skip
+
+
+def kept_weights(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """[rows, vocab] fp64, by a sort of all tokens: each weight relative to the greatest; 0 for what is not kept."""
+    values = logits.double().nan_to_num(nan=float("-inf"), posinf=sampling.LOGIT_MAX, neginf=float("-inf"))
+    values, order = values.clamp(max=sampling.LOGIT_MAX).sort(descending=True, stable=True)
+    peak = values[:, :1].nan_to_num(neginf=0.0)
+    temperature = draws.temperature.double()[:, None]
+    cold = temperature == 0.0
+    weights = ((values - peak) / temperature.masked_fill(cold, 1.0)).exp()
+    weights = weights * (weights >= draws.min_p.double()[:, None])
+    rank = torch.arange(values.shape[1], device=values.device)
+    weights = weights * (rank < draws.top_k[:, None])
+    below = weights.cumsum(-1) - weights
+    needed = draws.top_p.double()[:, None] * weights.sum(-1, keepdim=True)
+    weights = weights * ((below < needed) | (draws.top_p[:, None] >= 1.0) | (rank == 0))
+    weights = torch.where(cold, (rank == 0).double(), weights)
+    return torch.zeros_like(weights).scatter_(1, order, weights)
 
 
 def naive_weights(logits: list[float], temperature: float, min_p: float, top_k: int, top_p: float) -> list[float]:
@@ -89,7 +107,7 @@ def random_draws(rng: random.Random, rows: int, vocab: int) -> Draws:
     return Draws(
         torch.tensor([rng.choice((0.0, 0.3, 1.0, 1.7, 1e-5)) for _ in range(rows)]),
         torch.tensor([rng.choice((0.0, 0.0, 0.1, 0.9, 1.0)) for _ in range(rows)]),
-        torch.tensor([rng.choice((1, 2, 7, 50, vocab, vocab + 5)) for _ in range(rows)], dtype=torch.int32),
+        torch.tensor([rng.choice((1, 2, 7, 50, 400, vocab, vocab + 5)) for _ in range(rows)], dtype=torch.int32),
         torch.tensor([rng.choice((1e-9, 0.05, 0.5, 0.93, 0.9999, 1.0, 1.0)) for _ in range(rows)]),
         torch.rand(rows, dtype=torch.float64),
     )
