@@ -17,6 +17,7 @@ import json
 import random
 import statistics
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -26,21 +27,17 @@ import _path  # noqa: F401
 import click
 from engine_events import EventsCost, measure_events
 from engine_systems import Figures, HfGenerate, HttpSystem, System
-from harness.figures import in_words, machine, write_json
+from harness.figures import in_words, machine, markdown, write_json
 from harness.programs import serve_engine
 
 from engine.tiny.model import PRESETS, cached_model
 
-
-class Prompts:
-    """Random prompts that never repeat."""
-
-    def __init__(self, vocab_size: int, seed: int) -> None:
-        self._vocab_size = vocab_size
-        self._rng = random.Random(seed)
-
-    def take(self, count: int, length: int) -> list[list[int]]:
-        return [[self._rng.randrange(10, self._vocab_size) for _ in range(length)] for _ in range(count)]
+COLUMNS = {
+    "TTFT ms": ("ttft_ms", "{:.2f}"), "ms/token": ("itl_ms", "{:.3f}"), "p99 gap ms": ("gap_p99_ms", "{:.2f}"),
+    "tokens/s": ("tokens_per_s", "{:.0f}"), "(min..max)": ("range", "{}"), "CPU us/token": ("cpu", "{}"),
+}  # fmt: skip
+Prompts = Callable[[int, int], list[list[int]]]
+"""So many random prompts of so many tokens that never repeat."""
 
 
 def compare(
@@ -51,31 +48,16 @@ def compare(
     for number in range(rounds):
         shift = number % len(systems)
         for system in systems[shift:] + systems[:shift]:
-            found[system.name].append(system.run(prompts.take(users * turns, length), users, outputs))
+            found[system.name].append(system.run(prompts(users * turns, length), users, outputs))
     return found
 
 
-def middle(figures: list[Figures]) -> Figures:
-    columns = {}
-    for name in asdict(figures[0]):
-        values = [value for value in (getattr(f, name) for f in figures) if value is not None]
-        columns[name] = statistics.median(values) if values else None
-    return Figures(**columns)  # type: ignore[arg-type]
-
-
-def show(length: int, users: int, outputs: int, found: dict[str, list[Figures]]) -> None:
-    print(f"\n{users} users, prompts of {length}, {outputs} outputs")
-    print(f"  {'':14} {'TTFT ms':>9} {'ms/token':>9} {'p99 gap ms':>11} {'tokens/s':>9}", end=" ")
-    print(f"{'(min..max)':>15} {'CPU us/token':>13}")
-    for name, figures in found.items():
-        f = middle(figures)
-        rates = [figure.tokens_per_s for figure in figures]
-        cpu = "-" if f.cpu_us_per_token is None else f"{f.cpu_us_per_token:.0f}"
-        print(
-            f"  {name:14} {f.ttft_ms:9.2f} {f.itl_ms:9.3f} {f.gap_p99_ms:11.2f} {f.tokens_per_s:9.0f} "
-            f"{f'({min(rates):.0f}..{max(rates):.0f})':>15} {cpu:>13}",
-            flush=True,
-        )
+def row(figures: list[Figures]) -> dict[str, Any]:
+    """Medians over the rounds."""
+    columns = {name: [getattr(f, name) for f in figures] for name in asdict(figures[0])}
+    found: dict[str, Any] = {n: statistics.median(v) for n, v in columns.items() if None not in v}
+    rates, cpu = columns["tokens_per_s"], found.get("cpu_us_per_token")
+    return found | {"range": f"{min(rates):.0f}..{max(rates):.0f}", "cpu": "-" if cpu is None else f"{cpu:.0f}"}
 
 
 def show_events(cost: EventsCost) -> None:
@@ -115,7 +97,7 @@ def _peers(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> li
 @click.option("--events/--no-events", default=True, show_default=True, help="Measure what publishing costs.")
 @click.option("--only-events", is_flag=True, help="Measure nothing else.")
 @click.option(
-    "--seed", type=int, help="Of the prompts; by default another one each run: a peer may remember the last run's."
+    "--seed", type=int, help="Of the prompts. [default: another one each run: a peer may remember the last's]"
 )
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False))
 def main(
@@ -128,7 +110,11 @@ def main(
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     spoken = len(tokenizer["model"]["vocab"])
     seed = random.SystemRandom().randrange(2**32) if seed is None else seed
-    prompts = Prompts(min(config["vocab_size"], spoken), seed)
+    rng, vocab_size = random.Random(seed), min(config["vocab_size"], spoken)
+
+    def prompts(count: int, length: int) -> list[list[int]]:
+        return [[rng.randrange(10, vocab_size) for _ in range(length)] for _ in range(count)]
+
     textless = spoken < config["vocab_size"] // 2  # a shape with random weights: most of its tokens have no text
     where = machine("torch", "transformers", "aiohttp", "uvloop", "msgspec", "pyzmq")
     print(in_words(where))
@@ -148,14 +134,15 @@ def main(
                 systems.append(generate)
             for length in prompt_lens:
                 for system in systems:  # warm up
-                    system.run(prompts.take(max(users), length), max(users), min(outputs, 8))
+                    system.run(prompts(max(users), length), max(users), min(outputs, 8))
                 for count in users:
                     found = compare(systems, prompts, length, count, outputs, rounds, turns)
-                    show(length, count, outputs, found)
+                    print(f"\n{count} users, prompts of {length}, {outputs} outputs")
+                    print(markdown({name: row(figures) for name, figures in found.items()}, COLUMNS), flush=True)
                     rows = {name: [asdict(f) for f in figures] for name, figures in found.items()}
                     report["settings"].append({"users": count, "prompt_len": length, "systems": rows})
     if events or only_events:
-        cost = measure_events(folder, threads, prompts.take, outputs, rounds)
+        cost = measure_events(folder, threads, prompts, outputs, rounds)
         show_events(cost)
         report["events"] = asdict(cost)
     write_json(json_file, report)

@@ -17,6 +17,7 @@ from typing import Any
 
 from engine.assembly import Assembled, assemble
 from engine.config import EngineConfig
+from engine.core import EngineCore
 from engine.types import Request, SamplingParams
 from events import AllBlocksCleared, Event
 from events.config import KVEventsConfig
@@ -78,26 +79,18 @@ def _assemble(model: Path, threads: int, enabled: bool, tokens: int) -> Assemble
     )
 
 
-class Run:
-    """One engine, driven as the core process drives it."""
-
-    def __init__(self, assembled: Assembled) -> None:
-        self.core = assembled.core
-        self._count = 0
-
-    def play(self, prompts: list[list[int]], outputs: int) -> tuple[float, int]:
-        """CPU seconds of this thread inside `step`, and steps, until all prompts are continued."""
-        params = SamplingParams(max_tokens=outputs, temperature=0.0, ignore_eos=True)
-        for prompt in prompts:
-            self._count += 1
-            self.core.add(Request(request_id=str(self._count), token_ids=prompt, params=params), time.monotonic())
-        seconds, steps = 0.0, 0
-        while self.core.has_work:
-            start_s = time.thread_time()
-            self.core.step(time.monotonic())
-            seconds += time.thread_time() - start_s
-            steps += 1
-        return seconds, steps
+def play(core: EngineCore, prompts: list[list[int]], outputs: int) -> tuple[float, int]:
+    """CPU seconds of this thread inside `step`, and steps, until all prompts are continued."""
+    params = SamplingParams(max_tokens=outputs, temperature=0.0, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        core.add(Request(request_id=str(number), token_ids=prompt, params=params), time.monotonic())
+    seconds, steps = 0.0, 0
+    while core.has_work:
+        start_s = time.thread_time()
+        core.step(time.monotonic())
+        seconds += time.thread_time() - start_s
+        steps += 1
+    return seconds, steps
 
 
 def measure_events(
@@ -107,23 +100,21 @@ def measure_events(
     tokens = USERS * (PROMPT_LEN + outputs)
     on, off = _assemble(model, threads, True, tokens), _assemble(model, threads, False, tokens)
     try:
-        runs = {True: Run(on), False: Run(off)}
-        for run in runs.values():
-            run.play(prompts(USERS, PROMPT_LEN), 4)
+        for engine in (on, off):
+            play(engine.core, prompts(USERS, PROMPT_LEN), 4)
         ratios = []
         for number in range(rounds):
             batch = prompts(USERS, PROMPT_LEN)
-            order = (True, False) if number % 2 else (False, True)
-            taken = {enabled: runs[enabled].play(batch, outputs)[0] for enabled in order}
-            ratios.append(taken[True] / taken[False])
-        return _inside(on, runs[True], prompts, outputs, ratios)
+            taken = {id(e): play(e.core, batch, outputs)[0] for e in ((on, off) if number % 2 else (off, on))}
+            ratios.append(taken[id(on)] / taken[id(off)])
+        return _inside(on, prompts, outputs, ratios)
     finally:
         on.close()
         off.close()
 
 
 def _inside(
-    on: Assembled, run: Run, prompts: Callable[[int, int], list[list[int]]], outputs: int, ratios: list[float]
+    on: Assembled, prompts: Callable[[int, int], list[list[int]]], outputs: int, ratios: list[float]
 ) -> EventsCost:
     cache, core = on.core.scheduler.cache, on.core
     log, clock_s = cache.tree.log, _clock_s()
@@ -140,7 +131,7 @@ def _inside(
     seconds, steps = 0.0, 0
     elsewhere_s = time.thread_time() - time.process_time()
     for _ in ratios:
-        more = run.play(prompts(USERS, PROMPT_LEN), outputs)
+        more = play(core, prompts(USERS, PROMPT_LEN), outputs)
         seconds, steps = seconds + more[0], steps + more[1]
     assert on.publisher is not None
     while on.publisher.waiting:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import statistics
-import subprocess
-import sys
 import time
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
 from harness.figures import cpu_seconds, rank
 from harness.load import closed_loop, completion, post
-from harness.programs import ROOT
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,14 @@ class Figures:
 
     @classmethod
     def of(
-        cls, ttfts_s: list[float], itls_s: list[float], gaps_s: list[float], rate: float, cpu_us: float | None
+        cls, answers: Sequence[tuple[float, list[float]]], tokens: int, each: int, wall_s: float, cpu_s: float | None
     ) -> Figures:
-        ttft_ms, itl_ms = 1e3 * statistics.median(ttfts_s), 1e3 * statistics.median(itls_s)
-        return cls(ttft_ms, itl_ms, 1e3 * rank(gaps_s or [0.0], 0.99), rate, cpu_us)
+        """`answers`: when each was asked for and when its parts came; `tokens` in all, `each` in one."""
+        ttft_s = statistics.median(times[0] - asked_s for asked_s, times in answers)
+        itl_s = statistics.median((times[-1] - times[0]) / max(1, each - 1) for _, times in answers)
+        gaps_s = [b - a for _, times in answers for a, b in pairwise(times)]  # zero: two parts that came in one read
+        cpu_us = None if cpu_s is None else 1e6 * cpu_s / tokens
+        return cls(1e3 * ttft_s, 1e3 * itl_s, 1e3 * rank(gaps_s or [0.0], 0.99), tokens / wall_s, cpu_us)
 
 
 class System(Protocol):
@@ -85,61 +89,85 @@ class HttpSystem:
         start_s = time.perf_counter()
         answers = uvloop.run(closed_loop(self.url, [post("/v1/completions", body) for body in bodies], users))
         wall_s = time.perf_counter() - start_s
-        cpu = (cpu_seconds(self.pid) - cpu_s) / (len(prompts) * output_len) * 1e6 if self.pid is not None else None
-        ttfts, itls, gaps = [], [], []
+        used_s = cpu_seconds(self.pid) - cpu_s if self.pid is not None else None
+        found = []
         for answer in answers:
             *chunks, (_, last) = answer.events()  # the last is the usage
             tokens = json.loads(last)["usage"]["completion_tokens"]
             if tokens != output_len:
                 raise RuntimeError(f"{self.name}: {tokens} tokens instead of {output_len}")
-            ttfts.append(chunks[0][0] - answer.sent_s)
-            itls.append((chunks[-1][0] - chunks[0][0]) / max(1, tokens - 1))
-            gaps += [b - a for (a, _), (b, _) in pairwise(chunks)]  # zero: two chunks that came in one read
-        return Figures.of(ttfts, itls, gaps, len(prompts) * output_len / wall_s, cpu)
+            found.append((answer.sent_s, [at_s for at_s, _ in chunks]))
+        return Figures.of(found, len(prompts) * output_len, output_len, wall_s, used_s)
 
 
 class HfGenerate:
-    """Static batches of `users` prompts, one after the other."""
+    """Static batches of `users` prompts, one after the other, in a process of its own: no server, no detokenising.
+
+    `generate` at its best reasonable use: bf16 as the checkpoint says (or another dtype, where that is faster), sdpa
+    attention, inference mode, padded on the left with a mask where lengths differ, a streamer that only notes the time.
+    """
 
     name = "HF generate"
 
     def __init__(self, model: Path, threads: int, dtype: str = "auto") -> None:
-        script = str(Path(__file__).with_name("engine_hf.py"))
-        self._process = subprocess.Popen(
-            [sys.executable, script, str(model), str(threads), dtype],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
-        self._cpu_s = self._read()["cpu_s"]
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"HF generate ended with status {self._process.wait()}")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, far = spawn.Pipe()
+        self._process = spawn.Process(target=generate_for, args=(far, str(model), threads, dtype), daemon=True)
+        os.environ |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+        self._process.start()
+        far.close()  # so that its end is heard
+        self._cpu_s: float = self._pipe.recv()
 
     def run(self, prompts: list[list[int]], users: int, output_len: int) -> Figures:
-        assert self._process.stdin is not None
-        ttfts: list[float] = []
-        itls: list[float] = []
-        gaps: list[float] = []
-        wall_s, cpu_s = 0.0, self._cpu_s
+        answers, wall_s, cpu_s = [], 0.0, self._cpu_s
         for start in range(0, len(prompts), users):
-            order = {"prompts": prompts[start : start + users], "output_len": output_len}
-            self._process.stdin.write(json.dumps(order) + "\n")
-            self._process.stdin.flush()
-            found = self._read()
-            times = found["times_s"]
-            ttfts.append(found["ttft_s"])
-            itls.append((times[-1] - times[0]) / max(1, output_len - 1))
-            gaps.extend(b - a for a, b in pairwise(times))
-            wall_s += found["wall_s"]
-            self._cpu_s = found["cpu_s"]
-        tokens = len(prompts) * output_len
-        return Figures.of(ttfts, itls, gaps, tokens / wall_s, (self._cpu_s - cpu_s) / tokens * 1e6)
+            self._pipe.send((prompts[start : start + users], output_len))
+            asked_s, times_s, end_s, self._cpu_s = self._pipe.recv()
+            answers.append((asked_s, times_s))
+            wall_s += end_s - asked_s
+        return Figures.of(answers, len(prompts) * output_len, output_len, wall_s, self._cpu_s - cpu_s)
 
     def close(self) -> None:
-        self._process.terminate()
-        self._process.wait(30)
+        self._pipe.close()
+        self._process.join(30)
+
+
+def generate_for(pipe: Connection, model_path: str, threads: int, dtype: str) -> None:
+    """The process: (prompts, tokens of each answer) in; (when asked, when each step came, the end, CPU so far) out."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.generation.streamers import BaseStreamer
+
+    torch.set_num_threads(threads)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation="sdpa").eval()
+
+    class Clock(BaseStreamer):  # type: ignore[misc]
+        """The first `put` brings the prompt, every other one token of each sequence."""
+
+        def __init__(self) -> None:
+            self.times_s: list[float] = []
+
+        def put(self, value: Any) -> None:
+            self.times_s.append(time.perf_counter())
+
+        def end(self) -> None:
+            pass
+
+    pipe.send(time.process_time())
+    while True:
+        try:
+            prompts, output_len = pipe.recv()
+        except EOFError:
+            return
+        start_s = time.perf_counter()
+        width, clock = max(map(len, prompts)), Clock()
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+        with torch.inference_mode():
+            out = model.generate(
+                input_ids=ids, attention_mask=mask, max_new_tokens=output_len, min_new_tokens=output_len,
+                do_sample=False, pad_token_id=0, streamer=clock,
+            )  # fmt: skip
+        end_s = time.perf_counter()
+        assert out.shape[1] == width + output_len, f"{out.shape[1] - width} tokens instead of {output_len}"
+        pipe.send((start_s, clock.times_s[1:], end_s, time.process_time()))
