@@ -26,10 +26,10 @@ from pathlib import Path
 
 import _path  # noqa: F401
 import click
-from demo_workload import repo_text
 from harness.figures import in_words, machine, markdown, write_json
 from harness.load import Outcome, summarise
 from harness.programs import Cluster, make_demo_model
+from harness.talks import repo_text
 from live_routing_parts import BLOCK, Workload, prefill_rate, replay, repo_sessions, warm
 
 from prompts import Tokenizer

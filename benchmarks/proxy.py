@@ -15,42 +15,50 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import statistics
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import _path
+import _path  # noqa: F401
 import click
-from harness.figures import cpu_seconds, in_words, machine, rank, write_json
-from harness.load import Answer, Client, closed_loop, post
+from harness.figures import cpu_seconds, in_words, machine, markdown, rank, write_json
+from harness.load import Answer, Client, closed_loop
 from harness.peers import PEERS, before_mocks, peer_command
 from harness.programs import Program, await_true, metric
+from harness.talks import CHAT, SIZES, TALKS, Bodies, question
 
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.routing import parse_routing
 from prompts.tokenizer import Tokenizer
 
-SIZES = {"0.2k": 200, "2k": 2_000, "16k": 16_000, "110k": 110_000}
-CONVERSATIONS = 8
 CHUNKS = 64
 STREAMS = 64
 START_APART_S = 0.005
 TOKENIZE = "blockcast_router_tokenize_cpu_seconds_total"
-Message = dict[str, str]
+COUNTS = {"0.2k": 3000, "2k": 3000, "16k": 800, "110k": 160}
+"""Requests of each size in a round."""
+COLUMNS = {
+    "CPU us": ("cpu_us", "{:.1f}"), "tokenise us": ("tokenize_us", "{:.1f}"),
+    "rest us": ("cpu_us_without_tokenize", "{:.1f}"), "+p50 ms": ("added_p50_ms", "{:.3f}"),
+    "+p99 ms": ("added_p99_ms", "{:.3f}"), "req/s": ("requests_per_s", "{:.0f}"),
+}  # fmt: skip
 
 
 class Gateway:
     """Something to send requests to: a mock worker itself (`pid` None) or a proxy before both."""
 
-    def __init__(self, name: str, port: int | str, pid: int | None = None) -> None:
-        self.name = name
-        self.url = f"http://127.0.0.1:{port}"
-        self.pid = pid
+    def __init__(self, url: str, pid: int | None = None, *, ours: bool = False) -> None:
+        self.url, self.pid, self.ours = url, pid, ours
 
     def cpu_s(self) -> float:
-        return cpu_seconds(self.pid) if self.pid is not None else 0.0
+        return cpu_seconds(self.pid) if self.pid else 0.0
+
+    def tokenize_s(self) -> float:
+        """Of its CPU time: rendering and encoding prompts."""
+        return metric(self.url, TOKENIZE) if self.ours else 0.0
 
     def latencies(self, requests: list[bytes], concurrency: int) -> list[float]:
         """Seconds from sending a request to its whole answer."""
@@ -78,158 +86,65 @@ class Gateway:
         return firsts, ages
 
 
-def conversations(size: int) -> list[list[Message]]:
-    """Real text (this repository's sources) cut into turns, `size` bytes a conversation, each different."""
-    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((_path.ROOT / "events").glob("*.py")))
-    text += "\n".join(path.read_text(encoding="utf-8") for path in sorted((_path.ROOT / "router").rglob("*.py")))
-    rng = random.Random(size)
-    made = []
-    for number in range(CONVERSATIONS):
-        at = rng.randrange(len(text))
-        messages = [{"role": "system", "content": f"Assistant {number}: be brief."}]
-        left = size - 150
-        while left > 100:
-            take = min(left, rng.randint(200, 2000))
-            role = "assistant" if messages[-1]["role"] == "user" else "user"
-            content = (text[at:] + text)[:take]
-            at = (at + take) % len(text)
-            messages.append({"role": role, "content": content})
-            left -= take + 30
-        if messages[-1]["role"] == "user":
-            messages.append({"role": "assistant", "content": "Yes."})
-        made.append(messages)
-    return made
+def medians(rounds: int, once: Callable[[], dict[str, float]]) -> dict[str, float]:
+    rows = [once() for _ in range(rounds)]
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
-def body_of(messages: list[Message], turn: str, *, stream: bool = False) -> bytes:
-    value: dict[str, Any] = {"model": "mock", "messages": [*messages, {"role": "user", "content": turn}]}
-    if stream:
-        value["stream"] = True
-    return json.dumps(value).encode()
-
-
-def question(number: int) -> str:
-    """A turn that no other number has."""
-    return f"Question {number}: what does function {number * 7919 % 100_003} do, and why?"
-
-
-class Bodies:
-    """Requests that end in a turn never seen before."""
-
-    def __init__(self) -> None:
-        self._talks = {name: conversations(size) for name, size in SIZES.items()}
-        self._count = 0
-
-    def announced(self, tokenizer: Tokenizer) -> list[list[int]]:
-        """Token ids of every conversation, as a worker that holds them would announce them."""
-        found = []
-        for talks in self._talks.values():
-            for messages in talks:
-                parsed = parse_routing("/v1/chat/completions", body_of(messages, "x"))
-                found.append(tokenizer.chat_ids(parsed))
-        return found
-
-    def make(self, size: str, count: int, *, stream: bool = False) -> list[bytes]:
-        talks = self._talks[size]
-        made = []
-        for _ in range(count):
-            self._count += 1
-            talk = talks[self._count % len(talks)]
-            made.append(post("/v1/chat/completions", body_of(talk, question(self._count), stream=stream)))
-        return made
-
-
-class Measurement:
+def measure(gateway: Gateway, direct: Gateway, bodies: Bodies, rounds: int, scale: float) -> dict[str, Any]:
     """All figures of one gateway, with the direct runs between its own."""
 
-    def __init__(
-        self, gateway: Gateway, direct: Gateway, bodies: Bodies, *, ours: bool, rounds: int, scale: float
-    ) -> None:
-        self._gateway = gateway
-        self._direct = direct
-        self._bodies = bodies
-        self._ours = ours
-        self._rounds = rounds
-        self._scale = scale
-
-    def requests(self, size: str, concurrency: int) -> dict[str, float]:
+    def requests(size: str, concurrency: int) -> dict[str, float]:
         """CPU and latency of complete answers."""
-        count = int(
-            {"0.2k": 3000, "2k": 3000, "16k": 800, "110k": 160}[size] * (1 if concurrency > 1 else 0.4) * self._scale
-        )
-        count = max(count, 4 * concurrency, 64)
-        self._gateway.latencies(self._bodies.make(size, 2 * CONVERSATIONS), 1)  # now it was seen
-        rows: dict[str, list[float]] = {}
-        for _ in range(self._rounds):
-            tokenize = metric(self._gateway.url, TOKENIZE) if self._ours else 0.0
-            cpu = self._gateway.cpu_s()
-            routed = self._gateway.latencies(self._bodies.make(size, count), concurrency)
-            cpu = self._gateway.cpu_s() - cpu
-            tokenize = metric(self._gateway.url, TOKENIZE) - tokenize if self._ours else 0.0
-            direct = self._direct.latencies(self._bodies.make(size, count), concurrency)
-            for name, value in (
-                ("cpu_us", 1e6 * cpu / count),
-                ("tokenize_us", 1e6 * tokenize / count),
-                ("added_p50_ms", 1e3 * (rank(routed, 0.5) - rank(direct, 0.5))),
-                ("added_p99_ms", 1e3 * (rank(routed, 0.99) - rank(direct, 0.99))),
-                ("requests_per_s", count / sum(routed) * concurrency),
-            ):
-                rows.setdefault(name, []).append(value)
-        found = {name: statistics.median(values) for name, values in rows.items()}
-        found["cpu_us_without_tokenize"] = statistics.median(
-            cpu - tokenize for cpu, tokenize in zip(rows["cpu_us"], rows["tokenize_us"])
-        )
-        return found
-
-    def streams(self) -> dict[str, float]:
-        """CPU and delay of paced streams."""
-        rows: dict[str, list[float]] = {}
-        total = STREAMS * CHUNKS
-        for _ in range(self._rounds):
-            requests = self._bodies.make("2k", STREAMS, stream=True)
-            cpu = self._gateway.cpu_s()
-            firsts, lags = self._gateway.streams(requests)
-            cpu = self._gateway.cpu_s() - cpu
-            direct_firsts, direct_lags = self._direct.streams(self._bodies.make("2k", STREAMS, stream=True))
-            for name, value in (
-                ("cpu_us_per_chunk", 1e6 * cpu / total),
-                ("chunk_lag_p50_ms", 1e3 * (rank(lags, 0.5) - rank(direct_lags, 0.5))),
-                ("chunk_lag_p99_ms", 1e3 * (rank(lags, 0.99) - rank(direct_lags, 0.99))),
-                ("first_chunk_p50_ms", 1e3 * (rank(firsts, 0.5) - rank(direct_firsts, 0.5))),
-            ):
-                rows.setdefault(name, []).append(value)
-        return {name: statistics.median(values) for name, values in rows.items()}
-
-    def all(self) -> dict[str, Any]:
-        table = {f"{size}_c{c}": self.requests(size, c) for c in (1, 32) for size in SIZES}
-        stream = self.streams()
+        count = max(int(COUNTS[size] * (1 if concurrency > 1 else 0.4) * scale), 4 * concurrency, 64)
+        tokenize_s, cpu_s = gateway.tokenize_s(), gateway.cpu_s()
+        routed = gateway.latencies(bodies.make(size, count), concurrency)
+        cpu_us = 1e6 * (gateway.cpu_s() - cpu_s) / count
+        tokenize_us = 1e6 * (gateway.tokenize_s() - tokenize_s) / count
+        plain = direct.latencies(bodies.make(size, count), concurrency)
         return {
-            "cpu_us_per_request_2k_c32": table["2k_c32"]["cpu_us_without_tokenize" if self._ours else "cpu_us"],
-            "added_p50_ms_c1": table["2k_c1"]["added_p50_ms"],
-            "cpu_us_per_chunk": stream["cpu_us_per_chunk"],
-            "chunk_lag_p50_ms": stream["chunk_lag_p50_ms"],
-            "requests": table,
-            "streams": stream,
+            "cpu_us": cpu_us, "tokenize_us": tokenize_us, "cpu_us_without_tokenize": cpu_us - tokenize_us,
+            "added_p50_ms": 1e3 * (rank(routed, 0.5) - rank(plain, 0.5)),
+            "added_p99_ms": 1e3 * (rank(routed, 0.99) - rank(plain, 0.99)),
+            "requests_per_s": count / sum(routed) * concurrency,
+        }  # fmt: skip
+
+    def streams() -> dict[str, float]:
+        """CPU and delay of paced streams."""
+        made, cpu_s = bodies.make("2k", STREAMS, stream=True), gateway.cpu_s()
+        firsts, lags = gateway.streams(made)
+        cpu_s = gateway.cpu_s() - cpu_s
+        direct_firsts, direct_lags = direct.streams(bodies.make("2k", STREAMS, stream=True))
+        return {
+            "cpu_us_per_chunk": 1e6 * cpu_s / (STREAMS * CHUNKS),
+            "chunk_lag_p50_ms": 1e3 * (rank(lags, 0.5) - rank(direct_lags, 0.5)),
+            "chunk_lag_p99_ms": 1e3 * (rank(lags, 0.99) - rank(direct_lags, 0.99)),
+            "first_chunk_p50_ms": 1e3 * (rank(firsts, 0.5) - rank(direct_firsts, 0.5)),
         }
+
+    table = {}
+    for concurrency in (1, 32):
+        for size in SIZES:
+            gateway.latencies(bodies.make(size, 2 * TALKS), 1)  # now it was seen
+            table[f"{size}_c{concurrency}"] = medians(rounds, partial(requests, size, concurrency))
+    stream = medians(rounds, streams)
+    return {
+        "cpu_us_per_request_2k_c32": table["2k_c32"]["cpu_us_without_tokenize"],
+        "added_p50_ms_c1": table["2k_c1"]["added_p50_ms"],
+        "cpu_us_per_chunk": stream["cpu_us_per_chunk"],
+        "chunk_lag_p50_ms": stream["chunk_lag_p50_ms"],
+        "requests": table,
+        "streams": stream,
+    }
 
 
 def show(name: str, result: dict[str, Any]) -> None:
-    print(f"\n{name}")
-    columns = ("CPU us", "tokenise us", "rest us", "+p50 ms", "+p99 ms", "req/s")
-    print(f"  {'body':>5} {'in flight':>9} " + " ".join(f"{column:>11}" for column in columns))
-    for key, row in result["requests"].items():
-        size, _, concurrency = key.partition("_c")
-        print(
-            f"  {size:>5} {concurrency:>9} {row['cpu_us']:11.1f} {row['tokenize_us']:11.1f} "
-            f"{row['cpu_us_without_tokenize']:11.1f} {row['added_p50_ms']:11.3f} {row['added_p99_ms']:11.3f} "
-            f"{row['requests_per_s']:11.0f}"
-        )
+    rows = {key.replace("_c", " bytes, in flight "): row for key, row in result["requests"].items()}
+    print(f"\n{name}\n{markdown(rows, COLUMNS, 'body')}")
     stream = result["streams"]
-    print(
-        f"  {STREAMS} streams of {CHUNKS} chunks, 10 ms apart: CPU {stream['cpu_us_per_chunk']:.1f} us a chunk, lag "
-        f"+{stream['chunk_lag_p50_ms']:.3f} ms p50, +{stream['chunk_lag_p99_ms']:.3f} ms p99, first chunk "
-        f"+{stream['first_chunk_p50_ms']:.3f} ms"
-    )
+    print(f"{STREAMS} streams of {CHUNKS} chunks, 10 ms apart: CPU {stream['cpu_us_per_chunk']:.1f} us a chunk, lag "
+          f"+{stream['chunk_lag_p50_ms']:.3f} ms p50, +{stream['chunk_lag_p99_ms']:.3f} ms p99, first chunk "
+          f"+{stream['first_chunk_p50_ms']:.3f} ms")  # fmt: skip
 
 
 @click.command(help=__doc__)
@@ -248,37 +163,40 @@ def main(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tokenizer(folder, 4096, 1 << 20)
-        bodies = Bodies()
-        announced = bodies.announced(Tokenizer.load(folder))
+        bodies, tokenizer = Bodies(), Tokenizer.load(folder)
+        seen = [json.dumps({"messages": [*messages, question(0)]}) for row in bodies.talks.values() for messages in row]
+        announced = [tokenizer.chat_ids(parse_routing(CHAT, body.encode())) for body in seen]
+        mocks = []
         for number in range(2):
             (folder / f"announce{number}.json").write_text(json.dumps(announced[number::2]))
-        mocks = [["--announce", str(folder / f"announce{number}.json")] for number in range(2)]
+            mocks.append(["--announce", str(folder / f"announce{number}.json")])
         report: dict[str, Any] = {"machine": machine(), "policy": policy, "compiled": not checkout, "peers": {}}
         print(in_words(report["machine"]))
         with before_mocks(folder, checkout, mocks, "--policy", policy, "--log-level", "warning") as (router, url, urls):
-            direct = Gateway("direct", urls[0].rpartition(":")[2])
-            gateway = Gateway("router", url.rpartition(":")[2], router.pid)
-            wait_for_matches(gateway, bodies)
-            report |= Measurement(gateway, direct, bodies, ours=True, rounds=rounds, scale=scale).all()
+            direct, gateway = Gateway(urls[0]), Gateway(url, router.pid, ours=True)
+            wait_until_ready(gateway, bodies)
+            report |= measure(gateway, direct, bodies, rounds, scale)
             show(f"blockcast router, {policy}", report)
             for name in peers:
                 command, port = peer_command(name, urls)
                 with Program(command, folder / f"{name}.log") as program:
-                    gateway = Gateway(name, port, program.pid)
-                    wait_for_answer(gateway, bodies)
-                    found = Measurement(gateway, direct, bodies, ours=False, rounds=rounds, scale=scale).all()
+                    gateway = Gateway(f"http://127.0.0.1:{port}", program.pid)
+                    wait_until_ready(gateway, bodies)
+                    found = measure(gateway, direct, bodies, rounds, scale)
                 show(f"{name}: {' '.join(command[-6:])}", found)
                 report["peers"][name] = found
         write_json(json_file, report)
 
 
-def wait_for_matches(gateway: Gateway, bodies: Bodies) -> None:
-    """Until both workers are up and the index knows what they announced: full function, not a warm-up."""
+def wait_until_ready(gateway: Gateway, bodies: Bodies) -> None:
+    """Until it answers; ours until both workers are up and the index knows what they announced."""
     seen: dict[str, int] = {}
 
     def known() -> bool:
         try:
-            for answer in asyncio.run(closed_loop(gateway.url, bodies.make("2k", CONVERSATIONS), 1)):
+            for answer in asyncio.run(closed_loop(gateway.url, bodies.make("2k", TALKS), 1)):
+                if not gateway.ours:
+                    return True
                 cached = int(answer.headers["x-blockcast-predicted-cached-tokens"])
                 seen[answer.headers["x-blockcast-worker"]] = cached
         except RuntimeError:
@@ -286,24 +204,7 @@ def wait_for_matches(gateway: Gateway, bodies: Bodies) -> None:
         return len(seen) == 2 and min(seen.values()) > 100
 
     if not await_true(known, 60, 0.2):
-        raise click.ClickException(f"the router did not learn what the workers hold: {seen}")
-
-
-def wait_for_answer(gateway: Gateway, bodies: Bodies) -> None:
-    error: Exception | None = None
-
-    def answers() -> bool:
-        nonlocal error
-        try:
-            gateway.latencies(bodies.make("0.2k", 2), 1)
-        except RuntimeError as caught:
-            error = caught
-        else:
-            return True
-        return False
-
-    if not await_true(answers, 60, 0.3):
-        raise click.ClickException(f"{gateway.name} does not answer: {error}")
+        raise click.ClickException(f"{gateway.url} does not answer, or does not know what the workers hold: {seen}")
 
 
 if __name__ == "__main__":

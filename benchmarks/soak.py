@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import _path  # noqa: F401
 import click
@@ -26,12 +27,11 @@ from harness.figures import in_words, machine, resident_bytes, write_json
 from harness.load import Client, post
 from harness.peers import before_mocks
 from harness.programs import ADMIN_KEY, metric
-from proxy import Bodies, question
+from harness.talks import CHAT, Bodies, question
 
 from engine.tiny.tokenizer import write_tokenizer
 
 IN_FLIGHT_MAX = 200
-CHAT = "/v1/chat/completions"
 WATCH = b"GET /dashboard/events HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer %b\r\n\r\n" % ADMIN_KEY.encode()
 
 
@@ -59,7 +59,7 @@ class Soak:
             while full_at is None or turn < 2 * full_at:
                 for _ in range(50):
                     numbers = range(turn, turn := turn + 200)
-                    talk = [{"role": "user", "content": question(10**6 + i)} for i in numbers]
+                    talk = [question(10**6 + i) for i in numbers]
                     (await client.ask(post(CHAT, {"model": "mock", "messages": talk}))).checked()
                 before_mib, text_mib = text_mib, (await asyncio.to_thread(self._sample))[2]
                 if full_at is None and text_mib < before_mib + 0.1:
@@ -91,7 +91,8 @@ class Soak:
     async def _one(self, client: Client) -> None:
         kind = self._rng.choices(["whole", "stream", "leave", "wrong", "fresh"], [50, 25, 10, 5, 10])[0]
         size = self._rng.choices(["0.2k", "2k", "16k"], [3, 6, 1])[0]
-        (request,) = self._bodies.make(size, 1, stream=kind in ("stream", "leave"))
+        streams: dict[str, Any] = {"stream": True} if kind in ("stream", "leave") else {}
+        (request,) = self._bodies.make(size, 1, **streams)
         if kind == "wrong":
             body = request.partition(b"\r\n\r\n")[2]
             wrongs = [b"{", body.replace(b'"mock"', b'"other"'), b'{"model":"mock","prompt":5}']

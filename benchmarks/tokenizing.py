@@ -16,30 +16,20 @@ import tempfile
 import time
 from pathlib import Path
 
-import _path
+import _path  # noqa: F401
 import click
 from harness.figures import in_words, machine, write_json
+from harness.talks import Message, question, repo_text, talk
 
 from prompts import RoutingRequest, Tokenizer
 
-Message = dict[str, str]
-
 
 def conversation(tokenizer: Tokenizer, token_count: int) -> list[Message]:
-    """Turns of real text (this repository's sources), until their prompt has about `token_count` tokens."""
-    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(_path.ROOT.glob("[!.]*/**/*.py")))
-    while len(text) < 10 * token_count:
-        text += text
-    messages = [{"role": "system", "content": "You answer questions about this code base."}]
-    at = used = 0
-    rng = random.Random(7)
-    while used < token_count:
-        role = "assistant" if messages[-1]["role"] == "user" else "user"
-        size = rng.randint(200, 1200) if role == "user" else rng.randint(800, 4000)
-        messages.append({"role": role, "content": text[at : at + size]})
-        used += len(tokenizer.encode(text[at : at + size], add_special_tokens=False))
-        at += size
-    return messages if messages[-1]["role"] == "assistant" else messages[:-1]
+    """Turns of real text (this repository's), about `token_count` tokens of prompt in all."""
+    text, characters = repo_text(), 4 * token_count
+    drawn = "".join(message["content"] for message in talk(random.Random(7), text, characters))
+    tokens = len(tokenizer.encode(drawn, add_special_tokens=False))
+    return talk(random.Random(7), text, characters * token_count // tokens)
 
 
 def timed(tokenizer: Tokenizer, text: str) -> tuple[float, list[int]]:
@@ -56,8 +46,7 @@ def measure(cached: Tokenizer, plain: Tokenizer, token_count: int, rounds: int) 
     identical = True
     total = 0
     for number in range(-2, rounds):  # two rounds to warm up; in them the conversation enters the cache
-        turn = {"role": "user", "content": f"Question {number + 2}: what if step {number * 37} were skipped?"}
-        request = RoutingRequest(kind="chat", messages=[*messages, turn])
+        request = RoutingRequest(kind="chat", messages=[*messages, question(number + 2)])
         start = time.perf_counter()
         text = cached.chat_text(request)
         render = time.perf_counter() - start

@@ -1,0 +1,123 @@
+"""Conversations over the repo's own text: to be played and looked at, or as bodies of a size for a benchmark."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.load import Client, Outcome, post
+from harness.programs import ROOT
+
+IN_FLIGHT = 3
+ANSWER_TOKENS = 24
+SOURCES = ("docs/*.md", "*.md", "engine/**/*.py", "router/**/*.py", "events/*.py", "prompts/*.py", "kernels/**/*.py")
+SIZES = {"0.2k": 200, "2k": 2_000, "16k": 16_000, "110k": 110_000}
+TALKS = 8
+"""Of each size."""
+CHAT = "/v1/chat/completions"
+Message = dict[str, str]
+
+
+def repo_text() -> str:
+    """The repo's own documents and code, one after the other."""
+    files = [p for pattern in SOURCES for p in sorted(ROOT.glob(pattern)) if "__init__" not in p.name]
+    return "\n\n".join(p.read_text() for p in files)
+
+
+def talk(rng: random.Random, text: str, characters: int) -> list[Message]:
+    """Turns of the text from somewhere in it, about so many characters in all; the assistant's is the last."""
+    at, left = rng.randrange(len(text)), characters - 150
+    messages = [{"role": "system", "content": f"Assistant {rng.randrange(1000)}: be brief."}]
+    while left > 100:
+        take = min(left, rng.randint(200, 2000))
+        role = "assistant" if messages[-1]["role"] == "user" else "user"
+        messages.append({"role": role, "content": (text[at : at + take] + text)[:take]})
+        at, left = (at + take) % len(text), left - take - 30
+    return messages if messages[-1]["role"] != "user" else [*messages, {"role": "assistant", "content": "Yes."}]
+
+
+def question(number: int) -> Message:
+    """A turn that no other number has."""
+    what = f"Question {number}: what does function {number * 7919 % 100_003} do, and why?"
+    return {"role": "user", "content": what}
+
+
+class Bodies:
+    """Requests that end in a turn never seen before."""
+
+    def __init__(self) -> None:
+        text = repo_text()
+        self.talks = {name: [talk(random.Random(size + i), text, size) for i in range(TALKS)]
+                      for name, size in SIZES.items()}  # fmt: skip
+        self._count = 0
+
+    def make(self, size: str, count: int, **fields: Any) -> list[bytes]:
+        made = []
+        for _ in range(count):
+            self._count += 1
+            messages = [*self.talks[size][self._count % TALKS], question(self._count)]
+            made.append(post(CHAT, {"model": "mock", "messages": messages, **fields}))
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A long shared context and the questions asked about it, one a turn; each question brings text of its own."""
+
+    name: str
+    context: str
+    questions: tuple[str, ...]
+
+
+def make_conversations(
+    model: Path, count: int, turns: int, context_tokens: int, turn_tokens: int
+) -> list[Conversation]:
+    """`count` conversations of `turns` turns, each with its own context. ValueError if the repo has too little text."""
+    from prompts import Tokenizer
+
+    tokenizer = Tokenizer.load(model)
+    ids = tokenizer.encode(repo_text(), add_special_tokens=False)
+
+    def pieces(tokens: int) -> list[str]:
+        return [tokenizer.decode(ids[i : i + tokens]) for i in range(0, len(ids) - tokens, tokens)]
+
+    contexts, snippets = pieces(context_tokens), pieces(turn_tokens)
+    if len(contexts) < count:
+        many = f"the repo's text yields {len(contexts)} contexts of {context_tokens} tokens"
+        raise ValueError(f"--conversations {count}: {many}")
+    made = []
+    for i in range(count):
+        parts = (snippets[-(i * turns + t) - 1] for t in range(turns))
+        questions = tuple(f"Question {t}. Explain this part:\n{part}" for t, part in enumerate(parts, 1))
+        context = f"You answer questions about this text.\n{contexts[i]}"
+        made.append(Conversation(f"conversation {i + 1}", context, questions))
+    return made
+
+
+async def play(
+    url: str, model: str, conversations: list[Conversation], show: Callable[[str, Outcome], None]
+) -> list[Outcome]:
+    """Every turn of every conversation, `IN_FLIGHT` requests at a time, no pauses. Raises on a failed request."""
+    outcomes: list[Outcome] = []
+    free = asyncio.Semaphore(IN_FLIGHT)
+
+    async def talk(client: Client, conversation: Conversation) -> None:
+        messages = [{"role": "system", "content": conversation.context}]
+        for turn, question in enumerate(conversation.questions, 1):
+            messages.append({"role": "user", "content": question})
+            body = {"model": model, "messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0,
+                    "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
+            name = f"{conversation.name} turn {turn}"
+            async with free:  # who waits longest is next, so conversations take turns
+                outcome = Outcome.of(await client.ask(post(CHAT, body)), ANSWER_TOKENS, name)
+            messages.append({"role": "assistant", "content": outcome.text})
+            outcomes.append(outcome)
+            show(name, outcome)
+
+    async with Client(url) as client:
+        await asyncio.gather(*(talk(client, conversation) for conversation in conversations))
+    return outcomes
