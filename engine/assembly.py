@@ -1,60 +1,26 @@
-"""Puts an engine together from its config: checkpoint, cache, scheduler, runner, publisher, core.
+"""Puts an engine together from its config: executor, cache, scheduler, publisher, core.
 
-The one place that knows all the parts; used by the core process and by `LLM`. Sizes the cache. Opens the publisher's
-sockets, nothing else; whoever assembles must `close`.
+The one place that knows all the parts; used by the core process and by `LLM`. Opens the publisher's sockets, nothing
+else; whoever assembles must `close`. Imports a tensor library only where there is a model to load.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import msgspec
-import torch
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import MAMBA, CacheSpec
 from engine.config import EngineConfig
-from engine.core import EngineCore, Runner
-from engine.execution.runner import ModelRunner
-from engine.execution.sizing import make_runner, rank_device, resolve_max_len, sequences_max, size_cache
+from engine.core import EngineCore, Executor
 from engine.messages import CoreInfo
-from engine.models import HfConfig, Shard, build_model
-from engine.models.loader import load_model
+from engine.model_files import default_sampling
 from engine.scheduler import Scheduler, SchedulerConfig
-from engine.types import SamplingParams
 from events import Event
 from events.publisher import EventPublisher
 from events.sources import GroupInfo
-from kernels.cpu.packed import multiplies_in_hardware
-from options import ConfigError
 from prompts import Tokenizer
-
-if TYPE_CHECKING:
-    from engine.parallel.ranks import Leader
-
-log = logging.getLogger("engine.assembly")
-
-BUILTIN_PRESET = "tiny"
-CPU_ENOUGH_PROMPT_TOKENS = 256
-"""Where a core multiplies at its full rate from a few rows on, as all but those with bf16 in hardware do."""
-_HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
-_CHECKPOINT_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
-
-_DEFAULT_SAMPLING = {
-    "temperature": (int, float),
-    "top_p": (int, float),
-    "top_k": (int,),
-    "min_p": (int, float),
-    "repetition_penalty": (int, float),
-    "max_new_tokens": (int,),
-}
 
 
 @dataclass(slots=True)
@@ -64,154 +30,88 @@ class Assembled:
     core: EngineCore
     info: CoreInfo
     publisher: EventPublisher | None
-    runner: ModelRunner
-    """Of this process's part of the model."""
-    leader: Leader | None = None
-    """Of the other ranks, with tensor parallelism."""
+    executor: Executor
 
     def close(self) -> None:
-        """Flush and free the publisher's addresses, and end the other ranks. Idempotent."""
+        """Flush and free the publisher's addresses, and end what the executor needs. Idempotent."""
         if self.publisher is not None:
             self.publisher.close()
             self.publisher = None
-        if self.leader is not None:
-            self.runner.forget_decode_steps()
-            self.leader.close()
-            self.leader = None
+        self.executor.close()
 
 
-def locate(model: str | None) -> tuple[str, Path]:
-    """(name, folder) of a checkpoint: a folder, a name in the local Hugging Face cache, or the built-in model.
+def model_files(config: EngineConfig) -> tuple[str, Path]:
+    """(name, folder) of what is served. Raises ConfigError."""
+    if config.simulate is None:
+        from engine.loading import model_folder
 
-    A hub name (`org/name`) that is not in the cache is fetched, unless HF_HUB_OFFLINE is set. Raises ConfigError.
-    """
-    if model is None:
-        from engine.tiny.model import PRESETS, cached_model
+        return model_folder(config.model)
+    from engine.simulation.executor import tokenizer_folder
 
-        return BUILTIN_PRESET, cached_model(PRESETS[BUILTIN_PRESET])
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return model, folder
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{model.replace('/', '--')}"
-    main = hub / "refs" / "main"
-    if main.is_file():
-        snapshot = hub / "snapshots" / main.read_text().strip()
-        if snapshot.is_dir():
-            return model, snapshot
-    if _HUB_NAME.fullmatch(model) and not os.environ.get("HF_HUB_OFFLINE"):
-        return model, _download(model)
-    raise ConfigError(
-        f"MODEL {model!r}: no such folder, and not in the Hugging Face cache ({hub}); expected a folder with "
-        "config.json and safetensors, or the name of a model on the hub"
-    )
-
-
-def _download(name: str) -> Path:
-    """Fetch a checkpoint into the Hugging Face cache. Raises ConfigError."""
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise ConfigError(
-            f"MODEL {name!r}: no such folder; to fetch it from the hub, install huggingface_hub"
-        ) from error
-    log.info("fetching %s from the Hugging Face hub", name)
-    try:
-        return Path(snapshot_download(name, allow_patterns=_CHECKPOINT_FILES))
-    except (OSError, ValueError) as error:  # the hub's errors are OSErrors: no network, no such model, no access
-        raise ConfigError(f"MODEL {name!r}: no such folder, and the hub does not give it: {error}") from error
+    return tokenizer_folder(config.model)
 
 
 def assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None = None) -> Assembled:
-    """Load the model and build everything. `eos_token_ids`: from a tokenizer that is already loaded.
+    """Load the model, or what simulates one, and build everything. `eos_token_ids`: of a tokenizer already loaded.
 
     Raises ConfigError, ModelError, TokenizerError (all ValueErrors or with a clear message), MemoryError,
     RunnerLost where another rank ends.
     """
-    if config.tensor_parallel_size == 1:
-        return _assemble(config, eos_token_ids, None)
-    from engine.parallel.ranks import Leader  # one rank needs none of it
-
-    rank_device(config, 0)  # what these refuse they refuse before any process is started
-    build_model(HfConfig.read(locate(config.model)[1]), Shard(0, config.tensor_parallel_size))
-    leader = Leader(config.tensor_parallel_size)
+    name, folder = model_files(config)
+    if config.simulate is None:
+        from engine.loading import load
+    else:
+        from engine.simulation.executor import load
+    executor = load(config, folder)
     try:
-        return _assemble(config, eos_token_ids, leader)
-    except BaseException:
-        leader.close()
-        raise
-
-
-def _assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None, leader: Leader | None) -> Assembled:
-    torch.set_num_threads(config.num_threads)
-    name, folder = locate(config.model)
-    device = rank_device(config, 0)
-    if leader is not None:
-        leader.load(config, folder)
-    shard = None if leader is None else leader.shard
-    model, dtype = load_model(folder, dtype=config.dtype, device=device, shard=shard)
-    spec = model.cache_spec(config.block_size, dtype)
-    max_model_len = resolve_max_len(config, model)
-    agree = None
-    if leader is not None:
-        leader.await_loaded(device)
-        agree = leader.smallest
-    unit_count = size_cache(config, model, spec, dtype=dtype, device=device, agree=agree)
-    if eos_token_ids is None:
-        eos_token_ids = Tokenizer.load(config.tokenizer or folder, cache_bytes=0).eos_token_ids
-    cache = KVCache(
-        spec,
-        unit_count,
-        enable_prefix_caching=config.enable_prefix_caching,
-        step_tokens_max=config.max_num_batched_tokens,
-    )
-    scheduler_config = SchedulerConfig(
-        max_num_seqs=sequences_max(config),
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        eos_token_ids=frozenset(eos_token_ids),
-        enough_prompt_tokens=_enough_prompt_tokens(device, dtype),
-    )
-    scheduler = Scheduler(scheduler_config, cache)
-    runner = make_runner(
-        config, model, spec, unit_count,
-        dtype=dtype, device=device, max_model_len=max_model_len, eos_token_ids=tuple(eos_token_ids),
-    )  # fmt: skip
-    leading: Runner = runner if leader is None else leader.lead(runner, unit_count, max_model_len)
-    runner.record_decode_steps(sequences_max(config))
-    groups = group_infos(spec)
-    publisher = None
-    if config.kv_events.enabled:
-        publisher = EventPublisher(
-            config.kv_events,
-            model=name,
-            block_size=config.block_size,
-            groups=tuple(groups),
-            legacy=config.legacy_events,
+        if eos_token_ids is None:
+            eos_token_ids = Tokenizer.load(config.tokenizer or folder, cache_bytes=0).eos_token_ids
+        spec = executor.spec
+        cache = KVCache(
+            spec,
+            executor.unit_count,
+            enable_prefix_caching=config.enable_prefix_caching,
+            step_tokens_max=config.max_num_batched_tokens,
         )
-    core = EngineCore(scheduler, leading, _discard if publisher is None else publisher.publish)
+        scheduler_config = SchedulerConfig(
+            max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=executor.max_model_len,
+            eos_token_ids=frozenset(eos_token_ids),
+            enough_prompt_tokens=executor.enough_prompt_tokens,
+        )
+        scheduler = Scheduler(scheduler_config, cache)
+        runner = executor.runner(tuple(eos_token_ids))
+        groups = group_infos(spec)
+        publisher = None
+        if config.kv_events.enabled:
+            publisher = EventPublisher(
+                config.kv_events,
+                model=name,
+                block_size=config.block_size,
+                groups=tuple(groups),
+                legacy=config.legacy_events,
+            )
+    except BaseException:
+        executor.close()
+        raise
     info = CoreInfo(
         model_name=name,
         model_path=str(folder),
         max_model_len=scheduler.token_limit,
         block_size=config.block_size,
-        num_blocks=unit_count * spec.blocks_per_unit(0),
-        vocab_size=model.config.vocab_size,
-        dtype=str(dtype).removeprefix("torch."),
-        device=str(device),
+        num_blocks=executor.unit_count * spec.blocks_per_unit(0),
+        vocab_size=executor.vocab_size,
+        dtype=executor.dtype,
+        device=executor.device,
         eos_token_ids=list(eos_token_ids),
         groups=groups,
         event_sources=[] if publisher is None else [publisher.source()],
         prefix_caching=config.enable_prefix_caching,
-        default_sampling=_default_sampling(folder) if config.generation_config == "auto" else {},
+        default_sampling=default_sampling(folder) if config.generation_config == "auto" else {},
     )
-    return Assembled(core, info, publisher, runner, leader)
-
-
-def _enough_prompt_tokens(device: torch.device, dtype: torch.dtype) -> int | None:
-    if device.type != "cpu" or multiplies_in_hardware(dtype):
-        return None
-    return CPU_ENOUGH_PROMPT_TOKENS
+    core = EngineCore(scheduler, runner, _discard if publisher is None else publisher.publish)
+    return Assembled(core, info, publisher, executor)
 
 
 def group_infos(spec: CacheSpec) -> list[GroupInfo]:
@@ -223,27 +123,6 @@ def group_infos(spec: CacheSpec) -> list[GroupInfo]:
     if spec.state is not None:
         groups.append(GroupInfo(group_idx=len(groups), kind=MAMBA, block_size=spec.block_size))
     return groups
-
-
-def _default_sampling(folder: Path) -> dict[str, float | int]:
-    """Sampling parameters of generation_config.json under their request names."""
-    path = folder / "generation_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not readable as JSON: {error}") from error
-    found: dict[str, float | int] = {}
-    for name, types in _DEFAULT_SAMPLING.items():
-        value = values.get(name) if isinstance(values, dict) else None
-        if isinstance(value, types) and not isinstance(value, bool):
-            found["max_tokens" if name == "max_new_tokens" else name] = value
-    try:
-        msgspec.convert(found, SamplingParams)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}; --generation-config vllm does without it") from error
-    return found
 
 
 def _discard(events: Collection[Event]) -> None:

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
-from engine.config import SCHEMA, ServeConfig, __version__, default_kv_events
+from engine.config import SCHEMA, EngineConfig, ServeConfig, __version__, default_kv_events
 from options import Loaded
 from options.command import config_command, load_given, with_flags
 
-NEEDED = ("torch", "numpy", "safetensors", "aiohttp", "tokenizers", "jinja2")
+NEEDED_TO_SIMULATE = ("aiohttp", "tokenizers", "jinja2")
+NEEDED = ("torch", "numpy", "safetensors", *NEEDED_TO_SIMULATE)
 """Packages without which no model is served: looked for before one is loaded in another process."""
 
 HELP = """Run MODEL behind an OpenAI-compatible API and publish what its prefix cache holds.
@@ -44,10 +46,13 @@ def cli() -> None:
 @with_flags(SCHEMA)
 @click.option("--enable-prompt-tokens-details", is_flag=True,
               help="Accepted for vLLM's command lines; cached tokens are always reported.")  # fmt: skip
-@click.option("--dry-run", is_flag=True, help="Print how the cache would be laid out, and end.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print how the cache would be laid out, or what would be simulated, and end."
+)
 def serve_command(dry_run: bool, **given: Any) -> None:
     config = parse(given)
-    missing = next((name for name in NEEDED if find_spec(name) is None), None)
+    needed = NEEDED if config.engine.simulate is None else NEEDED_TO_SIMULATE
+    missing = next((name for name in needed if find_spec(name) is None), None)
     if missing is not None:
         raise click.ClickException(f"the package `{missing}` is missing: install blockcast[engine]")
     engine_config = config.engine
@@ -57,16 +62,25 @@ def serve_command(dry_run: bool, **given: Any) -> None:
         stream=sys.stderr,
     )
     if dry_run:
-        from engine.dry_run import describe_cache
-
         try:
-            click.echo(describe_cache(engine_config))
+            click.echo(describe(engine_config))
         except ValueError as error:
             raise click.ClickException(str(error)) from error
         return
     from engine.http.server import serve
 
     sys.exit(serve(engine_config, config.server))
+
+
+def describe(config: EngineConfig) -> str:
+    """What --dry-run prints. Raises ValueError."""
+    if config.simulate is not None:
+        from engine.simulation.spec import read_spec
+
+        return msgspec.json.format(msgspec.json.encode(read_spec(config.simulate))).decode()
+    from engine.dry_run import describe_cache
+
+    return describe_cache(config)
 
 
 def parse(given: dict[str, Any]) -> ServeConfig:

@@ -68,6 +68,11 @@ class EngineConfig:
     seed: Annotated[int, Meta(ge=-(10**18), le=10**18), Flag(), "Of sampling without a seed of its own."] = 0
     tensor_parallel_size: Annotated[Count, Flag("--tensor-parallel-size", "-tp"),
         "Processes that compute the model together, one a GPU, each a part of every layer."] = 1
+    simulate: Annotated[str | None, Flag(metavar="SPEC"),
+        "Compute nothing: steps sleep as long as they would take. SPEC is a preset such as h100:llama-3.1-8b, a file "
+        "or a JSON object of step times (docs/simulation.md). Of MODEL only the tokenizer is needed, or none."] = None
+    time_scale: Annotated[float, Meta(gt=0.0, le=1000.0, title="FACTOR"), Flag(),
+        "With --simulate: multiplies all step times; 0.1 is ten times as fast."] = 1.0
     enforce_eager: Annotated[bool, Flag(), "On a GPU: no recorded decode steps (CUDA graphs)."] = False
     """Launch every kernel of a decode step instead of replaying a recorded step."""
     check_invariants: Annotated[bool, Flag(hidden=True), "Verify scheduler and pool after every step: slow."] = False

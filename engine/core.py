@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
+from engine.cache.spec import CacheSpec
 from engine.scheduler import Scheduler
 from engine.types import Request, RunnerLost, SequenceOutput, StepPlan, StepResult
 from events import Event
@@ -30,6 +32,38 @@ class Runner(Protocol):
     """Computes a step on a device. Any exception but RunnerLost fails that step's requests and nothing else."""
 
     def execute(self, plan: StepPlan) -> StepResult: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Executor:
+    """What computes the steps, made and measured: a model on its device, or the simulation of one."""
+
+    spec: CacheSpec
+    unit_count: int
+    max_model_len: int
+    vocab_size: int
+    dtype: str
+    device: str
+    runner: Callable[[tuple[int, ...]], Runner]
+    """From the token ids that end an answer. Called once, after the cache is made."""
+    close: Callable[[], None]
+    """End what the steps need besides this process; idempotent."""
+    watch: Callable[[Callable[[str], None]], None]
+    """From now on call back, on any thread, with the reason why no further step can be computed."""
+    lateness: Callable[[], Lateness | None]
+    enough_prompt_tokens: int | None = None
+    """As `SchedulerConfig` has it."""
+
+
+class Lateness(msgspec.Struct, frozen=True, kw_only=True):
+    """How far simulated steps lag behind the times that they should take. Seconds."""
+
+    steps: int = 0
+    step_s: float = 0.0
+    """What they should have taken."""
+    late_s: float = 0.0
+    """Sum over the steps, of each one's end after it was due."""
+    late_s_max: float = 0.0
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

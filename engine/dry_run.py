@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.assembly import locate
 from engine.cache.spec import CacheSpec
 from engine.config import EngineConfig
 from engine.execution.runner import unit_stride_bytes
 from engine.execution.sizing import count_units, resolve_device
+from engine.loading import model_folder
 from engine.models import CausalLM, HfConfig, Shard, build_model
 from engine.models.loader import DTYPES, resolve_dtype
 
@@ -83,7 +83,7 @@ def _vllm_state_bytes(config: HfConfig, model: CausalLM, dtype: torch.dtype) -> 
 
 def describe_cache(config: EngineConfig) -> str:
     """A few lines for a person. Raises ConfigError or ModelError."""
-    name, folder = locate(config.model)
+    name, folder = model_folder(config.model)
     device = resolve_device(config.device)
     hf_config = HfConfig.read(folder)
     model = build_model(hf_config, Shard(0, config.tensor_parallel_size))

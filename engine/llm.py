@@ -23,7 +23,7 @@ from engine.api.choice import Choice, new_choice
 from engine.api.detokenizer import DetokenizerFactory
 from engine.api.generation import samples
 from engine.api.params import ModelLimits, check_params, check_prompt, fit_max_tokens
-from engine.assembly import Assembled, assemble, locate
+from engine.assembly import Assembled, assemble, model_files
 from engine.config import EngineConfig
 from engine.types import Request, SamplingParams, TokenLogprobs
 from events.config import KVEventsConfig
@@ -104,7 +104,7 @@ class LLM:
         Raises ConfigError, ModelError or TokenizerError, which are ValueErrors, and TypeError for unknown settings.
         """
         config = _config(model, kv_events_config, settings)
-        _, folder = locate(config.model)
+        _, folder = model_files(config)
         self._tokenizer = Tokenizer.load(config.tokenizer or folder, chat_template=chat_template)
         self._factory = DetokenizerFactory(self._tokenizer.hf)
         self._assembled: Assembled | None = assemble(config, self._tokenizer.eos_token_ids)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from engine.core import EngineStats
+from engine.core import EngineStats, Lateness
 from engine.types import Request, SequenceOutput
 from events.publisher import PublisherStats
 from events.sources import EventSource, GroupInfo
@@ -73,6 +73,8 @@ class Outputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
     stats: EngineStats | None = None
     events: PublisherStats | None = None
     """With `stats`, where events are published."""
+    lateness: Lateness | None = None
+    """With `stats`, where steps are simulated."""
 
 
 class ResetDone(msgspec.Struct, tag="reset_done", array_like=True, frozen=True):

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from routing_sim.engine import Cache, Job, SimWorker
-from routing_sim.service import EngineLimits, StepTimes
+from engine.simulation.service import StepTimes
+from routing_sim.engine import Cache, EngineLimits, Job, SimWorker
 from routing_sim.workload import SimRequest, Workload
 
 

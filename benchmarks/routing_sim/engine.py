@@ -13,8 +13,19 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from routing_sim.service import EngineLimits, StepTimes
+from engine.simulation.service import StepTimes
 from routing_sim.workload import SimRequest
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What an engine has besides time."""
+
+    seats: int = 256
+    """Sequences that run at once (`max_num_seqs`)."""
+    preempts: bool = False
+    """Pages are taken as tokens come and the youngest sequence is preempted where there are none; else the pages of the
+    whole request are reserved when it begins."""
 
 
 class Cache:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from engine.simulation.service import StepTimes
 from router.decide.config import CoreConfig, QueueConfig
 from routing_sim import peers
 from routing_sim.cluster import Cluster, ClusterConfig, Result, Router
+from routing_sim.engine import EngineLimits
 from routing_sim.ours import Ours
-from routing_sim.service import EngineLimits, StepTimes
 from routing_sim.workload import Workload
 
 WARM_SHARE = 0.1

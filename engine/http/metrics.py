@@ -7,14 +7,14 @@ become prometheus objects only when the page is asked for. Knows the core only b
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from engine.core import EngineStats
+from engine.core import EngineStats, Lateness
 from engine.messages import CoreInfo
 from events.publisher import PublisherStats
 
@@ -110,20 +110,26 @@ class RequestClock:
             metrics.time_per_output_token.observe((now_s - self._start_s) / completion_tokens)
 
 
+class Told(Protocol):
+    """What the core told last; None before, and of what it does not have."""
+
+    stats: EngineStats | None
+    events: PublisherStats | None
+    lateness: Lateness | None
+
+
 class MetricsPage:
     """Renders `/metrics`."""
 
     def __init__(
         self,
         metrics: ServerMetrics,
-        stats: Callable[[], EngineStats | None],
-        events: Callable[[], PublisherStats | None],
+        told: Told,
         info: CoreInfo,
         model_name: str,
     ) -> None:
-        self._events = events
         self._metrics = metrics
-        self._stats = stats
+        self._told = told
         self._info = info
         self._labels = {"model_name": model_name, "engine": "0"}
 
@@ -133,11 +139,13 @@ class MetricsPage:
 
     def collect(self) -> Iterator[Metric]:
         """What `generate_latest` asks of a registry."""
-        stats, events = self._stats(), self._events()
-        if stats is not None:  # else the core has not said anything yet
-            yield from self._core_metrics(stats)
-            if events is not None:
-                yield from self._event_metrics(events)
+        told = self._told
+        if told.stats is not None:  # else the core has not said anything yet
+            yield from self._core_metrics(told.stats)
+            if told.events is not None:
+                yield from self._event_metrics(told.events)
+            if told.lateness is not None:
+                yield from self._lateness(told.lateness)
         yield from self._request_metrics()
 
     def _core_metrics(self, stats: EngineStats) -> Iterator[Metric]:
@@ -171,6 +179,15 @@ class MetricsPage:
             ("broken_invariants", "Batches that broke a guarantee of the stream.", stats.broken_invariants),
         ):
             yield CounterMetricFamily(f"engine:kv_event_{name}", text, value=value)
+
+    def _lateness(self, late: Lateness) -> Iterator[Metric]:
+        for name, text, value in (
+            ("steps", "Steps that were simulated.", late.steps),
+            ("step_seconds", "What they should have taken.", late.step_s),
+            ("late_seconds", "Of each one's end after it was due, in sum.", late.late_s),
+        ):
+            yield CounterMetricFamily(f"engine:simulated_{name}", text, value=value)
+        yield GaugeMetricFamily("engine:simulated_late_seconds_max", "The latest of all.", value=late.late_s_max)
 
     def _request_metrics(self) -> Iterator[Metric]:
         metrics, counter = self._metrics, CounterMetricFamily

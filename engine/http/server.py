@@ -244,7 +244,10 @@ def announce(engine_config: EngineConfig, config: ServerConfig, state: ServerSta
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     print(f"model     {', '.join(state.names)} ({info.dtype} on {info.device}, {info.max_model_len} tokens)")
-    if engine_config.model is None:
+    if engine_config.simulate is not None:
+        scale = "" if engine_config.time_scale == 1 else f", {engine_config.time_scale:g} times as long"
+        print(f"          simulated: nothing is computed, steps take the time of {info.device}{scale}")
+    elif engine_config.model is None:
         print("          no MODEL was given: this is the built-in random model, its text means nothing")
     print(f"cache     {info.num_blocks} blocks of {info.block_size} tokens")
     for source in info.event_sources:

@@ -47,7 +47,7 @@ class ServerState:
         )
         self.reader = Reader(tokenizer, self.limits, folder, config.chat_template)
         self.metrics = ServerMetrics()
-        self.page = MetricsPage(self.metrics, lambda: client.stats, lambda: client.events, info, self.names[0])
+        self.page = MetricsPage(self.metrics, client, info, self.names[0])
         self.created = int(time.time())
         self.draining = False
         self.active = 0

@@ -18,7 +18,7 @@ from typing import cast
 import msgspec
 
 from engine.config import EngineConfig
-from engine.core import EngineStats
+from engine.core import EngineStats, Lateness
 from engine.messages import (
     Abort,
     Add,
@@ -136,6 +136,7 @@ class EngineClient(asyncio.Protocol):
         self.stats: EngineStats | None = None
         """The last the core told; at most a tenth of a second old while it works."""
         self.events: PublisherStats | None = None
+        self.lateness: Lateness | None = None
         self.dead: str | None = None
         """Why the core is gone, once it is."""
 
@@ -230,7 +231,7 @@ class EngineClient(asyncio.Protocol):
 
     def _take_outputs(self, report: Outputs) -> None:
         if report.stats is not None:
-            self.stats, self.events = report.stats, report.events
+            self.stats, self.events, self.lateness = report.stats, report.events, report.lateness
         streams = self._streams
         for output in report.outputs:
             stream = streams.get(output.request_id)

@@ -100,6 +100,7 @@ class CoreLoop:
 
     def __init__(self, assembled: Assembled, link: CoreSocket, *, check_invariants: bool = False) -> None:
         self._core = assembled.core
+        self._lateness = assembled.executor.lateness
         self._publisher = assembled.publisher
         self._link = link
         self._checks = check_invariants
@@ -134,7 +135,7 @@ class CoreLoop:
         if not with_stats:
             return Outputs(outputs)
         events = None if self._publisher is None else self._publisher.stats
-        return Outputs(outputs, self._core.stats(), events)
+        return Outputs(outputs, self._core.stats(), events, self._lateness())
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, Add):
@@ -174,8 +175,7 @@ def main(fd: int) -> int:
     try:
         gc.collect()
         gc.freeze()  # the model and the pool live as long as the process: collections need not visit them
-        if assembled.leader is not None:
-            assembled.leader.watch(lambda reason: _end(link, reason))
+        assembled.executor.watch(lambda reason: _end(link, reason))
         link.send(Ready(assembled.info))
         CoreLoop(assembled, link, check_invariants=config.check_invariants).run()
     except RunnerLost as error:

@@ -13,18 +13,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import shutil
-import tempfile
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.tiny.tokenizer import CHAT_TEMPLATE, MERGES_FILE, write_tokenizer
+from engine.tiny.tokenizer import CHAT_TEMPLATE, made_once, write_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -224,21 +220,5 @@ def _draw(name: str, parameter: torch.Tensor, recipe: Recipe) -> None:
 
 def cached_model(recipe: Recipe) -> Path:
     """The checkpoint of `recipe` in the user's cache folder, made once. Safe against several processes at a time."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockcast" / "models"
     made_from = json.dumps([_RECIPE_VERSION, asdict(recipe), CHAT_TEMPLATE])
-    key = sha256(made_from.encode() + MERGES_FILE.read_bytes()).hexdigest()[:12]
-    folder = base / f"{recipe.family}-{key}"
-    if folder.is_dir():
-        return folder
-    base.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=base))
-    try:
-        make_model(scratch / "model", recipe)
-        try:
-            (scratch / "model").rename(folder)
-        except OSError:  # another process was first; its bytes are the same
-            if not folder.is_dir():
-                raise
-    finally:
-        shutil.rmtree(scratch)
-    return folder
+    return made_once(recipe.family, made_from, lambda folder: make_model(folder, recipe))

@@ -8,6 +8,11 @@ without loss.
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -95,3 +100,35 @@ def write_tokenizer(folder: Path, vocab_size: int, max_position: int) -> dict[st
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
     ids = tokenizer.get_vocab()
     return {token: ids[token] for token in SPECIAL_TOKENS}
+
+
+def cached_tokenizer() -> Path:
+    """A folder with the tokenizer alone, in the user's cache folder, made once."""
+
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        write_tokenizer(folder, VOCAB_SIZE, 1 << 20)
+
+    return made_once("tokenizer", json.dumps([VOCAB_SIZE, CHAT_TEMPLATE]), write)
+
+
+def made_once(name: str, made_from: str, write: Callable[[Path], object]) -> Path:
+    """A folder in the user's cache folder that `write` fills unless it is there; `made_from` is all that it depends on
+    besides the merges. Safe against several processes at a time."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockcast" / "models"
+    key = sha256(made_from.encode() + MERGES_FILE.read_bytes()).hexdigest()[:12]
+    folder = base / f"{name}-{key}"
+    if folder.is_dir():
+        return folder
+    base.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=base))
+    try:
+        write(scratch / "made")
+        try:
+            (scratch / "made").rename(folder)
+        except OSError:  # another process was first; its bytes are the same
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(scratch)
+    return folder

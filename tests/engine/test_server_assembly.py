@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.assembly import locate
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
 from engine.config import EngineConfig
 from engine.execution.sizing import CACHE_TOKENS_MAX, count_units, resolve_device
+from engine.model_files import locate
 from options import ConfigError
 
 SPEC = CacheSpec(16, (GroupSpec(FULL_ATTENTION, (0, 1), 2, 16, 2),))

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.simulation.service import StepTimes
 from router.decide.config import CoreConfig
 
 
@@ -20,7 +21,7 @@ from router.decide.config import CoreConfig
 def sim() -> Any:
     folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
     sys.path.append(folder)  # last: benchmarks/ has files named like modules of the standard library
-    names = ("service", "workload", "engine", "cluster", "peers", "ours", "runs")
+    names = ("workload", "engine", "cluster", "peers", "ours", "runs")
     yield SimpleNamespace(**{name: importlib.import_module(f"routing_sim.{name}") for name in names})
     sys.path.remove(folder)
 
@@ -97,7 +98,7 @@ def test_the_engine_is_its_step_loop(arrivals: list[tuple[float, int, int]]) -> 
         made = workload.SimRequest(i, i, at, length, out, ids)
         made.final_ids = ids[: length // 512]
         requests.append(made)
-    service = importlib.import_module("routing_sim.service").StepTimes()
+    service = StepTimes()
     config = cluster.ClusterConfig(workers=1, cache_blocks=None, speed=1.0, service=service)
     result = cluster.Cluster(config, workload.Workload("t", requests, ""), [peers.RoundRobin()]).run()
     first, end = naive_times(arrivals, service)
@@ -126,7 +127,7 @@ def test_the_cache_evicts_leaves_first_and_shares_what_is_computed(sim: Any) -> 
 
 
 def attached(sim: Any, policy: Any, workers: int = 2, **config: Any) -> Any:
-    settings = {"workers": workers, "cache_blocks": 1000, "speed": 1.0, "service": sim.service.StepTimes(), **config}
+    settings = {"workers": workers, "cache_blocks": 1000, "speed": 1.0, "service": StepTimes(), **config}
     sim.cluster.Cluster(sim.cluster.ClusterConfig(**settings), sim.workload.Workload("t", [], ""), [policy])
     return policy
 

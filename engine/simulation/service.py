@@ -1,4 +1,6 @@
-"""What an engine's step takes, and what bounds it: the one service model of every simulation. Standard library only.
+"""What an engine's step takes, and what bounds it: the one service model of every simulation.
+
+`engine serve --simulate` sleeps by it, benchmarks/routing.py counts by it. Standard library only: no torch, no clock.
 
 One step computes at most `step_tokens` tokens: one for each decoding sequence, the rest chunks of prefill.
 """
@@ -54,14 +56,3 @@ class StepTimes:
             f.name: getattr(self, f.name) * (factor if f.name.endswith(("_s", "_token")) else 1) for f in fields(self)
         }
         return StepTimes(**scaled)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """What an engine has besides time."""
-
-    seats: int = 256
-    """Sequences that run at once (`max_num_seqs`)."""
-    preempts: bool = False
-    """Pages are taken as tokens come and the youngest sequence is preempted where there are none; else the pages of the
-    whole request are reserved when it begins."""

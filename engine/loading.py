@@ -1,0 +1,102 @@
+"""The executor of a real model: weights loaded, cache sized, on one device or over several ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.config import EngineConfig
+from engine.core import Executor, Runner
+from engine.execution.sizing import make_runner, rank_device, resolve_max_len, sequences_max, size_cache
+from engine.model_files import locate
+from engine.models import HfConfig, Shard, build_model
+from engine.models.loader import load_model
+from kernels.cpu.packed import multiplies_in_hardware
+
+if TYPE_CHECKING:
+    from engine.execution.runner import ModelRunner
+    from engine.parallel.ranks import Leader
+
+BUILTIN_PRESET = "tiny"
+CPU_ENOUGH_PROMPT_TOKENS = 256
+"""Where a core multiplies at its full rate from a few rows on, as all but those with bf16 in hardware do."""
+
+
+def model_folder(model: str | None) -> tuple[str, Path]:
+    """(name, folder) of a checkpoint: `locate`'s, or the built-in random model. Raises ConfigError."""
+    if model is not None:
+        return locate(model)
+    from engine.tiny.model import PRESETS, cached_model
+
+    return BUILTIN_PRESET, cached_model(PRESETS[BUILTIN_PRESET])
+
+
+def load(config: EngineConfig, folder: Path) -> Executor:
+    """Raises ConfigError and ModelError (ValueErrors), MemoryError, RunnerLost where another rank ends."""
+    if config.tensor_parallel_size == 1:
+        return _load(config, folder, None)
+    from engine.parallel.ranks import Leader  # one rank needs none of it
+
+    rank_device(config, 0)  # what these refuse they refuse before any process is started
+    build_model(HfConfig.read(folder), Shard(0, config.tensor_parallel_size))
+    leader = Leader(config.tensor_parallel_size)
+    try:
+        return _load(config, folder, leader)
+    except BaseException:
+        leader.close()
+        raise
+
+
+def _load(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor:
+    torch.set_num_threads(config.num_threads)
+    device = rank_device(config, 0)
+    if leader is not None:
+        leader.load(config, folder)
+    shard = None if leader is None else leader.shard
+    model, dtype = load_model(folder, dtype=config.dtype, device=device, shard=shard)
+    spec = model.cache_spec(config.block_size, dtype)
+    max_model_len = resolve_max_len(config, model)
+    agree = None
+    if leader is not None:
+        leader.await_loaded(device)
+        agree = leader.smallest
+    unit_count = size_cache(config, model, spec, dtype=dtype, device=device, agree=agree)
+    made: list[ModelRunner] = []
+
+    def runner(eos_token_ids: tuple[int, ...]) -> Runner:
+        own = make_runner(
+            config, model, spec, unit_count,
+            dtype=dtype, device=device, max_model_len=max_model_len, eos_token_ids=eos_token_ids,
+        )  # fmt: skip
+        leading: Runner = own if leader is None else leader.lead(own, unit_count, max_model_len)
+        own.record_decode_steps(sequences_max(config))
+        made.append(own)
+        return leading
+
+    def close() -> None:
+        if leader is not None:
+            while made:
+                made.pop().forget_decode_steps()
+            leader.close()
+
+    return Executor(
+        spec=spec,
+        unit_count=unit_count,
+        max_model_len=max_model_len,
+        vocab_size=model.config.vocab_size,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        runner=runner,
+        close=close,
+        watch=lambda lost: None if leader is None else leader.watch(lost),
+        lateness=lambda: None,
+        enough_prompt_tokens=_enough_prompt_tokens(device, dtype),
+    )
+
+
+def _enough_prompt_tokens(device: torch.device, dtype: torch.dtype) -> int | None:
+    if device.type != "cpu" or multiplies_in_hardware(dtype):
+        return None
+    return CPU_ENOUGH_PROMPT_TOKENS

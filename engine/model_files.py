@@ -1,0 +1,88 @@
+"""A model's folder: where it is, and what its small files say. Reads no weights, knows no torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from pathlib import Path
+
+import msgspec
+
+from engine.types import SamplingParams
+from options import ConfigError
+
+log = logging.getLogger("engine.files")
+
+_HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+_SMALL_FILES = ["*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
+
+_DEFAULT_SAMPLING = {
+    "temperature": (int, float),
+    "top_p": (int, float),
+    "top_k": (int,),
+    "min_p": (int, float),
+    "repetition_penalty": (int, float),
+    "max_new_tokens": (int,),
+}
+
+
+def locate(model: str, *, weights: bool = True) -> tuple[str, Path]:
+    """(name, folder) of a checkpoint: a folder, or a name in the local Hugging Face cache.
+
+    A hub name (`org/name`) that is not in the cache is fetched, unless HF_HUB_OFFLINE is set; without its
+    `weights`, if they are not needed. Raises ConfigError.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return model, folder
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{model.replace('/', '--')}"
+    main = hub / "refs" / "main"
+    if main.is_file():
+        snapshot = hub / "snapshots" / main.read_text().strip()
+        if snapshot.is_dir():
+            return model, snapshot
+    if _HUB_NAME.fullmatch(model) and not os.environ.get("HF_HUB_OFFLINE"):
+        return model, _download(model, [*_SMALL_FILES, "*.safetensors"] if weights else _SMALL_FILES)
+    raise ConfigError(
+        f"MODEL {model!r}: no such folder, and not in the Hugging Face cache ({hub}); expected a folder with "
+        "config.json and safetensors, or the name of a model on the hub"
+    )
+
+
+def _download(name: str, patterns: list[str]) -> Path:
+    """Fetch a checkpoint into the Hugging Face cache. Raises ConfigError."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ConfigError(
+            f"MODEL {name!r}: no such folder; to fetch it from the hub, install huggingface_hub"
+        ) from error
+    log.info("fetching %s from the Hugging Face hub", name)
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (OSError, ValueError) as error:  # the hub's errors are OSErrors: no network, no such model, no access
+        raise ConfigError(f"MODEL {name!r}: no such folder, and the hub does not give it: {error}") from error
+
+
+def default_sampling(folder: Path) -> dict[str, float | int]:
+    """Sampling parameters of generation_config.json under their request names."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not readable as JSON: {error}") from error
+    found: dict[str, float | int] = {}
+    for name, types in _DEFAULT_SAMPLING.items():
+        value = values.get(name) if isinstance(values, dict) else None
+        if isinstance(value, types) and not isinstance(value, bool):
+            found["max_tokens" if name == "max_new_tokens" else name] = value
+    try:
+        msgspec.convert(found, SamplingParams)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}; --generation-config vllm does without it") from error
+    return found

@@ -1,0 +1,95 @@
+"""The executor of a simulation: a tokenizer instead of a model, a cache that is only counted, steps that sleep."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
+from engine.config import EngineConfig
+from engine.core import Executor, Runner
+from engine.model_files import locate
+from engine.simulation.runner import Answers, SimulatedRunner
+from engine.simulation.spec import SimulationSpec, read_spec
+from engine.tiny.tokenizer import cached_tokenizer
+from options import ConfigError
+from prompts import Tokenizer
+
+WORDS = 256
+_WORD = re.compile(r" [a-z]{3,12}")
+_PROBED_MAX = 20_000
+
+
+def tokenizer_folder(model: str | None) -> tuple[str, Path]:
+    """(name to serve, folder of the tokenizer): MODEL's, of which no weights are needed, or a small one of our own."""
+    return ("simulated", cached_tokenizer()) if model is None else locate(model, weights=False)
+
+
+def load(config: EngineConfig, folder: Path) -> Executor:
+    """Raises ConfigError, TokenizerError."""
+    assert config.simulate is not None
+    spec = read_spec(config.simulate)
+    for flag, given in (("--tensor-parallel-size", config.tensor_parallel_size > 1),
+                        ("--kv-cache-memory-bytes", config.kv_cache_memory_bytes)):  # fmt: skip
+        if given:
+            raise ConfigError(f"{flag} means nothing with --simulate: its times and kv_tokens are those of the whole")
+    tokenizer = Tokenizer.load(config.tokenizer or folder, cache_bytes=0)
+    words, script = some_words(tokenizer), _script(spec, tokenizer)
+    runners: list[SimulatedRunner] = []
+
+    def runner(eos_token_ids: tuple[int, ...]) -> Runner:
+        if not eos_token_ids and (script or spec.answer_tokens):
+            raise ConfigError(f"{folder}: the tokenizer names no token that ends an answer")
+        answers = Answers(words, eos_token_ids[0] if eos_token_ids else 0, spec.answer_tokens, script)
+        runners.append(SimulatedRunner(spec.times(config.max_num_batched_tokens, config.time_scale), answers))
+        return runners[0]
+
+    def close() -> None:
+        while runners:
+            runners.pop().close()
+
+    blocks = config.num_gpu_blocks_override or spec.kv_tokens // config.block_size
+    if blocks < 1:
+        raise ConfigError(f"--simulate: kv_tokens {spec.kv_tokens}: expected at least a block ({config.block_size})")
+    # Any head size does: nothing lies in the blocks. With this one a unit is a block.
+    group = GroupSpec(FULL_ATTENTION, layers=(0,), num_kv_heads=1, head_dim=128, dtype_bytes=2)
+    return Executor(
+        spec=CacheSpec(config.block_size, (group,)),
+        unit_count=blocks,
+        max_model_len=config.max_model_len or spec.max_model_len,
+        vocab_size=tokenizer.vocab_size,
+        dtype="simulated",
+        device=spec.source,
+        runner=runner,
+        close=close,
+        watch=lambda lost: None,
+        lateness=lambda: runners[0].lateness if runners else None,
+    )
+
+
+def some_words(tokenizer: Tokenizer) -> list[int]:
+    """Ids of short words that are read back as they were said, so that an answer in the next prompt is cached."""
+    ids = list(range(tokenizer.vocab_size))
+    random.Random(0).shuffle(ids)
+    found: list[int] = []
+    for token_id in ids[:_PROBED_MAX]:
+        text = tokenizer.hf.decode([token_id])
+        if _WORD.fullmatch(text) and tokenizer.hf.encode(text * 2, add_special_tokens=False).ids == [token_id] * 2:
+            found.append(token_id)
+            if len(found) == WORDS:
+                break
+    return found or [token_id for token_id in ids if token_id not in tokenizer.special_ids][:WORDS]
+
+
+def _script(spec: SimulationSpec, tokenizer: Tokenizer) -> list[list[int]]:
+    if spec.script is None:
+        return []
+    try:
+        lines = Path(spec.script).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--simulate: script {spec.script!r}: {error}") from None
+    found = [tokenizer.hf.encode(line, add_special_tokens=False).ids for line in lines if line.strip()]
+    if not found:
+        raise ConfigError(f"--simulate: script {spec.script!r}: expected a text with at least one line")
+    return found

@@ -1,0 +1,122 @@
+"""What is simulated: step times, the cache's size and the answers, from JSON, a file, or `GPU:MODEL`.
+
+A preset is arithmetic on published numbers, not a measurement: weights and KV are read at 80 % of a GPU's bandwidth,
+products are made at 50 % of its dense bf16 rate. `benchmarks/step_times.py` learns a spec from a real engine.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from engine.simulation.service import StepTimes
+from options import ConfigError
+
+Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
+Count = Annotated[int, Meta(ge=1, le=10**12)]
+
+BANDWIDTH_SHARE, COMPUTE_SHARE, MEMORY_SHARE = 0.8, 0.5, 0.9
+STEP_OVERHEAD_S = 1e-3
+"""Of a step, besides the device's work: scheduling, launching, sampling."""
+SEQUENCE_OVERHEAD_S = 10e-6
+"""Of each sequence in it."""
+
+
+class SimulationSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The fields of SPEC; docs/simulation.md has their meaning."""
+
+    prefill_s_per_token: Seconds
+    quadratic_tokens: Annotated[float, Meta(gt=0.0)] = 1e9
+    step_s: Seconds = 0.0
+    decode_request_s: Seconds = 0.0
+    decode_context_s: Seconds = 0.0
+    kv_tokens: Count
+    """Tokens that the cache holds, unless --num-gpu-blocks-override says."""
+    max_model_len: Count = 131_072
+    """Unless --max-model-len says."""
+    answer_tokens: Count | None = None
+    """Length of an answer, its end token included; None: as long as the request allows."""
+    script: str | None = None
+    """A text file with an answer a line; the prompt picks one. None: words without meaning."""
+    source: str = "given"
+    """Where the numbers are from."""
+
+    def times(self, step_tokens: int, time_scale: float) -> StepTimes:
+        """The service model of steps of at most so many tokens; `time_scale` multiplies all times."""
+        names = ("prefill_s_per_token", "quadratic_tokens", "step_s", "decode_request_s", "decode_context_s")
+        times = StepTimes(**{name: getattr(self, name) for name in names}, step_tokens=step_tokens)
+        return times.slower(time_scale)
+
+
+class Gpu(NamedTuple):
+    bytes_per_s: float
+    bf16_per_s: float
+    memory_bytes: float
+
+
+class Model(NamedTuple):
+    parameters: float
+    layers: int
+    attention_width: int
+    """Query heads times head size."""
+    kv_bytes_per_token: int
+    max_model_len: int
+
+
+GPUS = {
+    "h200": Gpu(4.8e12, 989e12, 141e9),
+    "h100": Gpu(3.35e12, 989e12, 80e9),
+    "a100": Gpu(2.04e12, 312e12, 80e9),
+    "l40s": Gpu(0.864e12, 362e12, 48e9),
+    "l4": Gpu(0.3e12, 121e12, 24e9),
+}
+MODELS = {
+    "llama-3.1-8b": Model(8.03e9, 32, 4096, 131_072, 131_072),
+    "qwen3-0.6b": Model(0.6e9, 28, 2048, 114_688, 40_960),
+    "qwen3-8b": Model(8.19e9, 36, 4096, 147_456, 40_960),
+    "qwen3-32b": Model(32.8e9, 64, 8192, 262_144, 40_960),
+}
+PRESETS = tuple(f"{gpu}:{model}" for gpu in GPUS for model in MODELS)
+
+
+def read_spec(given: str) -> SimulationSpec:
+    """SPEC of the command line: a JSON object, `GPU:MODEL`, or a file with a JSON object. Raises ConfigError."""
+    gpu, _, model = given.partition(":")
+    if gpu in GPUS and model in MODELS:
+        return _preset(gpu, model)
+    text = given
+    if not given.lstrip().startswith("{"):
+        try:
+            text = Path(given).expanduser().read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"--simulate {given!r}: no such file ({error}), and no preset; expected a JSON object, a file with "
+                f"one, or GPU:MODEL of {', '.join(GPUS)} and {', '.join(MODELS)}"
+            ) from None
+    try:
+        return msgspec.json.decode(text, type=SimulationSpec)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--simulate {given if text is not given else 'SPEC'}: {error}") from None
+
+
+def _preset(gpu_name: str, model_name: str) -> SimulationSpec:
+    gpu, model = GPUS[gpu_name], MODELS[model_name]
+    weight_bytes = 2 * model.parameters
+    kv_tokens = int((MEMORY_SHARE * gpu.memory_bytes - weight_bytes) / model.kv_bytes_per_token)
+    if kv_tokens < 1:
+        raise ConfigError(f"--simulate {gpu_name}:{model_name}: the weights do not fit in the memory of one such GPU")
+    bandwidth = BANDWIDTH_SHARE * gpu.bytes_per_s
+    return SimulationSpec(
+        prefill_s_per_token=2 * model.parameters / (COMPUTE_SHARE * gpu.bf16_per_s),
+        # A token's scores and sums over a context of n are 4 * n * width operations a layer.
+        quadratic_tokens=model.parameters / (2 * model.layers * model.attention_width),
+        step_s=STEP_OVERHEAD_S + weight_bytes / bandwidth,
+        decode_request_s=SEQUENCE_OVERHEAD_S,
+        decode_context_s=model.kv_bytes_per_token / bandwidth,
+        kv_tokens=kv_tokens,
+        max_model_len=min(model.max_model_len, kv_tokens),
+        source=f"{gpu_name}:{model_name}, by arithmetic",
+    )

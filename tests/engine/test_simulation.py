@@ -1,0 +1,246 @@
+"""A simulated engine: its times are the service model's and the offline simulator's, its answers are repeatable."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.assembly import assemble
+from engine.cache.kv_cache import KVCache
+from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.scheduler import Scheduler, SchedulerConfig
+from engine.simulation.executor import some_words
+from engine.simulation.runner import FORGIVEN_S, Answers, SimulatedRunner
+from engine.simulation.service import StepTimes
+from engine.simulation.spec import PRESETS, read_spec
+from engine.tiny.tokenizer import cached_tokenizer
+from engine.types import Request, SamplingParams
+from events.config import KVEventsConfig
+from options import ConfigError
+from prompts import Tokenizer
+
+SPEC = {"prefill_s_per_token": 1e-4, "step_s": 0.01, "decode_request_s": 5e-5, "kv_tokens": 4096}
+CACHE = CacheSpec(16, (GroupSpec(FULL_ATTENTION, (0,), 1, 128, 2),))
+EOS = 7
+
+
+class Clock:
+    """Time passes where somebody sleeps, and, if told so, `overhead_s` at every look."""
+
+    def __init__(self, overhead_s: float = 0.0) -> None:
+        self.now_s = 100.0
+        self.overhead_s = overhead_s
+
+    def __call__(self) -> float:
+        self.now_s += self.overhead_s
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now_s += seconds
+
+
+def engine(clock: Clock, times: StepTimes, answers: Answers | None = None, units: int = 4096) -> EngineCore:
+    made = SimulatedRunner(times, answers or Answers([1, 2, 3], EOS, None), clock=clock, sleep=clock.sleep)
+    limits = SchedulerConfig(
+        max_num_seqs=256,
+        max_num_batched_tokens=times.step_tokens,
+        max_model_len=100_000,
+        eos_token_ids=frozenset({EOS}),
+    )
+    return EngineCore(Scheduler(limits, KVCache(CACHE, units)), made, lambda events: None)
+
+
+def request(name: str, length: int, out: int, first: int = 10, **params: Any) -> Request:
+    ids = [first * 50_000 + i for i in range(length)]
+    return Request(request_id=name, token_ids=ids, params=SamplingParams(max_tokens=out, **params))
+
+
+def run(core: EngineCore, clock: Clock, arrivals: list[tuple[float, int, int]]) -> tuple[list[float], list[float]]:
+    """(time to first token, time to the end) of each, in virtual time."""
+    begin, first, end = clock.now_s, [math.nan] * len(arrivals), [math.nan] * len(arrivals)
+    waiting = sorted(range(len(arrivals)), key=lambda i: arrivals[i][0])
+    while waiting or core.has_work:
+        if not core.has_work:
+            clock.now_s = max(clock.now_s, begin + arrivals[waiting[0]][0])
+        while waiting and begin + arrivals[waiting[0]][0] <= clock.now_s:
+            at, length, out = arrivals[i := waiting.pop(0)]
+            core.add(request(str(i), length, out, i, ignore_eos=True), begin + at)
+        for output in core.step(clock.now_s):
+            i = int(output.request_id)
+            since = clock.now_s - begin - arrivals[i][0]
+            first[i] = since if math.isnan(first[i]) else first[i]
+            end[i] = since
+    return first, end
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 30_000).map(lambda k: k * 1.00013e-4), st.integers(2, 5000), st.integers(1, 40)),
+        min_size=1, max_size=8, unique_by=lambda arrival: arrival[0],
+    )
+)  # fmt: skip
+def test_it_takes_the_time_of_the_offline_simulator(arrivals: list[tuple[float, int, int]]) -> None:
+    """The engine's own scheduler over sleeping steps, and benchmarks/routing_sim: two step loops, one service model."""
+    folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    from routing_sim import cluster, peers, workload
+
+    requests, block = [], 0
+    for i, (at, length, out) in enumerate(arrivals):
+        ids = list(range(block, block + -(-length // 512)))
+        block += len(ids)
+        made = workload.SimRequest(i, i, at, length, out, ids)
+        made.final_ids = ids[: length // 512]
+        requests.append(made)
+    times = StepTimes()
+    config = cluster.ClusterConfig(workers=1, cache_blocks=None, speed=1.0, service=times)
+    offline = cluster.Cluster(config, workload.Workload("t", requests, ""), [peers.RoundRobin()]).run()
+    clock = Clock()
+    first, end = run(engine(clock, times), clock, arrivals)
+    assert first == pytest.approx([offline.ttft_s[i] for i in range(len(first))], rel=1e-6, abs=1e-6)
+    assert end == pytest.approx([offline.e2e_s[i] for i in range(len(end))], rel=1e-6, abs=1e-6)
+
+
+def test_what_scheduling_costs_does_not_add_up() -> None:
+    """Each step is due after the one before it was due, not after its outputs were sent."""
+    exact, slow = Clock(), Clock(overhead_s=1e-3)
+    times = StepTimes()
+    (_, [want]), (_, [got]) = (run(engine(c, times), c, [(0.0, 100, 200)]) for c in (exact, slow))
+    assert want < got < want + 0.01
+
+
+def test_lateness_is_counted_and_the_timeline_begins_anew() -> None:
+    clock = Clock()
+    times = StepTimes(step_s=0.01)
+    runner = SimulatedRunner(times, Answers([1], EOS, None), clock=clock, sleep=clock.sleep)
+    core = EngineCore(Scheduler(SchedulerConfig(), KVCache(CACHE, 64)), runner, lambda events: None)
+    core.add(request("a", 2, 50), clock.now_s)
+    core.step(clock.now_s)
+    assert runner.lateness.late_s == pytest.approx(0.0, abs=1e-9)
+    clock.now_s += 0.5  # the machine did something else
+    core.step(clock.now_s)
+    late = runner.lateness
+    assert late.late_s_max == pytest.approx(0.5 - times.decode_s(1, 3), rel=0.01)
+    core.step(clock.now_s)  # catches up: not a moment slept
+    assert runner.lateness.late_s > 1.9 * late.late_s_max
+    clock.now_s += 2 * FORGIVEN_S
+    core.step(clock.now_s)
+    before, total = clock.now_s, runner.lateness.late_s
+    core.step(clock.now_s)
+    assert clock.now_s - before == pytest.approx(times.decode_s(1, 6), rel=1e-6)
+    assert runner.lateness.late_s == pytest.approx(total, abs=1e-6)
+    assert runner.lateness.steps == 5
+
+
+def say(answers: Answers, out: int, **params: Any) -> tuple[list[int], str]:
+    clock = Clock()
+    core = engine(clock, StepTimes(), answers)
+    core.add(request("a", 5, out, **params), clock.now_s)
+    tokens, reason = [], None
+    while core.has_work:
+        for output in core.step(clock.now_s):
+            tokens += output.token_ids
+            reason = output.finish_reason
+    assert reason is not None
+    return tokens, reason.value
+
+
+def test_answers_end_repeat_and_follow_a_script() -> None:
+    words = Answers([1, 2, 3], EOS, 6)
+    tokens, reason = say(words, 50)
+    assert (len(tokens), tokens[-1], reason) == (6, EOS, "stop")
+    assert say(words, 50) == (tokens, reason)
+    assert say(words, 4)[1] == "length"
+    longer, reason = say(words, 20, ignore_eos=True)
+    assert (len(longer), reason) == (20, "length")
+    assert len(set(say(Answers(range(20, 60), EOS, None), 40)[0])) > 5
+    script = Answers([1], EOS, None, [[11, 12, 13]])
+    assert say(script, 50) == ([11, 12, 13, EOS], "stop")
+    assert say(script, 6, ignore_eos=True) == ([11, 12, 13, EOS, 11, 12], "length")
+
+
+def test_words_are_read_back_as_they_were_said() -> None:
+    tokenizer = Tokenizer.load(cached_tokenizer())
+    words = some_words(tokenizer)
+    assert len(set(words)) > 100
+    text = tokenizer.decode(words, skip_special_tokens=True)
+    assert tokenizer.hf.encode(text, add_special_tokens=False).ids == words
+
+
+def test_certain_logprobs_for_those_who_ask() -> None:
+    clock = Clock()
+    core = engine(clock, StepTimes())
+    core.add(request("a", 40, 3, logprobs=2, prompt_logprobs=0), clock.now_s)
+    outputs = [output for _ in range(3) for output in core.step(clock.now_s)]
+    assert [len(output.logprobs or ()) for output in outputs] == [1, 1, 1]
+    assert outputs[0].prompt_logprobs is not None
+    assert [entry and entry.token_id for entry in outputs[0].prompt_logprobs] == [
+        None, *request("a", 40, 3).token_ids[1:]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("h100:gpt-9", "no such file.*GPU:MODEL of h200"),
+        ("/nowhere/spec.json", "no such file"),
+        ("{", "SPEC"),
+        ('{"kv_tokens": 5}', "prefill_s_per_token"),
+        (json.dumps({**SPEC, "step_ms": 5}), "step_ms"),
+        (json.dumps({**SPEC, "step_s": -1}), "step_s"),
+        (json.dumps({**SPEC, "kv_tokens": 0}), "kv_tokens"),
+        ("l4:qwen3-32b", "do not fit"),
+    ],
+)
+def test_a_wrong_spec_is_named(given: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_spec(given)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
+        ({"kv_cache_memory_bytes": 1 << 30}, "--kv-cache-memory-bytes"),
+        ({"simulate": json.dumps({**SPEC, "kv_tokens": 5})}, "kv_tokens 5"),
+        ({"simulate": json.dumps({**SPEC, "script": "/nowhere.txt"})}, "script '/nowhere.txt'"),
+    ],
+)
+def test_what_cannot_be_simulated_is_named(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        assemble(EngineConfig(**{"simulate": json.dumps(SPEC), **config}))
+
+
+def test_presets_are_in_order() -> None:
+    """The larger model is slower on the same GPU, and the slower GPU on the same model."""
+    fits = [name for name in PRESETS if name not in ("l4:qwen3-32b", "l40s:qwen3-32b")]
+    specs = {name: read_spec(name) for name in fits}
+    for field in ("prefill_s_per_token", "step_s", "decode_context_s"):
+        value = {name: getattr(spec, field) for name, spec in specs.items()}
+        assert value["h100:qwen3-0.6b"] < value["h100:qwen3-8b"] < value["h100:qwen3-32b"], field
+        assert value["h200:qwen3-8b"] <= value["h100:qwen3-8b"] < value["a100:qwen3-8b"] < value["l4:qwen3-8b"], field
+    for name, spec in specs.items():
+        assert read_spec(msgspec.json.encode(spec).decode()) == spec, name
+
+
+def test_sizes_are_those_that_were_given() -> None:
+    events = KVEventsConfig(enable_kv_cache_events=False)
+    assembled = assemble(EngineConfig(simulate=json.dumps(SPEC), max_model_len=1000, kv_events=events))
+    assert (assembled.info.num_blocks, assembled.info.max_model_len) == (4096 // 16, 1000)
+    assembled.close()
+    assembled = assemble(EngineConfig(simulate="h100:qwen3-8b", num_gpu_blocks_override=77, kv_events=events))
+    assert assembled.info.num_blocks == 77
+    assembled.close()

@@ -1,0 +1,100 @@
+"""`engine serve --simulate` as its users see it: real requests, prefix hits and events, and no tensor library."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from programs import call, until
+
+from events import BlockStored, Message, StreamSource, Subscriber, discover
+
+pytestmark = pytest.mark.live
+
+SPEC = {"prefill_s_per_token": 2e-5, "step_s": 0.004, "kv_tokens": 16384, "max_model_len": 8192, "answer_tokens": 12}
+TEXT = "A cache keeps what was computed, so that nobody computes it again. " * 40
+
+
+def ask(url: str, text: str, **more: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": text}], **more}
+    status, _, answer = call(f"{url}/v1/chat/completions", body)
+    assert status == 200, answer
+    found: dict[str, Any] = answer
+    return found
+
+
+@pytest.fixture
+def no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever imports one of these, in any process that is started, fails."""
+    for name in ("torch", "numpy", "safetensors", "transformers"):
+        (tmp_path / "blocked").mkdir(exist_ok=True)
+        (tmp_path / "blocked" / f"{name}.py").write_text(f"raise ImportError('{name} is not to be imported')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'blocked'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+
+
+def test_requests_hits_and_events_without_torch(start_engine: Any, no_torch: None) -> None:
+    engine = start_engine("--simulate", json.dumps(SPEC))
+    sources = [StreamSource("w", s.endpoint, s.replay_endpoint) for s in discover(engine.url)]
+    stored: set[Any] = set()
+    with Subscriber(sources) as subscriber:
+        first = ask(engine.url, TEXT)
+        for item in subscriber:
+            if isinstance(item, Message):
+                for event in item.decoded.batch.events:
+                    if isinstance(event, BlockStored):
+                        stored.update(event.block_hashes)
+            if len(stored) >= first["usage"]["prompt_tokens"] // 16:
+                break
+    again = ask(engine.url, TEXT)
+    assert first["usage"]["completion_tokens"] == again["usage"]["completion_tokens"] == 12
+    assert first["choices"][0]["finish_reason"] == "stop"
+    assert again["choices"][0]["message"] == first["choices"][0]["message"]
+    blocks = (first["usage"]["prompt_tokens"] - 1) // 16
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 16 * blocks
+    body = {"model": "simulated", "prompt": TEXT, "max_tokens": 5, "stream": True, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{engine.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        assert answer.read().count(b"data: ") == 5 + 1
+    for pid in (engine.process.pid, engine.core_pid()):
+        assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
+        assert "numpy" not in Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_lateness_is_told_and_time_is_scaled(start_engine: Any, tmp_path: Path) -> None:
+    script = tmp_path / "script.txt"
+    script.write_text("The answer is a line of the script.\n")
+    spec = tmp_path / "spec.json"
+    spec.write_text(json.dumps({**SPEC, "step_s": 2.0, "script": str(script)}))
+    engine = start_engine("--simulate", str(spec), "--time-scale", "0.01")
+    begin_s = time.monotonic()
+    answer = ask(engine.url, "Hello")
+    assert answer["choices"][0]["message"]["content"] == "The answer is a line of the script."
+    tokens = answer["usage"]["completion_tokens"]
+    assert time.monotonic() - begin_s >= 0.02 * tokens  # never sooner; how late is for the metric to say
+
+    def page() -> dict[str, float]:
+        with urllib.request.urlopen(f"{engine.url}/metrics", timeout=10) as response:
+            text = response.read().decode()
+        return {name: float(value) for name, value in re.findall(r"^engine:simulated_(\w+) (\S+)$", text, re.M)}
+
+    until(lambda: page().get("steps_total", 0) >= tokens, page)
+    assert page()["step_seconds_total"] == pytest.approx(0.02 * tokens, rel=0.1)
+    assert page()["late_seconds_total"] >= page()["late_seconds_max"] > 0
+    engine.close()
+    log = engine.log()
+    assert re.search(rf"simulated steps in all: {tokens} of 20\.\d+ ms in the mean, late by \d+\.\d+ ms", log), log
+
+
+def test_dry_run_shows_what_would_be_simulated(start_engine: Any) -> None:
+    engine = start_engine("--simulate", "h100:llama-3.1-8b", "--dry-run", wait=False)
+    until(lambda: engine.process.poll() is not None, engine.log)
+    assert json.loads(engine.log())["kv_tokens"] > 100_000
