@@ -37,7 +37,7 @@ from engine.execution.runner import ModelRunner, unit_stride_bytes
 from engine.models import HfConfig, build_model
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
-from kernels import select
+from kernels import Kernels, select
 
 STATE_UNITS = 2
 """Units of state a sequence of the workload may hold: its own and a checkpoint."""
@@ -57,7 +57,7 @@ class Engine:
         self.units = self._unit_count()
         self.runner = ModelRunner(
             self.model, self.spec, self.units, device=self.device, dtype=self.dtype, max_model_len=self.max_len,
-            kernels=select(self.device, options.backend), capture=self._capture(),
+            kernels=self._kernels(), capture=self._capture(),
         )  # fmt: skip
         self.runner._buffer.zero_()
         self.kernels: list[dict[str, Any]] = []
@@ -73,6 +73,9 @@ class Engine:
             else:
                 tensor.normal_(0.0, 0.02, generator=generator)
             weight.pack()
+
+    def _kernels(self) -> Kernels:
+        return select(self.device, self.options.backend)
 
     def _capture(self) -> CudaCapture | None:
         return None if self.device.type != "cuda" or self.options.enforce_eager else CudaCapture(self.device)
@@ -139,7 +142,7 @@ class Engine:
             if i >= 2:  # the first steps compile and record
                 samples.append(time.perf_counter() - start)
             if i == 1:
-                self.kernels = self._kernels(StepPlan(chunks))
+                self.kernels = self._launched(StepPlan(chunks))
             if advance:
                 for seq, token in zip(seqs, result.sampled, strict=True):
                     assert token is not None
@@ -147,7 +150,7 @@ class Engine:
                     seq.token_ids.append(token)
         return statistics.median(samples)
 
-    def _kernels(self, plan: StepPlan) -> list[dict[str, Any]]:
+    def _launched(self, plan: StepPlan) -> list[dict[str, Any]]:
         """What a step spends its time on, on a GPU: the same step once more, which changes nothing but states."""
         if self.device.type != "cuda":
             return []

@@ -1,0 +1,355 @@
+#!/usr/bin/env python3
+"""What a decode step costs the host, part by part, and what of it the device waits for, by sequences and context.
+
+    benchmarks/step_host.py --shape qwen3-0.6b --json host.json                  # on a GPU
+    benchmarks/step_host.py --device meta --device-ms 20 --json host.json        # a GPU's host work, without a GPU
+    benchmarks/step_host.py --shape tiny --device cpu --cases 4x64 4x64p --rounds 5
+
+A case is SEQUENCESxCONTEXT; with a `p` at its end all requests have penalties. Real scheduler, cache, runner and sampler
+decode in one process. The requests of a case share their prompt (its blocks are in every table, in memory once), so
+that 256 contexts of 32k fit: the host does not see the difference, the device's attention is faster than for 256
+different ones. Exposed is, on a GPU, the time between the end of a step's work on the device and the moment the next
+step's model begins there, by CUDA events; on a CPU what of a step is neither the model nor a draw. `--device meta` has
+tensors without data and a device of its own imagination that takes `--device-ms` for a step, one after the other: all
+that the host does for a recorded decode step on a GPU is done, but for the driver's part of launches and copies;
+exposed is a step's time less the device's. What comes after a step (`after`) is what two processes do with its tokens:
+encoding them for the socket, and making text of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import _path  # noqa: F401
+import msgspec
+import torch
+from device_timing import machine, synchronize
+from harness.figures import write_json
+from throughput import Engine
+from throughput_shapes import SHAPES
+
+from engine.api.choice import new_choice
+from engine.api.detokenizer import DetokenizerFactory
+from engine.assembly import locate
+from engine.cache.kv_cache import KVCache
+from engine.core import EngineCore
+from engine.execution import sampler as sampler_module
+from engine.execution.decode_graphs import CudaCapture
+from engine.messages import Outputs
+from engine.scheduler import Scheduler, SchedulerConfig
+from engine.types import Request, SamplingParams, SequenceOutput
+from prompts import Tokenizer
+
+CASES = ("256x1024", "256x8192", "256x32768", "64x4096", "64x4096p", "256x1024p")
+PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1}
+WARM_UP_STEPS = 6
+MAX_LEN = 40960
+"""Every shape is told that it was made for so many tokens."""
+
+
+class Parts:
+    """Seconds spent in some functions, each less what others of them took inside it."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._inside: list[float] = []
+
+    def watch(self, name: str, owner: Any, attribute: str) -> None:
+        """Replace a function by one that is timed."""
+        call = getattr(owner, attribute)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._inside.append(0.0)
+            start = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                took = time.perf_counter() - start
+                self.seconds[name] = self.seconds.get(name, 0.0) + took - self._inside.pop()
+                if self._inside:
+                    self._inside[-1] += took
+
+        setattr(owner, attribute, timed)
+
+
+class Gaps:
+    """Where on the device's own clock a step's model begins, and where the work of a step has ended."""
+
+    def __init__(self) -> None:
+        self.begins: list[torch.cuda.Event] = []
+        self.ends: list[torch.cuda.Event] = []
+
+    def mark(self, events: list[torch.cuda.Event]) -> None:
+        events.append(torch.cuda.Event(enable_timing=True))
+        events[-1].record()  # type: ignore[no-untyped-call]
+
+    def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            if not torch.cuda.is_current_stream_capturing():
+                self.mark(self.begins)
+            return call(*args, **kwargs)
+
+        return marked
+
+    def exposed_ms(self) -> list[float]:
+        """Of every step but the first; the device idles from one step's end to the next one's begin."""
+        torch.cuda.synchronize()
+        assert len(self.begins) == len(self.ends)
+        return [max(0.0, end.elapsed_time(begin)) for end, begin in zip(self.ends, self.begins[1:])]
+
+    def clear(self) -> None:
+        self.begins.clear()
+        self.ends.clear()
+
+
+class Capture:
+    """`CudaCapture` whose replays are marked."""
+
+    def __init__(self, device: torch.device, gaps: Gaps) -> None:
+        self._capture, self._gaps = CudaCapture(device), gaps
+
+    def __call__(self, run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+        replay, out = self._capture(run)
+        return self._gaps.before(replay), out
+
+
+class ImaginaryDevice:
+    """Computes nothing, a step after the other, each in `step_ms`; torch's `meta` device has shapes for it."""
+
+    def __init__(self, step_ms: float) -> None:
+        self._step_s = step_ms / 1e3
+        self._free_s = 0.0
+
+    def __call__(self, run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+        """As `CudaCapture`."""
+        return self.begin, run()
+
+    def begin(self) -> None:
+        self._free_s = max(self._free_s, time.perf_counter()) + self._step_s
+
+    def read(self, tokens: torch.Tensor) -> list[int]:
+        """When the device has done all that it was given."""
+        while (left := self._free_s - time.perf_counter()) > 0:
+            time.sleep(max(0.0, left - 2e-4))
+        return [1] * tokens.shape[0]
+
+    @staticmethod
+    def kernels() -> Any:
+        """A GPU's kernels that launch nothing."""
+        from kernels.triton.backend import TritonKernels
+
+        ops = TritonKernels.__new__(TritonKernels)
+        ops.device, ops._interpreted, ops._processors = torch.device("meta"), False, 132
+        ops.draw = lambda logits, draws: torch.empty(logits.shape[0], dtype=torch.int64, device="meta")  # type: ignore[method-assign]
+        return ops
+
+
+class HostEngine(Engine):
+    """With marks where a device begins and ends."""
+
+    gaps = Gaps()
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.imagined = ImaginaryDevice(options.device_ms) if options.device == "meta" else None
+        super().__init__(options)
+        if self.imagined is not None:
+            hidden = self.model.config.hidden_size
+            self.model.forward = lambda token_ids, step, wanted=None: torch.empty(  # type: ignore[method-assign]
+                len(token_ids if wanted is None else wanted), hidden, dtype=self.dtype, device="meta"
+            )
+            empty = torch.empty
+            torch.empty = lambda *size, pin_memory=False, **kind: empty(*size, **kind)  # type: ignore[assignment]
+            torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign, assignment]
+            sampler_module.to_host = self.imagined.read
+
+    def _kernels(self) -> Any:
+        return super()._kernels() if self.imagined is None else self.imagined.kernels()
+
+    def _draw_weights(self) -> None:
+        if self.imagined is None:
+            return super()._draw_weights()
+        for weight in self.model.weights:
+            weight.allocate(self.dtype, self.device)
+
+    def _capture(self) -> Any:
+        if self.imagined is not None:
+            return self.imagined
+        eager = self.device.type != "cuda" or self.options.enforce_eager
+        return None if eager else Capture(self.device, self.gaps)
+
+
+def watch(engine: HostEngine, core: EngineCore) -> Parts:
+    """The parts of a step; what is not named is the step's own loop."""
+    parts, runner, sampler = Parts(), engine.runner, engine.runner._sampler
+    parts.watch("plan", core.scheduler, "schedule")
+    parts.watch("apply", core.scheduler, "apply")
+    parts.watch("events", core, "_publish_events")
+    for tables in runner._tables:
+        parts.watch("tables", tables, "of")
+    for name in ("plan_attention", "refill_decode_plan", "plan_state", "refill_state_plan"):
+        if hasattr(runner._ops, name):
+            parts.watch("upload", runner._ops, name)
+    for name in ("_batch_of", "_numbers"):
+        parts.watch("sampling inputs", sampler, name)
+    parts.watch("penalties", sampler, "_adjust")
+    parts.watch("read-back", sampler_module, "to_host")
+    compute = [(runner.model, "forward"), (runner.model, "logits"), (sampler, "_pick")]
+    for owner, name in compute:
+        parts.watch("model", owner, name)
+    if runner._graphs is not None:
+        parts.watch("launch", runner._graphs, "forward")
+    parts.watch("launch", runner, "execute")
+    return parts
+
+
+def requests(count: int, context: int, vocabulary: int, penalties: bool) -> list[Request]:
+    """One that computes the shared prompt, then those that are measured."""
+    rng = random.Random(0)
+    prompt = [rng.randrange(1, vocabulary) for _ in range(context - 1)]
+    more: dict[str, Any] = PENALTIES if penalties else {}
+    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=None, seed=1, **more)
+    first = Request(request_id="first", token_ids=prompt, params=SamplingParams(max_tokens=1, ignore_eos=True))
+    return [first] + [
+        Request(request_id=str(i), token_ids=[*prompt, i % vocabulary], params=params) for i in range(count)
+    ]
+
+
+def after_ms(outputs: list[SequenceOutput], rounds: int) -> dict[str, float]:
+    """What is done with a step's tokens after it, in the core's process and in that of HTTP."""
+    tokenizer = Tokenizer.load(locate(None)[1])
+    factory, encoder = DetokenizerFactory(tokenizer.hf), msgspec.msgpack.Encoder()
+    known = tokenizer.hf.get_vocab_size()
+    outputs = [msgspec.structs.replace(o, token_ids=[t % known for t in o.token_ids]) for o in outputs]
+    params = SamplingParams(max_tokens=None)
+    choices = {o.request_id: new_choice(0, params, factory, keep=False) for o in outputs}
+    samples = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        encoder.encode(Outputs(outputs))
+        encoded = time.perf_counter()
+        for output in outputs:
+            choices[output.request_id].push(output)
+        samples.append((encoded - start, time.perf_counter() - encoded))
+    return {
+        "encode": statistics.median(s[0] for s in samples) * 1e3, "text": statistics.median(s[1] for s in samples) * 1e3
+    }  # fmt: skip
+
+
+def measure(options: argparse.Namespace, case: str) -> dict[str, Any]:
+    penalties, (count, context) = case.endswith("p"), pair(case.removesuffix("p"))
+    tokens = context + count * (options.rounds + WARM_UP_STEPS + 3 * options.block_size)
+    options.decode, options.sequences = [(1, tokens)], 0
+    options.max_len = context + 1024
+    engine = HostEngine(options)
+    cache = KVCache(engine.spec, engine.units, step_tokens_max=options.max_tokens)
+    config = SchedulerConfig(
+        max_num_seqs=max(count, 1), max_num_batched_tokens=options.max_tokens, max_model_len=engine.max_len
+    )
+    core = EngineCore(Scheduler(config, cache), engine.runner, lambda events: list(events) and None)
+    first, *others = requests(count, min(context, engine.max_len - 512), engine.model.config.vocab_size, penalties)
+    core.add(first, 0.0)
+    while core.has_work:
+        core.step(0.0)
+    for request in others:
+        core.add(request, 0.0)
+    while sum(len(output.token_ids) for output in core.step(0.0)) < count:
+        pass
+    cuda = engine.device.type == "cuda"
+    if cuda:
+        if engine.runner._graphs is None:
+            engine.runner.model.forward = engine.gaps.before(engine.runner.model.forward)  # type: ignore[method-assign]
+        read = sampler_module.to_host
+
+        def ended(tokens: Any) -> Any:
+            engine.gaps.mark(engine.gaps.ends)
+            return read(tokens)
+
+        sampler_module.to_host = ended
+    for _ in range(WARM_UP_STEPS):
+        core.step(0.0)
+    synchronize(engine.device)
+    walls, exposed = timed(engine, core, options.rounds)
+    parts = watch(engine, core)
+    outputs: list[SequenceOutput] = []
+    watched, _ = timed(engine, core, options.rounds, outputs)
+    if cuda:
+        sampler_module.to_host = read
+    per_step = {name: seconds * 1e3 / options.rounds for name, seconds in parts.seconds.items()}
+    host = {n: ms for n, ms in per_step.items() if n not in ("model", "read-back") or (n == "model" and engine.device.type != "cpu")}
+    step_ms = statistics.median(walls)
+    if engine.imagined is not None:
+        exposed = [wall - options.device_ms for wall in walls]
+    elif not cuda:
+        exposed = [statistics.fmean(watched) - per_step["model"]]
+    return {
+        "case": case, "step_ms": step_ms, "exposed_ms": statistics.median(exposed), "host_ms": sum(host.values()),
+        "watched_step_ms": statistics.median(watched), "parts_ms": per_step,
+        "after_ms": after_ms(outputs[-count:], options.rounds),
+    }  # fmt: skip
+
+
+def timed(
+    engine: HostEngine, core: EngineCore, rounds: int, outputs: list[SequenceOutput] | None = None
+) -> tuple[list[float], list[float]]:
+    """(milliseconds of each step, of each of the device's gaps)."""
+    engine.gaps.clear()
+    walls = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        found = core.step(0.0)
+        walls.append((time.perf_counter() - start) * 1e3)
+        if outputs is not None:
+            outputs += found
+    return walls, engine.gaps.exposed_ms() if engine.device.type == "cuda" else []
+
+
+def pair(text: str) -> tuple[int, int]:
+    count, _, context = text.partition("x")
+    return int(count), int(context)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--json", type=Path, help="write the results there")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device-ms", type=float, default=20.0, help="what a step takes on `meta`")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=8192, help="tokens of a step")
+    parser.add_argument("--enforce-eager", action="store_true", help="no recorded decode steps")
+    parser.add_argument("--rounds", type=int, default=20, help="steps that are timed")
+    parser.add_argument("--cases", nargs="+", default=CASES, metavar="NxCTX[p]")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    torch.set_num_threads(1)
+    shape = SHAPES[options.shape]
+    shape["max_position_embeddings"] = max(shape["max_position_embeddings"], MAX_LEN)
+    options.input_max = options.output_max = 0
+    report: dict[str, Any] = {"machine": machine(torch.device(options.device)), "shape": options.shape, "cases": []}
+    print(json.dumps(report["machine"]))
+    for case in options.cases:
+        found = measure(options, case)
+        report["cases"].append(found)
+        write_json(options.json, report)
+        parts = " ".join(f"{name} {ms:.2f}" for name, ms in sorted(found["parts_ms"].items(), key=lambda p: -p[1]))
+        after = " ".join(f"{name} {ms:.2f}" for name, ms in found["after_ms"].items())
+        print(f"{case:<12} step {found['step_ms']:8.2f} ms, exposed {found['exposed_ms']:7.2f}, host "
+              f"{found['host_ms']:6.2f}: {parts}; after: {after}", flush=True)  # fmt: skip
+        if options.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
