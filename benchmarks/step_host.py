@@ -5,15 +5,16 @@
     benchmarks/step_host.py --device meta --device-ms 20 --json host.json        # a GPU's host work, without a GPU
     benchmarks/step_host.py --shape tiny --device cpu --cases 4x64 4x64p --rounds 5
 
-A case is SEQUENCESxCONTEXT; with a `p` at its end all requests have penalties. Real scheduler, cache, runner and sampler
-decode in one process. The requests of a case share their prompt (its blocks are in every table, in memory once), so
-that 256 contexts of 32k fit: the host does not see the difference, the device's attention is faster than for 256
-different ones. Exposed is, on a GPU, the time between the end of a step's work on the device and the moment the next
-step's model begins there, by CUDA events; on a CPU what of a step is neither the model nor a draw. `--device meta` has
-tensors without data and a device of its own imagination that takes `--device-ms` for a step, one after the other: all
-that the host does for a recorded decode step on a GPU is done, but for the driver's part of launches and copies;
-exposed is a step's time less the device's. What comes after a step (`after`) is what two processes do with its tokens:
-encoding them for the socket, and making text of them.
+A case is SEQUENCESxCONTEXT; with a `p` at its end all requests have penalties. Real scheduler, cache, runner and
+sampler decode in one process. The requests of a case share their prompt (its blocks are in every table, in memory
+once), so that 256 contexts of 32k fit: the host does not see the difference; the device's attention is faster than for
+256 different ones. Exposed is, on a GPU, the time between the end of a step's work on the device and the moment the
+next step's model begins there, by CUDA events; on a CPU what of a step is neither the model nor a draw.
+
+`--device meta` has tensors without data and an imagined device that takes `--device-ms` for a step, one after the
+other. All that the host does for a recorded decode step on a GPU is done, but for the driver's part of launches and
+copies; exposed is a step's time less the device's. What comes after a step (`after`) is what two processes do with its
+tokens: encoding them for the socket, and making text of them.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ from engine.api.detokenizer import DetokenizerFactory
 from engine.assembly import locate
 from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
-from engine.execution import sampler as sampler_module
+from engine.execution import runner as runner_module
 from engine.execution.decode_graphs import CudaCapture
 from engine.messages import Outputs
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.types import Request, SamplingParams, SequenceOutput
+from kernels.transfer import to_host
 from prompts import Tokenizer
 
 CASES = ("256x1024", "256x8192", "256x32768", "64x4096", "64x4096p", "256x1024p")
@@ -59,12 +61,15 @@ class Parts:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        """Of the step under way."""
+        self.steps: list[dict[str, float]] = []
         self._inside: list[float] = []
 
     def watch(self, name: str, owner: Any, attribute: str) -> None:
         """Replace a function by one that is timed."""
-        call = getattr(owner, attribute)
+        setattr(owner, attribute, self.timed(name, getattr(owner, attribute)))
 
+    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             self._inside.append(0.0)
             start = time.perf_counter()
@@ -76,7 +81,16 @@ class Parts:
                 if self._inside:
                     self._inside[-1] += took
 
-        setattr(owner, attribute, timed)
+        return timed
+
+    def step(self) -> None:
+        """A step is done."""
+        self.steps.append(self.seconds)
+        self.seconds = {}
+
+    def medians_ms(self) -> dict[str, float]:
+        names = {name for step in self.steps for name in step}
+        return {name: 1e3 * statistics.median(step.get(name, 0.0) for step in self.steps) for name in names}
 
 
 class Gaps:
@@ -134,11 +148,16 @@ class ImaginaryDevice:
     def begin(self) -> None:
         self._free_s = max(self._free_s, time.perf_counter()) + self._step_s
 
-    def read(self, tokens: torch.Tensor) -> list[int]:
-        """When the device has done all that it was given."""
-        while (left := self._free_s - time.perf_counter()) > 0:
-            time.sleep(max(0.0, left - 2e-4))
-        return [1] * tokens.shape[0]
+    def to_host(self, tensors: list[torch.Tensor]) -> Callable[[], list[list[Any]]]:
+        """As that of `kernels.transfer`: what waits until the device has done all that it was given until now."""
+        done_s = self._free_s
+
+        def read() -> list[list[Any]]:
+            while (left := done_s - time.perf_counter()) > 0:
+                time.sleep(max(0.0, left - 2e-4))
+            return [torch.ones(x.shape, dtype=x.dtype, device="cpu").tolist() for x in tensors]
+
+        return read
 
     @staticmethod
     def kernels() -> Any:
@@ -167,16 +186,17 @@ class HostEngine(Engine):
             empty = torch.empty
             torch.empty = lambda *size, pin_memory=False, **kind: empty(*size, **kind)  # type: ignore[assignment]
             torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign, assignment]
-            sampler_module.to_host = self.imagined.read
+            runner_module.to_host = self.imagined.to_host
 
     def _kernels(self) -> Any:
         return super()._kernels() if self.imagined is None else self.imagined.kernels()
 
     def _draw_weights(self) -> None:
         if self.imagined is None:
-            return super()._draw_weights()
-        for weight in self.model.weights:
-            weight.allocate(self.dtype, self.device)
+            super()._draw_weights()
+        else:
+            for weight in self.model.weights:
+                weight.allocate(self.dtype, self.device)
 
     def _capture(self) -> Any:
         if self.imagined is not None:
@@ -192,15 +212,17 @@ def watch(engine: HostEngine, core: EngineCore) -> Parts:
     parts.watch("apply", core.scheduler, "apply")
     parts.watch("events", core, "_publish_events")
     for tables in runner._tables:
-        parts.watch("tables", tables, "of")
-    for name in ("plan_attention", "refill_decode_plan", "plan_state", "refill_state_plan"):
+        for name in ("update", "array", "kept"):
+            parts.watch("tables", tables, name)
+    for name in ("plan_attention", "plan_kept", "refill_decode_plan", "plan_state", "refill_state_plan"):
         if hasattr(runner._ops, name):
             parts.watch("upload", runner._ops, name)
-    for name in ("_batch_of", "_numbers"):
-        parts.watch("sampling inputs", sampler, name)
-    parts.watch("penalties", sampler, "_adjust")
-    parts.watch("read-back", sampler_module, "to_host")
-    compute = [(runner.model, "forward"), (runner.model, "logits"), (sampler, "_pick")]
+    parts.watch("sampling inputs", sampler, "draft")
+    for owner, name in ((sampler, "_adjust"), (sampler._penalties, "draft"), (sampler._penalties, "count")):
+        parts.watch("penalties", owner, name)
+    begin = runner_module.to_host
+    runner_module.to_host = lambda tensors: parts.timed("read-back", begin(tensors))  # type: ignore[assignment]
+    compute = [(runner.model, "forward"), (runner.model, "logits"), (sampler, "_draw")]
     for owner, name in compute:
         parts.watch("model", owner, name)
     if runner._graphs is not None:
@@ -265,29 +287,31 @@ def measure(options: argparse.Namespace, case: str) -> dict[str, Any]:
     if cuda:
         if engine.runner._graphs is None:
             engine.runner.model.forward = engine.gaps.before(engine.runner.model.forward)  # type: ignore[method-assign]
-        read = sampler_module.to_host
 
-        def ended(tokens: Any) -> Any:
+        def ended(tensors: list[torch.Tensor]) -> Callable[[], list[list[Any]]]:
             engine.gaps.mark(engine.gaps.ends)
-            return read(tokens)
+            return to_host(tensors)
 
-        sampler_module.to_host = ended
+        runner_module.to_host = ended
     for _ in range(WARM_UP_STEPS):
         core.step(0.0)
     synchronize(engine.device)
     walls, exposed = timed(engine, core, options.rounds)
     parts = watch(engine, core)
     outputs: list[SequenceOutput] = []
-    watched, _ = timed(engine, core, options.rounds, outputs)
-    if cuda:
-        sampler_module.to_host = read
-    per_step = {name: seconds * 1e3 / options.rounds for name, seconds in parts.seconds.items()}
-    host = {n: ms for n, ms in per_step.items() if n not in ("model", "read-back") or (n == "model" and engine.device.type != "cpu")}
+    watched, _ = timed(engine, core, options.rounds, outputs, parts)
+    runner_module.to_host = to_host
+    per_step = parts.medians_ms()
+    host = {
+        n: ms
+        for n, ms in per_step.items()
+        if n not in ("model", "read-back") or (n == "model" and engine.device.type != "cpu")
+    }
     step_ms = statistics.median(walls)
     if engine.imagined is not None:
         exposed = [wall - options.device_ms for wall in walls]
     elif not cuda:
-        exposed = [statistics.fmean(watched) - per_step["model"]]
+        exposed = [statistics.median(watched) - per_step["model"]]
     return {
         "case": case, "step_ms": step_ms, "exposed_ms": statistics.median(exposed), "host_ms": sum(host.values()),
         "watched_step_ms": statistics.median(watched), "parts_ms": per_step,
@@ -296,7 +320,11 @@ def measure(options: argparse.Namespace, case: str) -> dict[str, Any]:
 
 
 def timed(
-    engine: HostEngine, core: EngineCore, rounds: int, outputs: list[SequenceOutput] | None = None
+    engine: HostEngine,
+    core: EngineCore,
+    rounds: int,
+    outputs: list[SequenceOutput] | None = None,
+    parts: Parts | None = None,
 ) -> tuple[list[float], list[float]]:
     """(milliseconds of each step, of each of the device's gaps)."""
     engine.gaps.clear()
@@ -307,6 +335,8 @@ def timed(
         walls.append((time.perf_counter() - start) * 1e3)
         if outputs is not None:
             outputs += found
+        if parts is not None:
+            parts.step()
     return walls, engine.gaps.exposed_ms() if engine.device.type == "cuda" else []
 
 

@@ -130,6 +130,8 @@ class Sequence:
     cached_tokens: int = 0
     block_tables: list[list[BlockId]] = field(default_factory=list)
     """One list of physical blocks a group: entry i of group g holds [i * block_size, (i + 1) * block_size)."""
+    table_changes: int = 0
+    """How often they were made anew, or anything in them was replaced that a kernel may read."""
     state_unit: UnitId | None = None
     """The mutable recurrent-state unit of a running sequence on a model that has state; else None."""
     preemptions: int = 0

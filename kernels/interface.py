@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.sampling import Draws
+from kernels.transfer import upload
 
 IntArray = npt.NDArray[np.int64]
 
@@ -143,10 +144,34 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def slot_rows(batch: Ragged, block_table: IntArray, kv: PagedKV) -> IntArray:
-    """[tokens]: the row where the K of each query goes in layer 0. `block_table` is [sequences, blocks]."""
-    block_index, offset = np.divmod(batch.positions, kv.block_size)
-    return kv.block_rows(block_table[batch.sequence_of_token(), block_index]) + offset
+@dataclass(frozen=True, slots=True)
+class KeptTable:
+    """Block tables of one group that stay on the device from step to step, and the host's copy of them."""
+
+    here: IntArray
+    """[rows, blocks]: the blocks of a sequence in each row; what is past its end may be anything that was a block."""
+    there: Tensor
+    """[blocks, rows] int32: the token row where each block begins, K of layer 0. Blocks first, so that what a step
+    needs of a table made for longer sequences lies in one piece."""
+    rows: IntArray
+    """[sequences]: the row of each of the step's sequences."""
+
+    @staticmethod
+    def of(block_table: IntArray, kv: PagedKV, device: torch.device) -> KeptTable:
+        """Of one step's tables, [sequences, blocks]; what is no block of the pool becomes one."""
+        blocks = kv.buffer.numel() // kv.unit_elems * kv.blocks_per_unit
+        here = np.clip(block_table, 0, blocks - 1)
+        (there,) = upload([kv.block_rows(here).T], device)
+        return KeptTable(here, there.view(here.shape[1], -1), np.arange(len(here)))
+
+    def width(self, batch: Ragged, kv: PagedKV) -> int:
+        """Blocks of the longest context."""
+        return -(-int(batch.context_lens.max()) // kv.block_size)
+
+    def slot_rows(self, batch: Ragged, kv: PagedKV) -> IntArray:
+        """[tokens]: the row where the K of each query goes in layer 0."""
+        block_index, offset = np.divmod(batch.positions, kv.block_size)
+        return kv.block_rows(self.here[self.rows[batch.sequence_of_token()], block_index]) + offset
 
 
 class Kernels(Protocol):
@@ -269,16 +294,21 @@ class Kernels(Protocol):
 
 @runtime_checkable
 class FixedPlans(Protocol):
-    """What a backend offers besides, so that a decode step can be recorded: plans of fixed shape, refilled in place.
+    """What a backend offers besides: tables that stay on the device, and plans of fixed shape, refilled in place, so
+    that a decode step can be recorded.
 
-    A new plan holds only padding: sequences without context, slot or state, which change nothing.
+    A new fixed plan holds only padding: sequences without context, slot or state, which change nothing.
     """
+
+    def plan_kept(self, batch: Ragged, table: KeptTable, kv: PagedKV, window: int | None) -> Any:
+        """As `plan_attention`."""
+        ...
 
     def fixed_decode_plan(self, sequences: int, blocks: int, kv: PagedKV, window: int | None) -> Any:
         """A plan for `attention` of up to so many decoding sequences of up to so many blocks."""
         ...
 
-    def refill_decode_plan(self, plan: Any, batch: Ragged, block_table: IntArray, kv: PagedKV) -> None:
+    def refill_decode_plan(self, plan: Any, batch: Ragged, table: KeptTable, kv: PagedKV) -> None:
         """Make it the plan of a batch of decoding sequences, the rest padding. The host does not wait."""
         ...
 

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.interface import IntArray, PagedKV, Ragged
+from kernels.interface import KeptTable, PagedKV, Ragged
 from kernels.transfer import upload
 from kernels.triton.backend import TritonKernels
-from kernels.triton.plan import AttentionPlan, RecurrentPlan, table_rows
+from kernels.triton.plan import AttentionPlan, RecurrentPlan
 from kernels.triton.recurrent import gated_delta
 
 
@@ -55,9 +55,8 @@ class FlashAttnKernels(TritonKernels):
         super().__init__(device)
         self._varlen = _function("flash-attn", ("flash_attn_interface", "flash_attn"), "flash_attn_varlen_func")
 
-    def plan_attention(self, batch: Ragged, block_table: IntArray, kv: PagedKV, window: int | None) -> FlashPlan:  # type: ignore[override]
-        paged = super().plan_attention(batch, block_table, kv, window)
-        return FlashPlan(paged, _gather(batch, block_table, kv, self.device))
+    def plan_kept(self, batch: Ragged, table: KeptTable, kv: PagedKV, window: int | None) -> FlashPlan:  # type: ignore[override]
+        return FlashPlan(super().plan_kept(batch, table, kv, window), _gather(batch, table, kv, self.device))
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: FlashPlan | AttentionPlan, scale: float
@@ -137,12 +136,12 @@ def _function(backend: str, modules: tuple[str, ...], name: str) -> Callable[...
     raise ValueError(f"attention backend {backend!r}: {name} is not installed ({'; '.join(errors)})")
 
 
-def _gather(batch: Ragged, block_table: IntArray, kv: PagedKV, device: torch.device) -> PromptGather | None:
+def _gather(batch: Ragged, table: KeptTable, kv: PagedKV, device: torch.device) -> PromptGather | None:
     first = batch.decode_count
     lens = batch.context_lens[first:]
     if not len(lens):
         return None
-    heads = table_rows(block_table[first:], kv)
+    heads = kv.block_rows(table.here[table.rows[first:], : table.width(batch, kv)])
     rows = [(row[:, None] + np.arange(kv.block_size)).reshape(-1)[:n] for row, n in zip(heads, lens.tolist())]
     query_starts = batch.query_starts[first:] - batch.query_starts[first]
     key_starts = np.concatenate(([0], np.cumsum(lens)))

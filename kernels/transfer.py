@@ -1,4 +1,4 @@
-"""Arrays on their way to a device, through pinned memory, so that the host does not wait for the copy.
+"""Arrays on their way to a device and back, through pinned memory, so that the host does not wait for the copy.
 
 Pinned memory comes from torch's caching host allocator, which gives a piece out again only after the copies from it
 have been done: nothing here is reused by hand, so nothing can be overwritten before the device has read it.
@@ -6,6 +6,7 @@ have been done: nothing here is reused by hand, so nothing can be overwritten be
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -43,3 +44,23 @@ def upload(arrays: list[npt.NDArray[np.int64]], device: torch.device) -> list[Te
         ints[start:end] = array.reshape(-1)
     there = host.to(device, non_blocking=True)
     return [there[start:end] for start, end in spans]
+
+
+def to_host(tensors: list[Tensor]) -> Callable[[], list[list[Any]]]:
+    """Begin to copy them to the host, behind what their device was given until now: what waits for that, as lists.
+
+    What the device is given meanwhile is not waited for.
+    """
+    if not tensors or tensors[0].device.type == "cpu":
+        return lambda: [tensor.tolist() for tensor in tensors]
+    copies = [torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True) for x in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor, non_blocking=True)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+
+    def read() -> list[list[Any]]:
+        done.synchronize()
+        return [copy.tolist() for copy in copies]
+
+    return read

@@ -138,6 +138,7 @@ class KVCache:
         copies = source is None or source.refs > 0 or self.pool.can_allocate([*counts[:-1], counts[-1] + 1])
         chain = Chain(len(self._groups))
         seq.block_tables = [[] for _ in self._groups]
+        seq.table_changes += 1
         for g in self._groups:
             window = self._windows.blocks[g]
             start = 0 if window is None else max(0, len(nodes) - window)
@@ -366,6 +367,7 @@ class KVCache:
                 self._moves.append((group, source, block_moved.id))
                 self._moved.append(block_moved)
             for seq, chain in self._chains.items():
+                seq.table_changes += 1
                 for g, held in enumerate(chain.blocks):
                     seq.block_tables[g][:] = [UNREAD if b is None else b.id for b in held]
             block = self.pool.allocate(kind)
@@ -389,6 +391,7 @@ class KVCache:
             chain.window_starts[g] = max(chain.window_starts[g], min(start, len(held)))
 
     def _merge(self, seq: Sequence, chain: Chain) -> None:
+        seq.table_changes += bool(chain.merges)
         for g, index, known in chain.merges:
             own = chain.blocks[g][index]
             assert own is not None

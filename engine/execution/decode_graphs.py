@@ -14,7 +14,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,8 +21,7 @@ from engine.models import CausalLM
 from engine.models.layers import LayerState, Step
 from engine.models.rope import RopeTable
 from kernels import Kernels, PagedKV, Ragged
-from kernels.interface import FixedPlans, IntArray
-from kernels.transfer import overwrite
+from kernels.interface import FixedPlans, IntArray, KeptTable
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +64,7 @@ class CudaCapture:
 @dataclass(frozen=True, slots=True)
 class _Recorded:
     inputs: Tensor
-    """[2 * size]: token ids, then positions."""
+    """[2, size]: token ids and positions; those of padding are of some sequence before."""
     step: Step
     replay: Replay
     hidden: Tensor
@@ -96,7 +94,12 @@ class DecodeGraphs:
         self._recorded: dict[int, _Recorded | None] = {}
 
     def forward(
-        self, token_ids: IntArray, batch: Ragged, tables: Sequence[IntArray], units: IntArray | None
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: Ragged,
+        tables: Sequence[KeptTable],
+        units: IntArray | None,
     ) -> Tensor | None:
         """Hidden states of a batch of decoding sequences; None for one that must be computed as usual."""
         count = batch.decode_count
@@ -108,9 +111,8 @@ class DecodeGraphs:
         recorded = self._recorded[size]
         if recorded is None:
             return None
-        inputs = np.zeros((2, size), np.int64)
-        inputs[0, :count], inputs[1, :count] = token_ids, batch.positions
-        overwrite(recorded.inputs, inputs)
+        recorded.inputs[0, :count].copy_(token_ids)
+        recorded.inputs[1, :count].copy_(positions)
         for plan, table, kv in zip(recorded.step.plans, tables, self._kv, strict=True):
             self._plans.refill_decode_plan(plan, batch, table, kv)
         if units is not None:
@@ -126,8 +128,8 @@ class DecodeGraphs:
 
     def _record(self, size: int) -> _Recorded | None:
         device = self._ops.device
-        inputs = torch.zeros(2 * size, dtype=torch.int64, device=device)
-        token_ids, positions = inputs[:size], inputs[size:]
+        inputs = torch.zeros(2, size, dtype=torch.int64, device=device)
+        token_ids, positions = inputs
         windows = self._model.windows
         step = Step(
             ops=self._ops,

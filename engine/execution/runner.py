@@ -8,22 +8,28 @@ block or a state that the plan did not fill before.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.cache.spec import CacheSpec
-from engine.execution.block_tables import BlockTables
+from engine.execution.block_tables import BlockTables, Seats
 from engine.execution.decode_graphs import Capture, DecodeGraphs
-from engine.execution.logprobs import LogprobTensors, read_logprobs, token_logprobs
-from engine.execution.sampler import Sampler
+from engine.execution.logprobs import TENSORS, read_logprobs, token_logprobs
+from engine.execution.sampler import Draft, Sampler
 from engine.models import CausalLM
 from engine.models.layers import Step
-from engine.types import BlockId, Chunk, RunnerLost, StepPlan, StepResult, TokenLogprobs, UnitId
+from engine.types import BlockId, Chunk, RunnerLost, StepPlan, StepResult, UnitId
 from kernels import Kernels, PagedKV, Ragged, select
 from kernels.interface import FixedPlans, IntArray
-from kernels.transfer import to_device
+from kernels.transfer import to_device, to_host
+
+Result = TypeVar("Result")
 
 LOGIT_SLAB_BYTES = 64 << 20
 """Logits of prompt positions are made in slabs of at most so many bytes of fp32."""
@@ -39,6 +45,34 @@ def unit_stride_bytes(spec: CacheSpec) -> int:
 def units_for_memory(spec: CacheSpec, memory_bytes: int) -> int:
     """How many units fit in so much memory."""
     return memory_bytes // unit_stride_bytes(spec)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step as the device needs it."""
+
+    plan: StepPlan
+    chunks: list[Chunk]
+    """In the kernels' order."""
+    order: list[int]
+    """Where each of them is in the plan."""
+    batch: Ragged
+    token_ids: Tensor
+    positions: Tensor
+    """[tokens] each."""
+    tables: list[Any]
+    """Of each group: [chunks, blocks], or a KeptTable."""
+    units: IntArray | None
+    """[chunks]: their states."""
+    wanted: Tensor | None
+    """Tokens whose hidden states are wanted; None: all."""
+    starts: list[int]
+    """[chunks + 1]: where each chunk's begin among the wanted."""
+    drawn: list[int]
+    """Chunks that a token is drawn for."""
+    last: Tensor | None
+    """Where their last tokens are among the wanted; None: they are all of them."""
+    draft: Draft | None
 
 
 class ModelRunner:
@@ -70,7 +104,6 @@ class ModelRunner:
         self._sampler = Sampler(model.config.vocab_size, device, eos_token_ids, seed, self._ops.draw)
         self._ropes = model.rope_tables(max_model_len, dtype, device)
         self._windows = model.windows
-        self._tables = [BlockTables(g, spec.block_size) for g in range(len(spec.groups))]
         stride = unit_stride_bytes(spec)
         self._buffer = torch.empty(num_units * stride, dtype=torch.uint8, device=device)
         self._kv = [
@@ -86,26 +119,49 @@ class ModelRunner:
             for g, group in enumerate(spec.groups)
         ]
 
+        self._fixed = self._ops if isinstance(self._ops, FixedPlans) else None
+        self._seats = Seats()
+        blocks_max = -(-max_model_len // spec.block_size)
+        self._tables = [
+            BlockTables(g, kv, blocks_max, None if self._fixed is None else device) for g, kv in enumerate(self._kv)
+        ]
         layout = model.state_layout(dtype)
         self._states = layout.views(self._buffer, stride) if spec.state is not None else []
         self._graphs: DecodeGraphs | None = None
-        if capture is not None and isinstance(self._ops, FixedPlans):
+        if capture is not None and self._fixed is not None:
             self._graphs = DecodeGraphs(
                 model,
                 self._ops,
                 kv=self._kv,
                 states=self._states,
                 ropes=self._ropes,
-                blocks_max=-(-max_model_len // spec.block_size),
+                blocks_max=blocks_max,
                 capture=capture,
             )
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Do the step. Results are in the order of `plan.chunks`. Raises RunnerLost where none can be done any more."""
+        return self.submit(plan)()
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Begin the step, behind those that were begun before; what is returned waits for its result.
+
+        Either may raise, RunnerLost too. The plan is not read after this returns.
+        """
+        return self._guarded(partial(self._submit, plan))
+
+    def _submit(self, plan: StepPlan) -> Callable[[], StepResult]:
+        step = self._prepare(plan)
+        read = self._compute(step)
+        return lambda: self._guarded(lambda: self._result(step, read()))
+
+    def _guarded(self, call: Callable[[], Result]) -> Result:
         try:
-            return self._execute(plan)
+            return call()
         except Exception as error:
+            self._seats.clear()
+            self._sampler.forget()
             try:
                 self._probe()
             except RuntimeError as fault:
@@ -116,19 +172,60 @@ class ModelRunner:
         """Compute something small: a kernel's error sticks to its CUDA context, and fails whatever comes after it."""
         torch.ones(1, device=self.device).sum().item()
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def _prepare(self, plan: StepPlan) -> _Step:
+        """All that the host decides and sends up."""
+        order = sorted(range(len(plan.chunks)), key=lambda i: plan.chunks[i].end - plan.chunks[i].start > 1)
+        chunks = [plan.chunks[i] for i in order]
+        rows, new = self._seats.of(chunks)
+        self._sampler.forget(new)
+        row_list = rows.tolist()
+        for tables in self._tables:
+            tables.update(chunks, row_list, new, self._seats.count)
+        batch = Ragged.of([chunk.start for chunk in chunks], [chunk.end for chunk in chunks])
+        tokens: list[int] = []
+        for chunk in chunks:
+            tokens += chunk.seq.token_ids[chunk.start : chunk.end]
+        wanted, starts = self._wanted_rows(chunks, batch.query_starts)
+        drawn = [i for i, chunk in enumerate(chunks) if chunk.samples]
+        draft = None
+        if drawn and self.model.samples:
+            draft = self._sampler.draft(
+                [chunks[i].seq for i in drawn],
+                [chunks[i].end for i in drawn],
+                [row_list[i] for i in drawn],
+                self._seats.count,
+            )
+        return _Step(
+            plan, chunks, order, batch,
+            token_ids=to_device(np.array(tokens, np.int64), self.device),
+            positions=to_device(batch.positions, self.device),
+            tables=[
+                tables.array(chunks, rows) if self._fixed is None else tables.kept(rows) for tables in self._tables
+            ],
+            units=_state_units(chunks) if self._states else None,
+            wanted=None if wanted is None else to_device(wanted, self.device),
+            starts=starts.tolist(),
+            drawn=drawn,
+            last=to_device(starts[1:][drawn] - 1, self.device) if len(drawn) < starts[-1] else None,
+            draft=draft,
+        )  # fmt: skip
+
+    def _compute(self, step: _Step) -> Callable[[], list[list[Any]]]:
+        """Have the device do it; what waits for what there is to read."""
+        plan = step.plan
         for group, source, target in plan.block_moves:
             self._move_block(group, source, target)
         self._prepare_states(plan)
-        if not plan.chunks:
-            return StepResult([])
-        order = sorted(range(len(plan.chunks)), key=lambda i: plan.chunks[i].end - plan.chunks[i].start > 1)
-        chunks = [plan.chunks[i] for i in order]
-        hidden, starts = self._forward(chunks)
-        result = self._sample(hidden, starts, chunks, order)
+        found: list[Tensor] = []
+        if step.chunks:
+            hidden = self._forward(step)
+            found += self._draw(hidden, step)
+            for i, chunk in enumerate(step.chunks):
+                if _is_scored(chunk):
+                    found += self._prompt_logprobs(hidden[step.starts[i] :], chunk)
         for source_unit, target_unit in plan.state_checkpoints:
             self._copy_unit(source_unit, target_unit)
-        return result
+        return to_host(found)
 
     @torch.inference_mode()
     def record_decode_steps(self, sequences_max: int) -> None:
@@ -140,34 +237,27 @@ class ModelRunner:
         """Give up the recorded steps: NCCL's communicators do not end while a graph holds them."""
         self._graphs = None
 
-    def _forward(self, chunks: list[Chunk]) -> tuple[Tensor, IntArray]:
-        """Hidden states of the wanted rows, [wanted, hidden], and where each chunk's start, [chunks + 1]."""
-        batch = Ragged.of([chunk.start for chunk in chunks], [chunk.end for chunk in chunks])
-        tokens: list[int] = []
-        for chunk in chunks:
-            tokens += chunk.seq.token_ids[chunk.start : chunk.end]
-        token_ids = np.array(tokens, np.int64)
-        tables = [tables.of(chunks) for tables in self._tables]
-        units = _state_units(chunks) if self._states else None
-        rows, starts = self._wanted_rows(chunks, batch.query_starts)
-        wanted = None if rows is None else to_device(rows, self.device)
-        if self._graphs is not None and batch.decode_count == len(chunks):
-            hidden = self._graphs.forward(token_ids, batch, tables, units)
+    def _forward(self, step: _Step) -> Tensor:
+        """Hidden states of the wanted rows, [wanted, hidden]."""
+        batch, tables = step.batch, step.tables
+        if self._graphs is not None and batch.decode_count == len(step.chunks):
+            hidden = self._graphs.forward(step.token_ids, step.positions, batch, tables, step.units)
             if hidden is not None:
-                return hidden if wanted is None else hidden[wanted], starts
-        positions = to_device(batch.positions, self.device)
-        step = Step(
+                return hidden if step.wanted is None else hidden[step.wanted]
+        fixed = self._fixed
+        plan_attention = self._ops.plan_attention if fixed is None else fixed.plan_kept
+        layers = Step(
             ops=self._ops,
-            rotary=[rope.at(positions) for rope in self._ropes],
+            rotary=[rope.at(step.positions) for rope in self._ropes],
             kv=self._kv,
             plans=[
-                self._ops.plan_attention(batch, table, kv, self._windows[g])
+                plan_attention(batch, table, kv, self._windows[g])
                 for g, (table, kv) in enumerate(zip(tables, self._kv, strict=True))
             ],
             states=self._states,
-            state_plan=None if units is None else self._ops.plan_state(batch, units),
+            state_plan=None if step.units is None else self._ops.plan_state(batch, step.units),
         )
-        return self.model.forward(to_device(token_ids, self.device), step, wanted), starts
+        return self.model.forward(step.token_ids, layers, step.wanted)
 
     @staticmethod
     def _wanted_rows(chunks: list[Chunk], query_starts: IntArray) -> tuple[IntArray | None, IntArray]:
@@ -176,49 +266,57 @@ class ModelRunner:
             return None, query_starts  # a decode step
         begins, ends = query_starts[:-1].copy(), query_starts[1:]
         for i, chunk in enumerate(chunks):
-            if chunk.seq.request.params.prompt_logprobs is None or chunk.start >= chunk.seq.prompt_len - 1:
+            if not _is_scored(chunk):
                 begins[i] = ends[i] - chunk.samples
         if (begins == query_starts[:-1]).all():
             return None, query_starts
         rows = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
         return rows, np.concatenate([[0], np.cumsum(ends - begins)])
 
-    def _sample(self, hidden: Tensor, starts: IntArray, chunks: list[Chunk], order: list[int]) -> StepResult:
-        rows = [i for i, chunk in enumerate(chunks) if chunk.samples]
-        result = StepResult([None] * len(chunks))
-        if rows:
-            last = starts[1:][rows] - 1
-            everyone = len(rows) == hidden.shape[0]
-            picked = hidden if everyone else hidden[to_device(last, self.device)]
-            if not self.model.samples:
-                self.model.lend_logits(picked)
-            else:
-                tokens, logprobs = self._sampler.sample(self.model.logits(picked), [chunks[i].seq for i in rows])
-                for j, i in enumerate(rows):
-                    result.sampled[order[i]] = tokens[j]
-                for j, entry in logprobs.items():
-                    result.logprobs[order[rows[j]]] = entry
-        for i, chunk in enumerate(chunks):
-            if chunk.seq.request.params.prompt_logprobs is not None and chunk.start < chunk.seq.prompt_len - 1:
-                result.prompt_logprobs[order[i]] = self._prompt_logprobs(hidden[int(starts[i]) :], chunk)
-        return result
+    def _draw(self, hidden: Tensor, step: _Step) -> list[Tensor]:
+        """The tokens drawn, and their logprobs where somebody wants any."""
+        if not step.drawn:
+            return []
+        picked = hidden if step.last is None else hidden[step.last]
+        if step.draft is None:
+            self.model.lend_logits(picked)
+            return []
+        tokens, logprobs = self._sampler.sample(self.model.logits(picked), step.draft)
+        return [tokens, *logprobs]
 
-    def _prompt_logprobs(self, hidden: Tensor, chunk: Chunk) -> list[TokenLogprobs]:
+    def _prompt_logprobs(self, hidden: Tensor, chunk: Chunk) -> list[Tensor]:
         """Logprobs of the prompt tokens start + 1 .. end; row i of `hidden` is position start + i."""
-        wanted = chunk.seq.request.params.prompt_logprobs or 0
         end = min(chunk.end + 1, chunk.seq.prompt_len)
         count, slab = end - chunk.start - 1, max(1, LOGIT_SLAB_BYTES // (4 * self.model.config.vocab_size))
-        slabs = [hidden[at : min(at + slab, count)] for at in range(0, count, slab)]
-        if not self.model.samples:
-            for rows in slabs:
-                self.model.lend_logits(rows)
-            return []
         tokens = to_device(np.array(chunk.seq.token_ids[chunk.start + 1 : end], np.int64), self.device)
-        queued: list[LogprobTensors] = []
-        for at, rows in zip(range(0, count, slab), slabs, strict=True):
-            targets = tokens[at : at + slab]
-            queued.append(token_logprobs(self.model.logits(rows), targets, [wanted] * len(rows)))
-        return [entry for tensors in queued for entry in read_logprobs(tensors, [wanted] * len(tensors.tokens))]
+        found = []
+        for at in range(0, count, slab):
+            rows = hidden[at : min(at + slab, count)]
+            if self.model.samples:
+                most = chunk.seq.request.params.prompt_logprobs or 0
+                found.append(token_logprobs(self.model.logits(rows), tokens[at : at + slab], most))
+            else:
+                self.model.lend_logits(rows)
+        return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+    def _result(self, step: _Step, found: list[list[Any]]) -> StepResult:
+        """From what was read: the tokens, their logprobs, those of prompts."""
+        result, order = StepResult([None] * len(step.chunks)), step.order
+        if not self.model.samples:
+            return result
+        if step.draft is not None:
+            for i, token in zip(step.drawn, found.pop(0), strict=True):
+                result.sampled[order[i]] = token
+            if rows := step.draft.batch.logprobs:
+                entries = read_logprobs(found[:TENSORS], step.draft.batch.logprob_counts)
+                result.logprobs = {order[step.drawn[row]]: entry for row, entry in zip(rows, entries, strict=True)}
+                del found[:TENSORS]
+        for i, chunk in enumerate(step.chunks):
+            if _is_scored(chunk):
+                most = chunk.seq.request.params.prompt_logprobs or 0
+                result.prompt_logprobs[order[i]] = read_logprobs(found[:TENSORS], [most] * len(found[0]))
+                del found[:TENSORS]
+        return result
 
     def _prepare_states(self, plan: StepPlan) -> None:
         units = self._buffer.view(self.num_units, -1)
@@ -239,6 +337,11 @@ class ModelRunner:
         ]
         old, new = (kv.buffer[start : start + kv.block_elems] for start in starts)
         new.copy_(old)
+
+
+def _is_scored(chunk: Chunk) -> bool:
+    """Whether logprobs of prompt tokens are wanted that this chunk computes."""
+    return chunk.seq.request.params.prompt_logprobs is not None and chunk.start < chunk.seq.prompt_len - 1
 
 
 def _state_units(chunks: list[Chunk]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

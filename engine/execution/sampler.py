@@ -7,23 +7,24 @@ in whatever company it is computed; its tokens differ only where the logits them
 Order of operations is vLLM's: bias and min_tokens, penalties, (greedy rows end here) temperature, min_p, top_k, top_p.
 Logprobs are of the model's raw logits. A row of NaN logits yields some token of the vocabulary, never an error.
 
-The kernels draw (`kernels.sampling`): on a GPU everything is queued and the host waits once, for the tokens.
+The kernels draw (`kernels.sampling`): on a GPU everything is queued, and nothing here waits for it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.execution.logprobs import read_logprobs, token_logprobs
-from engine.types import SamplingParams, Sequence, TokenLogprobs
+from engine.execution.logprobs import token_logprobs
+from engine.execution.penalties import Penalties, PenaltyRows, PenaltyStep, penalises
+from engine.types import Request, SamplingParams, Sequence
 from kernels.sampling import Draws, draw
 from kernels.transfer import to_device
 
@@ -43,29 +44,26 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 @dataclass(slots=True)
-class Row:
-    """What the sampler keeps of a sequence from step to step; rebuilt from the sequence whenever it is not there."""
-
-    seq: Sequence
-    seed: int
-    counted: int
-    """Output tokens that are in `counts`."""
-    counts: dict[int, int] = field(default_factory=dict)
-    """Output token -> how often, where a penalty needs it."""
-    seen: set[int] | None = None
-    """Distinct tokens of prompt and output (the counted ones), where repetition_penalty needs them."""
-
-
-@dataclass(slots=True)
 class Batch:
     """The sampling parameters of a step's rows; reused while the same sequences come in the same order."""
 
     sequences: list[Sequence]
-    rows: list[Row]
-    adjusted: list[int]
-    """Rows whose logits are changed before anything is drawn."""
+    rows: list[int]
+    """Where what is kept of each sequence lies; see `Seats`."""
+    prompt_lens: npt.NDArray[np.int64]
+    adjusted: bool
+    """Whether any row's logits are changed before anything is drawn."""
+    bias: tuple[Tensor, Tensor] | None
+    """(places in the flat logits, amounts) of logit_bias."""
+    least: list[tuple[int, int, npt.NDArray[np.int64]]]
+    """(row, min_tokens, places of the tokens that are banned so long) of each row with min_tokens."""
+    penalised: list[int]
+    penalties: PenaltyRows | None
+    """Of the rows `penalised`."""
     logprobs: list[int]
     """Rows that want logprobs."""
+    logprob_counts: list[int]
+    """How many of the likeliest tokens each of these wants."""
     logprob_rows: Tensor | None
     """These on the device; None where all rows or none want them."""
     drawn: list[int]
@@ -76,8 +74,20 @@ class Batch:
     """But for the numbers in [0, 1), which are each step's own."""
 
 
+@dataclass(slots=True)
+class Draft:
+    """What the host knows of a step's sampling before there are logits."""
+
+    batch: Batch
+    at: Tensor
+    """[rows] fp64 in [0, 1): where each row's distribution is inverted in this step."""
+    banned: Tensor | None
+    """Places in the flat logits."""
+    penalties: PenaltyStep | None
+
+
 class Sampler:
-    """Samples the next token of each sequence."""
+    """Samples the next token of each sequence: `draft` on the host, then `sample` on the device."""
 
     def __init__(
         self,
@@ -94,64 +104,105 @@ class Sampler:
         self._seed = seed
         self._draw = draw
         self._batch: Batch | None = None
+        self._penalties = Penalties(device)
+        self._banned: tuple[list[int], Tensor | None] = ([], None)
+        """The rows that min_tokens banned tokens of last, and the places of these."""
 
-    def sample(self, logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], dict[int, TokenLogprobs]]:
-        """The next token of each row, and row -> logprobs where asked for. logits: [rows, vocab], left unchanged."""
-        batch = self._batch_of(sequences)
-        changed = self._adjust(logits, batch) if batch.adjusted else logits
-        tokens = self._draw(changed, replace(batch.draws, at=self._numbers(batch)))
+    def forget(self, rows: Rows[int] | None = None) -> None:
+        """What is kept in these rows (None: in all) is not of the sequences that come there next."""
+        self._penalties.forget(rows)
+        self._batch = None if rows is None else self._batch
+
+    def draft(self, sequences: list[Sequence], ends: Rows[int], rows: list[int], row_count: int) -> Draft:
+        """The host's part of drawing the token at position `ends[i]` of each sequence, what is kept in row `rows[i]`.
+
+        Of a sequence that comes in every step the token before may be on the device only.
+        """
+        batch = self._batch
+        if batch is None or batch.sequences != sequences or batch.rows != rows:  # sequences compare by identity
+            batch = self._batch = self._new_batch(list(sequences), list(rows))
+            self._banned = ([], None)
+        positions = np.asarray(ends) - batch.prompt_lens
+        at = batch.draws.at
+        if batch.drawn:
+            numbers = np.zeros(len(sequences))
+            numbers[batch.drawn] = uniforms(batch.seeds, positions[batch.drawn].astype(np.uint64))
+            at = to_device(numbers, self._device)
+        banned = [i for i, (row, least, _) in enumerate(batch.least) if positions[row] < least]
+        if banned != self._banned[0]:
+            places = to_device(np.concatenate([batch.least[i][2] for i in banned]), self._device) if banned else None
+            self._banned = (banned, places)
+        penalties = None
+        if batch.penalised:
+            penalties = self._penalties.draft(
+                [rows[i] for i in batch.penalised], [sequences[i] for i in batch.penalised], row_count
+            )
+        return Draft(batch, at, self._banned[1], penalties)
+
+    def sample(self, logits: Tensor, draft: Draft) -> tuple[Tensor, list[Tensor]]:
+        """(the next token of each row, [rows] int64; `token_logprobs` of the rows `draft.batch.logprobs`).
+
+        logits: [rows, vocab], left unchanged. Nothing is waited for where the kernels draw.
+        """
+        batch = draft.batch
+        changed = self._adjust(logits, draft) if batch.adjusted else logits
+        tokens = self._draw(changed, replace(batch.draws, at=draft.at))
+        if batch.penalties is not None:
+            assert draft.penalties is not None
+            self._penalties.count(tokens, batch.penalties, draft.penalties)
         if not batch.logprobs:
-            return to_host(tokens), {}
+            return tokens, []
         raw, chosen = logits, tokens
         if batch.logprob_rows is not None:
             raw, chosen = logits.index_select(0, batch.logprob_rows), tokens.index_select(0, batch.logprob_rows)
-        wanted = [sequences[i].request.params.logprobs or 0 for i in batch.logprobs]
-        entries = token_logprobs(raw, chosen, wanted)  # queued before the host waits for the tokens
-        return to_host(tokens), dict(zip(batch.logprobs, read_logprobs(entries, wanted), strict=True))
+        return tokens, token_logprobs(raw, chosen, max(batch.logprob_counts))
 
-    def _numbers(self, batch: Batch) -> Tensor:
-        """[rows] fp64 in [0, 1): where each row's distribution is inverted in this step."""
-        if not batch.drawn:
-            return batch.draws.at
-        numbers = np.zeros(len(batch.sequences))
-        numbers[batch.drawn] = uniforms(batch.seeds, _positions(batch))
-        return to_device(numbers, self._device)
-
-    def _batch_of(self, sequences: list[Sequence]) -> Batch:
-        last = self._batch
-        if last is not None and last.sequences == sequences:  # sequences are compared by identity
-            return last
-        known = {row.seq: row for row in last.rows} if last is not None else {}
-        rows = [known.get(seq) or self._row(seq) for seq in sequences]
-        self._batch = self._new_batch(list(sequences), rows)
-        return self._batch
-
-    def _row(self, seq: Sequence) -> Row:
-        params = seq.request.params
-        seed = params.seed
-        if seed is None:
-            digest = hashlib.blake2b(f"{self._seed}/{seq.request.request_id}".encode(), digest_size=8).digest()
-            seed = int.from_bytes(digest, "little")
-        row = Row(seq, seed & (2**64 - 1), counted=0)
-        if params.repetition_penalty != 1.0:
-            row.seen = set(seq.token_ids[: seq.prompt_len])
-        return row
-
-    def _new_batch(self, sequences: list[Sequence], rows: list[Row]) -> Batch:
+    def _new_batch(self, sequences: list[Sequence], rows: list[int]) -> Batch:
         params = [seq.request.params for seq in sequences]
         drawn = [i for i, p in enumerate(params) if p.temperature > 0.0]
         logprobs = [i for i, p in enumerate(params) if p.logprobs is not None]
+        penalised = [i for i, p in enumerate(params) if penalises(p)]
         some = 0 < len(logprobs) < len(sequences)
         return Batch(
             sequences=sequences,
             rows=rows,
-            adjusted=[i for i, p in enumerate(params) if _adjusts(p)],
+            prompt_lens=np.array([seq.prompt_len for seq in sequences]),
+            adjusted=any(p.logit_bias or p.min_tokens or penalises(p) for p in params),
+            bias=self._bias(params),
+            least=[
+                (i, p.min_tokens, self._places(i, [*self._eos, *p.stop_token_ids]))
+                for i, p in enumerate(params) if p.min_tokens
+            ],
+            penalised=penalised,
+            penalties=PenaltyRows.of(params, penalised, [rows[i] for i in penalised], self._device)
+            if penalised else None,
             logprobs=logprobs,
+            logprob_counts=[params[i].logprobs or 0 for i in logprobs],
             logprob_rows=to_device(np.array(logprobs, np.int64), self._device) if some else None,
             drawn=drawn,
-            seeds=np.array([rows[i].seed for i in drawn], np.uint64),
+            seeds=np.array([self._row_seed(sequences[i].request) for i in drawn], np.uint64),
             draws=self._draws(params),
-        )
+        )  # fmt: skip
+
+    def _row_seed(self, request: Request) -> int:
+        if (seed := request.params.seed) is None:
+            digest = hashlib.blake2b(f"{self._seed}/{request.request_id}".encode(), digest_size=8).digest()
+            seed = int.from_bytes(digest, "little")
+        return seed & (2**64 - 1)
+
+    def _bias(self, params: list[SamplingParams]) -> tuple[Tensor, Tensor] | None:
+        biased = [(i, p.logit_bias) for i, p in enumerate(params) if p.logit_bias]
+        if not biased:
+            return None
+        places = np.concatenate([self._places(i, list(bias)) for i, bias in biased])
+        amounts = np.array([amount for _, bias in biased for amount in bias.values()], np.float32)
+        return to_device(places, self._device), to_device(amounts, self._device)
+
+    def _places(self, row: int, tokens: list[int]) -> npt.NDArray[np.int64]:
+        """Of the row's tokens in the flat logits."""
+        places = np.array(tokens, np.int64)
+        assert not len(places) or 0 <= places.min() <= places.max() < self._vocab_size, "a token without a logit"
+        return places + row * self._vocab_size
 
     def _draws(self, params: Rows[SamplingParams]) -> Draws:
         """Of all rows, with 0 as the number of each."""
@@ -162,102 +213,25 @@ class Sampler:
         kinds[1, :count] = [p.min_p for p in params]
         kinds[2, :count] = [p.top_p for p in params]
         temperature, min_p, top_p = to_device(kinds, self._device)[:, :count].unbind()
-        top_k = np.array([p.top_k if 0 < p.top_k < vocab else vocab for p in params], np.int32)
+        top_k = np.array([self._top_k(p) or vocab for p in params], np.int32)
         return Draws(
             temperature, min_p, to_device(top_k, self._device), top_p,
             torch.zeros(count, dtype=torch.float64, device=self._device),
         )  # fmt: skip
 
-    def _adjust(self, logits: Tensor, batch: Batch) -> Tensor:
-        """A float copy of the logits with bias, min_tokens and penalties applied to the rows that have them."""
+    def _top_k(self, params: SamplingParams) -> int:
+        """top_k where it cuts anything, else 0."""
+        return params.top_k if 0 < params.top_k < self._vocab_size else 0
+
+    def _adjust(self, logits: Tensor, draft: Draft) -> Tensor:
+        """A float copy of the logits, changed. Whatever changes logits before a draw has its place here, in order."""
         changed = logits.float().clone() if logits.dtype == torch.float32 else logits.float()
-        flat = changed.view(-1)
-        biased, banned, repeated, counted = list[Changes](), list[Changes](), list[Changes](), list[Changes]()
-        for i in batch.adjusted:
-            row, at = batch.rows[i], (i, logits.shape[1])
-            params = row.seq.request.params
-            if params.logit_bias:
-                biased.append(Changes.of(params.logit_bias, params.logit_bias.values(), at))
-            if row.seq.output_len < params.min_tokens:
-                banned.append(Changes.of([*self._eos, *params.stop_token_ids], None, at))
-            if _penalises(params):
-                _count(row)
-                if row.seen is not None:
-                    repeated.append(Changes.of(row.seen, params.repetition_penalty, at))
-                amounts = np.fromiter(row.counts.values(), np.float32, len(row.counts))
-                amounts = params.frequency_penalty * amounts + params.presence_penalty
-                counted.append(Changes.of(row.counts, -amounts, at))
-        if biased:
-            flat.index_add_(0, *self._there(biased))
-        if banned:
-            flat.index_fill_(0, self._there(banned)[0], float("-inf"))
-        if repeated:
-            places, penalties = self._there(repeated)
-            old = flat.index_select(0, places)
-            flat.index_copy_(0, places, torch.where(old > 0, old / penalties, old * penalties))
-        if counted:
-            flat.index_add_(0, *self._there(counted))
+        batch, flat = draft.batch, changed.view(-1)
+        if batch.bias is not None:
+            flat.index_add_(0, *batch.bias)
+        if draft.banned is not None:
+            flat.index_fill_(0, draft.banned, float("-inf"))
+        if batch.penalties is not None:
+            assert draft.penalties is not None
+            self._penalties.apply(changed, batch.penalties, draft.penalties)
         return changed
-
-    def _there(self, changes: list[Changes]) -> tuple[Tensor, Tensor]:
-        """(places, amounts) of all of them, on the device."""
-        places = np.concatenate([change.places for change in changes])
-        amounts = np.concatenate([change.amounts for change in changes])
-        return to_device(places, self._device), to_device(amounts, self._device)
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """What is done to some logits of one row."""
-
-    places: npt.NDArray[np.int64]
-    """In the flat logits of all rows; distinct."""
-    amounts: npt.NDArray[np.float32]
-
-    @staticmethod
-    def of(
-        tokens: Collection[int],
-        amounts: Collection[float] | npt.NDArray[np.float32] | float | None,
-        at: tuple[int, int],
-    ) -> Changes:
-        """`amounts`: one for each token, or one for all; None where it is the place alone that counts.
-
-        `at`: the row, and how many logits a row has.
-        """
-        row, width = at
-        places = np.fromiter(tokens, np.int64, len(tokens))
-        assert not len(places) or 0 <= places.min() <= places.max() < width, "a token outside of its row's logits"
-        places += row * width
-        if isinstance(amounts, Collection):
-            return Changes(places, np.fromiter(amounts, np.float32, len(tokens)))
-        return Changes(places, np.full(len(tokens), amounts or 0.0, np.float32))
-
-
-def _count(row: Row) -> None:
-    """Take in what the sequence has generated since it was last sampled."""
-    seq = row.seq
-    new = seq.token_ids[seq.prompt_len + row.counted :]
-    for token in new:
-        row.counts[token] = row.counts.get(token, 0) + 1
-    if row.seen is not None:
-        row.seen.update(new)
-    row.counted = seq.output_len
-
-
-def _positions(batch: Batch) -> npt.NDArray[np.uint64]:
-    """The output position of each drawn row."""
-    return np.array([batch.rows[i].seq.output_len for i in batch.drawn], np.uint64)
-
-
-def to_host(tokens: Tensor) -> list[int]:
-    """The tokens of a step: where the host waits for the device."""
-    chosen: list[int] = tokens.tolist()
-    return chosen
-
-
-def _penalises(p: SamplingParams) -> bool:
-    return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
-
-
-def _adjusts(p: SamplingParams) -> bool:
-    return bool(p.logit_bias) or p.min_tokens > 0 or _penalises(p)

@@ -92,6 +92,7 @@ class PlanReader:
         tokens += [0] * (chunk.start - len(tokens))
         tokens[chunk.start :] = chunk.token_ids
         for table, change in zip(seq.block_tables, chunk.tables, strict=True):
+            seq.table_changes += change.kept < len(table)
             table[change.kept :] = change.blocks
         seq.state_unit = chunk.state_unit
         return Chunk(seq, chunk.start, len(tokens), samples=chunk.samples)

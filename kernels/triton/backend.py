@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.interface import IntArray, PagedKV, Ragged
+from kernels.interface import IntArray, KeptTable, PagedKV, Ragged
 from kernels.sampling import Draws
 from kernels.triton import attention as attention_kernels
 from kernels.triton import experts as expert_kernels
@@ -62,8 +62,11 @@ class TritonKernels:
     # attention
 
     def plan_attention(self, batch: Ragged, block_table: IntArray, kv: PagedKV, window: int | None) -> AttentionPlan:
+        return self.plan_kept(batch, KeptTable.of(block_table, kv, self.device), kv, window)
+
+    def plan_kept(self, batch: Ragged, table: KeptTable, kv: PagedKV, window: int | None) -> AttentionPlan:
         splits = self._splits(batch.decode_count, kv)
-        return plan_attention(batch, block_table, kv, window, self.device, splits)
+        return plan_attention(batch, table, kv, window, self.device, splits)
 
     def fixed_decode_plan(self, sequences: int, blocks: int, kv: PagedKV, window: int | None) -> AttentionPlan:
         return fixed_decode_plan(sequences, blocks, window, self.device, self._splits(sequences, kv))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.interface import IntArray, PagedKV, Ragged, slot_rows
+from kernels.interface import IntArray, KeptTable, PagedKV, Ragged
 from kernels.transfer import ALIGNED_INTS, overwrite, upload
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -41,8 +41,7 @@ class AttentionPlan:
     lens: Tensor
     """[sequences]: context lengths."""
     table: Tensor
-    """[width, sequences]: row of the first token of each block, K of layer 0. Blocks first, so that what a step needs
-    of a table made for longer sequences lies in one piece."""
+    """[width, sequences]: row of the first token of each block, K of layer 0."""
     batch: Ragged | None
     """None in a fixed plan, which has no prefill."""
     decode_count: int
@@ -51,7 +50,7 @@ class AttentionPlan:
     window: int | None
     tiles_by_size: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     refilled: Tensor | None = None
-    """Of a fixed plan: slots, lens and table in one piece."""
+    """Of a fixed plan: slots, lens and the rows of its sequences in one piece, [3, step]."""
 
     def tiles(self, queries: int) -> tuple[Tensor, Tensor]:
         """[tiles] each: sequence and first query in it of each tile of prefill queries; uploaded once a step.
@@ -74,34 +73,28 @@ def tiles_of(batch: Ragged, size: int) -> tuple[IntArray, IntArray]:
     return seq, first * size
 
 
-def table_rows(block_table: IntArray, kv: PagedKV) -> IntArray:
-    """Row of the first token of each block; what lies past a context may be anything and stays in range."""
-    blocks = kv.buffer.numel() // kv.unit_elems * kv.blocks_per_unit
-    return kv.block_rows(np.clip(block_table, 0, blocks - 1))
-
-
 def plan_attention(
-    batch: Ragged, block_table: IntArray, kv: PagedKV, window: int | None, device: torch.device, splits: int
+    batch: Ragged, table: KeptTable, kv: PagedKV, window: int | None, device: torch.device, splits: int
 ) -> AttentionPlan:
     """The plan of any batch."""
-    arrays = [slot_rows(batch, block_table, kv), batch.query_starts, batch.context_lens, table_rows(block_table, kv).T]
-    slots, starts, lens, flat = upload(arrays, device)
-    table = flat.view(-1, len(block_table))
-    return AttentionPlan(slots, starts, lens, table, batch, batch.decode_count, splits, window)
+    arrays = [table.slot_rows(batch, kv), batch.query_starts, batch.context_lens, table.rows]
+    slots, starts, lens, rows = upload(arrays, device)
+    chosen = table.there[: table.width(batch, kv)].index_select(1, rows)
+    return AttentionPlan(slots, starts, lens, chosen, batch, batch.decode_count, splits, window)
 
 
 def fixed_decode_plan(
     sequences: int, width: int, window: int | None, device: torch.device, splits: int
 ) -> AttentionPlan:
     """A plan of `sequences` decoding sequences of up to `width` blocks, all of them padding until it is refilled."""
-    lens_at, table_at = _places(sequences)
-    whole = torch.zeros(table_at + width * sequences, dtype=torch.int32, device=device)
-    whole[:sequences] = -1
+    step = -(-sequences // ALIGNED_INTS) * ALIGNED_INTS  # each piece begins at a multiple of 16 bytes
+    whole = torch.zeros(3, step, dtype=torch.int32, device=device)
+    whole[0] = -1
     return AttentionPlan(
-        slots=whole[:sequences],
+        slots=whole[0, :sequences],
         starts=torch.arange(sequences + 1, dtype=torch.int32, device=device),
-        lens=whole[lens_at : lens_at + sequences],
-        table=whole[table_at:].view(width, sequences),
+        lens=whole[1, :sequences],
+        table=torch.zeros(width, sequences, dtype=torch.int32, device=device),
         batch=None,
         decode_count=sequences,
         splits=splits,
@@ -110,25 +103,19 @@ def fixed_decode_plan(
     )
 
 
-def _places(sequences: int) -> tuple[int, int]:
-    """Where lens and table begin in a fixed plan: at multiples of 16 bytes."""
-    step = -(-sequences // ALIGNED_INTS) * ALIGNED_INTS
-    return step, 2 * step
-
-
-def refill_decode_plan(plan: AttentionPlan, batch: Ragged, block_table: IntArray, kv: PagedKV) -> None:
+def refill_decode_plan(plan: AttentionPlan, batch: Ragged, table: KeptTable, kv: PagedKV) -> None:
     """Write a batch of at most as many decoding sequences into a fixed plan; the rest becomes padding. One transfer."""
-    size, count, width = plan.decode_count, batch.decode_count, block_table.shape[1]
+    size, count, width = plan.decode_count, batch.decode_count, table.width(batch, kv)
     assert count == len(batch.context_lens) <= size, "only decoding sequences fit a fixed plan"
     assert width <= plan.table.shape[0], f"{width} blocks in a table of {plan.table.shape[0]}"
     assert plan.refilled is not None, "not a fixed plan"
-    lens_at, table_at = _places(size)
-    new = np.zeros(table_at + width * size, np.int32)
-    new[:count] = slot_rows(batch, block_table, kv)
-    new[count:size] = -1
-    new[lens_at : lens_at + count] = batch.context_lens
-    new[table_at:].reshape(width, size)[:, :count] = table_rows(block_table, kv).T
-    overwrite(plan.refilled, new)
+    new = np.zeros(plan.refilled.shape, np.int32)
+    new[0] = -1
+    new[0, :count] = table.slot_rows(batch, kv)
+    new[1, :count] = batch.context_lens
+    new[2, :count] = table.rows
+    overwrite(plan.refilled.view(-1), new)
+    torch.index_select(table.there[:width], 1, plan.refilled[2, :size], out=plan.table[:width])
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,11 +60,11 @@ class Driver:
         self.hidden: list[torch.Tensor] = []
         forward = self.runner._forward
 
-        def recording(chunks: list[Chunk]) -> object:
-            hidden, starts = forward(chunks)
-            self.hidden = [hidden[starts[i] : starts[i + 1]].clone() for i in range(len(chunks))]
-            self.forwarded = chunks
-            return hidden, starts
+        def recording(step: Any) -> torch.Tensor:
+            hidden = forward(step)
+            self.hidden = [hidden[step.starts[i] : step.starts[i + 1]].clone() for i in range(len(step.chunks))]
+            self.forwarded = step.chunks
+            return hidden
 
         self.runner._forward = recording  # type: ignore[assignment, method-assign]
         if all_rows:

@@ -1,56 +1,86 @@
-"""Block tables as arrays, against a plain conversion, whatever happens to the lists between steps."""
+"""Block tables kept on host and device, against the lists they were made from, whatever happens between steps."""
 
 from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
+import torch
 
-from engine.execution.block_tables import BlockTables
+from engine.execution.block_tables import ROWS, BlockTables, Seats
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence
+from kernels import PagedKV
+
+CPU = torch.device("cpu")
+POOL = PagedKV(
+    torch.zeros(40 * 100), unit_elems=100, blocks_per_unit=3, block_size=4, num_layers=1, num_kv_heads=1, head_dim=4
+)  # fmt: skip
+
+
+def blocks(rng: random.Random, count: int) -> list[BlockId]:
+    return [BlockId(rng.randrange(99)) for _ in range(count)]
 
 
 def sequence(rng: random.Random) -> Sequence:
-    tables = [[BlockId(rng.randrange(99)) for _ in range(5)] for _ in range(2)]
-    return Sequence(Request(request_id="r", token_ids=[], params=SamplingParams()), [], 0, 0.0, block_tables=tables)
+    request = Request(request_id="r", token_ids=[], params=SamplingParams())
+    return Sequence(request, [], 0, 0.0, block_tables=[blocks(rng, 5) for _ in range(2)])
 
 
 def test_tables_are_those_of_this_step() -> None:
     seed = random.randrange(2**32)
     print("seed", seed)
     rng = random.Random(seed)
-    groups = [BlockTables(group, 4) for group in range(2)]
-    seqs = [sequence(rng) for _ in range(6)]
+    seats, groups = Seats(), [BlockTables(group, POOL, 80, CPU) for group in range(2)]
+    seqs = [sequence(rng) for _ in range(ROWS + 9)]
     for _ in range(300):
         for seq in seqs:
-            for group, table in enumerate(seq.block_tables):
-                what = rng.random()
-                if what < 0.2:
-                    table.append(BlockId(rng.randrange(99)))
-                elif what < 0.3:
-                    table[rng.randrange(len(table))] = BlockId(rng.randrange(99))
-                elif what < 0.4 and len(table) > 5:
-                    table.pop(rng.randrange(len(table)))
-                elif what < 0.45:
-                    seq.block_tables[group] = [BlockId(rng.randrange(99)) for _ in range(5)]
+            what = rng.random()
+            if what < 0.2:
+                for table in seq.block_tables:
+                    if len(table) < 80:
+                        table.append(BlockId(rng.randrange(99)))
+            elif what < 0.3:
+                table = rng.choice(seq.block_tables)
+                table[rng.randrange(len(table))] = BlockId(rng.randrange(99))
+                seq.table_changes += 1
+            elif what < 0.35:
+                seq.block_tables = [blocks(rng, 5) for _ in range(2)]
+                seq.table_changes += 1
         if rng.random() < 0.2:  # gone, and its memory with it
-            seqs[rng.randrange(6)] = sequence(rng)
-        chosen = rng.sample(seqs, rng.randrange(1, 7))
+            seqs[rng.randrange(len(seqs))] = sequence(rng)
+        if rng.random() < 0.05:
+            seats.clear()
+        chosen = seqs[:3] if rng.random() < 0.5 else rng.sample(seqs, rng.randrange(1, len(seqs)))
+        ends = [rng.randrange(1, 4 * len(seq.block_tables[0]) + 1) for seq in chosen]
+        chunks = [Chunk(seq, end - 1, end, samples=True) for seq, end in zip(chosen, ends)]
+        rows, new = seats.of(chunks)
+        assert len(set(rows.tolist())) == len(chunks)
         for group, tables in enumerate(groups):
-            chunks = []
-            for seq in chosen:
-                end = rng.randrange(1, 4 * len(seq.block_tables[group]) + 1)
-                chunks.append(Chunk(seq, end - 1, end, samples=True))
-            found = tables.of(chunks)
-            assert found.shape == (len(chunks), max(-(-chunk.end // 4) for chunk in chunks))
-            for row, chunk in zip(found, chunks, strict=True):
+            tables.update(chunks, rows.tolist(), new, seats.count)
+            kept, found = tables.kept(rows), tables.array(chunks, rows)
+            assert len(found) == len(chunks)
+            for row, here, chunk in zip(rows, found, chunks, strict=True):
                 width = -(-chunk.end // 4)
-                assert row[:width].tolist() == chunk.seq.block_tables[group][:width]
-                assert not np.any(row[width:])
+                table = chunk.seq.block_tables[group][:width]
+                assert here[:width].tolist() == table
+                assert kept.there[:width, row].tolist() == [POOL.block_rows(block) for block in table]
+
+
+def test_a_decode_step_sends_new_blocks_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, seats, tables = random.Random(0), Seats(), BlockTables(0, POOL, 80, CPU)
+    sent: list[int] = []
+    monkeypatch.setattr(tables, "_send", lambda there, written: sent.extend(len(new) for _, _, new in written))
+    seqs = [sequence(rng) for _ in range(4)]
+    for step in range(6):
+        if step == 3:
+            seqs[1].block_tables[0].append(BlockId(7))
+        chunks = [Chunk(seq, 19, 20, samples=True) for seq in seqs]
+        rows, new = seats.of(chunks)
+        tables.update(chunks, rows.tolist(), new, seats.count)
+    assert sent == [5, 5, 5, 5, 1]
 
 
 def test_too_few_blocks() -> None:
-    seq = sequence(random.Random(0))
+    chunk = Chunk(sequence(random.Random(0)), 20, 21, samples=True)
     with pytest.raises(AssertionError, match="r: 5 blocks for 21 tokens"):
-        BlockTables(0, 4).of([Chunk(seq, 20, 21, samples=True)])
+        BlockTables(0, POOL, 80, None).update([chunk], [0], [0], ROWS)

@@ -12,6 +12,7 @@ import inspect
 import os
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.execution import runner as runner_module
-from engine.execution import sampler as sampler_module
 from engine.execution.runner import ModelRunner
 from engine.models import HfConfig, Shard, build_model
 from engine.tiny.model import Recipe, cached_model
-from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, TokenLogprobs, UnitId
+from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
 from kernels.transfer import to_device, upload
 from kernels.triton.backend import TritonKernels
 
@@ -158,14 +158,14 @@ def look_only(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **
 LAUNCHED: set[str] = set()
 
 
+def read(tensors: list[torch.Tensor]) -> list[list[Any]]:
+    return [torch.ones(x.shape, dtype=x.dtype, device="cpu").tolist() for x in tensors]
+
+
 @pytest.fixture
 def guard(monkeypatch: pytest.MonkeyPatch) -> Guard:
     monkeypatch.setattr(InterpretedFunction, "run", look_only)
-    monkeypatch.setattr(sampler_module, "to_host", lambda tokens: [1] * tokens.shape[0])
-    for module in (sampler_module, runner_module):
-        monkeypatch.setattr(
-            module, "read_logprobs", lambda found, counts: [TokenLogprobs(1, -1.0, 1, [])] * len(found.values)
-        )
+    monkeypatch.setattr(runner_module, "to_host", lambda tensors: partial(read, tensors))
     LAUNCHED.clear()
     return Guard()
 
@@ -227,8 +227,8 @@ class Hand:
         chunks = [Chunk(seq, seq.computed, end, samples=end == len(seq.token_ids)) for seq, end in parts]
         resets = [c.seq.state_unit for c in chunks if c.seq.state_unit is not None and c.start == 0]
         # Inference mode would hand composite operations to the guard whole, and show it nothing of what they do.
-        execute = inspect.unwrap(ModelRunner.execute)
-        result = execute(self.runner, StepPlan(chunks, state_resets=resets, **copies))
+        submit = inspect.unwrap(ModelRunner.submit)
+        result = submit(self.runner, StepPlan(chunks, state_resets=resets, **copies))()
         for chunk, token in zip(chunks, result.sampled, strict=True):
             chunk.seq.computed = chunk.end
             assert (token is not None) == (chunk.samples and self.runner.model.samples)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hand_driver import Driver
 
-from engine.execution import logprobs, runner, sampler
+from engine.execution import runner
 from engine.execution.decode_graphs import CudaCapture
 from engine.tiny.model import Recipe, cached_model
 from engine.types import SamplingParams
@@ -43,19 +43,21 @@ def no_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
         return
 
-    def waiting(read):
-        def call(*args):
+    begin = runner.to_host
+
+    def to_host(tensors):
+        read = begin(tensors)
+
+        def waiting():
             torch.cuda.set_sync_debug_mode("default")
             try:
-                return read(*args)
+                return read()
             finally:
                 torch.cuda.set_sync_debug_mode("error")
 
-        return call
+        return waiting
 
-    monkeypatch.setattr(sampler, "to_host", waiting(sampler.to_host))
-    for module in (sampler, runner):
-        monkeypatch.setattr(module, "read_logprobs", waiting(logprobs.read_logprobs))
+    monkeypatch.setattr(runner, "to_host", to_host)
     yield
     torch.cuda.set_sync_debug_mode("default")
 

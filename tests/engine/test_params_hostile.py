@@ -138,5 +138,6 @@ def test_an_end_token_that_the_model_has_no_logit_of_is_passed_over() -> None:
     logits[1, 3] = 1.0
     params = [SamplingParams(temperature=0, min_tokens=4), VICTIM]
     rows = [Sequence(Request(request_id=str(i), token_ids=[1], params=p), [1], 1, 0.0) for i, p in enumerate(params)]
-    tokens, _ = Sampler(8, torch.device("cpu"), eos_token_ids=(11,)).sample(logits, rows)
+    sampler = Sampler(8, torch.device("cpu"), eos_token_ids=(11,))
+    tokens, _ = sampler.sample(logits, sampler.draft(rows, [1, 1], [0, 1], 2))
     assert tokens[1] == 3

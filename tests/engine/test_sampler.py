@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence as Rows
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,13 +13,32 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.execution.block_tables import Seats
 from engine.execution.logprobs import read_logprobs, token_logprobs
 from engine.execution.sampler import Sampler, uniforms
-from engine.types import Request, SamplingParams, Sequence
+from engine.types import Chunk, Request, SamplingParams, Sequence, TokenLogprobs
 from kernels import sampling
 
 VOCAB = 97
 CPU = torch.device("cpu")
+
+
+class Drawing:
+    """A sampler as the runner drives it."""
+
+    def __init__(self, *args: Any, **others: Any) -> None:
+        self.sampler, self.seats = Sampler(*args, **others), Seats()
+
+    def __call__(self, logits: torch.Tensor, seqs: list[Sequence]) -> tuple[list[int], dict[int, TokenLogprobs]]:
+        """(the next token of each row, row -> logprobs where asked for)."""
+        ends = [len(seq.token_ids) for seq in seqs]
+        rows, new = self.seats.of([Chunk(seq, end - 1, end, samples=True) for seq, end in zip(seqs, ends)])
+        self.sampler.forget(new)
+        draft = self.sampler.draft(seqs, ends, rows.tolist(), self.seats.count)
+        tokens, found = self.sampler.sample(logits, draft)
+        batch = draft.batch
+        entries = read_logprobs([x.tolist() for x in found], batch.logprob_counts) if found else []
+        return tokens.tolist(), dict(zip(batch.logprobs, entries, strict=True))
 
 
 def sequence(params: SamplingParams, prompt: Rows[int] = (1,), output: Rows[int] = (), name: str = "r") -> Sequence:
@@ -87,7 +107,7 @@ def test_draws_by_inversion_of_the_naive_distribution(params, seed, candidates):
     before = logits.clone()
     candidates_before, sampling.CANDIDATES = sampling.CANDIDATES, candidates
     try:
-        tokens, logprobs = Sampler(VOCAB, CPU, (0, 9), seed).sample(logits, seqs)
+        tokens, logprobs = Drawing(VOCAB, CPU, (0, 9), seed)(logits, seqs)
     finally:
         sampling.CANDIDATES = candidates_before
     assert logprobs == {}
@@ -111,7 +131,7 @@ def test_frequencies(params):
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
     one = sequence(params, [1, 2, 3], [4, 4, 5])
     seqs = [sequence(params, [1, 2, 3], [4, 4, 5], name=str(i)) for i in range(count)]
-    tokens, _ = Sampler(VOCAB, CPU, seed=3).sample(logits.expand(count, -1), seqs)
+    tokens, _ = Drawing(VOCAB, CPU, seed=3)(logits.expand(count, -1), seqs)
     expected = np.array(naive_distribution(logits[0].tolist(), one, ()))
     found = np.bincount(tokens, minlength=VOCAB) / count
     assert np.abs(found - expected).sum() / 2 < 0.03
@@ -125,14 +145,14 @@ def test_seeded_requests_draw_the_same_in_any_company():
     for output in range(20):
         logits = torch.randn(1, VOCAB, generator=rng)
         seq = sequence(seeded, [1, 2], [3] * output, name=f"alone{output}")
-        alone += Sampler(VOCAB, CPU, seed=1).sample(logits, [seq])[0]
+        alone += Drawing(VOCAB, CPU, seed=1)(logits, [seq])[0]
         others = [
             sequence(SamplingParams(temperature=1.3), name="x"),
             sequence(SamplingParams(temperature=0.0), name="y"),
         ]
         seq = sequence(seeded, [1, 2], [3] * output, name=f"company{output}")
         rows = torch.cat((torch.randn(1, VOCAB, generator=rng), logits, torch.randn(1, VOCAB, generator=rng)))
-        company.append(Sampler(VOCAB, CPU, seed=2).sample(rows, [others[0], seq, others[1]])[0][1])
+        company.append(Drawing(VOCAB, CPU, seed=2)(rows, [others[0], seq, others[1]])[0][1])
     assert alone == company
     assert len(set(alone)) > 5
 
@@ -140,9 +160,7 @@ def test_seeded_requests_draw_the_same_in_any_company():
 def test_unseeded_requests_differ():
     logits = torch.zeros(64, VOCAB)
     draws = [
-        tuple(
-            Sampler(VOCAB, CPU, seed=s).sample(logits, [sequence(SamplingParams(), name=str(i)) for i in range(64)])[0]
-        )
+        tuple(Drawing(VOCAB, CPU, seed=s)(logits, [sequence(SamplingParams(), name=str(i)) for i in range(64)])[0])
         for s in (1, 2)
     ]
     assert draws[0] != draws[1]
@@ -161,13 +179,13 @@ def test_uniforms_are_uniform():
 
 def test_the_same_sequences_again_see_new_penalties():
     """The batch is reused from step to step; counts still follow the outputs."""
-    sampler = Sampler(VOCAB, CPU)
+    draw = Drawing(VOCAB, CPU)
     seqs = [sequence(SamplingParams(temperature=0.0, frequency_penalty=1.0), name=str(i)) for i in range(2)]
     logits = torch.zeros(2, VOCAB)
     logits[:, 7], logits[:, 8] = 2.5, 1.0
     drawn = []
     for _ in range(5):
-        tokens, _ = sampler.sample(logits, seqs)
+        tokens, _ = draw(logits, seqs)
         drawn.append(tokens[0])
         for seq, token in zip(seqs, tokens, strict=True):
             seq.token_ids.append(token)
@@ -181,7 +199,7 @@ def test_the_same_sequences_again_see_new_penalties():
 def test_bad_logits_yield_a_token(params, bad):
     logits = torch.full((3, VOCAB), bad)
     logits[2, 4] = 1.0
-    tokens, _ = Sampler(VOCAB, CPU).sample(logits, [sequence(params, name=str(i)) for i in range(3)])
+    tokens, _ = Drawing(VOCAB, CPU)(logits, [sequence(params, name=str(i)) for i in range(3)])
     assert all(0 <= token < VOCAB for token in tokens)
 
 
@@ -193,7 +211,7 @@ def test_logprobs(dtype):
         sequence(SamplingParams(temperature=0.0, logprobs=want, logit_bias={5: 100.0}), name=str(i))
         for i, want in enumerate(wants)
     ]
-    tokens, found = Sampler(VOCAB, CPU).sample(logits, seqs)
+    tokens, found = Drawing(VOCAB, CPU)(logits, seqs)
     assert tokens == [5] * 4
     assert sorted(found) == [1, 2, 3]
     exact = torch.log_softmax(logits.double(), -1)
@@ -210,5 +228,5 @@ def test_logprobs(dtype):
 
 def test_logprobs_of_given_tokens():
     logits = torch.tensor([[0.0, 1.0, 2.0]])
-    (entry,) = read_logprobs(token_logprobs(logits, torch.tensor([1]), [2]), [2])
+    (entry,) = read_logprobs([x.tolist() for x in token_logprobs(logits, torch.tensor([1]), 2)], [2])
     assert (entry.rank, [token for token, _ in entry.top]) == (2, [2, 1])

@@ -29,7 +29,6 @@ transfer.overwrite = lambda there, array: None
 transfer.upload = lambda arrays, device: [torch.empty(a.size, dtype=torch.int32, device=META) for a in arrays]
 
 from engine.execution import runner as step_runner  # noqa: E402
-from engine.execution import sampler  # noqa: E402
 from engine.execution.profiling import largest_step  # noqa: E402
 from engine.execution.runner import ModelRunner  # noqa: E402
 from engine.models import HfConfig, build_model  # noqa: E402
@@ -84,19 +83,17 @@ def step(runner: ModelRunner, spans: list[tuple[int, int]]) -> None:
         seq.block_tables = [[BlockId(0)] * (end // 16 + 1) for _ in runner.spec.groups]
         seq.state_unit = None if runner.spec.state is None else UnitId(0)
         chunks.append(Chunk(seq, start, end, samples=True))
-    inspect.unwrap(ModelRunner.execute)(runner, StepPlan(chunks))
+    inspect.unwrap(ModelRunner.submit)(runner, StepPlan(chunks))
 
 
 def main(family: str, seed: int) -> None:
     JITFunction.run = note  # type: ignore[method-assign]
-    sampler.to_host = lambda tokens: [1] * tokens.shape[0]
-    for module in (sampler, step_runner):  # the profiled step wants them
-        module.read_logprobs = lambda found, counts: [None] * len(counts)
+    step_runner.to_host = lambda tensors: lambda: [torch.ones(x.shape, dtype=x.dtype).tolist() for x in tensors]
     rng, runner = random.Random(seed), make_runner(Recipe(family=family, layers=4))
     with torch.no_grad():
         runner.record_decode_steps(SEQUENCES_MAX)
         plan, _ = largest_step(runner.spec, STEP_TOKENS_MAX, SEQUENCES_MAX, LENGTH_MAX)  # as at the engine's start
-        inspect.unwrap(ModelRunner.execute)(runner, plan)
+        inspect.unwrap(ModelRunner.submit)(runner, plan)
         for count in (1, 3, 8):
             step(runner, [(99, 100)] * count)
         known = set(variants)

@@ -7,12 +7,14 @@ import os
 import random
 import sys
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from kernels import PagedKV, Ragged, select
+from kernels.interface import KeptTable
 from kernels.reference.backend import ReferenceKernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -93,13 +95,14 @@ def test_a_fixed_plan_is_refilled_and_padded(rng):
     for members in ([0, 1, 2], [2], [1, 0]):
         before = kv.buffer.clone()
         some = [lens[i] for i in members]
-        batch, rows = Ragged.of([n - 1 for n in some], some), table[members]
+        batch, kept = Ragged.of([n - 1 for n in some], some), KeptTable.of(table, kv, DEVICE)
+        kept = replace(kept, rows=np.array(members))
         q, k, v = torch.randn(4, 4, 16), torch.randn(4, 2, 16), torch.randn(4, 2, 16)
         exact_kv = twin(kv)
-        ops.refill_decode_plan(fixed, batch, rows, kv)
+        ops.refill_decode_plan(fixed, batch, kept, kv)
         found = ops.attention(q, k, v, kv, 0, fixed, 0.25)
         n = len(members)
-        plan = exact.plan_attention(batch, rows, exact_kv, None)
+        plan = exact.plan_attention(batch, table[members], exact_kv, None)
         expected = exact.attention(q[:n].double(), k[:n].double(), v[:n].double(), exact_kv, 0, plan, 0.25)
         assert relative_error(found[:n], expected) < 1e-5
         assert torch.equal(found[n:], torch.zeros_like(found[n:]))  # padding attends to nothing

@@ -1,0 +1,170 @@
+"""What penalties need to know of running sequences, kept on the device and updated by each token that is drawn.
+
+For each row (see `Seats`) the distinct tokens that count: those of the output, and of the prompt where
+repetition_penalty wants them, with how often each is in the output. So a step costs what is distinct in a context times
+a few operations on the device; the host counts a sequence's tokens only when it comes. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.types import SamplingParams, Sequence
+from kernels.transfer import to_device
+
+LEAST = 256
+"""Tokens that a row has room for; doubled when more are needed."""
+
+
+@dataclass(slots=True)
+class PenaltyStep:
+    """One step's part."""
+
+    begun: list[Tensor]
+    """Of the rows that begin, if any: rows [n] and lengths [n]; then of each of their tokens its row, its place there,
+    itself, and its value."""
+    width: int
+    """At least the distinct tokens of any of its rows, before and after the step."""
+    row_count: int
+    known: tuple[Tensor, Tensor, Tensor] | None = None
+    """What `apply` read, for `count`: (tokens, values, how many) of the rows."""
+
+
+@dataclass(slots=True)
+class PenaltyRows:
+    """The rows of a batch that have penalties, and which."""
+
+    at: Tensor | None
+    """[rows] int64: where they are among the logits; None: there are no others."""
+    rows: Tensor
+    """[rows] int64."""
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    """[rows, 1] fp32 each."""
+
+    @staticmethod
+    def of(params: Rows[SamplingParams], at: list[int], rows: list[int], device: torch.device) -> PenaltyRows:
+        chosen = [params[i] for i in at]
+
+        def column(values: list[float]) -> Tensor:
+            return to_device(np.array(values, np.float32), device)[:, None]
+
+        return PenaltyRows(
+            at=None if len(at) == len(params) else to_device(np.array(at, np.int64), device),
+            rows=to_device(np.array(rows, np.int64), device),
+            repetition=column([p.repetition_penalty for p in chosen]),
+            presence=column([p.presence_penalty for p in chosen]),
+            frequency=column([p.frequency_penalty for p in chosen]),
+        )
+
+
+class Penalties:
+    """The tokens of all rows."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._bounds: dict[int, int] = {}
+        """The host's part: at least how many distinct tokens each row has after the last step that was drafted."""
+        self._tokens = torch.zeros(0, LEAST, dtype=torch.int64, device=device)
+        self._values = torch.zeros(0, LEAST, dtype=torch.int32, device=device)
+        self._used = torch.zeros(0, dtype=torch.int64, device=device)
+
+    def forget(self, rows: Rows[int] | None = None) -> None:
+        """These rows (None: all) belong to others now."""
+        for row in list(self._bounds) if rows is None else rows:
+            self._bounds.pop(row, None)
+
+    def draft(self, rows: list[int], sequences: list[Sequence], row_count: int) -> PenaltyStep:
+        """The host's part of a step in which a token of each of these is drawn."""
+        begun, tokens, values = list[int](), list[npt.NDArray[np.int64]](), list[npt.NDArray[np.int64]]()
+        for row, seq in zip(rows, sequences, strict=True):
+            if row not in self._bounds:
+                begun.append(row)
+                tokens.append((known := known_tokens(seq))[0])
+                values.append(known[1])
+                self._bounds[row] = len(known[0])
+            self._bounds[row] += 1
+        width = max(self._bounds[row] for row in rows)
+        if not begun:
+            return PenaltyStep([], width, row_count)
+        lengths = np.array([len(some) for some in tokens])
+        places = np.concatenate([np.arange(length) for length in lengths])
+        arrays = [np.array(begun), lengths, np.repeat(begun, lengths), places]
+        arrays += [np.concatenate(tokens), np.concatenate(values)]
+        return PenaltyStep([to_device(array, self._device) for array in arrays], width, row_count)
+
+    def apply(self, logits: Tensor, batch: PenaltyRows, step: PenaltyStep) -> None:
+        """Change logits [all rows, vocab] in place."""
+        self._enter(step)
+        step.known = tokens, values, _ = self._known(batch, step)
+        mine = logits if batch.at is None else logits.index_select(0, batch.at)
+        old = mine.gather(1, tokens)
+        count = values >> 1
+        new = torch.where(values > 0, torch.where(old > 0, old / batch.repetition, old * batch.repetition), old)
+        new = new - (batch.frequency * count + batch.presence * (count > 0))
+        mine.scatter_(1, tokens, new)
+        if batch.at is not None:
+            logits.index_copy_(0, batch.at, mine)
+
+    def count(self, drawn: Tensor, batch: PenaltyRows, step: PenaltyStep) -> None:
+        """A token of each row was drawn, after `apply`. drawn: [all rows]."""
+        assert step.known is not None
+        token = (drawn if batch.at is None else drawn.index_select(0, batch.at))[:, None]
+        tokens, values, used = step.known
+        hit = tokens == token
+        known = hit.any(1, keepdim=True)
+        at = torch.arange(step.width, device=self._device)
+        next_ = (at == used) & ~known
+        self._tokens[:, : step.width].index_copy_(0, batch.rows, torch.where(next_, token, tokens))
+        values = torch.where(next_, 2, values + 2 * hit.int())
+        self._values[:, : step.width].index_copy_(0, batch.rows, values)
+        self._used.index_copy_(0, batch.rows, (used + ~known)[:, 0])
+
+    def _known(self, batch: PenaltyRows, step: PenaltyStep) -> tuple[Tensor, Tensor, Tensor]:
+        """(tokens, values, how many) of the rows; what is past the last is the first once more, with its value."""
+        tokens = self._tokens[:, : step.width].index_select(0, batch.rows)
+        values = self._values[:, : step.width].index_select(0, batch.rows)
+        used = self._used.index_select(0, batch.rows)[:, None]
+        inside = torch.arange(step.width, device=self._device) < used
+        return torch.where(inside, tokens, tokens[:, :1]), torch.where(inside, values, values[:, :1]), used
+
+    def _enter(self, step: PenaltyStep) -> None:
+        rows, width = self._tokens.shape
+        if step.row_count > rows or step.width > width:
+            shape = max(rows, step.row_count), width if step.width <= width else max(2 * width, step.width)
+            for name in ("_tokens", "_values"):
+                old = getattr(self, name)
+                larger = old.new_zeros(shape)
+                larger[:rows, :width] = old
+                setattr(self, name, larger)
+            self._used = torch.cat([self._used, self._used.new_zeros(shape[0] - rows)])
+        if step.begun:
+            begun, lengths, at_row, at, tokens, known = step.begun
+            self._values[:, 0].index_fill_(0, begun, 0)  # the first once more is nothing, where there is no first
+            self._used.index_copy_(0, begun, lengths)
+            self._tokens.index_put_((at_row, at), tokens)
+            self._values.index_put_((at_row, at), known.int())
+
+
+def known_tokens(seq: Sequence) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The distinct tokens that a sequence's penalties look at, and for each 2 * (times in output) + (in the prompt)."""
+    output, counts = np.unique(np.array(seq.token_ids[seq.prompt_len :], np.int64), return_counts=True)
+    prompt = np.zeros(0, np.int64)
+    if seq.request.params.repetition_penalty != 1.0:
+        prompt = np.array(seq.token_ids[: seq.prompt_len], np.int64)
+    tokens, where = np.unique(np.concatenate([output, prompt]), return_inverse=True)
+    values = np.zeros(len(tokens), np.int64)
+    values[where[len(output) :]] = 1
+    values[where[: len(output)]] += 2 * counts
+    return tokens, values
+
+
+def penalises(p: SamplingParams) -> bool:
+    return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
