@@ -113,10 +113,10 @@ class Processes:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="apart")
         self.all = [Process(setup, memory_bytes, self._threads) for _ in range(count)]
 
-    async def use(self, body: bytes, work: Callable[[Process], Awaitable[T]]) -> T:
+    async def use(self, beginning: bytes, work: Callable[[Process], Awaitable[T]]) -> T:
         """What `work` comes to with the process that read others with the same beginning, where that one is free: it
         has their text encoded. Where work raises what is no RequestError, or is cancelled, the process ends."""
-        usual = self.all[zlib.crc32(body[:BEGINNING_BYTES]) % len(self.all)]
+        usual = self.all[zlib.crc32(beginning[:BEGINNING_BYTES]) % len(self.all)]
         free = [process for process in (usual, *self.all) if not process.lock.locked()]
         process = free[0] if free else usual
         async with process.lock:

@@ -44,7 +44,7 @@ class Asked:
         self.model = model
         self.base = base
         self.lora = lora
-        self.body_bytes = len(request.body)
+        self.body_bytes = request.body_bytes
         priority = _integer(request, b"x-blockcast-priority", -(2**31), 2**31 - 1)
         self.priority = parsed.priority if priority is None else priority
         self.deadline_ms = _integer(request, b"x-blockcast-deadline-ms", 1, 86_400_000)
@@ -65,7 +65,7 @@ class Reading:
 
     def is_light(self, request: HttpRequest, path: str | None) -> bool:
         """Whether it can be read here: by `asked` and `tokens`. If not, `read` has it read elsewhere."""
-        return not self._is_json(request, path) or is_light(request.body)
+        return not self._is_json(request, path) or (len(request.pieces) == 1 and is_light(request.body))
 
     def asked(self, request: HttpRequest, path: str | None = None) -> Asked:
         """What a request sent to `path` (None: told by its body) asks for. Raises RequestError."""
@@ -103,7 +103,7 @@ class Reading:
             return self._prompts.order(base, parsed.kind, self._tokens_max(name))
 
         started = time.perf_counter()
-        parsed, result = await self.helpers.read(request.body, _kind(request, path), order, wanted)
+        parsed, result = await self.helpers.read(request.pieces, _kind(request, path), order, wanted)
         asked = Asked(request, parsed, *self._model(parsed.model))
         ids: Sequence[int] | None
         if isinstance(result, bytes):
@@ -115,7 +115,7 @@ class Reading:
         return asked, (ids, time.perf_counter() - started)
 
     def _is_json(self, request: HttpRequest, path: str | None) -> bool:
-        return _kind(request, path) != "other" or request.body[:1] in _JSON_STARTS
+        return _kind(request, path) != "other" or request.pieces[0][:1] in _JSON_STARTS
 
     def route_request(
         self, asked: Asked, token_ids: Sequence[int] | None, request_id: str, started_s: float

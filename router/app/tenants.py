@@ -25,7 +25,6 @@ SALTED = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses"))
 UNSALTED = frozenset(("/v1/messages", "/v1/messages/count_tokens"))
 """Routes that use the prefix cache and take none: not passed on where tenants are to share nothing."""
 _OBJECT = re.compile(rb"[ \t\r\n]*\{")
-_EMPTY = re.compile(rb"[ \t\r\n]*\{[ \t\r\n]*\}[ \t\r\n]*")
 
 
 class Tenants:
@@ -89,8 +88,8 @@ class Tenants:
             given = asked.parsed.cache_salt
             fields["cache_salt"] = salt = salt if given is None else f"{salt}:{given}"
             asked.parsed = msgspec.structs.replace(asked.parsed, cache_salt=salt)
-        if fields and _OBJECT.match(request.body) is not None:
-            request.body = amended(request.body, fields)
+        if fields and _OBJECT.match(next((piece for piece in request.pieces if not piece.isspace()), b"")) is not None:
+            request.pieces = amended(request.pieces, fields)
 
     def check_invariants(self) -> None:
         requests = Counter(tenant for tenant, _ in self._flights.values())
@@ -115,11 +114,13 @@ def _is_key(tenant: str) -> bool:
     return tenant.startswith("key ")
 
 
-def amended(body: bytes, fields: dict[str, object]) -> bytes:
-    """A JSON object with these fields put last, where they win over what stands before them."""
-    end = body.rindex(b"}")
-    comma = b"" if len(body) < 1024 and _EMPTY.fullmatch(body) else b","
-    return b"".join((body[:end], comma, msgspec.json.encode(fields)[1:]))
+def amended(pieces: tuple[bytes, ...], fields: dict[str, object]) -> tuple[bytes, ...]:
+    """A JSON object, in pieces, with these fields put last, where they win over what stands before them."""
+    last = next(i for i in reversed(range(len(pieces))) if b"}" in pieces[i])
+    kept = (*pieces[:last], pieces[last][: pieces[last].rindex(b"}")])
+    before = next(piece for piece in reversed(kept) if piece and not piece.isspace())
+    comma = b"" if before.rstrip().endswith(b"{") else b","
+    return (*kept, comma + msgspec.json.encode(fields)[1:])
 
 
 def _salt(key: str) -> str:

@@ -193,7 +193,7 @@ class Exchange:
             authorization = b""
         head = request_head(self.request, connection.target, self.trace_id, self.decision.rank, authorization)
         self.sent_s = self.progress.last_byte_s = self._proxy.now()
-        connection.send(head, self.request.body)
+        connection.send(head, self.request.pieces)
 
     def upstream_data(self, data: bytes) -> None:
         """Bytes from the worker."""

@@ -38,8 +38,9 @@ def request_head(
         parts += (b"authorization: ", authorization, b"\r\n")
     if rank is not None:
         parts.append(b"x-data-parallel-rank: %d\r\n" % rank)
-    if request.body or request.method not in ("GET", "HEAD", "DELETE", "OPTIONS"):
-        parts.append(b"content-length: %d\r\n" % len(request.body))
+    size = request.body_bytes
+    if size or request.method not in ("GET", "HEAD", "DELETE", "OPTIONS"):
+        parts.append(b"content-length: %d\r\n" % size)
     parts.append(b"\r\n")
     return b"".join(parts)
 

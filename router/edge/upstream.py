@@ -110,14 +110,14 @@ class UpstreamConnection(asyncio.Protocol):
         except Exception as error:  # noqa: BLE001  a boundary
             user.crash(error)
 
-    def send(self, head: bytes, body: bytes) -> None:
-        """Write one request, in one system call."""
+    def send(self, head: bytes, body: tuple[bytes, ...]) -> None:
+        """Write one request, whose body is in pieces; none is copied where it is long."""
         assert self.transport is not None
         self.uses += 1
-        if len(body) <= JOIN_BYTES_MAX:
-            self.transport.write(head + body)
+        if len(body) == 1 and len(body[0]) <= JOIN_BYTES_MAX:
+            self.transport.write(head + body[0])
         else:
-            self.transport.writelines((head, body))
+            self.transport.writelines((head, *body))
 
     def plain_socket(self) -> int:
         """Its number, for reading past the connection; -1 where it is encrypted or closing."""

@@ -21,6 +21,9 @@ _EXTENSION = rb";" + TOKEN + rb"(?:=(?:" + TOKEN + rb'|"[ !#-\[\]-~]*"))?'
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,12})(?:" + _EXTENSION + rb")*\r\n\Z")
 _TRAILER = re.compile(rb"(?i)(?!content-length:|transfer-encoding:)" + TOKEN + rb":[\t -~\x80-\xff]*\r\n\Z")
 _HEX = re.compile(rb"[0-9A-Fa-f]{1,12}\Z")
+_SIZES: dict[bytes, int] = {}
+"""Size lines seen before, without their line end: streams repeat a few hundred."""
+_SIZES_MAX = 4096
 
 
 class BodyTooLarge(Exception):
@@ -59,10 +62,12 @@ class ChunkedBody:
     def feed(self, data: bytes, payload: bytearray | None = None) -> int:
         """How many leading bytes of `data` belong to the body; `payload` receives its content."""
         position, size = 0, len(data)
-        if payload is None and self.left == BETWEEN_CHUNKS and not self._line and not self._trailers:
-            position = _skip_whole_chunks(data, size)
         while position < size and not self.done:
             left = self.left
+            if left == BETWEEN_CHUNKS and not self._line and not self._trailers:
+                position = self._take_whole_chunks(data, position, payload)
+                if position == size:
+                    break
             if left > 0:
                 taken = min(left, size - position)
                 if payload is not None:
@@ -81,6 +86,41 @@ class ChunkedBody:
             position = end + 1
             self._read_line(line)
         return position
+
+    def _take_whole_chunks(self, data: bytes, position: int, payload: bytearray | None) -> int:
+        """Where the chunks end that stand complete from `position` on, up to anything unusual: the last chunk, an
+        extension, a chunk that goes on in the next read."""
+        size = len(data)
+        while position < size:
+            end = data.find(b"\r\n", position, position + 16)
+            if end < 0:
+                break
+            digits = data[position:end]
+            length = _SIZES.get(digits)
+            if length is None:
+                if not _HEX.match(digits):
+                    break
+                length = int(digits, 16)
+                if len(_SIZES) < _SIZES_MAX:
+                    _SIZES[digits] = length
+            start = end + 2
+            after = start + length
+            if length == 0 or not data.startswith(b"\r\n", after):
+                break
+            if payload is not None:
+                payload += data[start:after]
+            if self._content_max is not None:
+                self._count(length, start - position + 2)
+            position = after + 2
+        return position
+
+    def _count(self, content: int, framing: int) -> None:
+        self._content += content
+        self._framing += framing
+        if self._content > (self._content_max or 0):
+            raise BodyTooLarge
+        if self._framing > self._framing_max + self._content:
+            raise ProtocolError("a chunked body of more framing than content")
 
     def _read_line(self, line: bytes) -> None:
         if len(line) > LINE_MAX:
@@ -107,42 +147,9 @@ class ChunkedBody:
             else:
                 self._trailers = True
         if self._content_max is not None:
-            self._content += length
-            self._framing += len(line)
-            if self._content > self._content_max:
-                raise BodyTooLarge
-            if self._framing > self._framing_max + self._content:
-                raise ProtocolError("a chunked body of more framing than content")
+            self._count(length, len(line))
 
     def finish(self) -> None:
         """The connection ended. Raises `ProtocolError` where that cuts the body short."""
         if not self.done:
             raise ProtocolError("connection closed inside a chunked body")
-
-
-_SIZES: dict[bytes, int] = {}
-"""Size lines seen before, without their line end: streams repeat a few hundred."""
-_SIZES_MAX = 4096
-
-
-def _skip_whole_chunks(data: bytes, size: int) -> int:
-    """Where the chunks end that stand complete at the start of `data`, up to anything unusual: the last chunk, an
-    extension, a chunk that goes on in the next read."""
-    position = 0
-    while position < size:
-        end = data.find(b"\r\n", position, position + 16)
-        if end < 0:
-            break
-        digits = data[position:end]
-        length = _SIZES.get(digits)
-        if length is None:
-            if not _HEX.match(digits):
-                break
-            length = int(digits, 16)
-            if len(_SIZES) < _SIZES_MAX:
-                _SIZES[digits] = length
-        after = end + 2 + length
-        if length == 0 or not data.startswith(b"\r\n", after):
-            break
-        position = after + 2
-    return position

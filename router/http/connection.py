@@ -271,6 +271,8 @@ class ClientConnection(asyncio.Protocol):
                 request = self._parser.next()
                 if request is None:
                     self._wait_for_more()
+                    if self._parser.more:
+                        asyncio.get_running_loop().call_soon(self._go_on)
                     break
                 self._begin(request)
             else:
@@ -290,7 +292,7 @@ class ClientConnection(asyncio.Protocol):
         self._head_only = request.method == "HEAD"
         if not request.keep_alive:
             self._keep_alive = False
-        self._body_bytes = len(request.body) + len(request.headers.raw)
+        self._body_bytes = request.body_bytes + len(request.headers.raw)
         try:
             self._admit(request)
             self._hold()
@@ -330,7 +332,10 @@ class ClientConnection(asyncio.Protocol):
             self._admit(begun)
         self._hold()
         transport = self._transport
-        if self._paused_reading:
+        if self._parser.more and not self._paused_reading:
+            self._paused_reading = True
+            transport.pause_reading()
+        elif self._paused_reading and not self._parser.more:
             self._paused_reading = False
             transport.resume_reading()
         if self._parser.take_continue():

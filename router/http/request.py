@@ -23,6 +23,10 @@ from router.http.headers import LINES, TEMPLATE_BYTES_MAX, TOKEN, HeaderBlock, P
 _HEAD = re.compile(rb"(?:\r\n)?(" + TOKEN + rb") (/[!-~]*|\*) HTTP/([0-9]\.[0-9])\r\n(" + LINES + rb")\r\n")
 _NEVER = re.compile(rb"[^\t\r\n -~\x80-\xff]|(?<!\r)\n|\r(?!\n|\Z)")
 """What no head contains."""
+PIECE_BYTES = 1 << 20
+"""A longer body is kept and passed on in pieces of about this size: nobody waits for a copy of it."""
+TURN_BYTES = 16 << 10
+"""Of a chunked body that are read before others get their turn: a chunk may hold a byte or two."""
 _METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"TRACE"))
 
 
@@ -38,7 +42,7 @@ class BadRequest(Exception):
 class HttpRequest:
     """One complete request."""
 
-    __slots__ = ("body", "has_body", "headers", "http_1_0", "keep_alive", "method", "path", "target")
+    __slots__ = ("has_body", "headers", "http_1_0", "keep_alive", "method", "path", "pieces", "target")
 
     def __init__(self, method: str, target: bytes, path: str, headers: HeaderBlock) -> None:
         self.method = method
@@ -46,12 +50,22 @@ class HttpRequest:
         """Path and query as sent; what is forwarded."""
         self.path = path
         self.headers = headers
-        """The length in them may be another request's: what counts is `len(body)`."""
-        self.body = b""
+        """The length in them may be another request's: what counts is `body_bytes`."""
+        self.pieces: tuple[bytes, ...] = (b"",)
+        """The body."""
         self.has_body = False
         """Told by the head already."""
         self.keep_alive = True
         self.http_1_0 = False
+
+    @property
+    def body(self) -> bytes:
+        """In one piece: a copy, where it is long."""
+        return self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
+
+    @property
+    def body_bytes(self) -> int:
+        return len(self.pieces[0]) if len(self.pieces) == 1 else sum(map(len, self.pieces))
 
     def header(self, name: bytes) -> bytes | None:
         """The first value of `name` (lower-case), or None."""
@@ -74,7 +88,7 @@ class RequestParser:
 
     __slots__ = (
         "_at", "_body", "_chunks", "_data", "_ended", "_expects_continue", "_head", "_left", "_limits", "_new",
-        "_request", "_template",
+        "_pieces", "_request", "_template",
     )  # fmt: skip
 
     def __init__(self, limits: HttpLimits) -> None:
@@ -95,7 +109,14 @@ class RequestParser:
         self._left = 0
         """Bytes to come of a body of known length."""
         self._chunks: ChunkedBody | None = None
+        self._pieces: list[bytes] = []
+        """Of the body, what is complete in pieces; `_body` is the next."""
         self._body = bytearray()
+
+    @property
+    def more(self) -> bool:
+        """Bytes are at hand that `next` left for another turn."""
+        return self._chunks is not None and self._at < len(self._data)
 
     @property
     def midway(self) -> bool:
@@ -105,7 +126,7 @@ class RequestParser:
     @property
     def buffered(self) -> int:
         """Bytes kept here."""
-        return len(self._data) - self._at + len(self._head) + len(self._body)
+        return len(self._data) - self._at + len(self._head) + sum(map(len, self._pieces)) + len(self._body)
 
     def begun(self) -> HttpRequest | None:
         """The request whose head is read and whose body is to come, once for each."""
@@ -115,7 +136,7 @@ class RequestParser:
 
     def take_continue(self) -> bool:
         """Whether the client waits for `100 Continue` before it sends the body that is to come; True at most once."""
-        wants = self._expects_continue and self._request is not None and not self._body
+        wants = self._expects_continue and self._request is not None and not (self._body or self._pieces)
         self._expects_continue = False
         return wants
 
@@ -125,6 +146,7 @@ class RequestParser:
         self._data = b""
         self._at = 0
         self._head = bytearray()
+        self._pieces = []
         self._body = bytearray()
         self._request = self._chunks = None
 
@@ -138,7 +160,8 @@ class RequestParser:
         self._at = 0
 
     def next(self) -> HttpRequest | None:
-        """The next complete request; None where it takes more bytes. Raises `BadRequest`."""
+        """The next complete request; None where it takes more bytes, or, with `more`, another turn. Raises
+        `BadRequest`."""
         request = None
         try:
             while request is None and self._at < len(self._data) and not self._ended:
@@ -148,6 +171,7 @@ class RequestParser:
                     request = self._read_length()
                 else:
                     request = self._read_chunks(self._chunks)
+                    break
         except ProtocolError as error:
             self._ended = True
             raise BadRequest(400, f"malformed HTTP request: {error}") from None
@@ -190,7 +214,7 @@ class RequestParser:
         request.has_body = size > 0 or head.chunked
         after = end + size
         if not head.chunked and after <= len(data):
-            request.body = data[end:after]
+            request.pieces = (data[end:after],)
             self._at = after
             return request
         self._at = end
@@ -258,17 +282,26 @@ class RequestParser:
         self._at = min(start + self._left, len(data))
         self._left -= self._at - start
         self._body += data[start : self._at]
+        self._cut()
         return None if self._left else self._complete()
 
     def _read_chunks(self, chunks: ChunkedBody) -> HttpRequest | None:
-        self._at += chunks.feed(self._data[self._at :], self._body)
+        self._at += chunks.feed(self._data[self._at : self._at + TURN_BYTES], self._body)
+        self._cut()
         return self._complete() if chunks.done else None
+
+    def _cut(self) -> None:
+        if len(self._body) >= PIECE_BYTES:
+            self._pieces.append(bytes(self._body))
+            self._body = bytearray()
 
     def _complete(self) -> HttpRequest:
         request, self._request, self._chunks = self._request, None, None
         assert request is not None
-        request.body = bytes(self._body)
-        self._body = bytearray()
+        if self._body or not self._pieces:
+            self._pieces.append(bytes(self._body))
+        request.pieces = tuple(self._pieces)
+        self._pieces, self._body = [], bytearray()
         return request
 
     def _too_large(self) -> BadRequest:

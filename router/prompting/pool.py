@@ -11,7 +11,7 @@ import logging
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +56,16 @@ class Helpers:
 
     async def read(
         self,
-        body: bytes,
+        body: Sequence[bytes],
         kind: Kind | None,
         order: Callable[[RoutingRequest], Order],
         wanted: Callable[[], bool],
     ) -> tuple[RoutingRequest, array[int] | bytes | None]:
-        """(what the body asks for; ids, or a question for a worker, or None). `kind`: of its path; None where the body
-        tells. `order` says what to make of it, `wanted` whether its client is still there. Neither may raise.
+        """(what a body, in pieces, asks for; ids, or a question for a worker, or None). `kind`: of its path; None where
+        the body tells. `order` says what to make of it, `wanted` whether its client is still there. Neither may raise.
         Raises RequestError for a body that is none, or that cannot be read now."""
-        if self.waiting_bytes + len(body) > self._config.waiting_mb << 20:
+        size = sum(map(len, body))
+        if self.waiting_bytes + size > self._config.waiting_mb << 20:
             self.counts["full"] += 1
             raise _not_now("too many large bodies wait to be read")
         looked: list[RoutingRequest] = []
@@ -76,23 +77,23 @@ class Helpers:
             return await self._make(process, order(looked[0]))
 
         made = None
-        self.waiting_bytes += len(body)
+        self.waiting_bytes += size
         try:
-            made = await self.processes.use(body, work)
+            made = await self.processes.use(body[0], work)
         except Ended as error:
             self.counts["failed"] += 1
-            log.warning("a body of %d bytes could not be read: %s", len(body), error)
+            log.warning("a body of %d bytes could not be read: %s", size, error)
             if not looked:
                 raise _not_now("the body could not be read in time") from None
         finally:
-            self.waiting_bytes -= len(body)
+            self.waiting_bytes -= size
         return looked[0], made
 
     def close_idle(self, now: float) -> None:
         """End processes that had nothing to do for a while. `now`: of `time.monotonic`."""
         self.processes.close_idle(now - self._config.idle_s)
 
-    async def _look(self, process: Process, body: bytes, kind: Kind | None) -> RoutingRequest:
+    async def _look(self, process: Process, body: Sequence[bytes], kind: Kind | None) -> RoutingRequest:
         try:
             fields = await process.call(START_S_MAX, _look, body)
         except RequestError:
@@ -129,8 +130,9 @@ class _Shelf:
         self.body = b""
 
 
-def _look(shelf: _Shelf, body: bytes) -> dict[str, Any]:
+def _look(shelf: _Shelf, pieces: Sequence[bytes]) -> dict[str, Any]:
     """What a body says of where it should go."""
+    body = b"".join(pieces)
     fields = envelope(body)
     shelf.body = body
     return fields

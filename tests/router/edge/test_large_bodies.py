@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import signal
+import tracemalloc
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -15,6 +17,9 @@ from engine.tiny.tokenizer import write_tokenizer
 from prompts.errors import RequestError
 from prompts.routing import RoutingRequest, parse_routing
 from prompts.tokenizer import Tokenizer
+from router.edge.upstream import UpstreamConnection
+from router.http.config import HttpLimits
+from router.http.request import PIECE_BYTES, TURN_BYTES, HttpRequest, RequestParser
 from router.prompting import encode
 from router.prompting.config import PoolConfig
 from router.prompting.encode import envelope, is_light, is_within_bounds, prompt_ids
@@ -118,7 +123,7 @@ def ids_only(parsed: RoutingRequest) -> Order:
 def test_a_helper_that_dies_is_replaced() -> None:
     async def work(helpers: Helpers) -> None:
         for _ in range(3):
-            parsed, ids = await helpers.read(PROMPT, "completion", ids_only, lambda: True)
+            parsed, ids = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
             assert (parsed.model, len(ids or ())) == ("m", 1000)
             process = helpers.processes.all[0].child
             assert process is not None
@@ -132,7 +137,7 @@ def test_one_without_work_is_ended_and_started_again() -> None:
     async def work(helpers: Helpers) -> None:
         (helper,) = helpers.processes.all
         for _ in range(2):
-            _, ids = await helpers.read(PROMPT, "completion", ids_only, lambda: True)
+            _, ids = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
             assert len(ids or ()) == 1000
             helpers.close_idle(helper.used_s + 60.0)
             assert helper.child is not None
@@ -155,10 +160,10 @@ def test_one_that_takes_too_long_is_ended_and_load_decides() -> None:
             os.kill(process.pid, signal.SIGSTOP)
             return Order(parsed.kind)
 
-        parsed, ids = await helpers.read(PROMPT, "completion", stops, lambda: True)
+        parsed, ids = await helpers.read((PROMPT,), "completion", stops, lambda: True)
         assert (parsed.model, ids) == ("m", None)
         assert helpers.counts["failed"] == 1
-        _, ids = await helpers.read(PROMPT, "completion", ids_only, lambda: True)
+        _, ids = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
         assert len(ids or ()) == 1000
 
     run(PoolConfig(count=1, seconds_max=0.3), work)
@@ -168,12 +173,12 @@ def test_memory_is_bounded_and_so_is_what_waits() -> None:
     heavy = b'{"model":"m","prompt":[%b1]}' % (b"123456789," * 3_000_000)
 
     async def work(helpers: Helpers) -> None:
-        _, ids = await helpers.read(heavy, "completion", ids_only, lambda: True)
+        _, ids = await helpers.read((heavy,), "completion", ids_only, lambda: True)
         assert ids is None, "the helper has no room for so many"
-        _, ids = await helpers.read(PROMPT, "completion", ids_only, lambda: True)
+        _, ids = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
         assert len(ids or ()) == 1000
         waiting = [
-            asyncio.ensure_future(helpers.read(b"{%b}" % (b" " * 12_000_000), None, ids_only, lambda: True))
+            asyncio.ensure_future(helpers.read((b"{%b}" % (b" " * 12_000_000),), None, ids_only, lambda: True))
             for _ in range(5)
         ]
         results = await asyncio.gather(*waiting, return_exceptions=True)
@@ -181,7 +186,7 @@ def test_memory_is_bounded_and_so_is_what_waits() -> None:
         assert [error.status for error in refused] == [503, 503]
         assert helpers.waiting_bytes == 0
         with pytest.raises(RequestError, match="left"):
-            await helpers.read(PROMPT, None, ids_only, lambda: False)
+            await helpers.read((PROMPT,), None, ids_only, lambda: False)
 
     run(PoolConfig(count=1, memory_mb=160, waiting_mb=38), work)
 
@@ -219,6 +224,87 @@ def test_encoding_stops_where_the_context_ends(tmp_path: Path) -> None:
     counting: Any = Counting()
     assert len(prompt_ids(parsed, counting, 100) or ()) == 101
     assert asked == [101 * encode.CHARS_A_TOKEN]
+
+
+def allocated(work: Any) -> int:
+    """Bytes that it takes at most beyond what there was, for however short a time."""
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    work()
+    return tracemalloc.get_traced_memory()[1] - before
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_large_body_is_never_copied_as_a_whole(chunked: bool) -> None:
+    """Not when its last byte has come, not on its way to a helper process, not on its way to the worker: what is
+    allocated stays within a few pieces."""
+    most = 3 * PIECE_BYTES
+    text = b'{"model":"m","prompt":"%b"}' % (b"x" * (16 << 20))
+    parser, requests = RequestParser(HttpLimits()), []
+    framing = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % len(text)
+    parser.feed(b"POST /v1/completions HTTP/1.1\r\nHost: r\r\n%b\r\n\r\n" % framing)
+    assert parser.next() is None
+
+    def take() -> None:
+        while (request := parser.next()) is not None or parser.more:
+            if request is not None:
+                requests.append(request)
+
+    tracemalloc.start()
+    try:
+        for at in range(0, len(text), 1 << 16):
+            part = text[at : at + (1 << 16)]
+            parser.feed(b"%x\r\n%b\r\n" % (len(part), part) if chunked else part)
+            assert allocated(take) < most
+        if chunked:
+            parser.feed(b"0\r\n\r\n")
+            assert allocated(take) < most
+        (request,) = requests
+        assert max(map(len, request.pieces)) < most
+        transport = mock.Mock()
+        connection = UpstreamConnection(mock.Mock(), mock.Mock())
+        connection.transport = transport
+        assert allocated(lambda: connection.send(b"head", request.pieces)) < most
+        (sent,) = transport.writelines.call_args.args
+        assert all(a is b for a, b in zip(sent, (b"head", *request.pieces)))
+
+        async def work(helpers: Helpers) -> None:
+            _, ids = await helpers.read(request.pieces, "completion", ids_only, lambda: True)
+            assert ids is None
+
+        assert allocated(lambda: run(PoolConfig(count=1), work)) < most
+        assert b"".join(request.pieces) == text
+    finally:
+        tracemalloc.stop()
+
+
+def test_small_chunks_are_read_in_turns(edge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a few bytes cost hundreds of times what large ones do; others get their turn between them."""
+    turns: list[int] = []
+    take = RequestParser.next
+
+    def counted(parser: RequestParser) -> HttpRequest | None:
+        before = parser.buffered
+        request = take(parser)
+        turns.append(before - parser.buffered if request is None else 0)
+        return request
+
+    monkeypatch.setattr(RequestParser, "next", counted)
+    text = b'{"prompt":"%b"}' % (b"x" * 299_987)
+
+    async def scenario() -> None:
+        await edge.start()
+        worker = await edge.worker(edge.reply())
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+        assert len(text) % 5 == 0
+        chunks = b"".join(b"5\r\n%b\r\n" % text[at : at + 5] for at in range(0, len(text), 5))
+        answer = await edge.exchange(head + chunks + b"0\r\n\r\n")
+        assert parts(answer)[0] == 200
+        assert worker.received[0].body == text
+
+    edge.run(scenario())
+    assert len(turns) > len(text) * 2 / TURN_BYTES
+    assert max(turns) <= TURN_BYTES
 
 
 def test_long_names_are_cut() -> None:

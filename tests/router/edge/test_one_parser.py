@@ -42,9 +42,10 @@ def read(pieces: list[bytes]) -> tuple[list[Read], bool, bool]:
     try:
         for piece in pieces:
             parser.feed(piece)
-            while (request := parser.next()) is not None:
-                found.append(view(request))
-                assert parser.begun() is None
+            while (request := parser.next()) is not None or parser.more:
+                if request is not None:
+                    found.append(view(request))
+                    assert parser.begun() is None
     except BadRequest:
         parser.feed(b"GET / HTTP/1.1\r\nHost: r\r\n\r\n")
         assert parser.next() is None  # the connection is over
