@@ -143,10 +143,14 @@ class RouterApp:
             self._pending.discard(task)
             if task.cancelled():
                 return
+            raised = task.exception()  # not `result`: what raises here would keep the task, and so itself
             try:
-                self._place(exchange, tenant, *task.result())
-            except RequestError as refused:
-                self._reject(exchange, refused)
+                if raised is None:
+                    self._place(exchange, tenant, *task.result())
+                elif isinstance(raised, RequestError):
+                    self._reject(exchange, raised)
+                elif isinstance(raised, Exception):
+                    exchange.crash(raised)
             except Exception as error:  # noqa: BLE001  a boundary: this request ends, the rest goes on
                 exchange.crash(error)
 

@@ -45,11 +45,15 @@ class _Pending:
         if task.cancelled():
             return
         connection = self._connection
+        raised = task.exception()  # not `result`: what raises here would keep the task, and so itself
         try:
-            answer = task.result()
-            connection.respond(answer.status, answer.body, answer.content_type)
-        except RequestError as refused:
-            connection.respond_error(refused)
+            if raised is None:
+                answer = task.result()
+                connection.respond(answer.status, answer.body, answer.content_type)
+            elif isinstance(raised, RequestError):
+                connection.respond_error(raised)
+            elif isinstance(raised, Exception):
+                connection.crash(raised)
         except Exception as error:  # noqa: BLE001  a boundary
             connection.crash(error)
 

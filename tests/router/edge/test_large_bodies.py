@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -276,6 +277,31 @@ def test_a_large_body_is_never_copied_as_a_whole(chunked: bool) -> None:
         assert b"".join(request.pieces) == text
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/route"])
+@pytest.mark.parametrize("fill", [b"\x00", b" "])
+def test_what_a_refused_body_took_is_free_at_once(edge: Any, make_post: Any, path: bytes, fill: bytes) -> None:
+    """Without the garbage collector, which hardly ever looks."""
+
+    async def scenario() -> None:
+        await edge.start()
+        await edge.worker(edge.reply())
+        request = make_post(fill * (4 << 20), path)
+        sizes = []
+        for _ in range(4):
+            assert parts(await edge.exchange(request))[0] == 400
+            sizes.append(tracemalloc.get_traced_memory()[0])
+        assert sizes[-1] - sizes[0] < 1 << 20, sizes
+
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        edge.run(scenario())
+    finally:
+        tracemalloc.stop()
+        gc.enable()
 
 
 def test_small_chunks_are_read_in_turns(edge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
