@@ -28,6 +28,7 @@ from router.decide.workers import CacheView, WorkerState
 from router.fleet.members import Fleet
 from router.http.request import HttpRequest
 from router.http.routes import Answer, Handler, Routes
+from router.index.protocol import IndexStats
 from router.prompting.reader import PromptReader
 
 log = logging.getLogger("router")
@@ -209,12 +210,13 @@ class Admin:
             rows.append(values)
         for worker_id, problem in self._fleet.starting().items():
             rows.append({"worker_id": worker_id, "state": WorkerState.STARTING.value, "state_reason": problem})
+        stats = self._core.index.stats()
         return {
             "workers": rows,
             "in_flight": report.in_flight,
             "held": report.held,
             "counters": report.counters,
-            "index": dataclasses.asdict(self._core.index.stats()),
+            "index": {field.name: getattr(stats, field.name) for field in dataclasses.fields(IndexStats)},
         }
 
     async def _workers(self, request: HttpRequest, argument: str) -> Answer:
