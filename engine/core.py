@@ -1,16 +1,19 @@
 """The engine: requests in, one step at a time, outputs and cache events out.
 
 Start reading here. A step is: the scheduler plans, the runner computes, the scheduler takes the result in, and what
-the cache gained or lost is published. The core is driven by one thread; it knows no sockets and no clock (`now` is an
-argument). The publisher must not block: it is called in the step loop, after the compute.
+the cache gained or lost is published. Where steps overlap, the next one is planned and begun before the result of this
+one is waited for. The core is driven by one thread; it knows no sockets and no clock (`now` is an argument). The
+publisher must not block: it is called in the step loop, after the compute.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -34,6 +37,19 @@ class Runner(Protocol):
     def execute(self, plan: StepPlan) -> StepResult: ...
 
 
+@runtime_checkable
+class Overlapping(Protocol):
+    """A runner that computes a step while the next one is planned."""
+
+    def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Begin the step, behind those that were begun before; what is returned waits for its result.
+
+        Either may raise, as `execute` does. What plan and sequences say is read before this returns. Where one step
+        fails, nothing is asked of those that were begun after it.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Executor:
     """What computes the steps, made and measured: a model on its device, or the simulation of one."""
@@ -51,6 +67,8 @@ class Executor:
     watch: Callable[[Callable[[str], None]], None]
     """From now on call back, on any thread, with the reason why no further step can be computed."""
     lateness: Callable[[], Lateness | None]
+    overlap: bool = False
+    """Whether the runner is `Overlapping`, and shall be used so."""
     enough_prompt_tokens: int | None = None
     """As `SchedulerConfig` has it."""
 
@@ -90,9 +108,16 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 class EngineCore:
     """The step loop over a scheduler and a runner."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, publish: Publish) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, publish: Publish, *, overlap: bool = False) -> None:
+        """`overlap`: the runner is `Overlapping`; a step is planned and begun while the one before is computed."""
         self.scheduler = scheduler
-        self._runner = runner
+        self._submit: Callable[[StepPlan], Callable[[], StepResult]] = lambda plan: partial(runner.execute, plan)
+        if overlap:
+            assert isinstance(runner, Overlapping)
+            self._submit = runner.submit
+        self._out_max = 1 + overlap
+        self._out: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
+        """Steps that were begun, oldest first, and what waits for the result of each."""
         self._publish = publish
         self._steps = 0
         self._failed_steps = 0
@@ -114,14 +139,32 @@ class EngineCore:
         return [output for output in outputs if output is not None]
 
     def step(self, now: float) -> list[SequenceOutput]:
-        """Plan, compute and apply one step; what it added to each request. Raises RunnerLost."""
+        """Plan and begin a step, then wait for the oldest that is out, if as many are out as may be or there was
+        nothing to begin; what that one added to each request. Raises RunnerLost.
+        """
         plan = self.scheduler.schedule()
-        if not plan.chunks:
-            self._publish_events()
-            return []
+        if plan is not None and plan.chunks:
+            self._begin(plan)
+            waits = len(self._out) == self._out_max
+        else:
+            waits = bool(self._out)
+        outputs = self._finish() if waits else []
+        self._publish_events()
+        return outputs
+
+    def _begin(self, plan: StepPlan) -> None:
         self._steps += 1
         try:
-            result = self._runner.execute(plan)
+            wait = self._submit(plan)
+        except Exception as error:  # noqa: BLE001 - whatever it is: it is told after those of the steps before
+            wait = partial(_raise, error)
+        self._out.append((plan, wait))
+
+    def _finish(self) -> list[SequenceOutput]:
+        """Take in the result of the oldest step that is out."""
+        plan, wait = self._out.popleft()
+        try:
+            result = wait()
         except RunnerLost:
             raise
         except Exception as error:
@@ -130,12 +173,11 @@ class EngineCore:
             self._failures += 1
             if self._failures >= FAILURES_MAX:
                 raise RunnerLost(f"{FAILURES_MAX} steps failed in a row, the last with {_story(error)}") from error
-            outputs = self.scheduler.fail(plan, f"the engine failed to compute a step: {_story(error)}")
-        else:
-            self._failures = 0
-            outputs = self.scheduler.apply(plan, result)
-        self._publish_events()
-        return outputs
+            self._steps -= len(self._out)
+            self._out.clear()  # what was begun after it stands on it
+            return self.scheduler.fail(plan, f"the engine failed to compute a step: {_story(error)}")
+        self._failures = 0
+        return self.scheduler.apply(plan, result)
 
     def reset_prefix_cache(self) -> None:
         """Forget everything that is cached, and say so at once. Running sequences keep what they hold."""
@@ -166,6 +208,10 @@ class EngineCore:
         events = self.scheduler.cache.take_events()
         if events is not None:
             self._publish(events)
+
+
+def _raise(error: Exception) -> StepResult:
+    raise error
 
 
 def _story(error: Exception) -> str:

@@ -14,6 +14,7 @@ sequence is about to compute (computing it twice would be slower for both).
 from __future__ import annotations
 
 from bisect import insort
+from collections import deque
 from dataclasses import dataclass, field
 
 from engine.cache.kv_cache import KVCache
@@ -84,16 +85,28 @@ class _Entry:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     reported: bool = False
     """Its first output, which carries the facts about the prompt, has been made."""
-    aborted: bool = False
+    out: int = 0
+    """Plans with it that are not applied yet."""
+    ended: bool = False
+    """Aborted or finished while a plan with it is out: it goes when the last of these is applied."""
     plain_until: int = 0
-    """Decodes of positions before this one need no memory and finish no block: the cache is not asked."""
+    """Decodes of positions before this one need no memory, finish no block and do not end it: nobody is asked."""
 
     def __lt__(self, other: _Entry) -> bool:
         return self.order < other.order
 
 
+class _MustWait(Exception):
+    """The next step cannot be planned before those that are out are applied: somebody would have to be preempted."""
+
+
 class Scheduler:
-    """Pure: requests and results in, plans and outputs out. `schedule` and `apply` (or `fail`) alternate."""
+    """Pure: requests and results in, plans and outputs out.
+
+    Plans are applied (or failed) in their order; one may be made while another is out, which is how steps overlap. It
+    takes for granted that no sequence stops by itself meanwhile: one that does (`_Entry.ended`) is computed once more
+    in vain, and nothing of that gets a name, an event or an output. Nobody is preempted while a plan is out.
+    """
 
     def __init__(self, config: SchedulerConfig, cache: KVCache) -> None:
         self.config = config
@@ -106,8 +119,9 @@ class Scheduler:
         self._running: list[_Entry] = []
         self._arrivals = 0
         self._arrived: list[_Entry] = []
-        self._plan: StepPlan | None = None
-        self._planned: list[_Entry] = []
+        self._out: deque[tuple[StepPlan, list[_Entry]]] = deque()
+        self._ended: set[Sequence] = set()
+        """Of the entries that have ended and are not gone."""
         self._spare_blocks = max(1, cache.pool.blocks_per_unit[0] * len(cache.pool.units) // 100)
 
     # ------------------------------------------------------------------ questions
@@ -122,7 +136,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._entries)
+        return bool(self._entries or self._out)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._entries
@@ -159,44 +173,50 @@ class Scheduler:
     def abort(self, request_id: str) -> SequenceOutput | None:
         """End a request at any time; None where it is not known (any more).
 
-        While a step is being computed its blocks stay (others of the step may share them); `apply` frees them.
+        While a step with it is out its blocks stay (others of the step may share them); `apply` frees them.
         """
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return None
-        if self._plan is not None and entry in self._planned:
-            entry.aborted = True
-        else:
-            self._remove(entry)
+        self._end(entry)
         return SequenceOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
 
     # ------------------------------------------------------------------ a step
 
-    def schedule(self) -> StepPlan:
-        """Decide the next step. A plan with chunks must be applied or failed; one without asks for nothing."""
-        assert self._plan is None, "schedule() before the last plan was applied or failed"
+    def schedule(self) -> StepPlan | None:
+        """Decide the next step. A plan with chunks must be applied or failed; one without asks for nothing.
+
+        None: not before the plan that is out is applied.
+        """
+        assert len(self._out) < 2, "schedule() with two plans out"
         self._compare_arrivals()
         preemptions = self.totals.preemptions
-        planned, budget = self._continue_running()
+        try:
+            planned, budget = self._continue_running()
+        except _MustWait:
+            return None
         if self.totals.preemptions == preemptions:
             self._admit(planned, budget)
         plan = StepPlan(chunks=list(planned.values()))
         assert planned or self._running or not self._waiting, "requests wait, and nothing runs that they could wait for"
         if planned:
             self.cache.fill(plan)
-            self._planned, self._plan = list(planned), plan
+            for entry in planned:
+                entry.out += 1
+            self._out.append((plan, list(planned)))
         return plan
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
-        """Take in what the step computed: commits its blocks, appends tokens, ends what is finished."""
-        assert plan is self._plan
+        """Take in what the oldest plan computed: commits its blocks, appends tokens, ends what is finished."""
+        oldest, entries = self._out.popleft()
+        assert plan is oldest
         assert len(result.sampled) == len(plan.chunks)
-        entries, self._planned, self._plan = self._planned, [], None
-        self.cache.commit(plan.chunks)
+        self.cache.commit(plan.chunks, self._ended)
         outputs: list[SequenceOutput] = []
         for index, (entry, chunk, token) in enumerate(zip(entries, plan.chunks, result.sampled)):  # the hot loop
-            if entry.aborted:
-                self._remove(entry)
+            entry.out -= 1
+            if entry.ended:
+                self._end(entry)
                 continue
             if not entry.reported and entry.seq.request.params.prompt_logprobs is not None:
                 entry.prompt_logprobs += result.prompt_logprobs.get(index, ())
@@ -217,14 +237,27 @@ class Scheduler:
         return outputs
 
     def fail(self, plan: StepPlan, message: str) -> list[SequenceOutput]:
-        """The step was not computed: end its requests with an error. Nothing of it is announced."""
-        assert plan is self._plan
-        entries, self._planned, self._plan = self._planned, [], None
-        self.cache.abandon(plan.chunks)
-        outputs = []
+        """The oldest plan was not computed: end its requests with an error. Nothing of it is announced.
+
+        Nor was the one after it, if there is one: those that it alone has wait again.
+        """
+        plans, self._out = self._out, deque()
+        oldest, entries = plans[0]
+        assert plan is oldest
+        for _ in plans:
+            self.cache.abandon()
+        outputs: list[SequenceOutput] = []
+        later = [pair for other, more in list(plans)[1:] for pair in zip(more, other.chunks) if pair[0] not in entries]
+        for entry, chunk in reversed(later):
+            entry.out = 0
+            if entry.ended:
+                self._remove(entry)
+            else:
+                self._put_back(entry, chunk)
         for entry in reversed(entries):
+            entry.out = 0
             self._remove(entry)
-            if entry.aborted:
+            if entry.ended:
                 continue
             name = entry.seq.request.request_id
             del self._entries[name]
@@ -258,14 +291,16 @@ class Scheduler:
         asking: list[_Entry] = []
         for entry in list(self._running):
             seq = entry.seq
-            start = seq.computed
+            start, known = seq.computed, len(seq.token_ids)
             if start < entry.plain_until:
-                chunks[entry] = Chunk(seq, start, start + 1, True)
-            elif len(seq.token_ids) - start > 1:
+                chunks[entry] = Chunk(seq, start, start + 1, True, start == known)
+            elif entry.ended or start == known == entry.length_max - 1:
+                pass  # nothing is left to do but to apply what is out
+            elif known - start > 1:
                 prefills.append(entry)
             elif self._grow(entry, start + 1, chunks):
-                chunks[entry] = Chunk(seq, start, start + 1, True)
-                entry.plain_until = (start // size + 1) * size - 1
+                chunks[entry] = Chunk(seq, start, start + 1, True, start == known)
+                entry.plain_until = min((start // size + 1) * size, entry.length_max) - 1
                 asking.append(entry)
         budget = self.config.max_num_batched_tokens - len(chunks)
         for entry in prefills:
@@ -283,12 +318,17 @@ class Scheduler:
         return chunks, budget
 
     def _grow(self, entry: _Entry, end: int, chunks: dict[_Entry, Chunk]) -> bool:
-        """Find memory for `entry` up to `end`, preempting from the end of the order; False if it went itself."""
+        """Find memory for `entry` up to `end`, preempting from the end of the order; False if it went itself.
+
+        Raises _MustWait.
+        """
         while True:
             if entry.seq not in self.cache:
                 return False
             if self.cache.grow(entry.seq, end):
                 return True
+            if self._out:
+                raise _MustWait
             victim = self._running[-1]
             chunks.pop(victim, None)
             self._preempt(victim)
@@ -303,6 +343,21 @@ class Scheduler:
         entry.prompt_logprobs.clear()
         self.totals.preemptions += 1
         insort(self._waiting, entry)
+
+    def _put_back(self, entry: _Entry, chunk: Chunk) -> None:
+        """Of a step that was planned and never computed: as if it had not been, if that was its first one."""
+        seq = entry.seq
+        first = not seq.preemptions and chunk.start == seq.cached_tokens
+        self._preempt(entry)
+        if first:
+            self.totals.preemptions -= 1
+            seq.preemptions = 0
+            self._count_prompt(seq, -1)
+
+    def _count_prompt(self, seq: Sequence, times: int) -> None:
+        self.totals.prefix_queried_tokens += times * seq.prompt_len
+        self.totals.prefix_hit_tokens += times * seq.cached_tokens
+        self.totals.prompt_tokens += times * seq.prompt_len
 
     def _admit(self, planned: dict[_Entry, Chunk], budget: int) -> None:
         """Start waiting requests, in order, while budget, seats and memory last.
@@ -340,9 +395,7 @@ class Scheduler:
             insort(self._running, entry)
             if not seq.preemptions:
                 seq.cached_tokens = seq.computed
-                self.totals.prefix_queried_tokens += seq.prompt_len
-                self.totals.prefix_hit_tokens += seq.computed
-                self.totals.prompt_tokens += seq.prompt_len
+                self._count_prompt(seq, 1)
             chunk = Chunk(seq, seq.computed, end, end == len(seq.token_ids))
             assert all(len(table) >= -(-end // self.cache.block_size) for table in seq.block_tables)
             planned[entry] = chunk
@@ -368,12 +421,21 @@ class Scheduler:
             output.finish_reason = FinishReason.LENGTH
         else:
             return
-        self._remove(entry)
+        self._end(entry)
         del self._entries[entry.seq.request.request_id]
         self.totals.finished += 1
 
+    def _end(self, entry: _Entry) -> None:
+        """Take a request out, once no plan with it is out."""
+        if entry.out:
+            entry.ended, entry.plain_until = True, 0
+            self._ended.add(entry.seq)
+        else:
+            self._remove(entry)
+
     def _remove(self, entry: _Entry) -> None:
         """Take a request out of the queue it is in and give its blocks back."""
+        self._ended.discard(entry.seq)
         if entry.seq in self.cache:
             self._running.remove(entry)
             self.cache.release(entry.seq)
@@ -388,10 +450,12 @@ class Scheduler:
         assert self._waiting == sorted(self._waiting)
         assert self._running == sorted(self._running)
         assert len(self._running) <= self.config.max_num_seqs
-        assert len(self._running) + len(self._waiting) == len(self._entries) + sum(e.aborted for e in self._running)
+        assert len(self._running) + len(self._waiting) == len(self._entries) + len(self._ended)
         for entry in self._running:
             assert entry.seq in self.cache
-            assert 0 <= entry.seq.computed < len(entry.seq.token_ids)
+            assert (entry.seq in self._ended) == entry.ended
+            assert entry.out == sum(entry in entries for _, entries in self._out)
+            assert 0 <= entry.seq.computed < len(entry.seq.token_ids) + entry.out + entry.ended
             assert entry.plain_until < len(entry.seq.block_tables[0]) * self.cache.block_size
         for entry in self._waiting:
             assert entry.seq not in self.cache

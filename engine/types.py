@@ -118,8 +118,8 @@ class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False)
 class Sequence:
     """A request inside the engine. The scheduler owns it; cache and runner read it and keep their own parts.
 
-    Invariants: `0 <= computed <= len(token_ids)`; the KV of positions [0, computed) is in the cache blocks of
-    `block_tables`; while running, `len(token_ids) - computed >= 1` before a step.
+    Invariants: the KV of positions [0, computed) is in the cache blocks of `block_tables` once the steps that are out
+    are computed; while running, `computed < len(token_ids)` with no step out, else `computed <= len(token_ids) + 1`.
     """
 
     request: Request
@@ -149,6 +149,8 @@ class Chunk(msgspec.Struct, gc=False):
     end: int
     samples: bool
     """True where the chunk reaches the end of the known tokens, so that the step samples the next one."""
+    fed: bool = False
+    """Its one token is what the step before samples, which only the device knows yet: `start` is past the rest."""
 
 
 @dataclass(slots=True)

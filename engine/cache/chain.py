@@ -18,10 +18,10 @@ class Chain:
         self.blocks: list[list[Block[Node] | None]] = [[] for _ in range(kinds)]
         """Blocks held, by group and position; None where a sliding window has passed."""
         self.nodes: list[Node] = []
-        """Node of every named block: those of [0, committed) are computed, the rest are of this step."""
+        """Node of every named block: those of [0, committed) are computed, the rest are of steps that are out."""
         self.committed = 0
         self.merges: list[tuple[int, int, Block[Node]]] = []
-        """(group, index, the identical block): redirected at commit. A reference to it is held until then."""
+        """(group, index, the identical block), by index: redirected at commit. A reference to it is held until then."""
         self.detached = False
         """Its further blocks stay unnamed: the cache was reset under it, or a hash collided."""
         self.window_starts = [0] * kinds
@@ -34,16 +34,16 @@ class Chain:
                 if block is not None:
                     pool.release(block)
 
-    def unpin_merges(self, pool: UnitPool[Node]) -> None:
-        """Keep the own blocks after all."""
-        for _, _, block in self.merges:
+    def unpin_merges(self, pool: UnitPool[Node], start: int = 0) -> None:
+        """Keep the own blocks from this index on after all."""
+        for _, _, block in (merge for merge in self.merges if merge[1] >= start):
             pool.release(block)
-        self.merges.clear()
+        self.merges = [merge for merge in self.merges if merge[1] < start]
 
-    def pending(self) -> Iterator[Block[Node]]:
-        """The blocks that the step being computed fills and names, parents first: by group, then by position."""
+    def pending(self, start: int, end: int) -> Iterator[Block[Node]]:
+        """The blocks of [start, end) that a step which is out fills and names, parents first: by group, by position."""
         for group, own in enumerate(self.blocks):
-            for node in self.nodes[self.committed :]:
+            for node in self.nodes[start:end]:
                 block = node.blocks[group]
                 if block is not None and block.pending and own[node.depth] is block:
                     yield block

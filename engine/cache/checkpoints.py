@@ -50,8 +50,10 @@ class _State:
     """Planned checkpoints as counts of blocks, ascending."""
     shared: dict[int, int] = field(default_factory=dict)
     """Hash of the prefix at each stop: what waiting requests compare with."""
-    saving: Block[Node] | None = None
-    """Checkpoint that the step being planned takes."""
+    saving: dict[int, Block[Node]] = field(default_factory=dict)
+    """Checkpoints that steps take which are planned and not committed, by the end of the chunk."""
+    reached: int = 0
+    """End of the last chunk that was committed."""
     rolling: tuple[Block[Node], int] | None = None
     """Last checkpoint taken in decode, and its stamp: if that has changed, somebody has used it."""
 
@@ -116,10 +118,11 @@ class Checkpoints:
 
     def clip(self, seq: Sequence, end: int) -> int:
         """The end of a chunk that may not run past the next planned checkpoint and, if long, ends on a boundary."""
-        stops = self._states[seq].stops
-        if not stops:
+        ahead = (stop * self._block_size for stop in self._states[seq].stops)
+        stop = next((stop for stop in ahead if stop > seq.computed), None)
+        if stop is None:
             return end
-        end = min(end, stops[0] * self._block_size)
+        end = min(end, stop)
         return end if end - seq.computed < _LONG_CHUNK_TOKENS else end // self._block_size * self._block_size
 
     def reserve(self, seq: Sequence, nodes: list[Node], start: int, end: int) -> None:
@@ -129,17 +132,26 @@ class Checkpoints:
         if rest or blocks > len(nodes):
             return
         decoding = end - start == 1 and end > seq.prompt_len
-        planned = bool(state.stops) and state.stops[0] == blocks
-        if not (decoding or planned or end - start >= _LONG_CHUNK_TOKENS // 2):
+        if not (decoding or blocks in state.shared or end - start >= _LONG_CHUNK_TOKENS // 2):
             return
-        node = nodes[blocks - 1]
-        if node.blocks[self._kind] is not None:
-            return
+        if nodes[blocks - 1].blocks[self._kind] is None:
+            self.save(seq, nodes[blocks - 1], end)
+
+    def save(self, seq: Sequence, node: Node | None, end: int) -> None:
+        """Take a checkpoint with the step that computes up to `end`, if memory allows; None: `attach` names it."""
         block = self._pool.allocate(self._kind)
         if block is not None:
-            self._tree.attach(node, block)
-            state.saving = block
+            if node is not None:
+                self._tree.attach(node, block)
+            state = self._states[seq]
+            state.saving[end] = block
             self._copies.append((state.own.unit.index, block.unit.index))
+
+    def attach(self, seq: Sequence, node: Node, end: int) -> None:
+        """Name the checkpoint that a step being committed took at `end`; one that is there already is enough."""
+        block = self._states[seq].saving.get(end)
+        if block is not None and node.blocks[self._kind] is None:
+            self._tree.attach(node, block)
 
     def fill(self, plan: StepPlan) -> None:
         """Add the copies that the chunks of `plan` need."""
@@ -157,13 +169,13 @@ class Checkpoints:
         """The step's compute is done."""
         state = self._states[seq]
         self._unpin(state)
-        reached = end // self._block_size
-        while state.stops and state.stops[0] <= reached:
+        state.reached = end
+        while state.stops and state.stops[0] * self._block_size <= end:
             self._pass_stop(state)
-        block, state.saving = state.saving, None
+        block = state.saving.pop(end, None)
         if block is None:
             return
-        if block.node is None:  # the cache was reset meanwhile
+        if block.node is None:  # the cache was reset meanwhile, or nothing that ends here got a name
             self._pool.release(block)
             return
         self._tree.commit(block)
@@ -180,11 +192,10 @@ class Checkpoints:
         if decoding:
             state.rolling = (block, block.stamp)
 
-    def abandon(self, seq: Sequence) -> None:
-        """The step failed."""
-        state = self._states[seq]
+    def abandon(self, seq: Sequence, end: int) -> None:
+        """The step that computed up to `end` failed."""
         self._copies.clear()
-        block, state.saving = state.saving, None
+        block = self._states[seq].saving.pop(end, None)
         if block is not None:
             if block.node is not None:
                 self._tree.withdraw(block)
@@ -194,7 +205,7 @@ class Checkpoints:
         """Give up the state of `seq` and its plans. Its checkpoints stay cached."""
         self.unplan(seq)
         state = self._states.pop(seq)
-        assert state.saving is None
+        assert not state.saving
         self._unpin(state)
         self._pool.release(state.own)
         seq.state_unit = None
@@ -252,8 +263,9 @@ class Checkpoints:
             assert state.own.node is None
             assert state.own.unit.index == seq.state_unit
             assert state.stops == sorted(state.shared)
-            assert all(blocks * self._block_size > seq.computed for blocks in state.stops)
+            assert all(blocks * self._block_size > state.reached for blocks in state.stops)
 
     def references(self) -> list[Block[Node]]:
         """Every reference that this class holds, one entry each."""
-        return [b for state in self._states.values() for b in (state.own, state.source, state.saving) if b is not None]
+        held = [[state.own, state.source, *state.saving.values()] for state in self._states.values()]
+        return [block for blocks in held for block in blocks if block is not None]

@@ -2,7 +2,8 @@
 
 The life of a block: `admit` takes what is cached and `grow` what is new; `reserve` names the blocks that the step
 finishes (pending: another request of the same step may share them); `commit`, after the compute, announces them or,
-where an identical block exists, redirects the table to it (late merge); `release` gives them up, tail first.
+where an identical block exists, redirects the table to it (late merge); `release` gives them up, tail first. A step may
+be planned while the one before is out: a block that it finishes with a token nobody knows yet is named at its commit.
 
 Owns the tables' physical side. Refuses to know budgets, sampling and order of requests. Invariant: a sequence whose
 chain is not detached holds, for all its named positions, exactly the blocks that the tree names; so a parent is never
@@ -11,8 +12,9 @@ freed before a live child.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 
 from engine.cache.chain import Chain
 from engine.cache.checkpoints import Checkpoints
@@ -35,6 +37,20 @@ class CacheUsage:
     live_units: int
     """Units that the running sequences need, packed; `live_units / units` is the usage that operators watch."""
     free_units: int
+
+
+@dataclass(slots=True)
+class _StepOut:
+    """What commit or abandon must know of a step that is planned."""
+
+    finishing: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    """(sequence, start, end): it names the blocks [start, end)."""
+    unnamed: list[tuple[Sequence, int]] = field(default_factory=list)
+    """(sequence, end): its last block is full at `end`, with a token that is not known yet."""
+    moves: list[tuple[int, BlockId, BlockId]] = field(default_factory=list)
+    moved: list[Block[Node]] = field(default_factory=list)
+    """By a compaction that the step does first."""
+    chunks: list[Chunk] = field(default_factory=list)
 
 
 class KVCache:
@@ -61,11 +77,11 @@ class KVCache:
         self._checkpoints: Checkpoints | None = None
         if state_kind is not None:
             self._checkpoints = Checkpoints(state_kind, spec.block_size, self.pool, self.tree, self._allocate)
-        self._moves: list[tuple[int, BlockId, BlockId]] = []
-        self._moved: list[Block[Node]] = []
+        self._planning = _StepOut()
+        self._out: deque[_StepOut] = deque()
+        self._distrusted: list[Block[Node]] = []
+        """Moved by steps that failed."""
         self._chains: dict[Sequence, Chain] = {}
-        self._finishing: list[Sequence] = []
-        """Those of which the step being planned names blocks."""
         self._names = BlockNames(spec.block_size)
         self._matched: dict[Sequence, list[Node]] = {}
         """What `match` found last for each sequence that waits."""
@@ -204,72 +220,74 @@ class KVCache:
 
     def reserve(self, seq: Sequence, end: int) -> None:
         """Name the blocks that computing up to `end` finishes. Where an identical one exists, merge at commit."""
-        finished = end // self.block_size
         chain = self._chains[seq]
-        if finished <= len(chain.nodes) or chain.detached or not self.enable_prefix_caching:
+        finished, named = end // self.block_size, len(chain.nodes)
+        if finished <= named or chain.detached or not self.enable_prefix_caching:
             return
-        self._finishing.append(seq)
-        names = self._names.of(seq, finished)
-        for index in range(len(chain.nodes), finished):
-            node = self.tree.ensure(names[index], chain.nodes[-1] if chain.nodes else None)
-            if node is None:
-                self._detach(seq, chain)
-                return
-            chain.nodes.append(node)
-            for g in self._groups:
-                own, known = chain.blocks[g][index], node.blocks[g]
-                if own is None or own is known:
-                    continue
-                if known is None:
-                    self.tree.attach(node, own)
-                else:
-                    self.pool.acquire(known)
-                    chain.merges.append((g, index, known))
-        if self._checkpoints is not None:
+        if end > len(seq.token_ids):
+            if end % self.block_size == 0:
+                self._planning.unnamed.append((seq, end))
+                if self._checkpoints is not None:
+                    self._checkpoints.save(seq, None, end)
+            return
+        self._name(seq, chain, finished)
+        self._planning.finishing.append((seq, named, len(chain.nodes)))
+        if self._checkpoints is not None and not chain.detached:
             self._checkpoints.reserve(seq, chain.nodes, seq.computed, end)
 
     def fill(self, plan: StepPlan) -> None:
-        """Complete a plan that will be executed: the copies of states and of compacted blocks."""
-        plan.block_moves, self._moves = self._moves, []
+        """Complete a plan that will be executed: the copies of states and of compacted blocks. It is out now."""
+        step, self._planning = self._planning, _StepOut()
+        step.chunks = plan.chunks
+        plan.block_moves = step.moves
+        for chunk in plan.chunks:
+            chunk.seq.computed = chunk.end
         if self._checkpoints is not None:
             self._checkpoints.fill(plan)
+        self._out.append(step)
 
-    def commit(self, chunks: list[Chunk]) -> None:
-        """The step's compute is done: announce what it finished, merge what it finished twice, advance `computed`.
+    def commit(self, chunks: list[Chunk], ended: Collection[Sequence] = ()) -> None:
+        """The oldest step's compute is done: announce what it finished, merge what it finished twice.
 
-        Most chunks of a step are decodes that finish no block: only those that do are looked at, but for what windows
-        leave and states.
+        Of the `ended` sequences nothing is named any more. Most chunks of a step are decodes that finish no block: only
+        those that do are looked at, but for what windows leave and states.
         """
-        for chunk in chunks:
-            chunk.seq.computed = chunk.end
-        for seq in self._finishing:
+        step = self._out.popleft()
+        assert step.chunks is chunks
+        for seq, start, end in step.finishing:
+            self._settle(seq, start, end)
+        for seq, end in step.unnamed:
             chain = self._chains[seq]
-            for block in chain.pending():
-                self.tree.commit(block)
-            chain.committed = len(chain.nodes)
-            self._merge(seq, chain)
-        self._finishing.clear()
+            start = len(chain.nodes)
+            if seq not in ended and not chain.detached:
+                self._name(seq, chain, end // self.block_size)
+                if self._checkpoints is not None and len(chain.nodes) > start:
+                    self._checkpoints.attach(seq, chain.nodes[-1], end)
+                self._settle(seq, start, len(chain.nodes))
         if self._windows:
             for chunk in chunks:
-                self._pass_windows(chunk.seq, self._chains[chunk.seq])
+                self._pass_windows(chunk.seq, self._chains[chunk.seq], chunk.end)
         if self._checkpoints is not None:
             for chunk in chunks:
                 self._checkpoints.commit(chunk.seq, chunk.start, chunk.end)
-        self._moved.clear()
 
-    def abandon(self, chunks: list[Chunk]) -> None:
-        """The step failed: none of its blocks may be trusted or announced. All its sequences must be released next."""
+    def abandon(self) -> None:
+        """The newest step that is out was not computed: none of its blocks may be trusted or announced.
+
+        All its sequences must be released, once the steps before it are abandoned too.
+        """
+        step = self._out.pop()
+        self._distrusted += step.moved
         if self._checkpoints is not None:
-            for chunk in reversed(chunks):
-                self._checkpoints.abandon(chunk.seq)
-        self._finishing.clear()
-        chains = [self._chains[chunk.seq] for chunk in chunks]
-        for chain in chains:
-            chain.unpin_merges(self.pool)
-        for chain in reversed(chains):
-            for block in reversed(list(chain.pending())):
+            for chunk in reversed(step.chunks):
+                self._checkpoints.abandon(chunk.seq, chunk.end)
+        for seq, start, _ in step.finishing:
+            self._chains[seq].unpin_merges(self.pool, start)
+        for seq, start, end in reversed(step.finishing):
+            chain = self._chains[seq]
+            for block in reversed(list(chain.pending(start, end))):
                 self.tree.withdraw(block)
-            del chain.nodes[chain.committed :]
+            del chain.nodes[start:]
 
     def release(self, seq: Sequence) -> None:
         """Give up everything that `seq` holds, its tail first so that it is evicted first."""
@@ -283,16 +301,16 @@ class KVCache:
         seq.computed = 0
 
     def distrust_moved(self) -> bool:
-        """After a failed step: forget what a compaction of that step may or may not have copied.
+        """After a failed step: forget what its compaction, or one planned after it, may or may not have copied.
 
         True, and nothing done, while sequences hold any of it: they must be released first.
         """
-        if any(block.refs for block in self._moved):
+        if any(block.refs for block in self._distrusted):
             return True
-        for block in self._moved:
+        for block in self._distrusted:
             if block.node is not None:
                 self.tree.forget(block)
-        self._moved.clear()
+        self._distrusted.clear()
         return False
 
     def forget_names(self, seq: Sequence) -> None:
@@ -364,8 +382,8 @@ class KVCache:
         block = self.pool.allocate(kind)
         if block is None and self.pool.can_allocate([int(k == kind) for k in range(len(self.pool.blocks_per_unit))]):
             for group, block_moved, source in self.pool.compact(kind):
-                self._moves.append((group, source, block_moved.id))
-                self._moved.append(block_moved)
+                self._planning.moves.append((group, source, block_moved.id))
+                self._planning.moved.append(block_moved)
             for seq, chain in self._chains.items():
                 seq.table_changes += 1
                 for g, held in enumerate(chain.blocks):
@@ -374,13 +392,13 @@ class KVCache:
             assert block is not None, "a compaction that made no room"
         return block
 
-    def _pass_windows(self, seq: Sequence, chain: Chain) -> None:
-        """Release the blocks that no query from position `seq.computed` on can see."""
+    def _pass_windows(self, seq: Sequence, chain: Chain, end: int) -> None:
+        """Release the blocks that no query from position `end` on can see."""
         for g in self._groups:
             window = self._windows.tokens[g]
             if window is None:
                 continue
-            start = max(0, seq.computed - window + 1) // self.block_size
+            start = max(0, end - window + 1) // self.block_size
             held, table = chain.blocks[g], seq.block_tables[g]
             for index in range(chain.window_starts[g], min(start, len(held))):
                 block = held[index]
@@ -390,13 +408,42 @@ class KVCache:
                 table[index] = UNREAD
             chain.window_starts[g] = max(chain.window_starts[g], min(start, len(held)))
 
-    def _merge(self, seq: Sequence, chain: Chain) -> None:
-        seq.table_changes += bool(chain.merges)
-        for g, index, known in chain.merges:
+    def _name(self, seq: Sequence, chain: Chain, finished: int) -> None:
+        """Give the blocks up to this one their nodes; the chain is detached where a name is another's."""
+        names = self._names.of(seq, finished)
+        for index in range(len(chain.nodes), finished):
+            node = self.tree.ensure(names[index], chain.nodes[-1] if chain.nodes else None)
+            if node is None:
+                self._detach(seq, chain)
+                return
+            chain.nodes.append(node)
+            for g in self._groups:
+                own, known = chain.blocks[g][index], node.blocks[g]
+                if own is None or own is known:
+                    continue
+                if known is None:
+                    self.tree.attach(node, own)
+                else:
+                    self.pool.acquire(known)
+                    chain.merges.append((g, index, known))
+
+    def _settle(self, seq: Sequence, start: int, end: int) -> None:
+        """What is named of [start, end) is computed: announce it, and keep one of what is there twice."""
+        chain = self._chains[seq]
+        for block in chain.pending(start, end):
+            self.tree.commit(block)
+        chain.committed = min(end, len(chain.nodes))  # fewer where the cache was reset meanwhile
+        merges = [merge for merge in chain.merges if merge[1] < end]
+        if merges:
+            chain.merges = chain.merges[len(merges) :]
+            self._merge(seq, chain, merges)
+
+    def _merge(self, seq: Sequence, chain: Chain, merges: list[tuple[int, int, Block[Node]]]) -> None:
+        seq.table_changes += 1
+        for g, index, known in merges:
             own = chain.blocks[g][index]
             assert own is not None
             assert own is not known
             chain.blocks[g][index] = known
             seq.block_tables[g][index] = known.id
             self.pool.release(own)
-        chain.merges.clear()

@@ -6,13 +6,19 @@ shows); the next token is a function of the digest. What a correct engine genera
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Tokens
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 
 from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
+from engine.execution.block_tables import BlockTables, Seats
 from engine.scheduler import Scheduler, SchedulerConfig
-from engine.types import Request, SamplingParams, SequenceOutput, StepPlan, StepResult, TokenLogprobs
+from engine.types import Chunk, Request, SamplingParams, SequenceOutput, StepPlan, StepResult, TokenLogprobs
 from events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 VOCABULARY = 5
@@ -52,8 +58,22 @@ class DeviceFault(RuntimeError):
     pass
 
 
+@dataclass(slots=True)
+class Sent:
+    """A step as a device is given it: nothing of it follows what scheduler and cache do next."""
+
+    plan: StepPlan
+    chunks: list[tuple[Chunk, list[int], list[list[int]], int | None]]
+    """(chunk as it was, its known tokens, its blocks of each group, its state)."""
+    result: StepResult | Exception | None = None
+
+
 class FakeDevice:
-    """A Runner. `slots[group, block][offset]` is the digest written there; `states[unit]` that of a state."""
+    """An Overlapping runner. `slots[group, block][offset]` is the digest written there; `states[unit]` that of a state.
+
+    It computes a step when its result is asked for, from what was sent, block tables by what changed in them, as a real
+    one does; the token of a `fed` chunk is that which the step before found.
+    """
 
     def __init__(self, block_size: int, windows: Tokens[int | None] = (None,)) -> None:
         self.block_size = block_size
@@ -61,47 +81,86 @@ class FakeDevice:
         self.slots: dict[tuple[int, int], list[int | None]] = {}
         self.states: dict[int, tuple[int, int] | None] = {}
         self.fail_next = False
+        """The next step that is begun is not computed."""
         self.on_execute = lambda plan: None
         self.plans: list[list[tuple[str, int, int]]] = []
         self.computed_tokens = 0
+        self._seats = Seats()
+        layout = SimpleNamespace(block_size=block_size)
+        self._tables = [BlockTables(group, layout, 500, None) for group in range(len(windows))]  # type: ignore[arg-type]
+        self._queue: deque[Sent] = deque()
+        self._last: dict[str, int] = {}
+        """Request -> the token found for it last."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        self.on_execute(plan)
-        if self.fail_next:
-            self.fail_next = False
-            raise DeviceFault("the device fell off the bus")
-        self.plans.append([(c.seq.request.request_id, c.start, c.end) for c in plan.chunks])
-        self.computed_tokens += plan.token_count
-        size = self.block_size
+        return self.submit(plan)()
+
+    def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
+        rows, new = self._seats.of(plan.chunks)
+        tables = []
+        for table in self._tables:
+            table.update(plan.chunks, rows.tolist(), new, self._seats.count)
+            tables.append(table.array(plan.chunks, rows).tolist())
+        chunks = [
+            (copy(c), c.seq.token_ids[: c.end], [table[i] for table in tables], c.seq.state_unit)
+            for i, c in enumerate(plan.chunks)
+        ]
+        sent = Sent(plan, chunks, DeviceFault("the device fell off the bus") if self.fail_next else None)
+        self.fail_next = False
+        self._queue.append(sent)
+        return partial(self._result, sent)
+
+    def _result(self, sent: Sent) -> StepResult:
+        self.on_execute(sent.plan)
+        while sent in self._queue:
+            step = self._queue.popleft()
+            step.result = step.result or self._compute(step)
+        if isinstance(sent.result, Exception):
+            self._queue.clear()
+            self._seats.clear()
+            raise sent.result
+        assert sent.result is not None
+        return sent.result
+
+    def _compute(self, sent: Sent) -> StepResult:
+        plan, size = sent.plan, self.block_size
+        self.plans.append([(c.seq.request.request_id, c.start, c.end) for c, _, _, _ in sent.chunks])
+        self.computed_tokens += sum(c.end - c.start for c, _, _, _ in sent.chunks)
         for group, source, destination in plan.block_moves:
             self.slots[group, destination] = list(self.slots.get((group, source), [None] * size))
         for source, destination in plan.state_restores:
             self.states[destination] = self.states[source]
         for unit in plan.state_resets:
             self.states[unit] = None
-        known = [digests(c.seq.token_ids, c.seq.request.cache_salt, c.seq.request.lora_name) for c in plan.chunks]
-        for chunk, prefix in zip(plan.chunks, known):
+        known = []
+        for chunk, tokens, _, _ in sent.chunks:
+            request = chunk.seq.request
+            assert chunk.fed == (len(tokens) == chunk.start)
+            fed = [self._last[request.request_id]] if chunk.fed else []
+            known.append(digests(tokens + fed, request.cache_salt, request.lora_name))
+        for (chunk, _, tables, state), prefix in zip(sent.chunks, known):
             for group in range(len(self.windows)):
-                table = chunk.seq.block_tables[group]
                 for position in range(chunk.start, chunk.end):
-                    slot = self.slots.setdefault((group, table[position // size]), [None] * size)
+                    slot = self.slots.setdefault((group, tables[group][position // size]), [None] * size)
                     slot[position % size] = prefix[position + 1]
-            if chunk.seq.state_unit is not None:
+            if state is not None:
                 before = (chunk.start, prefix[chunk.start]) if chunk.start else None
-                assert self.states[chunk.seq.state_unit] == before, "the state is not that of the prefix"
-                self.states[chunk.seq.state_unit] = (chunk.end, prefix[chunk.end])
+                assert self.states[state] == before, "the state is not that of the prefix"
+                self.states[state] = (chunk.end, prefix[chunk.end])
         result = StepResult(sampled=[])
-        for index, (chunk, prefix) in enumerate(zip(plan.chunks, known)):
+        for index, ((chunk, _, tables, _), prefix) in enumerate(zip(sent.chunks, known)):
+            request = chunk.seq.request
             for group, window in enumerate(self.windows):
-                table = chunk.seq.block_tables[group]
                 for position in range(0 if window is None else max(0, chunk.start - window + 1), chunk.end):
-                    held = self.slots[group, table[position // size]][position % size]
+                    held = self.slots[group, tables[group][position // size]][position % size]
                     assert held == prefix[position + 1], (
-                        f"{chunk.seq.request.request_id}: position {position} of group {group} reads foreign content"
+                        f"{request.request_id}: position {position} of group {group} reads foreign content"
                     )
-            assert chunk.samples == (chunk.end == len(chunk.seq.token_ids))
-            result.sampled.append(next_token(prefix[chunk.end]) if chunk.samples else None)
-            self._logprobs(result, index, chunk.seq.request, chunk.start, chunk.end, chunk.samples)
+            token = next_token(prefix[chunk.end]) if chunk.samples else None
+            if token is not None:
+                self._last[request.request_id] = token
+            result.sampled.append(token)
+            self._logprobs(result, index, request, chunk.start, chunk.end, chunk.samples)
         for source, destination in plan.state_checkpoints:
             self.states[destination] = self.states[source]
         return result
@@ -168,12 +227,12 @@ def resident_in(cache: KVCache) -> set[tuple[int, int]]:
 class Bench:
     """An engine on a fake device, checked after every step."""
 
-    def __init__(self, cache: KVCache, config: SchedulerConfig) -> None:
+    def __init__(self, cache: KVCache, config: SchedulerConfig, *, overlap: bool = False) -> None:
         windows = [group.sliding_window for group in cache.spec.groups]
         self.cache = cache
         self.device = FakeDevice(cache.block_size, windows)
         self.events = EventChecker(cache.block_size)
-        self.core = EngineCore(Scheduler(config, cache), self.device, self.events)
+        self.core = EngineCore(Scheduler(config, cache), self.device, self.events, overlap=overlap)
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.ends: dict[str, SequenceOutput] = {}

@@ -22,9 +22,17 @@ class CoreMachine(RuleBasedStateMachine):
         extra_budget=st.integers(0, 20),
         max_model_len=st.integers(8, 60) | st.just(400),
         eos=st.booleans(),
+        overlap=st.booleans(),
     )
     def start(
-        self, spec: CacheSpec, units: int, max_num_seqs: int, extra_budget: int, max_model_len: int, eos: bool
+        self,
+        spec: CacheSpec,
+        units: int,
+        max_num_seqs: int,
+        extra_budget: int,
+        max_model_len: int,
+        eos: bool,
+        overlap: bool,
     ) -> None:
         budget = max_num_seqs + extra_budget
         config = SchedulerConfig(
@@ -33,7 +41,7 @@ class CoreMachine(RuleBasedStateMachine):
             max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}) if eos else frozenset(),
         )
-        self.bench = Bench(KVCache(spec, units, step_tokens_max=budget), config)
+        self.bench = Bench(KVCache(spec, units, step_tokens_max=budget), config, overlap=overlap)
         self.count = 0
         self.texts: list[list[int]] = [[]]
 
@@ -154,13 +162,14 @@ TestCore.settings = settings(max_examples=60, stateful_step_count=30, deadline=N
     asked=st.lists(
         st.tuples(st.integers(0, 40), st.booleans(), st.integers(1, 4), st.integers(1, 9)), min_size=2, max_size=5
     ),
+    overlap=st.booleans(),
 )
 def test_whatever_fits_alone_is_served(
-    spec: CacheSpec, units: int, budget: int, asked: list[tuple[int, bool, int, int]]
+    spec: CacheSpec, units: int, budget: int, asked: list[tuple[int, bool, int, int]], overlap: bool
 ) -> None:
     """Beginnings of one text, and requests that continue one to the pool's end: none waits for ever."""
     config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=budget, max_model_len=500)
-    bench = Bench(KVCache(spec, units, step_tokens_max=budget), config)
+    bench = Bench(KVCache(spec, units, step_tokens_max=budget), config, overlap=overlap)
     for number, (new, fills, short_of, max_tokens) in enumerate(asked):
         length = max(0, bench.core.scheduler.token_limit - short_of)
         text = [3] * (length - new) + [1] * min(new, length) * fills

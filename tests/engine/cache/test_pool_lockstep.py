@@ -161,7 +161,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.cache.forget_names(seq)
 
     def _fail(self, plan: StepPlan) -> None:
-        self.cache.abandon(plan.chunks)
+        self.cache.abandon()
         for chunk in reversed(plan.chunks):
             self.running.remove(chunk.seq)
             self._release(chunk.seq)

@@ -76,21 +76,19 @@ def announced_when_reserved(patch: Patch) -> None:
 
 
 def merge_without_redirect(patch: Patch) -> None:
-    def merge(self: KVCache, seq: Any, chain: Any) -> None:
-        for g, index, known in chain.merges:
+    def merge(self: KVCache, seq: Any, chain: Any, merges: Any) -> None:
+        for g, index, known in merges:
             own, chain.blocks[g][index] = chain.blocks[g][index], known
             self.pool.release(own)
-        chain.merges.clear()
 
     patch.setattr(KVCache, "_merge", merge)
 
 
 def merge_that_leaks_the_duplicate(patch: Patch) -> None:
-    def merge(self: KVCache, seq: Any, chain: Any) -> None:
-        for g, index, known in chain.merges:
+    def merge(self: KVCache, seq: Any, chain: Any, merges: Any) -> None:
+        for g, index, known in merges:
             chain.blocks[g][index] = known
             seq.block_tables[g][index] = known.id
-        chain.merges.clear()
 
     patch.setattr(KVCache, "_merge", merge)
 
@@ -132,10 +130,8 @@ def capacity_off_by_one(patch: Patch) -> None:
 def window_left_a_block_early(patch: Patch) -> None:
     real = KVCache._pass_windows
 
-    def pass_windows(self: KVCache, seq: Any, chain: Any) -> None:
-        seq.computed += self.block_size
-        real(self, seq, chain)
-        seq.computed -= self.block_size
+    def pass_windows(self: KVCache, seq: Any, chain: Any, end: int) -> None:
+        real(self, seq, chain, end + self.block_size)
 
     patch.setattr(KVCache, "_pass_windows", pass_windows)
 
@@ -173,14 +169,14 @@ def failed_step_announced(patch: Patch) -> None:
 
 
 def failed_compaction_trusted(patch: Patch) -> None:
-    patch.setattr(KVCache, "distrust_moved", lambda self: bool(self._moved.clear()))
+    patch.setattr(KVCache, "distrust_moved", lambda self: bool(self._distrusted.clear()))
 
 
 def window_table_filler_released(patch: Patch) -> None:
     real = KVCache._pass_windows
 
-    def pass_windows(self: KVCache, seq: Any, chain: Any) -> None:
-        real(self, seq, chain)
+    def pass_windows(self: KVCache, seq: Any, chain: Any, end: int) -> None:
+        real(self, seq, chain, end)
         for g in self._groups:
             seq.block_tables[g][:] = [UNREAD for _ in seq.block_tables[g]]
 
