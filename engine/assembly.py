@@ -110,7 +110,8 @@ def assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None = None)
         prefix_caching=config.enable_prefix_caching,
         default_sampling=default_sampling(folder) if config.generation_config == "auto" else {},
     )
-    core = EngineCore(scheduler, runner, _discard if publisher is None else publisher.publish)
+    publish = _discard if publisher is None else publisher.publish
+    core = EngineCore(scheduler, runner, publish, overlap=executor.overlap)
     return Assembled(core, info, publisher, executor)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core import Executor, Runner
-from engine.execution.sizing import make_runner, rank_device, resolve_max_len, sequences_max, size_cache
+from engine.execution.sizing import make_runner, overlaps, rank_device, resolve_max_len, sequences_max, size_cache
 from engine.model_files import locate
 from engine.models import HfConfig, Shard, build_model
 from engine.models.loader import load_model
@@ -76,9 +76,9 @@ def _load(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor
         return leading
 
     def close() -> None:
+        while made:
+            made.pop().close()
         if leader is not None:
-            while made:
-                made.pop().forget_decode_steps()
             leader.close()
 
     return Executor(
@@ -92,6 +92,7 @@ def _load(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor
         close=close,
         watch=lambda lost: None if leader is None else leader.watch(lost),
         lateness=lambda: None,
+        overlap=overlaps(config, device),
         enough_prompt_tokens=_enough_prompt_tokens(device, dtype),
     )
 

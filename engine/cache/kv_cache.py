@@ -258,10 +258,10 @@ class KVCache:
             self._settle(seq, start, end)
         for seq, end in step.unnamed:
             chain = self._chains[seq]
-            start = len(chain.nodes)
+            start, finished = len(chain.nodes), end // self.block_size
             if seq not in ended and not chain.detached:
-                self._name(seq, chain, end // self.block_size)
-                if self._checkpoints is not None and len(chain.nodes) > start:
+                self._name(seq, chain, finished, computed=True)
+                if self._checkpoints is not None and len(chain.nodes) == finished:
                     self._checkpoints.attach(seq, chain.nodes[-1], end)
                 self._settle(seq, start, len(chain.nodes))
         if self._windows:
@@ -408,13 +408,18 @@ class KVCache:
                 table[index] = UNREAD
             chain.window_starts[g] = max(chain.window_starts[g], min(start, len(held)))
 
-    def _name(self, seq: Sequence, chain: Chain, finished: int) -> None:
-        """Give the blocks up to this one their nodes; the chain is detached where a name is another's."""
+    def _name(self, seq: Sequence, chain: Chain, finished: int, *, computed: bool = False) -> None:
+        """Give the blocks up to this one their nodes; the chain is detached where a name is another's.
+
+        Blocks that are `computed` take no part in what a later step is to compute: they are named next time.
+        """
         names = self._names.of(seq, finished)
         for index in range(len(chain.nodes), finished):
             node = self.tree.ensure(names[index], chain.nodes[-1] if chain.nodes else None)
             if node is None:
                 self._detach(seq, chain)
+                return
+            if computed and any(block is not None and block.pending for block in node.blocks):
                 return
             chain.nodes.append(node)
             for g in self._groups:

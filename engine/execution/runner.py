@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -73,6 +74,11 @@ class _Step:
     last: Tensor | None
     """Where their last tokens are among the wanted; None: they are all of them."""
     draft: Draft | None
+    row_count: int
+    fed: tuple[Tensor, Tensor] | None
+    """(places among the tokens, rows) of those that the step before draws."""
+    drawn_rows: Tensor | None
+    """Where the drawn tokens are kept for the next step."""
 
 
 class ModelRunner:
@@ -91,8 +97,12 @@ class ModelRunner:
         eos_token_ids: tuple[int, ...] = (),
         seed: int = 0,
         capture: Capture | None = None,
+        overlap: bool = False,
     ) -> None:
-        """`capture`: how decode steps are recorded, where the kernels allow it; None: they are not."""
+        """`capture`: how decode steps are recorded, where the kernels allow it; None: they are not.
+
+        `overlap`: steps may have tokens that the step before draws. Where no device queues steps, a thread does them.
+        """
         if num_units < 1:
             raise ValueError(f"num_units {num_units}: expected at least 1")
         self.model = model
@@ -119,7 +129,11 @@ class ModelRunner:
             for g, group in enumerate(spec.groups)
         ]
 
+        self._last = torch.zeros(0, dtype=torch.int64, device=device) if overlap else None
+        """[rows]: the token drawn last for the sequence in each row."""
         self._fixed = self._ops if isinstance(self._ops, FixedPlans) else None
+        # Kept tables are read when a step is queued on their device: in the order of the steps, on this thread.
+        self._worker = ThreadPoolExecutor(1, "step") if overlap and self._fixed is None else None
         self._seats = Seats()
         blocks_max = -(-max_model_len // spec.block_size)
         self._tables = [
@@ -153,8 +167,13 @@ class ModelRunner:
 
     def _submit(self, plan: StepPlan) -> Callable[[], StepResult]:
         step = self._prepare(plan)
-        read = self._compute(step)
+        read = self._compute(step) if self._worker is None else self._worker.submit(self._work, step).result
         return lambda: self._guarded(lambda: self._result(step, read()))
+
+    @torch.inference_mode()
+    def _work(self, step: _Step) -> list[list[Any]]:
+        """On the thread that computes."""
+        return self._compute(step)()
 
     def _guarded(self, call: Callable[[], Result]) -> Result:
         try:
@@ -183,8 +202,14 @@ class ModelRunner:
             tables.update(chunks, row_list, new, self._seats.count)
         batch = Ragged.of([chunk.start for chunk in chunks], [chunk.end for chunk in chunks])
         tokens: list[int] = []
-        for chunk in chunks:
-            tokens += chunk.seq.token_ids[chunk.start : chunk.end]
+        fed: list[int] = []
+        """Places among the tokens, where those come first that are alone."""
+        for i, chunk in enumerate(chunks):
+            if chunk.fed:
+                fed.append(i)
+                tokens.append(0)
+            else:
+                tokens += chunk.seq.token_ids[chunk.start : chunk.end]
         wanted, starts = self._wanted_rows(chunks, batch.query_starts)
         drawn = [i for i, chunk in enumerate(chunks) if chunk.samples]
         draft = None
@@ -208,6 +233,9 @@ class ModelRunner:
             drawn=drawn,
             last=to_device(starts[1:][drawn] - 1, self.device) if len(drawn) < starts[-1] else None,
             draft=draft,
+            row_count=self._seats.count,
+            fed=(to_device(np.array(fed), self.device), to_device(rows[fed], self.device)) if fed else None,
+            drawn_rows=None if self._last is None or draft is None else to_device(rows[drawn], self.device),
         )  # fmt: skip
 
     def _compute(self, step: _Step) -> Callable[[], list[list[Any]]]:
@@ -217,6 +245,10 @@ class ModelRunner:
             self._move_block(group, source, target)
         self._prepare_states(plan)
         found: list[Tensor] = []
+        if step.fed is not None:
+            assert self._last is not None
+            at, rows = step.fed
+            step.token_ids.index_copy_(0, at, self._last.index_select(0, rows))
         if step.chunks:
             hidden = self._forward(step)
             found += self._draw(hidden, step)
@@ -233,9 +265,11 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.record(sequences_max)
 
-    def forget_decode_steps(self) -> None:
-        """Give up the recorded steps: NCCL's communicators do not end while a graph holds them."""
+    def close(self) -> None:
+        """Give up the thread and the recorded steps: NCCL's communicators do not end while a graph holds them."""
         self._graphs = None
+        if self._worker is not None:
+            self._worker.shutdown()
 
     def _forward(self, step: _Step) -> Tensor:
         """Hidden states of the wanted rows, [wanted, hidden]."""
@@ -282,6 +316,11 @@ class ModelRunner:
             self.model.lend_logits(picked)
             return []
         tokens, logprobs = self._sampler.sample(self.model.logits(picked), step.draft)
+        if self._last is not None:
+            assert step.drawn_rows is not None
+            if (more := step.row_count - len(self._last)) > 0:
+                self._last = torch.cat([self._last, self._last.new_zeros(more)])
+            self._last.index_copy_(0, step.drawn_rows, tokens)
         return [tokens, *logprobs]
 
     def _prompt_logprobs(self, hidden: Tensor, chunk: Chunk) -> list[Tensor]:

@@ -92,10 +92,10 @@ class Follower:
             assert self._runner is not None
             self._runner.execute(self._plans.read(order))
 
-    def forget_decode_steps(self) -> None:
+    def close(self) -> None:
         """Before the ranks part; see `ModelRunner`."""
         if self._runner is not None:
-            self._runner.forget_decode_steps()
+            self._runner.close()
 
 
 def main(fd: int, rank: int, size: int, port: int) -> int:
@@ -130,7 +130,7 @@ def main(fd: int, rank: int, size: int, port: int) -> int:
         traceback.print_exc()
         return 1
     if joined:
-        follower.forget_decode_steps()
+        follower.close()
         dist.destroy_process_group()
     return 0
 

@@ -1,0 +1,274 @@
+"""Steps that overlap: the same tokens, events and cache as without, on models and on the fake device."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+from drawn_specs import specs
+from fake_device import EOS, Bench, EventChecker
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.cache.kv_cache import KVCache
+from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
+from engine.core import EngineCore
+from engine.execution.runner import ModelRunner
+from engine.models.loader import load_model
+from engine.scheduler import Scheduler, SchedulerConfig
+from engine.tiny.model import Recipe, cached_model
+from engine.types import FinishReason, Request, RunnerLost, SamplingParams, StepPlan
+from kernels import select
+
+CPU = torch.device("cpu")
+RECIPES = {
+    "qwen3": Recipe(),
+    "gemma3": Recipe(family="gemma3_text", layers=3),
+    "qwen3_5": Recipe(family="qwen3_5", layers=3),
+}
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "stop_token_ids": tuple(range(0, 2048, 5))},  # most stop soon, and unforeseen
+    {"temperature": 0.8, "seed": 7, "logprobs": 2},
+    {"temperature": 0.7, "top_p": 0.9, "seed": 8, "stop_token_ids": tuple(range(0, 2048, 7)), "min_tokens": 3},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    {"temperature": 0.9, "top_k": 20, "presence_penalty": 0.5, "seed": 9},
+    {"temperature": 0.0, "prompt_logprobs": 1, "logit_bias": {5: 1.0}},
+]
+
+
+def dense(block_size: int = 4) -> CacheSpec:
+    group = GroupSpec(kind=FULL_ATTENTION, layers=(0,), num_kv_heads=1, head_dim=8, dtype_bytes=2)
+    return CacheSpec(block_size=block_size, groups=(group,))
+
+
+def answers(family: str, overlap: bool, token_count: int, kernels: str = "cpu") -> tuple[dict[str, Any], EngineCore]:
+    """What a few requests that come one after the other get, in a cache of about so many tokens."""
+    model, dtype = load_model(cached_model(RECIPES[family]))
+    spec = model.cache_spec(4, dtype)
+    units = sum(-(-token_count // (4 * spec.blocks_per_unit(g))) for g in range(len(spec.groups)))
+    units += 16 if spec.state is not None else 0
+    cache = KVCache(spec, units, step_tokens_max=64)
+    config = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=64, max_model_len=256)
+    runner = ModelRunner(
+        model, spec, units, device=CPU, dtype=dtype, max_model_len=256, kernels=select(CPU, kernels), overlap=overlap
+    )
+    runner._buffer.fill_(0xFF)  # a read of what no step wrote is NaN
+    core = EngineCore(Scheduler(config, cache), runner, EventChecker(4), overlap=overlap)
+    rng = random.Random(family)
+    shared = [rng.randrange(2048) for _ in range(30)]
+    waiting = []
+    for i in range(14):
+        tokens = shared[: rng.randrange(1, 30)] + [rng.randrange(2048) for _ in range(rng.randrange(1, 20))]
+        params = SamplingParams(**PARAMS[i % len(PARAMS)], max_tokens=rng.randrange(3, 25))
+        waiting.append(Request(request_id=str(i), token_ids=tokens, params=params))
+    found: dict[str, Any] = {}
+    while waiting or core.has_work:
+        if waiting and rng.random() < 0.5:
+            core.add(waiting.pop(), 0.0)
+        for out in core.step(0.0):
+            said = found.setdefault(out.request_id, [[], [], None])
+            said[0] += out.token_ids
+            said[1] += [entry.token_id for entry in out.logprobs or []]
+            said[2] = out.finish_reason
+            assert out.error is None
+        core.check_invariants()
+    runner.close()
+    assert cache.usage.live_units == 0
+    return found, core
+
+
+@pytest.mark.parametrize("family", list(RECIPES))
+@pytest.mark.parametrize("token_count", [100, 1000])
+def test_the_same_answers_as_without(family: str, token_count: int) -> None:
+    off, _ = answers(family, False, token_count)
+    on, core = answers(family, True, token_count)
+    assert on == off
+    assert {said[2] for said in on.values()} == {FinishReason.STOP, FinishReason.LENGTH}
+    assert core.stats().finished_requests == 14
+    if family != "qwen3_5":  # there it is states that fill the cache
+        assert (core.stats().preemptions > 0) == (token_count == 100)
+
+
+def test_the_same_answers_on_kernels_that_keep_their_tables() -> None:
+    assert answers("qwen3", True, 1000, "triton")[0] == answers("qwen3", False, 1000, "triton")[0]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    spec=specs(4, 9),
+    asked=st.lists(
+        st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=20), st.integers(1, 12), st.integers(0, 5)),
+        min_size=1, max_size=5,
+    ),
+)  # fmt: skip
+def test_late_stops_leave_no_trace(spec: CacheSpec, asked: list[tuple[list[int], int, int]]) -> None:
+    """Requests that come together, in a cache that evicts nothing: outputs, cached tokens and events are the same."""
+    config = SchedulerConfig(
+        max_num_seqs=8, max_num_batched_tokens=200, max_model_len=60, eos_token_ids=frozenset({EOS})
+    )
+    benches = [Bench(KVCache(spec, 400, step_tokens_max=200), config, overlap=overlap) for overlap in (False, True)]
+    for bench in benches:
+        for i, (text, max_tokens, stop) in enumerate(asked):
+            bench.add(str(i), text, max_tokens=max_tokens, stop_token_ids=(stop,), min_tokens=stop % 3)
+        bench.drain()
+        bench.assert_correct()
+    off, on = benches
+    assert on.ends == off.ends
+    assert on.outputs == off.outputs
+    assert {n: o.cached_tokens for n, o in on.firsts.items()} == {n: o.cached_tokens for n, o in off.firsts.items()}
+    assert on.events.resident == off.events.resident
+    assert sorted(map(repr, on.events.events)) == sorted(map(repr, off.events.events))
+
+
+def make_bench(units: int = 64, **config: Any) -> Bench:
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 200} | config
+    return Bench(KVCache(dense(), units), SchedulerConfig(**options), overlap=True)
+
+
+def test_a_step_is_begun_before_the_result_of_the_one_before_is_asked_for() -> None:
+    bench = make_bench()
+    bench.add("a", [1, 2, 3], max_tokens=5)
+    sent: list[StepPlan] = []
+    submit = bench.core._submit
+
+    def watched(plan: StepPlan) -> Any:
+        sent.append(plan)
+        return submit(plan)
+
+    bench.core._submit = watched
+    bench.device.on_execute = lambda plan: order.append((len(sent), plan is sent[-1]))
+    order: list[tuple[int, bool]] = []
+    bench.drain()
+    assert order == [(2, False), (3, False), (4, False), (5, False), (5, True)]
+    assert [chunk.fed for plan in sent for chunk in plan.chunks] == [False, True, True, True, True]
+    assert bench.device.plans[-1] == [("a", 6, 7)]  # the length is known ahead: nothing is computed in vain
+
+
+def test_a_stop_costs_one_step_in_vain() -> None:
+    bench = make_bench()
+    request = bench.add("a", [1, 2, 3], max_tokens=50, stop_token_ids=(0, 1, 2, 3, 4))
+    bench.drain()
+    assert [len(plan) for plan in bench.device.plans] == [1, 1]
+    assert bench.outputs["a"][-1] in request.params.stop_token_ids
+    assert bench.core.stats().finished_requests == 1
+
+
+def test_nobody_is_preempted_while_a_step_is_out() -> None:
+    bench = make_bench(units=8)
+    for i in range(4):
+        bench.add(str(i), [i] * 6, max_tokens=20)
+    preempt = bench.core.scheduler._preempt
+
+    def watched(entry: Any) -> None:
+        assert not bench.core._out
+        preempt(entry)
+
+    bench.core.scheduler._preempt = watched  # type: ignore[method-assign]
+    bench.drain()
+    bench.assert_correct()
+    assert bench.core.stats().preemptions > 0
+
+
+def test_a_failing_step_takes_nobody_else_with_it() -> None:
+    """Whom only the step after it has waits again, and is told the same about its prompt."""
+    bench = make_bench()
+    bench.add("other", [3] * 9, max_tokens=1)
+    bench.drain()
+    bench.add("a", [1, 2, 3], max_tokens=9)
+    bench.device.fail_next = True
+    assert bench.step() == []
+    bench.add("b", [3] * 9, max_tokens=2)
+    (failed,) = bench.step()
+    assert (failed.request_id, failed.finish_reason) == ("a", FinishReason.ERROR)
+    stats = bench.core.stats()
+    assert (stats.running, stats.waiting, stats.preemptions, stats.prompt_tokens) == (0, 1, 0, 12)
+    bench.drain()
+    bench.assert_correct()
+    assert bench.firsts["b"].cached_tokens == 8
+    assert bench.ends["b"].finish_reason is FinishReason.LENGTH
+
+
+def test_what_fails_to_begin_is_told_after_the_step_before() -> None:
+    bench = make_bench()
+    bench.add("a", [1, 2, 3], max_tokens=9)
+    bench.step()
+    submit, bench.core._submit = bench.core._submit, _refuse
+    bench.add("b", [4, 5], max_tokens=9)
+    (first,) = bench.step()
+    assert (first.request_id, len(first.token_ids)) == ("a", 1)
+    bench.core._submit = submit
+    assert {out.request_id: out.finish_reason for out in bench.step()} == dict.fromkeys("ab", FinishReason.ERROR)
+    bench.drain()
+
+
+def _refuse(plan: StepPlan) -> Any:
+    raise MemoryError("no memory for a step")
+
+
+def test_abort_and_reset_with_two_steps_out() -> None:
+    bench = make_bench()
+    for name in "abc":
+        bench.add(name, [1, 2, 3, ord(name)] * 3, max_tokens=12)
+
+    def act(plan: StepPlan) -> None:
+        if len(bench.device.plans) == 3:
+            assert len(bench.core._out) == 1  # and this one
+            bench.abort("a")
+            bench.core.reset_prefix_cache()
+        if len(bench.device.plans) == 5:
+            bench.abort("b")
+
+    bench.device.on_execute = act
+    bench.drain()
+    bench.assert_correct()
+    assert {name: end.finish_reason for name, end in bench.ends.items()} == {
+        "a": FinishReason.ABORT, "b": FinishReason.ABORT, "c": FinishReason.LENGTH,
+    }  # fmt: skip
+
+
+def test_on_a_cpu_a_thread_computes_and_its_failures_are_told() -> None:
+    model, dtype = load_model(cached_model(Recipe()))
+    spec = model.cache_spec(16, dtype)
+    runner = ModelRunner(model, spec, 8, device=CPU, dtype=dtype, max_model_len=64, overlap=True)
+    core = EngineCore(
+        Scheduler(SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64), KVCache(spec, 8)),
+        runner, lambda events: None, overlap=True,
+    )  # fmt: skip
+    threads, forward = set(), runner._forward
+
+    def seen(step: Any) -> torch.Tensor:
+        threads.add(threading.current_thread().name)
+        if len(step.chunks) > 1:
+            raise RuntimeError("no memory for two")
+        return forward(step)
+
+    runner._forward = seen  # type: ignore[method-assign]
+    for name in "ab":
+        core.add(Request(request_id=name, token_ids=[1, 2, 3], params=SamplingParams(max_tokens=3)), 0.0)
+    outputs = []
+    while core.has_work:
+        outputs += core.step(0.0)
+        core.check_invariants()
+    assert [(out.request_id, out.finish_reason) for out in outputs] == [(n, FinishReason.ERROR) for n in "ab"]
+    core.add(Request(request_id="c", token_ids=[1, 2, 3], params=SamplingParams(max_tokens=3)), 0.0)
+    tokens = []
+    while core.has_work:
+        tokens += [token for out in core.step(0.0) for token in out.token_ids]
+    assert len(tokens) == 3
+    assert threads == {"step_0"}
+    runner._probe = lambda: seen(None)  # type: ignore[method-assign]
+    core.add(Request(request_id="d", token_ids=[1, 2], params=SamplingParams(max_tokens=3)), 0.0)
+    runner._forward = lambda step: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    runner._probe = _lost  # type: ignore[method-assign]
+    assert core.step(0.0) == []
+    with pytest.raises(RunnerLost, match="cpu computes nothing any more"):
+        core.step(0.0)
+    runner.close()
+
+
+def _lost() -> None:
+    raise RuntimeError("gone")
