@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import _path  # noqa: F401
+from harness.figures import machine, markdown, write_json
 from hybrid_pages import BLOCK, ROWS, pages_of
 
 from engine.cache.kv_cache import KVCache
@@ -35,6 +36,9 @@ from events import block_hashes
 
 PREFILL_TOKENS_MAX = 8192
 """Budget of a prefill step, the same for every rule."""
+COLUMNS = {title: (key, "{:.3f}") for title, key in (
+    ("vLLM's rule", "vllm"), ("SGLang's rule", "sglang"), ("ours", "blockcast"),
+    ("infinite, attention only", "infinite"))}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -65,12 +69,8 @@ class OurRule:
 
     def serve(self, request: Served) -> int:
         cache = self.cache
-        seq = Sequence(
-            request=Request(request_id="r", token_ids=request.prompt, params=SamplingParams()),
-            token_ids=list(request.prompt),
-            prompt_len=len(request.prompt),
-            arrival_s=0.0,
-        )
+        asked = Request(request_id="r", token_ids=request.prompt, params=SamplingParams())
+        seq = Sequence(request=asked, token_ids=list(request.prompt), prompt_len=len(request.prompt), arrival_s=0.0)
         if len(request.prompt) + len(request.output) > cache.token_capacity or not cache.admit(seq):
             self.refused += 1
             cache.forget_names(seq)
@@ -112,21 +112,18 @@ class Lru:
     def __contains__(self, key: object) -> bool:
         return key in self.items
 
-    def put(self, key: object, size: float, dropped: Callable[[object], None] | None = None) -> bool:
-        """Insert or refresh; evicts the oldest as needed. False when it cannot fit."""
+    def put(self, key: object, size: float, dropped: Callable[[object], None] | None = None) -> None:
+        """Insert or refresh; evicts the oldest as needed. Not inserted when it cannot fit."""
         if key in self.items:
             self.items.move_to_end(key)
-            return True
-        if size > self.capacity:
-            return False
-        while self.used + size > self.capacity:
-            old, old_size = self.items.popitem(last=False)
-            self.used -= old_size
-            if dropped is not None:
-                dropped(old)
-        self.items[key] = size
-        self.used += size
-        return True
+        elif size <= self.capacity:
+            while self.used + size > self.capacity:
+                old, old_size = self.items.popitem(last=False)
+                self.used -= old_size
+                if dropped is not None:
+                    dropped(old)
+            self.items[key] = size
+            self.used += size
 
 
 class VllmRule:
@@ -238,9 +235,7 @@ def multi_turn(rng: random.Random) -> Iterator[Served]:
     """250 conversations of 3 to 10 turns over 4 system prompts, interleaved; each keeps all its history."""
     fresh = itertools.count(1)
     systems = [[next(fresh) for _ in range(rng.randint(300, 1500))] for _ in range(4)]
-    live = []
-    for _ in range(250):
-        live.append((list(rng.choice(systems)), rng.randint(3, 10)))
+    live = [(list(rng.choice(systems)), rng.randint(3, 10)) for _ in range(250)]
     active, rest = live[:60], live[60:]
     while active:
         index = rng.randrange(len(active))
@@ -297,27 +292,25 @@ def _expand(runs: list[int], session: int) -> list[int]:
 # ---------------------------------------------------------------------- the table
 
 
+RULES: dict[str, Callable[[Pages, int], Rule]] = {"vllm": VllmRule, "sglang": SglangRule, "blockcast": OurRule}
+
+
 def run(requests: list[Served], pages: Pages, sizes_gb: list[int]) -> dict[str, Any]:
     prompt_tokens = sum(len(r.prompt) for r in requests)
-    best = _unbounded(requests)
-    result: dict[str, Any] = {
-        "requests": len(requests),
-        "prompt_tokens": prompt_tokens,
-        "infinite_cache": best / prompt_tokens,
-        "hit_fraction": {},
-    }
+    rows: dict[str, dict[str, float]] = {}
     for size in sizes_gb:
-        row: dict[str, float] = {}
-        for name, make in (("vllm", VllmRule), ("sglang", SglangRule), ("blockcast", OurRule)):
-            rule: Rule = make(pages, size * 10**9)
-            start = time.perf_counter()
+        row = rows[f"{size}GB"] = {}
+        for name, make in RULES.items():
+            rule, start = make(pages, size * 10**9), time.perf_counter()
             row[name] = sum(rule.serve(request) for request in requests) / prompt_tokens
             print(f"    {size} GB {name}: {row[name]:.3f} ({time.perf_counter() - start:.1f} s)", file=sys.stderr)
             if isinstance(rule, OurRule):
                 row["blockcast_holes"] = sum(rule.hole_share) / max(1, len(rule.hole_share))
                 row["blockcast_refused"] = rule.refused
-        result["hit_fraction"][f"{size}GB"] = row
-    return result
+    return {
+        "requests": len(requests), "prompt_tokens": prompt_tokens,
+        "infinite_cache": _unbounded(requests) / prompt_tokens, "hit_fraction": rows,
+    }  # fmt: skip
 
 
 def _unbounded(requests: list[Served]) -> int:
@@ -358,14 +351,14 @@ def main() -> None:
         print(f"{name} ...", file=sys.stderr)
         figures[name] = run(list(make()), pages, args.sizes_gb)
     print(f"sizes of {args.model}; share of prompt tokens cached\n")
-    print("| workload | memory | vLLM's rule | SGLang's rule | ours | infinite, attention only |\n|" + " --- |" * 6)
-    for name, result in figures.items():
-        for size, row in result["hit_fraction"].items():
-            cells = " | ".join(f"{row[rule]:.3f}" for rule in ("vllm", "sglang", "blockcast"))
-            print(f"| {name} | {size} | {cells} | {result['infinite_cache']:.3f} |")
-    if args.json:
-        arguments = {k: v for k, v in vars(args).items() if k not in ("json", "trace")}
-        args.json.write_text(json.dumps({"arguments": arguments, "workloads": figures}, indent=1) + "\n")
+    rows = {
+        f"{name}, {size}": {**row, "infinite": result["infinite_cache"]}
+        for name, result in figures.items()
+        for size, row in result["hit_fraction"].items()
+    }
+    print(markdown(rows, COLUMNS, "workload, memory"))
+    arguments = {key: value for key, value in vars(args).items() if key not in ("json", "trace")}
+    write_json(args.json, {"machine": machine(), "arguments": arguments, "workloads": figures})
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from typing import Any
 import zmq
 from msgspec.msgpack import encode as pack
 
+from harness.upstream import model_card
+
 BLOCK = 16
 END_SEQ = 2**64 - 1
 SNAPSHOT_SEQ = 2**64 - 2
@@ -207,35 +209,26 @@ class FakeWorker:
         if path in ("/health", "/ping", "/health_generate"):
             return {}
         if path == "/v1/models":
-            card = {"id": self.model, "object": "model", "owned_by": "vllm", "root": self.model, "max_model_len": 8192}
-            cards = [{**card, "parent": None}]
+            cards = [model_card(self.model, parent=None)]
             if self.lora is not None:
-                cards.append({**card, "id": self.lora, "root": self.lora, "parent": self.model})
+                cards.append(model_card(self.lora, parent=self.model))
             return {"object": "list", "data": cards}
         if path == "/kv_event_sources":
-            config = {
-                "enable_kv_cache_events": True,
-                "publisher": "zmq",
-                "endpoint": self.publisher.endpoint,
-                "replay_endpoint": self.publisher.replay_endpoint,
-                "buffer_steps": 10000,
-                "hwm": 100000,
-                "max_queue_size": 100000,
-                "topic": self.publisher.topic.decode(),
-            }
-            return {"0": config}
+            addresses = {"endpoint": self.publisher.endpoint, "replay_endpoint": self.publisher.replay_endpoint}
+            bounds = {"buffer_steps": 10000, "hwm": 100000, "max_queue_size": 100000}
+            config = {"enable_kv_cache_events": True, "publisher": "zmq", "topic": self.publisher.topic.decode()}
+            return {"0": {**config, **addresses, **bounds}}
         if path in ("/server_info", "/get_server_info", "/get_model_info"):
-            return {
-                "model_path": self.model,
-                "instance_id": self.url,
-                "kv_block_size": self.block_size,
-                "effective_attention_block_size": self.block_size,
-            }
+            sizes = {"kv_block_size": self.block_size, "effective_attention_block_size": self.block_size}
+            return {"model_path": self.model, "instance_id": self.url, **sizes}
         return None
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         """What POST `path` answers; None: 404. A text prompt is token ids in decimal, so no tokenizer is needed."""
-        ids = prompt_ids(body)
+        prompt = body.get("prompt")
+        if prompt is None:
+            prompt = " ".join(str(message.get("content", "")) for message in body.get("messages", []))
+        ids = prompt if isinstance(prompt, list) else [int(word) for word in prompt.split() if word.isdigit()]
         if path == "/tokenize":
             return {"count": len(ids), "max_model_len": 8192, "tokens": ids, "token_strs": None}
         if path.endswith("/render"):
@@ -247,16 +240,6 @@ class FakeWorker:
         usage = {"prompt_tokens": len(ids), "completion_tokens": 1, "total_tokens": len(ids) + 1}
         return {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": body.get("model"),
                 "choices": [choice], "usage": usage}  # fmt: skip
-
-
-def prompt_ids(body: dict[str, Any]) -> list[int]:
-    """Token ids of a request to a fake worker."""
-    prompt = body.get("prompt")
-    if prompt is None:
-        prompt = " ".join(str(message.get("content", "")) for message in body.get("messages", []))
-    if isinstance(prompt, list):
-        return prompt
-    return [int(word) for word in prompt.split() if word.isdigit()]
 
 
 class _Handler(BaseHTTPRequestHandler):
