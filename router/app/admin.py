@@ -52,6 +52,8 @@ class Admin:
         version: str,
         feed_totals: Callable[[], dict[str, dict[str, int]]] = dict,
         feed_fault: Callable[[], str | None] = lambda: None,
+        event_faults: Callable[[], int] = lambda: 0,
+        peer_messages: Callable[[], dict[str, int]] = dict,
         siblings: Siblings | None = None,
         synced: Callable[[str], bool] = lambda worker_id: True,
         ready_s: float = 0.0,
@@ -64,6 +66,8 @@ class Admin:
         self._now = now
         self._feed_totals = feed_totals
         self._feed_fault = feed_fault
+        self._event_faults = event_faults
+        self._peer_messages = peer_messages
         self._siblings = siblings
         self._synced = synced
         """Whether a worker's event streams have caught up."""
@@ -172,6 +176,8 @@ class Admin:
             tokenize_cpu_s=self._prompts.cpu_s + self._reading.helpers.cpu_s,
             large_bodies=dict(self._reading.helpers.counts),
             waiting_bytes=self._reading.helpers.waiting_bytes,
+            event_faults=self._event_faults(),
+            peer_messages=self._peer_messages(),
             segments={model: (one.hit_tokens, one.miss_tokens, one.used_bytes) for model, one in segments.items()},
         )
 

@@ -61,6 +61,8 @@ def _counted(metrics: Metrics, report: Report, unusable: Mapping[str, int]) -> R
     yield "worker_check_failures", text, "worker", unusable
     text = "Bodies given to helper processes: read, unread (load decided), refused (no JSON), full, failed."
     yield "large_bodies", text, "outcome", report.large_bodies
+    text = "Load messages: sent to other routers, received, late, malformed (or beyond a bound); routers expired."
+    yield "peer_messages", text, "outcome", report.peer_messages
     segments = report.segments.items()
     yield "segment_cache_hit_tokens", "Prompt tokens found encoded.", "model", {name: one[0] for name, one in segments}
     yield "segment_cache_miss_tokens", "Prompt tokens encoded anew.", "model", {name: one[1] for name, one in segments}
@@ -72,6 +74,8 @@ def _counted(metrics: Metrics, report: Report, unusable: Mapping[str, int]) -> R
         ("client_disconnects", "Requests given up by their client.", metrics.client_disconnects),
         ("tokenize_cpu_seconds", "CPU time of rendering and encoding prompts, estimated from one in sixteen.",
          report.tokenize_cpu_s),
+        ("event_faults", "Errors on the thread that reads events; each ended a message or began a stream anew.",
+         report.event_faults),
     ):  # fmt: skip
         yield name, text, "", {(): value}
 

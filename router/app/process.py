@@ -165,6 +165,8 @@ class RouterProcess:
             version=self._version,
             feed_totals=self._feed.totals,
             feed_fault=self._feed.events.fault,
+            event_faults=lambda: self._feed.events.faults,
+            peer_messages=lambda: {} if self._peers is None else self._peers.counts(),
             siblings=siblings,
             synced=self._feed.synced,
             ready_s=config.edge.ready_s,

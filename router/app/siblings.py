@@ -77,6 +77,10 @@ class Report(msgspec.Struct):
     """outcome -> bodies given to helper processes."""
     waiting_bytes: int
     """Of large bodies that are not read yet."""
+    event_faults: int = 0
+    """What raised on the thread that reads events."""
+    peer_messages: dict[str, int] = {}
+    """outcome -> messages of and to other routers."""
 
     def add(self, other: Report) -> None:
         """All but `metrics`, which router/app/metrics_page.py adds up."""
@@ -88,6 +92,8 @@ class Report(msgspec.Struct):
         self.tokenize_cpu_s += other.tokenize_cpu_s
         self.large_bodies = dict(Counter(self.large_bodies) + Counter(other.large_bodies))
         self.waiting_bytes += other.waiting_bytes
+        self.event_faults += other.event_faults
+        self.peer_messages = dict(Counter(self.peer_messages) + Counter(other.peer_messages))
         for model, (hits, misses, used) in other.segments.items():
             mine = self.segments.get(model, (0, 0, 0))
             self.segments[model] = (mine[0] + hits, mine[1] + misses, mine[2] + used)

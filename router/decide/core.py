@@ -261,6 +261,7 @@ class RouterCore:
         decision = self._chooser.decision(
             request, choice, now, explain=live.explain, attempt=live.attempt, waited_s=now - live.arrived_s
         )
+        live.decision = decision  # from here on `aborted` takes off the books what was written of it, if all raises
         target = choice.target
         self._chooser.rotate()
         self.tracker.route(
@@ -281,7 +282,6 @@ class RouterCore:
         if worker.state is WorkerState.PROBING:
             worker.probe = request.request_id
             self.registry.changed()
-        live.decision = decision
         target.routed += 1
         self.counters["routed"] += 1
         return Forward(request.request_id, decision)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import msgspec
@@ -222,6 +222,10 @@ class PeerSockets:
         self._sub.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
         self._sub.subscribe(TOPIC)
         self.address: str | None = None
+
+    def counts(self) -> dict[str, int]:
+        """outcome -> messages."""
+        return asdict(self._loads.stats)
 
     def bind(self, endpoint: str) -> None:
         """Publish our messages there. Raises zmq.ZMQError."""

@@ -56,6 +56,31 @@ async def slow_stream(request: Any, reader: asyncio.StreamReader, writer: asynci
     writer.write(b"0\r\n\r\n")
 
 
+def test_an_index_that_raises_leaves_nothing_on_the_books(
+    edge: Any, make_post: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt cannot be pinned: the request fails, and the worker is not thought busy with it."""
+
+    async def scenario() -> None:
+        await edge.start()
+        await edge.worker(edge.reply())
+        body = json.dumps({"model": "tiny", "prompt": list(range(200))}).encode()
+        request = make_post(body, b"/v1/completions")
+        with monkeypatch.context() as patch:
+            patch.setattr(edge.core.book, "sent", raises)
+            assert b" 500 " in (await edge.exchange(request)).split(b"\r\n")[0]
+        assert not edge.core.tracker.requests
+        assert edge.core.snapshot(0.0).in_flight == 0
+        edge.core.check_invariants()
+        assert b" 200 " in (await edge.exchange(request)).split(b"\r\n")[0]
+        await edge.settle()
+
+    def raises(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    edge.run(scenario())
+
+
 @pytest.mark.parametrize(("kind", "name"), targets(), ids=lambda value: getattr(value, "__name__", value))
 def test_a_crash_anywhere_ends_one_request(
     edge: Any, make_post: Any, monkeypatch: pytest.MonkeyPatch, kind: type, name: str
