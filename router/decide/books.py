@@ -19,6 +19,8 @@ from router.decide.target import Target
 from router.decide.workers import CacheView, WorkerSpec
 from router.index.protocol import HolderId, Match, PinId, PrefixIndex, Prompt, Scope
 
+HOT_RUNNING = 2
+"""So many running requests with one beginning make it hot."""
 CHUNK_TOKENS = 64
 """Histories are kept in chunks of so many tokens."""
 
@@ -57,7 +59,9 @@ class CacheBook:
         self._pins: dict[str, tuple[HolderId, PinId]] = {}
         """Of live requests."""
         self._running: dict[str, tuple[Target, Sequence[int]]] = {}
-        """Of live requests on targets of known capacity: the chunks of their prompts."""
+        """Of live requests: the chunks of their prompts."""
+        self._running_chunks: dict[int, int] = {}
+        """How many of them have each."""
         self._grace: deque[tuple[float, HolderId, PinId]] = deque()
         """(release, ...) of ended requests, in the order of release."""
 
@@ -126,11 +130,10 @@ class CacheBook:
         else:
             assert request_id not in self._pins, f"request {request_id} is pinned already"
             self._pins[request_id] = (target.holder, self._index.pin(target.holder, prompt.ids, prompt.scope))
-        if self.working_sets.follows(target.name):
-            keys = prompt.keys(self._chunk_tokens)
-            self.working_sets.sent(target.name, keys, prompt.tokens, now, cached_share=cached_share)
-            self._running[request_id] = (target, keys)
-            self._hold(target, keys, 1)
+        keys = prompt.keys(self._chunk_tokens)
+        self.working_sets.sent(target.name, keys, prompt.tokens, now, cached_share=cached_share)
+        self._running[request_id] = (target, keys)
+        self._hold(target, keys, 1)
 
     def ended(self, request_id: str, now: float, *, computed: bool) -> None:
         """The attempt is over. What was not `computed` is promised no longer; of the rest the events are coming."""
@@ -148,16 +151,21 @@ class CacheBook:
 
     def _hold(self, target: Target, keys: Sequence[int], more: int) -> None:
         """One request more (or less: -1) runs there with these chunks; what several have is in memory once."""
-        held, shared = target.held_chunks, 0
-        for key in keys:
-            before = held.get(key, 0)
-            held[key] = before + more
-            if not held[key]:
-                del held[key]
-            elif before:
-                shared += more * self._chunk_tokens
+        _count(self._running_chunks, keys, more)
+        shared = self._chunk_tokens * _count(target.held_chunks, keys, more)
         target.shared_tokens += shared
         target.room_tokens += shared
+
+    def hot(self, prompt: AskedPrompt) -> tuple[int, float]:
+        """(tokens of its beginning that HOT_RUNNING or more running requests have too, n / (n + 1) where n have it):
+        what is computed of that serves those who come next too, so that is the part that is not laid to this one."""
+        tokens, share = 0, 0.0
+        for key in prompt.keys(self._chunk_tokens):
+            count = self._running_chunks.get(key, 0)
+            if count < HOT_RUNNING:
+                break
+            tokens, share = tokens + self._chunk_tokens, count / (count + 1)
+        return tokens, share
 
     def memory_seconds(self, prompt: AskedPrompt, target: Target, needed_tokens: float) -> float:
         """How long such a request would wait for room in the KV memory, or make others wait that are preempted for it:
@@ -183,10 +191,23 @@ class CacheBook:
         assert releases == sorted(releases)
         assert set(self._pins) <= live
         assert set(self._running) <= live
-        chunk = self._chunk_tokens
         for target, _ in self._running.values():
-            assert target.shared_tokens == chunk * sum(count - 1 for count in target.held_chunks.values())
+            beside = sum(count - 1 for count in target.held_chunks.values())
+            assert target.shared_tokens == self._chunk_tokens * beside
+        assert self._running_chunks == Counter(key for _, keys in self._running.values() for key in keys)
         self.working_sets.check_invariants()
+
+
+def _count(chunks: dict[int, int], keys: Sequence[int], more: int) -> int:
+    """Add one of each, or take one away (`more` -1); how many more (or, negative, less) are there beside another."""
+    beside = 0
+    for key in keys:
+        count = chunks[key] = chunks.get(key, 0) + more
+        if not count:
+            del chunks[key]
+        elif count > 1 or more < 0:
+            beside += more
+    return beside
 
 
 class HistoryCache:

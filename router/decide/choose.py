@@ -121,6 +121,7 @@ class Chooser:
         if ahead:
             cost.ahead = [ahead.get(target.name, 0.0) for target in candidates]
         if prompt is not None:
+            cost.hot_tokens, cost.hot_share = self._book.hot(prompt)
             needed = prompt.tokens + 0.5 * expected_tokens
             for i in [i for i, target in enumerate(candidates) if target.room_tokens < needed]:
                 cost.memory[i] = self._book.memory_seconds(prompt, candidates[i], needed)

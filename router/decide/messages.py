@@ -108,6 +108,8 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     """Wait for KV memory, where running requests hold too much of it."""
     decode_s: float = 0.0
     """The rest of the answer there, and what it costs the answers beside it; counts `decode_weight` times."""
+    hot_s: float = 0.0
+    """The part of `prefill_s` that is laid to others who run now and begin alike: the price is without it."""
 
 
 class Decision(msgspec.Struct):

@@ -54,7 +54,8 @@ class KvCost:
     `ahead[i]` seconds of prefill that the router holds for it and will send before this prompt, or None; `crowding[i]`
     seconds that will be computed again for want of room there, or None where there is room everywhere; `memory[i]` the
     wait for KV memory, where there is one; `held_s` seconds
-    of prefill that the router holds in all: they wait like what the targets were sent.
+    of prefill that the router holds in all: they wait like what the targets were sent; `hot_tokens` is the beginning
+    that `hot_share` / (1 - `hot_share`) running requests have in common with this one.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class KvCost:
         self.ahead: Sequence[float] | None = None
         self.crowding: Sequence[float] | None = None
         self.memory: dict[int, float] = {}
+        self.hot_tokens, self.hot_share = 0, 0.0
         self.prompt_tokens = prompt_tokens
         self.expected_tokens = expected_tokens
         self.factor = utilisation_factor
@@ -111,10 +113,13 @@ class KvCost:
         loads, ahead, crowding = self.loads, self.ahead, self.crowding
         square, expected, memory = length * length, self.expected_tokens, self.memory
         best, ties = float("inf"), []
+        hot, hot_share = self.hot_tokens, self.hot_share
         mean_context = length + 0.5 * expected
         # The formula of `terms`, written out: see above.
         for i, (target, hit, wait) in enumerate(zip(self.targets, self.cached, self.waits)):
             prefill = target.prefill_rate * (length - hit) + target.quadratic_rate * (square - hit * hit)
+            if hit < hot:
+                prefill -= hot_share * target.prefill_seconds(hot, hit)
             cost = weight * prefill + wait
             if ahead is not None:
                 cost += ahead[i]
@@ -159,7 +164,8 @@ class KvCost:
             decoding += target.peer.decode_requests
         load_s = self.loads[i] if self.loads is not None else 0.0
         crowding_s = self.crowding[i] if self.crowding is not None else 0.0
-        cost = target.slow * (waiting + held + (1.0 + self.beta) * prefill)
+        hot_s = self.hot_share * target.prefill_seconds(self.hot_tokens, hit) if hit < self.hot_tokens else 0.0
+        cost = target.slow * (waiting + held + (1.0 + self.beta) * (prefill - hot_s))
         cost += config.utilisation_weight * utilisation + load_s + crowding_s
         seat_s, memory_s = target.seat_s, self.memory.get(i, 0.0)
         decode_s = target.decode_seconds(self.prompt_tokens, self.expected_tokens)
@@ -181,6 +187,7 @@ class KvCost:
             seat_s=seat_s,
             memory_s=memory_s,
             decode_s=decode_s,
+            hot_s=hot_s,
             ttft_s=target.slow * (waiting + held + prefill) + seat_s + memory_s + load_s,
             cost=cost,
         )

@@ -101,6 +101,21 @@ def test_the_rest_of_the_answer_by_hand() -> None:
     assert cost.choose(0) == 1
 
 
+def test_a_hot_beginning_is_laid_to_all_who_share_it() -> None:
+    """Three who run begin with the same 1,024 tokens, of which worker 0 has all and worker 1 has 500."""
+    tracker, targets = tracker_of(2)
+    cost = price(tracker, targets, [1024, 500], 2000, 0.0)
+    cost.hot_tokens, cost.hot_share = 1024, 3 / 4
+    part = 1e-4 * (524 + (1024**2 - 500**2) / 1e5)
+    whole = 1e-4 * (1500 + (2000**2 - 500**2) / 1e5)
+    terms = cost.terms(1, 0)
+    assert cost.terms(0, 0).hot_s == 0.0
+    assert terms.hot_s == pytest.approx(0.75 * part)
+    assert terms.prefill_s == pytest.approx(whole)
+    assert terms.cost == pytest.approx(targets[1].slow * (1 + cost.beta) * (whole - 0.75 * part))
+    assert terms.ttft_s == pytest.approx(targets[1].slow * whole), "it takes its time all the same"
+
+
 def test_all_seats_taken_is_a_wait() -> None:
     """Two seats, both taken by answers of which 100 tokens are to come: a third waits for half of what runs to end."""
     tracker, targets = tracker_of(2)
@@ -195,6 +210,7 @@ def test_the_winner_has_the_least_cost_of_the_terms(
             tracker.first_token(f"{i}.0", 3.0)
     cached = [min(h, tokens - 1) for _, _, h in loads]
     cost = price(tracker, targets, cached, tokens, 4.0)
+    cost.hot_tokens, cost.hot_share = tokens // 2, 0.5
     winner = cost.choose(rotation)
     costs = [cost.terms(i, 0).cost for i in range(len(loads))]
     assert costs[winner] <= min(costs) + 2 * CONFIG.tie_s
