@@ -61,7 +61,10 @@ class NaiveIndex:
         return token_ids
 
     def chunk_keys(self, token_ids: Sequence[int], scope: Scope, chunk_tokens: int) -> list[int]:
-        return [hash((scope, *token_ids[:end])) for end in range(chunk_tokens, len(token_ids), chunk_tokens)]
+        ends, keys = range(chunk_tokens, len(token_ids), chunk_tokens), [hash(scope)]
+        for end in ends:
+            keys.append(hash((keys[-1], *token_ids[end - chunk_tokens : end])))
+        return keys[1:]
 
     def match(self, token_ids: Sequence[int], scope: Scope) -> list[Match]:
         found = []
