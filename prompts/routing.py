@@ -71,6 +71,7 @@ class _Body(Struct):
     prompt_logprobs: Any = None
     echo: Any = None
     logprobs: Any = None
+    top_logprobs: Any = 0
 
 
 _OBJECT = re.compile(rb"[ \t\r\n]*\{")
@@ -90,6 +91,7 @@ def parse_routing(path: str, data: bytes) -> RoutingRequest:
     limit = _int(body.max_completion_tokens)
     if limit is None:
         limit = _int(body.max_tokens)
+    scored = body.top_logprobs if kind == "chat" else body.logprobs
     return RoutingRequest(
         kind=kind,
         model=_str(body.model),
@@ -109,7 +111,7 @@ def parse_routing(path: str, data: bytes) -> RoutingRequest:
         stream=body.stream is True,
         output_max=max(limit or 0, 0) * max(_int(body.n) or 1, 1),
         user=_str(body.user),
-        scores_prompt=body.prompt_logprobs is not None or (body.echo is True and _int(body.logprobs) is not None),
+        scores_prompt=body.prompt_logprobs is not None or (body.echo is True and _int(scored) is not None),
         has_media=_has_media(messages),
     )
 

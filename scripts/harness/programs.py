@@ -110,6 +110,29 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def free_ports(count: int) -> int:
+    """The first of `count` free ports in a row: data-parallel rank r publishes at port + r."""
+    for _ in range(100):
+        first = free_port()
+        try:
+            for port in range(first + 1, first + count):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return first
+    raise OSError(f"no {count} free ports in a row")
+
+
+def vllm_command(command: list[str], ranks: int = 1) -> tuple[list[str], str, int]:
+    """A `vllm serve` with a port and events: the whole command, its URL, and where rank 0 publishes."""
+    port, events, replay = free_port(), free_ports(ranks), free_ports(ranks)
+    config = {"enable_kv_cache_events": True, "publisher": "zmq"}
+    config |= {"endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://*:{replay}"}
+    whole = [*command, "--port", str(port), "--kv-events-config", json.dumps(config)]
+    return whole, f"http://127.0.0.1:{port}", events
+
+
 ADMIN_KEY = os.environ.setdefault("ROUTER_ADMIN_API_KEY", secrets.token_hex(16))
 """Of every router that is started from here."""
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}

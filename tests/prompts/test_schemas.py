@@ -272,6 +272,16 @@ def test_routing_sees_that_the_whole_prompt_is_to_be_scored(fields, scores):
     assert parse_routing("/v1/completions", json.dumps({"prompt": "x", **fields}).encode()).scores_prompt is scores
 
 
+@pytest.mark.parametrize(
+    ("fields", "scores"),
+    [({"echo": True}, True), ({"echo": True, "top_logprobs": None}, False), ({"top_logprobs": 3}, False)],
+)
+def test_routing_sees_that_a_chat_with_echo_is_scored(fields, scores):
+    """vLLM 0.32 scores its prompt for the top logprobs, of which a chat wants none (0) unless it says null."""
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    assert parse_routing("/v1/chat/completions", json.dumps(body).encode()).scores_prompt is scores
+
+
 _json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
