@@ -160,10 +160,10 @@ class Scheduler:
                 f"prompt: {length} tokens can never fit: the KV cache holds {self.token_limit} tokens of one sequence "
                 "(prompt and output together)"
             )
-        seq = Sequence(request=request, token_ids=list(request.token_ids), prompt_len=length, arrival_s=now)
-        params = request.params
+        params, prompt_len = request.params, length - request.answered
+        seq = Sequence(request=request, token_ids=list(request.token_ids), prompt_len=prompt_len, arrival_s=now)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.config.eos_token_ids)
-        length_max = self.token_limit if params.max_tokens is None else length + params.max_tokens
+        length_max = self.token_limit if params.max_tokens is None else prompt_len + params.max_tokens
         entry = _Entry(seq, (request.priority, now, self._arrivals), stops, min(self.token_limit, length_max))
         self._arrivals += 1
         self._entries[request.request_id] = entry

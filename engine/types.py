@@ -87,6 +87,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     lora_name: str | None = None
     priority: Int64 = 0
     """Lower is served earlier; ties by arrival."""
+    answered: int = 0
+    """So many of the last `token_ids` are the beginning of the answer: nothing tells it from one that was preempted."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

@@ -148,6 +148,8 @@ class CompletionRequest(CommonRequest, kw_only=True, frozen=True):
     logprobs: LogprobCount | None = None
     suffix: str | None = None
     prompt_embeds: Json = None
+    answered_tokens: Count | None = None
+    """So many of the prompt's last token ids are the beginning of the answer, which is now to be continued."""
 
 
 _T = TypeVar("_T")

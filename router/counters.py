@@ -51,6 +51,8 @@ class Metrics:
     """(route, model, outcome) of every request that ended."""
     decisions: Counter[str] = field(default_factory=Counter)
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)
+    broken_streams: Counter[str] = field(default_factory=Counter)
+    """Answers that broke off in the middle: continued by another worker, completed here, or cut."""
     prompt_tokens: int = 0
     predicted_cached_tokens: int = 0
     reported_prompt_tokens: int = 0

@@ -47,6 +47,11 @@ class Choice:
     def text(self) -> str:
         return "".join(self.texts)
 
+    def go_on(self, token_ids: list[int]) -> None:
+        """Begin where an answer that began with `token_ids` stands: what they said already is not said again."""
+        self.push(SequenceOutput(request_id="", token_ids=token_ids))
+        self.texts, self.token_ids = [], []
+
     def push(self, output: SequenceOutput) -> Piece:
         """Take one output of this choice's sequence. Must not be called after it has finished."""
         assert self.finish_reason is None

@@ -15,9 +15,10 @@ import msgspec
 from engine.api.bodies import Usage, usage
 from engine.api.choice import Choice, new_choice
 from engine.api.detokenizer import DetokenizerFactory
-from engine.api.params import ModelLimits, echoes_only, sampling_params
+from engine.api.params import ModelLimits, check_answered, echoes_only, sampling_params
 from engine.types import Request, SamplingParams
 from prompts import ChatRequest, CompletionRequest
+from prompts.errors import bad_value
 
 
 @dataclass(slots=True)
@@ -78,13 +79,19 @@ def plan_generation(
     """
     skips_special = body.skip_special_tokens is not False
     requests: list[Request] = []
+    answered = check_answered(body, prompts)
     for prompt in prompts:
-        params = sampling_params(body, limits, len(prompt))
-        requests += samples(unique, len(requests), prompt, params, body.cache_salt, body.priority or 0)
+        params = sampling_params(body, limits, len(prompt) - answered)
+        requests += samples(unique, len(requests), prompt, params, body.cache_salt, body.priority or 0, answered)
     choices = [
         new_choice(index, request.params, factory, keep=not body.stream, skip_special_tokens=skips_special)
         for index, request in enumerate(requests)
     ]
+    if answered:
+        choices[0].go_on(prompts[0][-answered:])
+        if choices[0].finish_reason is not None:
+            raise bad_value("answered_tokens", answered, "tokens of an answer that no stop string has ended")
+        prompts = [prompts[0][:-answered]]
     return Generation(
         id=id, model=model, body=body, prompts=prompts, n=body.n or 1, choices=choices, requests=requests,
         echo_only=echoes_only(body),
@@ -92,7 +99,13 @@ def plan_generation(
 
 
 def samples(
-    name: str, first: int, prompt: list[int], params: SamplingParams, cache_salt: str | None, priority: int
+    name: str,
+    first: int,
+    prompt: list[int],
+    params: SamplingParams,
+    cache_salt: str | None,
+    priority: int,
+    answered: int = 0,
 ) -> list[Request]:
     """The n sequences of one prompt, numbered from `first`: of a seed, each sample takes the next."""
     return [
@@ -102,6 +115,7 @@ def samples(
             params=params if params.seed is None else msgspec.structs.replace(params, seed=_next(params.seed, sample)),
             cache_salt=cache_salt,
             priority=priority,
+            answered=answered,
         )
         for sample in range(params.n)
     ]

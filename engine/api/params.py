@@ -54,6 +54,19 @@ def echoes_only(request: ChatRequest | CompletionRequest) -> bool:
     return isinstance(request, CompletionRequest) and bool(request.echo) and request.max_tokens == 0
 
 
+def check_answered(request: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> int:
+    """How many of the prompt's last tokens are the answer's first. Raises RequestError."""
+    answered = request.answered_tokens or 0 if isinstance(request, CompletionRequest) else 0
+    if not answered:
+        return 0
+    if len(prompts) > 1 or (request.n or 1) > 1 or request.echo:
+        raise bad_value("answered_tokens", answered, "one prompt of which one answer is to be continued")
+    limit = min(len(prompts[0]), request.max_tokens or len(prompts[0])) - 1
+    if answered > limit:
+        raise bad_value("answered_tokens", answered, f"at most {limit}: fewer than the prompt's, and than max_tokens")
+    return answered
+
+
 def check_params(params: SamplingParams, limits: ModelLimits) -> SamplingParams:
     """The parameters with every field of its type, in its range and in the vocabulary. Raises RequestError.
 
@@ -118,7 +131,7 @@ def _max_tokens(request: ChatRequest | CompletionRequest, limits: ModelLimits, p
         return 1  # the step that reads the prompt samples one token; it is dropped
     if wanted is None:
         default = limits.default_sampling.get("max_tokens")
-        if default is None and isinstance(request, CompletionRequest):
+        if default is None and isinstance(request, CompletionRequest) and not request.answered_tokens:
             default = 16
         return room if default is None else max(1, min(int(default), room))
     if wanted < 1:

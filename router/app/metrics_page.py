@@ -51,6 +51,8 @@ def _counted(metrics: Metrics, report: Report, unusable: Mapping[str, int]) -> R
     yield "requests", "Requests that ended, by route, model and outcome.", "route model outcome", metrics.requests
     yield "decisions", "Attempts sent to each worker.", "worker", metrics.decisions
     yield "attempt_failures", "Attempts that failed, by worker and kind.", "worker kind", metrics.failures
+    text = "Answers that broke off in the middle: continued elsewhere, completed here, or cut."
+    yield "broken_streams", text, "outcome", metrics.broken_streams
     yield "http_errors", "Requests refused before routing, by status.", "status", metrics.http_errors
     yield "crashes", "Exceptions that ended a request they should not have.", "where kind", metrics.crashes
     yield "refused_bytes", "Requests refused because too many bytes are kept.", "bound", metrics.refused_bytes

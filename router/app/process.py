@@ -84,6 +84,7 @@ class RouterProcess:
         )
         self._proxy.log_share = config.log_decisions
         self._proxy.tells_cache = config.edge.cache_headers
+        self._proxy.continues = config.edge.continue_streams
         self._prompts = PromptReader(
             self._executor,
             override=config.tokenizer,

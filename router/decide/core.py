@@ -179,9 +179,12 @@ class RouterCore:
         self._end_attempt(live, now, computed=live.first_token_seen)
         return self._try_held(now)
 
-    def failed(self, request_id: str, kind: FailureKind, now: float) -> list[Instruction]:
+    def failed(
+        self, request_id: str, kind: FailureKind, now: float, rest: RouteRequest | None = None
+    ) -> list[Instruction]:
         """An attempt failed. Before the first byte the request gets another worker while tries and budget last: the
-        first Forward, Hold or Refuse is about it. After the first byte (STREAM) it is forgotten without one."""
+        first Forward, Hold or Refuse is about it. After the first byte (STREAM) it is forgotten without one, unless
+        the edge says what the `rest` of it is; that has no budget: what was admitted once is no storm."""
         live = self._live.get(request_id)
         if live is None or live.decision is None:
             return []
@@ -196,14 +199,14 @@ class RouterCore:
             self.registry.changed()
             if went_down and fatal:
                 instructions.append(self._lost(worker))
-        if kind is FailureKind.STREAM or live.first_token_seen:
+        if rest is None and (kind is FailureKind.STREAM or live.first_token_seen):
             del self._live[request_id]
             self.counters["failed"] += 1
             return instructions + self._try_held(now)
         live.decision = None
         live.tried |= {worker_id}
         live.attempt += 1
-        instructions.insert(0, self._retry(live, kind, now))
+        instructions.insert(0, self._retry(live, kind, now) if rest is None else self._go_on(live, rest, now))
         return instructions + self._try_held(now)
 
     def tick(self, now: float) -> list[Instruction]:
@@ -357,6 +360,12 @@ class RouterCore:
             self._held.drop(live.request.request_id)
             del self._live[live.request.request_id]
             self.counters["refused"] += 1
+        return placed
+
+    def _go_on(self, live: Live, rest: RouteRequest, now: float) -> Forward | Hold | Refuse:
+        live.request, live.first_token_seen = rest, False
+        placed = self._settle(live, self._place(live, now))
+        self.counters["continued"] += not isinstance(placed, Refuse)
         return placed
 
     def _end_attempt(self, live: Live, now: float, *, computed: bool, reported_cached: int | None = None) -> None:

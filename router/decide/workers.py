@@ -55,6 +55,8 @@ class WorkerSpec:
     roles: frozenset[str] = frozenset()
     ranks: int = 1
     """Data-parallel ranks, each a holder of its own."""
+    engine: str = ""
+    """`owned_by` of its models: `blockcast`, `vllm` ..., or empty."""
     cache_view: CacheView = CacheView.EVENTS
     cache_tokens: int | None = None
     """Advertised capacity of the KV cache, all ranks together; None where unknown."""

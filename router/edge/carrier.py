@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Callable, Iterable
 
 from router.counters import Metrics
@@ -10,6 +11,8 @@ from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind, Instruction, Refuse
 from router.edge.relay import StreamRelay
 from router.edge.upstream import Endpoint, UpstreamPool
+
+log = logging.getLogger("router")
 
 RETRYABLE = {
     429: FailureKind.OVERLOADED,
@@ -43,12 +46,29 @@ class Carrier:
         """Whether a worker may be sent that; the others get no authorization at all."""
         self.tells_cache = True
         """Answers say which worker gave them, and how much of the prompt was predicted to be cached there."""
+        self.continues = True
+        """Streams whose worker dies go on at another one."""
         self.relay = relay
         """Relays the middle of streams natively; None: exchanges do that themselves."""
 
     def endpoint(self, worker_id: str) -> Endpoint | None:
         """Where a worker listens; None where it is known no more."""
         raise NotImplementedError
+
+    def engine(self, worker_id: str) -> str:
+        """What it says it is; empty where it does not say."""
+        worker = self.core.workers.get(worker_id)
+        return worker.spec.engine if worker is not None else ""
+
+    def tokens_max(self, model: str) -> int | None:
+        """How many tokens a model takes, where that is known."""
+        served = self.core.resolve_model(model)
+        return served.max_model_len if served is not None else None
+
+    def broke(self, request_id: str, what: str, reason: str) -> None:
+        """An answer broke off in the middle, and was continued, completed or cut."""
+        self.metrics.broken_streams[what] += 1
+        log.info("the answer to %s broke off and was %s: %s", request_id, what, reason)
 
     def perform(self, instructions: Iterable[Instruction]) -> None:
         """Do what the core says."""

@@ -55,6 +55,8 @@ class EdgeConfig:
         "Give each API key's prompts a cache_salt of its own, so that keys share no cache."] = False
     cache_headers: Annotated[bool, Flag(),
         "Tell clients which worker answered and how much of the prompt was cached there (x-blockcast-*)."] = True
+    continue_streams: Annotated[bool, Flag(),
+        "Have another worker complete an answer whose worker died in the middle, where that is exact."] = True
     connections_max: Annotated[int, Meta(ge=1, le=10**9, title="N"), Flag("--max-connections"),
         "Of clients; more are answered 503."] = 20_000
     ready_s: Annotated[Pause, Flag("--ready-timeout"),

@@ -19,6 +19,7 @@ from prompts.errors import RequestError
 from router.decide.messages import Decision, FailureKind, ReportedUsage, RouteRequest
 from router.edge.carrier import OUR_OWN, RETRYABLE, Carrier, gives_up
 from router.edge.config import Timeouts
+from router.edge.continuation import COMPLETIONS, Continuation, continuation
 from router.edge.progress import Progress
 from router.edge.rewrite import answer_head, request_head
 from router.edge.upstream import UpstreamConnection
@@ -31,15 +32,16 @@ if TYPE_CHECKING:
 
 PROGRESS_EVERY = 32
 """Chunks of a stream between two reports of progress to the core."""
+_LAST_CHUNK = b"0\r\n\r\n"
 
 
 class Exchange:
     """One request and its answer. Created when the request is complete, even before its prompt is tokenised."""
 
     __slots__ = (
-        "_connecting", "_connection", "_head", "_head_buffer", "_paused", "_payload", "_proxy", "_resent", "client",
-        "decision", "done", "first_byte_s", "in_core", "outcome", "progress", "request", "request_id", "route",
-        "sampled", "sent_s", "started_s", "trace_id", "usage",
+        "_connecting", "_connection", "_head", "_head_buffer", "_paused", "_payload", "_proxy", "_resent", "_stream",
+        "client", "decision", "done", "first_byte_s", "in_core", "outcome", "progress", "request", "request_id",
+        "route", "sampled", "sent_s", "started_s", "trace_id", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +73,8 @@ class Exchange:
         self._head_buffer = b""
         self._payload: bytearray | None = bytearray() if request.http_1_0 else None
         self._paused = False
+        self._stream: Continuation | None = None
+        """What the answer needs to go on elsewhere; None where it cannot."""
         self._resent = False
         """This attempt was repeated on a new connection because a kept-alive one broke."""
         self.done = False
@@ -101,8 +105,10 @@ class Exchange:
             self._connecting = self._proxy.pool.open(target, self)
 
     def refuse(self, status: int, code: str, message: str, retry_after_s: float | None = None) -> None:
-        """End with an error of our own, before any byte of an answer."""
-        if self._end(f"refused_{code}"):
+        """End with an error of our own, before any byte of an answer; in the middle of one by cutting it off."""
+        if self.client.answering:
+            self._cut(message)
+        elif self._end(f"refused_{code}"):
             self._drop_connection()
             param = None
             if code == "unknown_model":
@@ -191,9 +197,20 @@ class Exchange:
         authorization = self._proxy.worker_authorization
         if authorization is not None and not self._proxy.is_keyed(self.decision.worker):
             authorization = b""
-        head = request_head(self.request, connection.target, self.trace_id, self.decision.rank, authorization)
+        body, stream, path = self.request.pieces, self._stream, None
+        if self.route is not None and self.route.stream and self._proxy.continues:
+            stream = self._stream = stream or continuation(self.request)
+        if stream is not None:
+            asked = stream.ask(self._proxy.engine(self.decision.worker))
+            if asked is None:
+                self._cut("no worker of the same engine is left")
+                return
+            body, path = asked, COMPLETIONS if stream.goes_on else None
+        head = request_head(
+            self.request, connection.target, self.trace_id, self.decision.rank, authorization, body, path
+        )
         self.sent_s = self.progress.last_byte_s = self._proxy.now()
-        connection.send(head, self.request.pieces)
+        connection.send(head, body)
 
     def upstream_data(self, data: bytes) -> None:
         """Bytes from the worker."""
@@ -204,9 +221,10 @@ class Exchange:
                 head, data = self._read_head(data)
                 if head is None:
                     return
-                prefix = self._accept_head(head)
-                if not prefix:
+                accepted = self._accept_head(head)
+                if accepted is None:
                     return
+                prefix = accepted
             self._relay(head, prefix, data)
         except ProtocolError as error:
             self._broken(str(error))
@@ -227,8 +245,8 @@ class Exchange:
             if head.status == 101:
                 raise ProtocolError("101 to a request that offered no upgrade")
 
-    def _accept_head(self, head: ResponseHead) -> bytes:
-        """The head to send to the client; empty where the attempt is to be repeated elsewhere instead."""
+    def _accept_head(self, head: ResponseHead) -> bytes | None:
+        """The head to send to the client, which is empty where it has one; None where the attempt is over."""
         kind = RETRYABLE.get(head.status)
         if kind is not None and self.in_core:
             self._proxy.attempt_failed(self.decision, kind, head.reason_line.decode("latin-1"))
@@ -236,10 +254,21 @@ class Exchange:
             if not gives_up(instructions, self.request_id):
                 self._drop_connection()
                 self._proxy.perform(instructions)
-                return b""
+                return None
             # Nobody else can take it: the worker's own words are the best answer. The core has forgotten it.
             self.in_core = False
             self._proxy.perform(instructions[1:])
+        is_stream = (
+            head.status == 200 and head.chunked and b"event-stream" in (head.headers.get(b"content-type") or b"")
+        )
+        if self.client.answering:
+            if not is_stream:
+                self._cut(f"the worker that was to go on answers {head.status}")
+                return None
+            self._head = head
+            return b""
+        if not is_stream:
+            self._stream = None
         self._head = head
         chunks, keep_alive = self._payload is None, self._keeps_alive(head)
         told = self.decision if self._proxy.tells_cache else None
@@ -251,35 +280,44 @@ class Exchange:
 
     def _relay(self, head: ResponseHead, prefix: bytes, data: bytes) -> None:
         """Pass on what belongs to the answer, and notice its first byte and its end."""
-        body = head.body
-        payload = self._payload
-        taken = body.feed(data, payload)
+        body, stream, payload = head.body, self._stream, self._payload
+        noted = stream is not None and stream.tokens is not None
+        content = bytearray() if noted else payload
+        taken = body.feed(data, content)
         proxy = self._proxy
         now = proxy.now()
         surplus = taken != len(data)
         if surplus:
             data = data[:taken]
-        if payload is None:
-            out = prefix + data if prefix else data
-        else:
-            out = prefix + bytes(payload)
-            payload.clear()
-        if data and self.first_byte_s is None:
-            self.first_byte_s = now
+        if data and not self.progress.began:
+            self.progress.began = True
+            self.first_byte_s = self.first_byte_s or now
             if self.in_core and self.route is not None and self.route.stream and head.status == 200:
                 proxy.perform(proxy.core.first_token(self.request_id, now))
-        if out:
-            self.client.write(out)
+        if content is not None:
+            data = bytes(content)
+            content.clear()
+        if noted:
+            assert stream is not None
+            data = _chunk(stream.pass_on(data))
+        if prefix or data:
+            self.client.write(prefix + data if prefix else data)
         progress = self.progress
         progress.note(data, now)
+        if stream is not None and stream.failed and self._fails(stream):
+            return
+        if body.done and noted:
+            self.client.write(_LAST_CHUNK)
         if body.done:
             self._complete(head, reusable=head.keep_alive and not surplus)
             return
         if progress.reads % PROGRESS_EVERY == 0 and self.in_core:
             proxy.core.progress(self.request_id, progress.reads)
         connection = self._connection
-        if progress.may_leave and payload is None and connection is not None and not self._paused:
-            progress.hand_over(self, connection, self.client.plain_socket(), body)
+        ours = payload is not None or self._paused or (stream is not None and stream.goes_on)
+        if progress.may_leave and connection is not None and not ours:
+            tokens = stream.tokens if stream is not None else None
+            progress.hand_over(self, connection, self.client.plain_socket(), body, tokens)
 
     def _complete(self, head: ResponseHead, *, reusable: bool) -> None:
         connection = self._connection
@@ -314,7 +352,10 @@ class Exchange:
     def unwritten(self, data: bytes) -> None:
         """Bytes that the client's socket had no room for."""
         self._take_back()
-        self.client.write(data)
+        if data:
+            self.client.write(data)
+        if self._stream is not None and self._stream.failed:
+            self._fails(self._stream)
 
     def ended(self) -> None:
         """The worker's connection ended, and will say so again when it is read here."""
@@ -352,7 +393,7 @@ class Exchange:
         if now - self.started_s > timeouts.total_s:
             message = f"no complete answer within {timeouts.total_s:g} s"
             if self._head is not None:
-                self._broken(message)
+                self._cut(message)
                 return
             self._forget_in_core(FailureKind.TIMEOUT)
             self.refuse(504, "timeout", message)
@@ -379,12 +420,54 @@ class Exchange:
         self._drop_connection()
         if not self.client.answering:
             self._attempt_failed(FailureKind.RESET, reason)
-            return
+        elif not self._go_on(reason):
+            self._cut(reason)
+
+    def _cut(self, reason: str) -> None:
+        """Nobody can complete what the client has the beginning of."""
+        self._drop_connection()
         if not self._end("broken"):
             return
         self._proxy.attempt_failed(self.decision, FailureKind.STREAM, reason)
         self._forget_in_core(FailureKind.STREAM)
+        self._proxy.broke(self.request_id, "cut", reason)
         self.client.cut()
+
+    def _fails(self, stream: Continuation) -> bool:
+        """The worker says in the middle that it failed. False where its words go to the client."""
+        if not self._go_on("the worker says that it failed"):
+            self.client.write(_chunk(stream.release()))
+            return False
+        return True
+
+    def _go_on(self, reason: str) -> bool:
+        """Have another worker complete the answer; False where that cannot be."""
+        stream, head, proxy = self._stream, self._head, self._proxy
+        if stream is None or head is None or self.route is None or not self.in_core or self.done:
+            return False
+        ending = stream.ending(usage_sent=self.progress.usage() is not None)
+        if ending is not None:
+            proxy.broke(self.request_id, "completed", reason)
+            self.client.write(_chunk(ending) + _LAST_CHUNK)
+            self._complete(head, reusable=False)
+            return True
+        tokens_max = proxy.tokens_max(self.route.model)
+        rest = stream.rest(self.route, tokens_max)
+        if rest is None:
+            return False
+        instructions = proxy.core.failed(self.request_id, FailureKind.STREAM, proxy.now(), rest)
+        if gives_up(instructions, self.request_id):
+            self.in_core = False
+            proxy.perform(instructions[1:])
+            return False
+        self._drop_connection()
+        proxy.attempt_failed(self.decision, FailureKind.STREAM, reason)
+        proxy.broke(self.request_id, "continued", reason)
+        stream.begin_rest(rest, tokens_max)
+        self.route, self._head = rest, None
+        self.progress.begin_again()
+        proxy.perform(instructions)
+        return True
 
     def _forget_in_core(self, kind: FailureKind | None) -> None:
         if self.in_core:
@@ -412,3 +495,8 @@ class Exchange:
         finally:
             self._proxy.ended(self.request_id)
         return True
+
+
+def _chunk(content: bytes) -> bytes:
+    """Of a chunked body; nothing for nothing."""
+    return b"%x\r\n%b\r\n" % (len(content), content) if content else b""

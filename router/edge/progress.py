@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from typing import TYPE_CHECKING
 
 from router.decide.messages import ReportedUsage
 from router.edge.relay import Relayed, StreamRelay
 from router.edge.upstream import UpstreamConnection
 from router.http.chunked import ChunkedBody
 from router.http.response import Body
+
+if TYPE_CHECKING:
+    from router.edge._relay import Tokens
 
 TAIL_BYTES = 2048
 TAIL_READS = 4
@@ -32,7 +36,7 @@ _NUMBER = re.compile(rb"\s*:\s*(\d{1,9})\s*[,}]")
 class Progress:
     """Of one answer."""
 
-    __slots__ = ("_before", "_native", "_stream", "_tail", "_wanted_reads", "last_byte_s", "reads")
+    __slots__ = ("_before", "_native", "_stream", "_tail", "_wanted_reads", "began", "last_byte_s", "reads")
 
     def __init__(self, native: StreamRelay | None, now: float) -> None:
         self._native = native
@@ -45,7 +49,13 @@ class Progress:
         self._tail: deque[bytes] = deque(maxlen=TAIL_READS)
         self.reads = 0
         """Reads that were passed on: about as many as there were chunks."""
+        self.began = False
+        """A byte of the answer has come from the worker that is at it."""
         self.last_byte_s = now
+
+    def begin_again(self) -> None:
+        """Another worker goes on with the answer."""
+        self.began, self.reads = False, 0
 
     def note(self, data: bytes, now: float) -> None:
         """The exchange passed on `data`."""
@@ -62,7 +72,9 @@ class Progress:
         """Whether it is time to try `hand_over`."""
         return self._native is not None and self.reads >= self._wanted_reads
 
-    def hand_over(self, exchange: Relayed, connection: UpstreamConnection, client: int, body: Body) -> None:
+    def hand_over(
+        self, exchange: Relayed, connection: UpstreamConnection, client: int, body: Body, tokens: Tokens | None
+    ) -> None:
         """Let the native relay go on, if this is the middle of a chunked body and both ends are plain sockets.
 
         `client` is the socket's number; -1 where it is not to be written past its connection.
@@ -71,7 +83,7 @@ class Progress:
         if native is None or client < 0 or upstream < 0 or not isinstance(body, ChunkedBody) or not body.in_the_middle:
             return
         try:
-            self._stream = native.add(exchange, upstream, client, body.left)
+            self._stream = native.add(exchange, upstream, client, body.left, tokens)
         except OSError:
             return  # no file descriptors left
         self._before = self.reads

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 try:
     from router.edge._relay import BLOCKED, ENDED, READ, Relay
@@ -17,6 +17,9 @@ except ImportError:
     _FOUND = False
 else:
     _FOUND = True
+
+if TYPE_CHECKING:
+    from router.edge._relay import Tokens
 
 log = logging.getLogger("router")
 
@@ -45,12 +48,14 @@ class StreamRelay:
         self._streams: dict[int, Relayed] = {}
         loop.add_reader(self._native.fileno(), self._run)
 
-    def add(self, exchange: Relayed, upstream: int, client: int, left: int) -> int:
+    def add(self, exchange: Relayed, upstream: int, client: int, left: int, tokens: Tokens | None) -> int:
         """Take a stream over: the sockets' numbers, and where its body stands (ChunkedBody.left). Its name here.
+
+        `tokens`: to be noted on the way.
 
         Raises OSError where no further sockets can be opened.
         """
-        stream = self._native.add(upstream, client, left)
+        stream = self._native.add(upstream, client, left, tokens)
         self._streams[stream] = exchange
         return stream
 

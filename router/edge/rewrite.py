@@ -18,15 +18,21 @@ _NOT_RETURNED = Dropping((*HOP_BY_HOP, b"x-request-id", b"x-blockcast-worker", b
 
 
 def request_head(
-    request: HttpRequest, target: Endpoint, trace_id: bytes, rank: int | None, authorization: bytes | None
+    request: HttpRequest,
+    target: Endpoint,
+    trace_id: bytes,
+    rank: int | None,
+    authorization: bytes | None,
+    body: tuple[bytes, ...],
+    path: bytes | None = None,
 ) -> bytes:
-    """The head of `request` for a worker. `authorization` stands in for the client's own, unless None; an empty one
-    is none."""
+    """The head of `request` for a worker that is sent `body`, at `path` instead of the client's own unless None.
+    `authorization` stands in for the client's own, unless None; an empty one is none."""
     parts = [
         request.method.encode(),
         b" ",
         target.prefix,
-        request.target,
+        request.target if path is None else path,
         b" HTTP/1.1\r\nhost: ",
         target.authority,
         b"\r\nx-request-id: ",
@@ -38,7 +44,7 @@ def request_head(
         parts += (b"authorization: ", authorization, b"\r\n")
     if rank is not None:
         parts.append(b"x-data-parallel-rank: %d\r\n" % rank)
-    size = request.body_bytes
+    size = sum(map(len, body))
     if size or request.method not in ("GET", "HEAD", "DELETE", "OPTIONS"):
         parts.append(b"content-length: %d\r\n" % size)
     parts.append(b"\r\n")

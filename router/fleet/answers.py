@@ -68,6 +68,12 @@ def read_roots(body: bytes) -> dict[str, str]:
     return {name: root for name, root in pairs if _is_name(name) and _is_name(root)}
 
 
+def read_engine(body: bytes) -> str:
+    """`owned_by` of the first model of `GET /v1/models`. Raises DecodeError."""
+    owner = next((card.get("owned_by") for card in _cards(body)), None)
+    return owner if _is_name(owner) else ""
+
+
 def read_sources(body: bytes, url: str) -> tuple[EventSource, ...]:
     """Streams of `GET /kv_event_sources`. Raises DecodeError."""
     try:

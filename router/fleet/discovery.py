@@ -26,6 +26,7 @@ from router.fleet.answers import (
     number,
     read_block_size,
     read_cache_capacity,
+    read_engine,
     read_models,
     read_roots,
     read_server_info,
@@ -74,6 +75,7 @@ class WorkerFacts:
     block_size: int | None = None
     roots: dict[str, str] = field(default_factory=dict)
     """model -> what the worker loaded it from: a folder, or a name on a hub."""
+    engine: str = ""
 
     @property
     def epochs(self) -> tuple[str | None, ...]:
@@ -212,6 +214,7 @@ def worker_spec(flag: WorkerFlag, facts: WorkerFacts) -> WorkerSpec:
         url=flag.url,
         models=facts.models,
         roles=flag.roles,
+        engine=facts.engine,
         ranks=max(1, len(facts.sources)),
         cache_view=CacheView.EVENTS if facts.sources else CacheView.HISTORY,
         cache_tokens=flag.cache_tokens or facts.cache_tokens,
@@ -244,7 +247,7 @@ class Prober:
             status, body = await self._get(flag, "/v1/models")
             if status != 200:
                 return WorkerFacts(False, f"/v1/models answers {status}")
-            models, roots = read_models(body), read_roots(body)
+            models, roots, engine = read_models(body), read_roots(body), read_engine(body)
             sources = await self.sources(flag, known)
             metrics = await self._metrics(flag)
             capacity = read_cache_capacity(metrics) or await self._capacity(flag)
@@ -255,7 +258,7 @@ class Prober:
         block_size = None
         if sources:
             block_size = sources[0].block_size or read_block_size(metrics)
-        return WorkerFacts(True, "", models, sources, capacity, block_size, roots)
+        return WorkerFacts(True, "", models, sources, capacity, block_size, roots, engine)
 
     async def sources(self, flag: WorkerFlag, known: WorkerFacts | None = None) -> tuple[EventSource, ...]:
         """Where the worker publishes; empty where it does not. Poll it for changes of epoch."""

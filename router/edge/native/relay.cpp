@@ -47,14 +47,34 @@ void remember(Stream& stream, const char* data, std::size_t size) {
     stream.tail[stream.reads++ % kTailReads].assign(data + size - kept, kept);
 }
 
+// `chunk` becomes the whole events of `content` as one chunk, empty where there are none.
+void frame(Tokens& tokens, const std::string& content, std::string& chunk) {
+    constexpr std::size_t kLine = 10;  // eight digits and a line's end
+    chunk.assign(kLine, '0');
+    tokens.feed(content, chunk);
+    if (chunk.size() == kLine) {
+        chunk.clear();
+        return;
+    }
+    std::size_t length = chunk.size() - kLine;
+    for (std::size_t at = kLine - 3;; --at, length >>= 4) {
+        chunk[at] = "0123456789abcdef"[length & 15];
+        if (at == 0) break;
+    }
+    chunk[kLine - 2] = '\r';
+    chunk[kLine - 1] = '\n';
+    chunk += "\r\n";
+}
+
 }  // namespace
 
-bool follow_chunks(const char* data, std::size_t size, std::int64_t& left) {
+bool follow_chunks(const char* data, std::size_t size, std::int64_t& left, std::string* content) {
     std::int64_t at_hand = left;
     std::size_t position = 0;
     while (position < size) {
         if (at_hand > 0) {
             const std::size_t taken = std::min(static_cast<std::size_t>(at_hand), size - position);
+            if (content != nullptr) content->append(data + position, taken);
             at_hand -= static_cast<std::int64_t>(taken);
             position += taken;
             continue;
@@ -85,8 +105,9 @@ Relay::~Relay() {
     close(epoll_);
 }
 
-std::uint64_t Relay::add(int upstream, int client, std::int64_t left) {
+std::uint64_t Relay::add(int upstream, int client, std::int64_t left, std::shared_ptr<Tokens> tokens) {
     auto stream = std::make_unique<Stream>();
+    stream->tokens = std::move(tokens);
     stream->left = left;
     stream->last_s = monotonic_s();
     stream->upstream = duplicate(upstream);
@@ -144,17 +165,26 @@ void Relay::pass_on(std::uint64_t number, Stream& stream, std::vector<Return>& r
         returned.push_back({number, Given::kEnded, {}});
         return;
     }
-    const char* const data = buffer_.data();
-    const std::size_t size = static_cast<std::size_t>(got);
-    if (!follow_chunks(data, size, stream.left)) {
+    const char* data = buffer_.data();
+    std::size_t size = static_cast<std::size_t>(got);
+    Tokens* const tokens = stream.tokens.get();
+    content_.clear();
+    if (!follow_chunks(data, size, stream.left, tokens == nullptr ? nullptr : &content_)) {
         returned.push_back({number, Given::kRead, std::string(data, size)});
         return;
     }
     stream.last_s = now_s;
-    remember(stream, data, size);
-    const ssize_t sent = send(stream.client, data, size, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (tokens != nullptr) {
+        frame(*tokens, content_, passed_);
+        data = passed_.data();
+        size = passed_.size();
+    }
+    if (size > 0) remember(stream, data, size);
+    const ssize_t sent = size > 0 ? send(stream.client, data, size, MSG_DONTWAIT | MSG_NOSIGNAL) : 0;
     const std::size_t written = sent > 0 ? static_cast<std::size_t>(sent) : 0;
-    if (written != size) returned.push_back({number, Given::kBlocked, std::string(data + written, size - written)});
+    if (written != size || (tokens != nullptr && tokens->failed)) {
+        returned.push_back({number, Given::kBlocked, std::string(data + written, size - written)});
+    }
 }
 
 }  // namespace blockcast

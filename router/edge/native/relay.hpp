@@ -13,19 +13,22 @@
 #include <unordered_map>
 #include <vector>
 
+#include "tokens.hpp"
+
 namespace blockcast {
 
 // Where a chunked body stands: content bytes of the current chunk to come, or between two chunks.
 constexpr std::int64_t kBetweenChunks = -1;
 
 // Follow `left` over `size` bytes. False, and `left` unchanged, where they hold more than whole lines of ordinary
-// chunks: the last chunk, an extension, a line that goes on in the next read, an error.
-bool follow_chunks(const char* data, std::size_t size, std::int64_t& left);
+// chunks: the last chunk, an extension, a line that goes on in the next read, an error. `content` gets what they carry.
+bool follow_chunks(const char* data, std::size_t size, std::int64_t& left, std::string* content = nullptr);
 
 // Why a stream is given back.
 enum class Given {
     kRead,     // `data` was read and not passed on; the body stands where it stood before it
-    kBlocked,  // `data` was read and followed, and is still to be written: the client's socket is full, or gone
+    kBlocked,  // `data` was read and followed, and is still to be written: the client's socket is full, or gone, or the
+               // worker says that it failed
     kEnded,    // the worker's connection ended or failed
 };
 
@@ -45,6 +48,7 @@ struct Stream {
     std::uint64_t reads = 0;
     double last_s;
     std::array<std::string, kTailReads> tail;  // ends of the last reads, read n at n % kTailReads
+    std::shared_ptr<Tokens> tokens;
 };
 
 class Relay {
@@ -58,7 +62,8 @@ public:
     int fileno() const { return epoll_; }
 
     // Take a stream over; throws std::system_error where its sockets cannot be duplicated.
-    std::uint64_t add(int upstream, int client, std::int64_t left);
+    // `tokens`: note and take out token ids; null: pass everything on as it comes.
+    std::uint64_t add(int upstream, int client, std::int64_t left, std::shared_ptr<Tokens> tokens);
 
     // One read of every stream that has something. What is returned is still here: the caller takes it out.
     std::vector<Return> run();
@@ -76,6 +81,8 @@ private:
     std::uint64_t next_ = 1;
     std::unordered_map<std::uint64_t, std::unique_ptr<Stream>> streams_;
     std::vector<char> buffer_;
+    std::string content_;
+    std::string passed_;
 };
 
 }  // namespace blockcast

@@ -1,5 +1,6 @@
 // The Python face of the stream relay. Linux only: it stands on epoll.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
 
 #include "relay.hpp"
 
@@ -27,6 +28,10 @@ nb::object take(Relay& relay, std::uint64_t number) {
     return nb::make_tuple(stream->left, stream->reads, stream->last_s, tail);
 }
 
+nb::bytes ids(const std::vector<std::uint32_t>& numbers) {
+    return nb::bytes(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(std::uint32_t));
+}
+
 nb::object seen(const Relay& relay, std::uint64_t number) {
     const Stream* const stream = relay.find(number);
     if (stream == nullptr) return nb::none();
@@ -41,10 +46,27 @@ NB_MODULE(_relay, module) {
     module.attr("READ") = static_cast<int>(Given::kRead);
     module.attr("BLOCKED") = static_cast<int>(Given::kBlocked);
     module.attr("ENDED") = static_cast<int>(Given::kEnded);
+    nb::class_<Tokens>(module, "Tokens")
+        .def(nb::init<bool>(), nb::arg("hide"))
+        .def("feed", [](Tokens& tokens, nb::bytes content) {
+            std::string out;
+            tokens.feed({static_cast<const char*>(content.data()), content.size()}, out);
+            return bytes(out);
+        }, nb::arg("content"), "The whole events that may be passed on.")
+        .def("release", [](Tokens& tokens) { return bytes(tokens.release()); })
+        .def("rewind", &Tokens::rewind, nb::arg("exact"))
+        .def_prop_ro("prompt", [](const Tokens& tokens) { return ids(tokens.prompt); }, "Native uint32.")
+        .def_prop_ro("answer", [](const Tokens& tokens) { return ids(tokens.answer); }, "Native uint32.")
+        .def_prop_ro("spoken", [](const Tokens& tokens) { return tokens.spoken; })
+        .def_prop_ro("last", [](const Tokens& tokens) { return bytes(tokens.last); })
+        .def_prop_ro("events", [](const Tokens& tokens) { return tokens.events; })
+        .def_prop_ro("odd", [](const Tokens& tokens) { return tokens.odd; })
+        .def_prop_ro("finished", [](const Tokens& tokens) { return tokens.finished; })
+        .def_prop_ro("failed", [](const Tokens& tokens) { return tokens.failed; });
     nb::class_<Relay>(module, "Relay")
         .def(nb::init<>())
         .def("fileno", &Relay::fileno)
-        .def("add", &Relay::add, nb::arg("upstream"), nb::arg("client"), nb::arg("left"))
+        .def("add", &Relay::add, nb::arg("upstream"), nb::arg("client"), nb::arg("left"), nb::arg("tokens").none())
         .def("run", &run, "[(stream, READ | BLOCKED | ENDED, data)] of the streams that the caller has to take out.")
         .def("take", &take, nb::arg("stream"), "(left, reads, last_s, ends of the last reads), or None.")
         .def("seen", &seen, nb::arg("stream"), "(reads, last_s), or None.")

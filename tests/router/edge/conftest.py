@@ -267,7 +267,13 @@ class Edge:
             self.tenants.check_invariants()
 
     async def worker(
-        self, script: Script, name: str | None = None, port: int | None = None, *, max_model_len: int = 4096
+        self,
+        script: Script,
+        name: str | None = None,
+        port: int | None = None,
+        *,
+        max_model_len: int = 4096,
+        engine: str = "",
     ) -> Upstream:
         """Add a worker; with `port`, one where nothing listens."""
         upstream = Upstream(script)
@@ -278,7 +284,9 @@ class Edge:
             upstream.port = port
         worker_id = name or f"w{len(self.core.workers)}"
         models = (ServedModel("tiny", "tiny", max_model_len=max_model_len),)
-        self.core.add_worker(WorkerSpec(worker_id, f"http://127.0.0.1:{upstream.port}", models), time.monotonic())
+        self.core.add_worker(
+            WorkerSpec(worker_id, f"http://127.0.0.1:{upstream.port}", models, engine=engine), time.monotonic()
+        )
         return upstream
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -1,0 +1,279 @@
+"""A streamed answer that goes on at another worker when its own dies, as if nothing had happened.
+
+Owns which answers can go on exactly, what the other worker is asked (`/v1/completions`, with the prompt and the tokens
+that were sent), and how its words become the rest of the first answer. native/tokens.hpp notes the tokens. Refuses to
+know connections and who comes next. docs/operations.md tells users what goes on and what does not.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from prompts.schemas import MEDIA_PARTS
+from router.decide.messages import RouteRequest
+from router.http.request import HttpRequest
+
+try:
+    from router.edge._relay import Tokens
+except ImportError:
+    _FOUND = False
+else:
+    _FOUND = True
+
+OURS, VLLM = "blockcast", "vllm"
+"""Engines that tell token ids where they are asked to (vLLM since 0.10), as `owned_by` of `/v1/models` names them."""
+COMPLETIONS = b"/v1/completions"
+_CHAT = "/v1/chat/completions"
+_DONE = b"data: [DONE]\n\n"
+_MODEL_DEFAULT = 16
+"""`max_tokens` of a completion that names none."""
+
+# fmt: off
+_ASKED_AGAIN = frozenset((
+    "model", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "max_tokens", "min_tokens", "ignore_eos", "stop", "stop_token_ids",
+    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "logit_bias",
+    "allowed_token_ids", "priority", "cache_salt", "user", "stream", "stream_options",
+))
+_IN_THE_PROMPT = frozenset((
+    "messages", "prompt", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
+    "documents", "add_special_tokens", "reasoning_effort", "truncate_prompt_tokens", "max_completion_tokens",
+    "return_token_ids", "request_id", "metadata", "store",
+))
+# fmt: on
+"""Fields that have done their work when the first token comes."""
+_NOTHING = frozenset((b"null", b"false", b"[]", b"{}", b'""'))
+_Fields = dict[str, msgspec.Raw]
+_fields = msgspec.json.Decoder(_Fields)
+_MEDIA = tuple(f'"{part}"'.encode() for part in MEDIA_PARTS)
+
+
+def continuation(request: HttpRequest) -> Continuation | None:
+    """For a streamed request that could go on elsewhere; None for any other."""
+    chat = request.path == _CHAT
+    if not _FOUND or request.http_1_0 or len(request.pieces) > 1 or request.header(b"content-encoding") is not None:
+        return None
+    if not chat and request.path != COMPLETIONS.decode():
+        return None
+    try:
+        fields = _fields.decode(request.body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    if not all(_can_go_on(name, bytes(value)) for name, value in fields.items()):
+        return None
+    return Continuation(fields, request.body, chat) if bytes(fields.get("stream", b"")) == b"true" else None
+
+
+def _can_go_on(name: str, value: bytes) -> bool:
+    if name in ("n", "best_of"):
+        return value in (b"1", b"null")
+    if name in ("max_tokens", "max_completion_tokens", "min_tokens"):
+        return value.isdigit() or value == b"null"
+    if name == "messages":
+        return not any(part in value for part in _MEDIA)
+    if name == "prompt":
+        return value[:1] == b'"' or value[1:].lstrip()[:1].isdigit()
+    if name == "stream_options":
+        return b"continuous_usage_stats" not in value
+    return name in _ASKED_AGAIN or name in _IN_THE_PROMPT or value in _NOTHING
+
+
+class Continuation:
+    """What one answer needs to go on elsewhere."""
+
+    __slots__ = (
+        "_asks_ids", "_begins_anew", "_body", "_chat", "_engine", "_fields", "_sent", "_shape", "_tells_usage", "again",
+        "tokens",
+    )  # fmt: skip
+
+    def __init__(self, fields: _Fields, body: bytes, chat: bool) -> None:
+        self._fields, self._body, self._chat = fields, body, chat
+        self._asks_ids = bytes(fields.get("return_token_ids", b"")) == b"true"
+        self._tells_usage = b"true" in bytes(fields.get("stream_options", b""))
+        self._engine = ""
+        self._begins_anew = False
+        self._shape: dict[str, Any] | None = None
+        """Of the first answer's events, once another worker goes on."""
+        self._sent = 0
+        """Tokens that the client had when the last worker died."""
+        self.again: bytes | None = None
+        """What the other worker is asked."""
+        self.tokens: Tokens | None = None
+        """Notes the tokens of the answer under way; None where the worker does not tell them."""
+
+    # Asking -------------------------------------------------------------------------------------------------------
+
+    @property
+    def goes_on(self) -> bool:
+        """A worker continues what another one began."""
+        return self.again is not None
+
+    def ask(self, engine: str) -> tuple[bytes] | None:
+        """The body for a worker of this engine; None where it cannot go on with another one's answer."""
+        if self.again is not None:
+            return (self.again,) if engine == self._engine else None
+        self._engine = engine
+        self.tokens = Tokens(not self._asks_ids) if self._is_exact() else None
+        if self.tokens is None or self._asks_ids:
+            return (self._body,)
+        return (self._body.replace(b"{", b'{"return_token_ids":true,', 1),)
+
+    def _is_exact(self) -> bool:
+        """Whether this engine's answers go on exactly. Ours takes back all of its state; vLLM counts the tokens that
+        were sent as a prompt, begins the seed's numbers anew, and looks for stop strings in the new text only."""
+        if self._engine != VLLM:
+            return self._engine == OURS
+        value = self._value
+        return not (
+            value("stop")
+            or value("presence_penalty")
+            or value("frequency_penalty")
+            or (value("seed") is not None and value("temperature") != 0)
+        )
+
+    def rest(self, route: RouteRequest, tokens_max: int | None) -> RouteRequest | None:
+        """The worker died: what is to be routed now. None where the answer cannot go on. `tokens_max`: of the model.
+
+        Changes nothing: `begin_rest` does, once there is a worker for it.
+        """
+        tokens = self.tokens
+        if tokens is None or tokens.odd or tokens.finished:
+            return None
+        if tokens.events == 0:  # the client has a head, and nothing of the answer: the whole of it, once
+            return None if self._begins_anew else route
+        prompt, answer = _ids(tokens.prompt), _ids(tokens.answer)
+        if self._engine == VLLM and tokens.spoken < len(answer):  # of the last ones the text is not complete
+            if self._asks_ids:
+                return None
+            answer = answer[: tokens.spoken]
+        if not prompt or (self._shape is not None and len(answer) <= self._sent):
+            return None  # no token came since it went on: this may be a request that kills its workers
+        ids = prompt + answer
+        if self._asked_for(ids, len(answer), tokens_max) is None:
+            return None
+        left = max(route.output_max - len(answer), 1) if route.output_max else 0
+        return replace(route, token_ids=ids, prompt_tokens=len(ids), output_max=left, deadline_s=None)
+
+    def begin_rest(self, rest: RouteRequest, tokens_max: int | None) -> None:
+        """Another worker is asked next: what the client has not seen is forgotten."""
+        tokens = self.tokens
+        assert tokens is not None
+        tokens.rewind(self._engine == VLLM)
+        if tokens.events == 0:
+            self._begins_anew = True
+            return
+        if self._shape is None:
+            self._shape = _shape(tokens.last)
+        ids, self._sent = rest.token_ids, len(_ids(tokens.answer))
+        assert isinstance(ids, array)
+        self.again = msgspec.json.encode(self._asked_for(ids, self._sent, tokens_max))
+
+    def _asked_for(self, ids: array[int], answered: int, tokens_max: int | None) -> dict[str, Any] | None:
+        """The body for the worker that goes on; None where it would not be exact."""
+        body: dict[str, Any] = {name: value for name, value in self._fields.items() if name in _ASKED_AGAIN}
+        body |= {"prompt": ids.tolist(), "return_token_ids": True}
+        limit = self._value("max_completion_tokens") if self._chat else None
+        if limit is None:
+            limit = self._value("max_tokens")
+        if limit is None and not self._chat:
+            limit = _MODEL_DEFAULT
+        if self._engine == OURS:
+            return body | {"max_tokens": limit, "answered_tokens": answered}
+        if limit is not None:
+            limit -= answered
+        elif tokens_max is not None:
+            limit = tokens_max - len(ids)
+        if limit is None or limit < 1:
+            return None
+        least = max((self._value("min_tokens") or 0) - answered, 0)
+        return body | {"max_tokens": limit, "min_tokens": least}
+
+    def _value(self, name: str) -> Any:
+        raw = self._fields.get(name)
+        return None if raw is None else msgspec.json.decode(raw)
+
+    @property
+    def failed(self) -> bool:
+        """The worker said so, in an event that is kept back."""
+        return self.tokens is not None and self.tokens.failed
+
+    def release(self) -> bytes:
+        """That event, where nobody goes on."""
+        return self.tokens.release() if self.tokens is not None else b""
+
+    # Answering ----------------------------------------------------------------------------------------------------
+
+    def pass_on(self, content: bytes) -> bytes:
+        """What the client gets for the next bytes of a worker's answer."""
+        assert self.tokens is not None
+        events = self.tokens.feed(content)
+        if self._shape is None or not events:
+            return events
+        return b"".join(map(self._as_first, filter(None, events.split(b"\n\n"))))
+
+    def _as_first(self, event: bytes) -> bytes:
+        """An event of the worker that goes on, in the shape of the first one's."""
+        data = event.removeprefix(b"data:").strip()
+        if data == _DONE[6:-2]:
+            return _DONE
+        told = msgspec.json.decode(data)
+        assert self._shape is not None
+        made, choices = dict(self._shape), []
+        for choice in told["choices"]:
+            text, reason = choice["text"], choice["finish_reason"]
+            if not text and reason is None and not self._asks_ids:
+                return b""
+            one = {**self._shape["choices"][0], "finish_reason": reason}
+            one |= {"delta": {"content": text}} if self._chat else {"text": text}
+            if reason is not None:
+                one["stop_reason"] = choice.get("stop_reason")
+            if self._asks_ids:
+                one["token_ids"] = choice["token_ids"]
+            choices.append(one)
+        made["choices"] = choices
+        if told.get("usage") is not None:
+            made["usage"] = self._whole(told["usage"])
+        return b"data: " + msgspec.json.encode(made) + b"\n\n"
+
+    def _whole(self, usage: Mapping[str, Any]) -> dict[str, Any]:
+        """The usage of the whole answer."""
+        made = dict(usage)
+        if self._engine == VLLM:
+            made["prompt_tokens"] -= self._sent
+            made["completion_tokens"] += self._sent
+        details = made.get("prompt_tokens_details")
+        if details and details.get("cached_tokens") is not None:
+            cached = min(details["cached_tokens"], made["prompt_tokens"])
+            made["prompt_tokens_details"] = {**details, "cached_tokens": cached}
+        return made
+
+    def ending(self, *, usage_sent: bool) -> bytes | None:
+        """What is missing of an answer whose last token has been sent; None where it has not."""
+        tokens = self.tokens
+        if tokens is None or tokens.odd or not tokens.finished:
+            return None
+        if not self._tells_usage or usage_sent:
+            return _DONE
+        prompt, answer = len(_ids(tokens.prompt)), len(_ids(tokens.answer))
+        usage = {"prompt_tokens": prompt, "total_tokens": prompt + answer, "completion_tokens": answer}
+        made = {**(self._shape or _shape(tokens.last)), "choices": [], "usage": usage}
+        return b"data: " + msgspec.json.encode(made) + b"\n\n" + _DONE
+
+
+def _ids(packed: bytes) -> array[int]:
+    return array("I", packed)
+
+
+def _shape(event: bytes) -> dict[str, Any]:
+    """An event without what is its own."""
+    told: dict[str, Any] = msgspec.json.decode(event.removeprefix(b"data:").strip())
+    told.pop("prompt_token_ids", None)
+    (choice,) = told["choices"]
+    for name in ("delta", "text", "token_ids", "prompt_token_ids"):
+        choice.pop(name, None)
+    return told

@@ -1,0 +1,149 @@
+"""`kill -9` of one of three engines under fifty streams: every answer is what it would have been."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from programs import Program, call, until
+
+pytestmark = pytest.mark.live
+
+STREAMS, TOKENS = 50, 100
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 1.3, "seed": 5},
+    {"temperature": 1.1, "seed": 6, "top_p": 0.9, "stop": ["zq", "\n\n\n"], "presence_penalty": 0.5},
+    {"temperature": 0, "repetition_penalty": 1.2, "stream_options": {"include_usage": True}},
+]
+
+
+def ask(number: int) -> tuple[str, dict[str, Any]]:
+    """(path, body) of one of the streams: chats and completions in turns, of all kinds."""
+    common = {"stream": True, "max_tokens": TOKENS, "ignore_eos": True, **KINDS[number // 2 % len(KINDS)]}
+    text = f"Stream {number}: tell me all about the number {number * 7919}. " * 3
+    if number % 2:
+        return "/v1/completions", {"prompt": text, **common}
+    return "/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **common}
+
+
+class Stream(threading.Thread):
+    """One client's answer, event by event, with the time of each."""
+
+    def __init__(self, url: str, number: int) -> None:
+        super().__init__(daemon=True)
+        self.path, self.body = ask(number)
+        self._to = urlsplit(url)
+        self.worker = ""
+        self.events: list[Any] = []
+        self.times: list[float] = []
+        self.cut = False
+
+    def run(self) -> None:
+        assert self._to.hostname is not None
+        connection = http.client.HTTPConnection(self._to.hostname, self._to.port, timeout=120)
+        connection.request("POST", self.path, json.dumps(self.body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        self.worker = answer.getheader("x-blockcast-worker") or ""
+        with contextlib.closing(connection), answer, contextlib.suppress(http.client.HTTPException, OSError):
+            for line in answer:
+                if line.startswith(b"data: "):
+                    self.times.append(time.monotonic())
+                    data = line[6:].strip()
+                    self.events.append("DONE" if data == b"[DONE]" else json.loads(data))
+        self.cut = self.events[-1:] != ["DONE"]
+
+    def told(self) -> tuple[str, Any, Any]:
+        """(text, why it ended, its token counts where they were asked for)."""
+        events = [event for event in self.events if event != "DONE"]
+        assert len({(event["id"], event["created"], event["model"]) for event in events}) == 1
+        choices = [choice for event in events for choice in event["choices"]]
+        assert not any("token_ids" in choice for choice in choices)
+        texts = [choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices]
+        usage = events[-1].get("usage") or {}
+        return (
+            "".join(texts),
+            choices[-1]["finish_reason"],
+            (usage.get("prompt_tokens"), usage.get("completion_tokens")),
+        )
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[tuple[list[Program], Program]]:
+    flags = ("engine", "serve", "--port", "0", "--served-model-name", "m")
+    engines = [Program(tmp_path / f"e{i}.log", *flags) for i in range(3)]
+    started = list(engines)
+    try:
+        urls = [engine.await_ready().url for engine in engines]
+        router = Program(tmp_path / "router.log", "router", "run", "--port", "0", "--policy", "round_robin", *urls)
+        started.append(router)
+        router.await_ready()
+        until(lambda: [w["state"] for w in call(router.url + "/workers")[2]["workers"]] == ["up"] * 3, "three workers")
+        yield engines, router
+    finally:
+        for program in started:
+            program.close()
+
+
+def kill(engine: Program) -> None:
+    """The server and its core, at once."""
+    for pid in (engine.process.pid, *engine.children()):
+        os.kill(pid, signal.SIGKILL)
+    engine.process.wait()
+
+
+def test_fifty_streams_and_one_of_three_engines_killed(
+    cluster: tuple[list[Program], Program], record_property: Any
+) -> None:
+    engines, router = cluster
+    whole = [Stream(engines[2].url, number) for number in range(STREAMS)]
+    for stream in whole:
+        stream.start()
+    for stream in whole:
+        stream.join()
+    assert not any(stream.cut for stream in whole)
+
+    streams = [Stream(router.url, number) for number in range(STREAMS)]
+    for stream in streams:
+        stream.start()
+    victim = engines[0]
+    name = urlsplit(victim.url).netloc
+    until(lambda: all(len(s.events) > 5 for s in streams), "every stream has begun", 60)
+    hit = [s for s in streams if s.worker == name and s.is_alive()]
+    kill(victim)
+    killed_s = time.monotonic()
+    for stream in streams:
+        stream.join()
+    wrong = [s.path for s, w in zip(streams, whole) if not s.cut and s.told() != w.told()]
+    gaps = [max(b - a for a, b in zip(s.times, s.times[1:]) if b >= killed_s) for s in hit]
+    with urllib.request.urlopen(router.url + "/metrics", timeout=10) as answer:
+        found = re.findall(r'broken_streams_total\{outcome="(\w+)"\} (\d+)', answer.read().decode())
+    figures = {
+        "streams": STREAMS,
+        "at the worker that was killed": len(hit),
+        "cut": sum(s.cut for s in streams),
+        "wrong": len(wrong),
+        "gap_s median": round(sorted(gaps)[len(gaps) // 2], 3),
+        "gap_s max": round(max(gaps), 3),
+        "router": {outcome: int(count) for outcome, count in found},
+    }
+    print(json.dumps(figures))
+    record_property("figures", figures)
+    assert wrong == []
+    assert len(hit) >= 10
+    assert not any(s.cut for s in streams)
+    assert Counter({o: int(n) for o, n in found})["continued"] >= len(hit)
+    assert "was continued" in router.log()

@@ -1,0 +1,78 @@
+"""`answered_tokens`: an answer that was begun elsewhere goes on as if it had never stopped."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from typing import Any
+
+import pytest
+from programs import call
+
+pytestmark = pytest.mark.live
+
+PROMPT = "Give me some words, numbers and signs: "
+BODIES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0, "max_tokens": 40},
+    "seeded": {"temperature": 1.5, "seed": 7, "max_tokens": 40},
+    "seeded among few": {"temperature": 1.2, "seed": -3, "top_k": 20, "top_p": 0.9, "max_tokens": 40},
+    "penalties": {"temperature": 0, "presence_penalty": 1.5, "frequency_penalty": 0.5, "max_tokens": 40},
+    "repetition": {"temperature": 0, "repetition_penalty": 1.3, "max_tokens": 40},
+    "least": {"temperature": 1.5, "seed": 5, "min_tokens": 30, "max_tokens": 40, "stop": ["e", "a"]},
+    "stop string": {"temperature": 1.5, "seed": 11, "max_tokens": 60, "ignore_eos": True},
+}
+
+
+def events(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        lines = [line for line in answer.read().decode().split("\n\n") if line]
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def told(chunks: list[dict[str, Any]]) -> tuple[list[tuple[str, list[int]]], str, dict[str, Any]]:
+    """(text and tokens of each chunk, why it ended, usage)."""
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    return [(choice["text"], choice["token_ids"]) for choice in choices], reasons[0], chunks[-1]["usage"]
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_an_answer_goes_on_from_any_token(engine: Any, kind: str) -> None:
+    url = engine.url + "/v1/completions"
+    options = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    body = {"model": "tiny", "prompt": PROMPT, **BODIES[kind], **options}
+    if kind == "stop string":  # one that spans several tokens of this very answer
+        pieces, _, _ = told(events(url, body))
+        text = "".join(piece for piece, _ in pieces)
+        assert len(text) > 20
+        body["stop"] = [text[12:18], "not in it"]
+    whole = events(url, body)
+    pieces, reason, usage = told(whole)
+    prompt = whole[0]["choices"][0]["prompt_token_ids"]
+    sent: list[int] = []
+    cuts = 0
+    for at, (_, ids) in enumerate(pieces[:-1]):
+        sent += ids
+        if not sent or len(sent) == len([i for _, later in pieces for i in later]):
+            continue
+        again = events(url, {**body, "prompt": prompt + sent, "answered_tokens": len(sent)})
+        rest, why, total = told(again)
+        assert "".join(text for text, _ in rest) == "".join(text for text, _ in pieces[at + 1 :]), (kind, sent)
+        assert [i for _, more in rest for i in more] == [i for _, more in pieces[at + 1 :] for i in more]
+        assert why == reason
+        assert {**total, "prompt_tokens_details": None} == {**usage, "prompt_tokens_details": None}
+        assert again[0]["choices"][0]["prompt_token_ids"] == prompt
+        cuts += 1
+    assert cuts >= 3
+
+
+@pytest.mark.parametrize("more", [{"answered_tokens": 3}, {"n": 2}, {"echo": True}, {"max_tokens": 2}, {"stop": ["a"]}])
+def test_what_cannot_be_continued_is_refused(engine: Any, more: dict[str, Any]) -> None:
+    status, _, answer = call(engine.url + "/v1/completions", {"prompt": [3, 4, 97], "answered_tokens": 2, **more})
+    if "stop" in more:  # of byte tokens, 'a' may be another id: what counts is that nothing breaks
+        assert status in (200, 400)
+    else:
+        assert status == 400
+        assert "answered_tokens" in answer["error"]["message"]

@@ -1,0 +1,368 @@
+"""An answer whose worker dies in the middle goes on at another worker, and the client does not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from router.edge.continuation import continuation
+from router.http.headers import HeaderBlock
+from router.http.request import HttpRequest
+
+Tokens = pytest.importorskip("router.edge._relay").Tokens
+
+WORDS = ["The ", "stream ", "goes ", "on ", "else", "where", ".", ""]
+PROMPT = [5, 6, 7]
+
+
+def request(body: dict[str, Any], path: str = "/v1/chat/completions") -> HttpRequest:
+    made = HttpRequest("POST", path.encode(), path, HeaderBlock(b""))
+    made.pieces = (json.dumps(body).encode(),)
+    return made
+
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": 8}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"stream": False},
+        {"n": 2},
+        {"logprobs": True},
+        {"tools": [{"type": "function"}]},
+        {"response_format": {"type": "json_object"}},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"max_tokens": "8"},
+        {"something_new": 1},
+        {"echo": True},
+    ],
+)
+def test_what_cannot_go_on_is_not_asked_for_tokens(more: dict[str, Any]) -> None:
+    assert continuation(request(CHAT)) is not None
+    assert continuation(request({**CHAT, **more})) is None
+
+
+def test_prompts_that_are_several_cannot_go_on() -> None:
+    body = {"model": "m", "stream": True}
+    for prompt, can in (("Hi", True), ([1, 2], True), (["Hi"], False), ([[1], [2]], False)):
+        assert (continuation(request({**body, "prompt": prompt}, "/v1/completions")) is not None) is can
+
+
+@pytest.mark.parametrize(
+    ("more", "exact"),
+    [
+        ({}, True),
+        ({"temperature": 0.7}, True),
+        ({"temperature": 0, "seed": 3}, True),
+        ({"seed": 3}, False),
+        ({"stop": ["a"]}, False),
+        ({"presence_penalty": 0.1}, False),
+        ({"frequency_penalty": 0.1}, False),
+        ({"repetition_penalty": 1.1}, True),
+    ],
+)
+def test_only_our_engine_takes_back_all_of_its_state(more: dict[str, Any], exact: bool) -> None:
+    for engine, wanted in (("blockcast", True), ("vllm", exact), ("sglang", False), ("", False)):
+        made = continuation(request({**CHAT, **more}))
+        assert made is not None
+        (asked,) = made.ask(engine) or (b"",)
+        body = json.loads(asked)
+        assert body.get("return_token_ids", False) is wanted, engine
+        assert (made.tokens is not None) is wanted
+
+
+# ---------------------------------------------------------------- the native notes
+
+
+def event(**fields: Any) -> bytes:
+    return b"data: " + json.dumps(fields, separators=(",", ":")).encode() + b"\n\n"
+
+
+def test_ids_are_noted_and_taken_out_wherever_the_bytes_are_cut() -> None:
+    tricky = ',"token_ids":[9],"prompt_token_ids":[8]'
+    first = event(
+        id="i", choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}], prompt_token_ids=[4, 70]
+    )
+    second = event(id="i", choices=[{"index": 0, "delta": {"content": tricky}, "token_ids": [1, 2, 4294967295]}])
+    third = event(id="i", choices=[{"token_ids": [3], "index": 0, "delta": {"content": ""}, "finish_reason": "stop"}])
+    whole = first + second + third + b"data: [DONE]\n\n"
+    plain = whole.replace(b',"prompt_token_ids":[4,70]', b"").replace(b',"token_ids":[1,2,4294967295]', b"")
+    plain = plain.replace(b'"token_ids":[3],', b"")
+    for cut in range(len(whole)):
+        hidden, shown = Tokens(True), Tokens(False)
+        assert hidden.feed(whole[:cut]) + hidden.feed(whole[cut:]) == plain
+        assert shown.feed(whole[:cut]) + shown.feed(whole[cut:]) == whole
+        for tokens in (hidden, shown):
+            assert memoryview(tokens.prompt).cast("I").tolist() == [4, 70]
+            assert memoryview(tokens.answer).cast("I").tolist() == [1, 2, 4294967295, 3]
+            assert (tokens.spoken, tokens.finished, tokens.odd, tokens.failed) == (3, True, False, False)
+
+
+@pytest.mark.parametrize(
+    "delta", [{"reasoning": "x"}, {"content": "x", "reasoning": "y"}, {"tool_calls": [{"index": 0}]}, {"refusal": "x"}]
+)
+def test_what_is_not_text_is_noticed(delta: dict[str, Any]) -> None:
+    tokens = Tokens(True)
+    tokens.feed(event(choices=[{"index": 0, "delta": delta, "token_ids": [1]}]))
+    assert tokens.odd
+
+
+def test_a_failure_told_in_the_middle_is_kept_back() -> None:
+    tokens = Tokens(True)
+    text = event(choices=[{"index": 0, "text": "a", "token_ids": [1]}])
+    error = event(error={"message": "dead"}) + b"data: [DONE]\n\n"
+    assert b"token_ids" not in tokens.feed(text + error)
+    assert tokens.failed
+    assert tokens.feed(b"more") == b""
+    assert tokens.release() == error + b"more"
+    assert tokens.feed(b"x") == b"x"
+    assert not tokens.failed
+
+
+# ---------------------------------------------------------------- through the router
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def worker(name: str, dies_after: int | None, log: list[dict[str, Any]], *, failing: bytes = b"") -> Any:
+    """Speaks WORDS from where the prompt says; its connection breaks after so many of them."""
+
+    async def script(received: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        body = json.loads(received.body)
+        path = received.line.split()[1].decode()
+        log.append({"worker": name, "path": path, **body})
+        chat = path.endswith("chat/completions")
+        at = len(body["prompt"]) - len(PROMPT) if isinstance(body.get("prompt"), list) else 0
+        shows = body.get("return_token_ids", False)
+        before = at if "answered_tokens" not in body else 0  # what vLLM takes for a part of the prompt
+        writer.write(HEAD)
+        spoken = 0
+        begins = True
+        while at < len(WORDS):
+            if dies_after is not None and spoken >= dies_after:
+                if failing:
+                    writer.write(chunk(failing) + b"0\r\n\r\n")
+                    return
+                if spoken:  # half an event, which nobody may see
+                    writer.write(chunk(b'data: {"id":"' + name.encode()))
+                await writer.drain()
+                writer.transport.abort()
+                return
+            last = at == len(WORDS) - 1
+            choice: dict[str, Any] = {"index": 0, "finish_reason": "stop" if last else None}
+            choice |= {"delta": {"content": WORDS[at]}} if chat else {"text": WORDS[at]}
+            ids = {"token_ids": [100 + at]} if shows else {}
+            told = {"id": name, "created": 1, "model": "m", "choices": [choice | ids]}
+            if begins and chat:
+                first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+                more = {"prompt_token_ids": PROMPT} if shows else {}
+                writer.write(chunk(event(**{**told, "choices": [first], **more})))
+            elif begins and shows:
+                choice_ids = {"prompt_token_ids": PROMPT}
+                told["choices"] = [choice | ids | choice_ids]
+            begins = False
+            writer.write(chunk(event(**told)))
+            await writer.drain()
+            await asyncio.sleep(0.005)
+            spoken += 1
+            at += 1
+        if (body.get("stream_options") or {}).get("include_usage"):
+            told_of = len(PROMPT) + before, len(WORDS) - before
+            usage = {"prompt_tokens": told_of[0], "completion_tokens": told_of[1], "total_tokens": sum(told_of)}
+            writer.write(chunk(event(id=name, created=1, model="m", choices=[], usage=usage)))
+        writer.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+    return script
+
+
+def content_of(answer: bytes) -> tuple[bytes, bool]:
+    """(content of a chunked answer, whether it came to its end)."""
+    rest, content = answer.partition(b"\r\n\r\n")[2], b""
+    while b"\r\n" in rest:
+        line, _, rest = rest.partition(b"\r\n")
+        size = int(line, 16)
+        if size == 0:
+            return content, True
+        content, rest = content + rest[:size], rest[size + 2 :]
+    return content, False
+
+
+def told(answer: bytes) -> tuple[str, list[Any], bool]:
+    """(text, events, whether the answer came to its end)."""
+    content, ended = content_of(answer)
+    assert content.endswith(b"\n\n") or not content, "the client never sees a part of an event"
+    lines = [line.removeprefix(b"data: ") for line in content.split(b"\n\n") if line]
+    events = [json.loads(line) for line in lines if line != b"[DONE]"]
+    choices = [choice for one in events for choice in one.get("choices", ())]
+    text = "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+    return text, events, ended and lines[-1:] == [b"[DONE]"]
+
+
+both = pytest.mark.parametrize("edge", [True, False], indirect=True, ids=["native", "python"])
+COMPLETION = {"model": "tiny", "prompt": "Hi", "stream": True, "max_tokens": 20}
+CHATS = {**CHAT, "model": "tiny", "max_tokens": 20}
+BODIES = [("/v1/chat/completions", CHATS), ("/v1/completions", COMPLETION)]
+
+
+@both
+@pytest.mark.parametrize("engine", ["blockcast", "vllm"])
+@pytest.mark.parametrize(("path", "body"), BODIES, ids=["chat", "completion"])
+@pytest.mark.parametrize("dies_after", [0, 1, 5, len(WORDS) - 1])
+def test_the_answer_goes_on(
+    edge: Any, make_post: Any, engine: str, path: str, body: dict[str, Any], dies_after: int
+) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        log: list[dict[str, Any]] = []
+        await edge.worker(worker("a", dies_after, log), "a", engine=engine)
+        await edge.worker(worker("b", None, log), "b", engine=engine)
+        for ids in (False, True):
+            log.clear()
+            asked = {**body, "stream_options": {"include_usage": True}} | ({"return_token_ids": True} if ids else {})
+            answers = [await edge.exchange(make_post(json.dumps(asked).encode(), path.encode())) for _ in range(2)]
+            assert {one["worker"] for one in log} == {"a", "b"}
+            texts, lists, ends = zip(*map(told, answers))
+            assert texts == ("".join(WORDS),) * 2
+            assert all(ends)
+            for events in lists:
+                *chunks, last = events
+                (name,) = {one["id"] for one in events}
+                if dies_after:
+                    assert any(event["id"] == name for event in lists[0])
+                assert [one["choices"][0]["finish_reason"] for one in chunks][-1] == "stop"
+                assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11}
+                noted = [i for one in chunks for i in one["choices"][0].get("token_ids", [])]
+                assert noted == ([100 + i for i in range(len(WORDS))] if ids else [])
+                assert ids or "token_ids" not in json.dumps(events)
+        again = [one for one in log if one["path"] == "/v1/completions" and isinstance(one["prompt"], list)]
+        if dies_after:
+            assert all(one["prompt"] == PROMPT + [100 + i for i in range(dies_after)] for one in again)
+            if engine == "blockcast":
+                assert again[0]["answered_tokens"] == dies_after
+                assert again[0]["max_tokens"] == 20
+            else:
+                assert again[0]["max_tokens"] == 20 - dies_after
+        assert edge.metrics.broken_streams["continued"] == edge.core.counters["continued"] >= 2
+        assert set(edge.metrics.broken_streams) == {"continued"}
+        edge.core.check_invariants()
+
+    edge.run(scenario())
+
+
+@both
+def test_it_goes_on_again_and_again_while_tokens_come(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        log: list[dict[str, Any]] = []
+        for name, dies_after in (("a", 2), ("b", 1), ("c", 3), ("d", None)):
+            await edge.worker(worker(name, dies_after, log), name, engine="blockcast")
+        text, _, ended = told(await edge.exchange(make_post(json.dumps(CHATS).encode())))
+        assert (text, ended) == ("".join(WORDS), True)
+
+    edge.run(scenario())
+
+
+@both
+@pytest.mark.parametrize(
+    "fleet",
+    [("", ""), ("blockcast", "vllm"), ("blockcast",), ("sglang", "sglang")],
+    ids=lambda f: "-".join(f) or "none",
+)
+def test_where_nobody_can_go_on_it_is_cut_as_ever(edge: Any, make_post: Any, fleet: tuple[str, ...]) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        log: list[dict[str, Any]] = []
+        for number, engine in enumerate(fleet):
+            await edge.worker(worker(f"w{number}", 2, log), f"w{number}", engine=engine)
+        content, ended = content_of(await edge.exchange(make_post(json.dumps(CHATS).encode())))
+        assert not ended
+        assert content.count(b"\n\n") == 3
+        assert edge.metrics.broken_streams["cut"] == 1
+
+    edge.run(scenario())
+
+
+@both
+def test_a_request_that_kills_its_workers_is_not_handed_round(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        log: list[dict[str, Any]] = []
+        await edge.worker(worker("a", 2, log), "a", engine="blockcast")
+        for name in "bcdef":
+            await edge.worker(worker(name, 0, log), name, engine="blockcast")
+        _, ended = content_of(await edge.exchange(make_post(json.dumps(CHATS).encode())))
+        assert not ended
+        assert len(log) <= 3
+
+    edge.run(scenario())
+
+
+@both
+@pytest.mark.parametrize("others", [1, 0])
+def test_a_worker_that_says_in_the_middle_that_it_failed(edge: Any, make_post: Any, others: int) -> None:
+    error = event(error={"message": "EngineCore died", "code": 500}) + b"data: [DONE]\n\n"
+
+    async def scenario() -> None:
+        await edge.start()
+        log: list[dict[str, Any]] = []
+        await edge.worker(worker("a", 4, log, failing=error), "a", engine="vllm")
+        for _ in range(others):
+            await edge.worker(worker("b", None, log), "b", engine="vllm")
+        for _ in range(2):
+            text, events, ended = told(await edge.exchange(make_post(json.dumps(CHATS).encode())))
+            assert ended
+            assert text == "".join(WORDS[: None if others else 4])
+            assert ("error" in events[-1]) is not bool(others)
+
+    edge.run(scenario())
+
+
+@both
+def test_an_answer_that_lacks_its_end_only_is_ended_here(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        log: list[dict[str, Any]] = []
+        await edge.worker(worker("a", None, log), "a", engine="blockcast")
+        whole = worker("a", None, log)
+
+        async def without_end(received: Any, reader: Any, writer: Any) -> None:
+            real, kept = writer.write, []
+            writer.write = lambda data: kept.append(data)
+            await whole(received, reader, writer)
+            writer.write = real
+            real(b"".join(kept[:-2]))  # neither usage nor [DONE]
+            await writer.drain()
+            writer.transport.abort()
+
+        edge.upstreams[0].script = without_end
+        asked = {**CHATS, "stream_options": {"include_usage": True}}
+        text, events, ended = told(await edge.exchange(make_post(json.dumps(asked).encode())))
+        assert (text, ended) == ("".join(WORDS), True)
+        assert events[-1]["usage"] == {"prompt_tokens": 3, "total_tokens": 11, "completion_tokens": 8}
+        assert edge.metrics.broken_streams == {"completed": 1}
+
+    edge.run(scenario())
+
+
+def test_it_can_be_switched_off(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        edge.proxy.continues = False
+        log: list[dict[str, Any]] = []
+        for name in "ab":
+            await edge.worker(worker(name, 2, log), name, engine="blockcast")
+        _, ended = content_of(await edge.exchange(make_post(json.dumps(CHATS).encode())))
+        assert not ended
+        assert "return_token_ids" not in log[0]
+
+    edge.run(scenario())
