@@ -105,7 +105,6 @@ _DICT_ATTRIBUTES = frozenset(dir({}))
 _LOOP_ATTRIBUTES = frozenset(
     {"depth", "depth0", "first", "index", "index0", "last", "length", "nextitem", "previtem", "revindex", "revindex0"}
 )
-_NO_ITEM = object()
 
 
 class _CodeGenerator(jinja2.compiler.CodeGenerator):
@@ -142,21 +141,7 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, with a short way to what templates do most: `message.role`, an item of a dictionary."""
-
     code_generator_class = _CodeGenerator
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is not dict or attribute in _DICT_ATTRIBUTES:
-            return super().getattr(obj, attribute)
-        item = obj.get(attribute, _NO_ITEM)
-        return _no_item(attribute) if item is _NO_ITEM else item
-
-
-@lru_cache(maxsize=256)
-def _no_item(name: str) -> jinja2.Undefined:
-    """What a dictionary without the item gives: of the dictionary it says only what it is."""
-    return jinja2.Undefined(obj={}, name=name)
 
 
 def _environment() -> _Environment:

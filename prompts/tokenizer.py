@@ -118,10 +118,6 @@ class Tokenizer:
         """Prompt ids of a chat; with media, those of the text before the first image. Raises RequestError."""
         return self.encode(self.chat_text(request), add_special_tokens=bool(request.add_special_tokens))
 
-    def chat_array(self, request: ChatPrompt) -> array[int] | list[int]:
-        """`chat_ids` as `encode_array` gives them."""
-        return self.encode_array(self.chat_text(request), add_special_tokens=bool(request.add_special_tokens))
-
     def completion_ids(self, request: CompletionRequest | Any) -> list[list[int]]:
         """Ids of each prompt of a completion request (or of its routing view). Token ids pass through, checked."""
         return self.prompt_ids(request.prompt, request.add_special_tokens is not False)

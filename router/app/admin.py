@@ -53,6 +53,7 @@ class Admin:
         feed_totals: Callable[[], dict[str, dict[str, int]]] = dict,
         feed_fault: Callable[[], str | None] = lambda: None,
         event_faults: Callable[[], int] = lambda: 0,
+        events_ignored: Callable[[], int] = lambda: 0,
         peer_messages: Callable[[], dict[str, int]] = dict,
         siblings: Siblings | None = None,
         synced: Callable[[str], bool] = lambda worker_id: True,
@@ -67,6 +68,7 @@ class Admin:
         self._feed_totals = feed_totals
         self._feed_fault = feed_fault
         self._event_faults = event_faults
+        self._events_ignored = events_ignored
         self._peer_messages = peer_messages
         self._siblings = siblings
         self._synced = synced
@@ -177,6 +179,7 @@ class Admin:
             large_bodies=dict(self._reading.helpers.counts),
             waiting_bytes=self._reading.helpers.waiting_bytes,
             event_faults=self._event_faults(),
+            events_ignored=self._events_ignored(),
             peer_messages=self._peer_messages(),
             segments={model: (one.hit_tokens, one.miss_tokens, one.used_bytes) for model, one in segments.items()},
         )

@@ -78,6 +78,7 @@ def _counted(metrics: Metrics, report: Report, unusable: Mapping[str, int]) -> R
          report.tokenize_cpu_s),
         ("event_faults", "Errors on the thread that reads events; each ended a message or began a stream anew.",
          report.event_faults),
+        ("event_messages_ignored", "Event messages of topics that nobody follows.", report.events_ignored),
     ):  # fmt: skip
         yield name, text, "", {(): value}
 

@@ -167,6 +167,7 @@ class RouterProcess:
             feed_totals=self._feed.totals,
             feed_fault=self._feed.events.fault,
             event_faults=lambda: self._feed.events.faults,
+            events_ignored=lambda: self._feed.events.ignored_messages,
             peer_messages=lambda: {} if self._peers is None else self._peers.counts(),
             siblings=siblings,
             synced=self._feed.synced,

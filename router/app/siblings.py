@@ -79,6 +79,8 @@ class Report(msgspec.Struct):
     """Of large bodies that are not read yet."""
     event_faults: int = 0
     """What raised on the thread that reads events."""
+    events_ignored: int = 0
+    """Messages of topics that nobody follows."""
     peer_messages: dict[str, int] = {}
     """outcome -> messages of and to other routers."""
 
@@ -93,6 +95,7 @@ class Report(msgspec.Struct):
         self.large_bodies = dict(Counter(self.large_bodies) + Counter(other.large_bodies))
         self.waiting_bytes += other.waiting_bytes
         self.event_faults += other.event_faults
+        self.events_ignored += other.events_ignored
         self.peer_messages = dict(Counter(self.peer_messages) + Counter(other.peer_messages))
         for model, (hits, misses, used) in other.segments.items():
             mine = self.segments.get(model, (0, 0, 0))

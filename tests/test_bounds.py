@@ -1,0 +1,77 @@
+"""The table "What others choose, and its bounds" in docs/security.md: every row's setting or constant is there with the
+default that the table gives, its metric is in the table of metrics, and nothing that bounds others is left out."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from router.app.config import SCHEMA
+
+ROOT = Path(__file__).resolve().parents[1]
+ROW = re.compile(r"^\| (client|worker|list|peer) \| (.+) \| `([^`]+)` \| ([\d.]+) \| `(\w+)` \|$", re.MULTILINE)
+ROWS = ROW.findall((ROOT / "docs" / "security.md").read_text())
+METRICS = (ROOT / "docs" / "operations.md").read_text()
+BOUNDS = re.compile(
+    r"_(BYTES|CHARS|DIGITS)_MAX$|^(DIGITS|LINE|TRAILERS|MODELS|RANKS|GROUPS|PEERS|TARGETS|TOPICS|EVENTS)_MAX$"
+)
+"""Constants of the rooms where foreign bytes come in whose names say that they are such a bound."""
+ELSEWHERE = {
+    "router/edge/upstream.py:JOIN_BYTES_MAX": "ours: what is joined before it is written",
+    "router/http/headers.py:TEMPLATE_BYTES_MAX": "ours: of what is kept of a head that comes again",
+    "router/fleet/peers.py:BEAT_BYTES_MAX": "ours: read at one beat, the rest at the next",
+    "router/fleet/feed.py:WHOLE_BYTES_MAX": "longer ones go in slices",
+    "router/fleet/answers.py:LINE_CHARS_MAX": "within the bytes of its metrics page",
+    "router/fleet/members.py:REASON_CHARS_MAX": "of a reason that is shown",
+    "router/fleet/snapshots.py:SEED_BYTES_MAX": "asked once, at the start, of whom the operator named",
+}
+
+
+def constants(file: Path) -> dict[str, float]:
+    """The numbers that a module gives names to, and a header."""
+    text = file.read_text()
+    if file.suffix == ".hpp":
+        found = re.findall(r"\b(k\w+Max) = ([^,;]+)[,;]", text)
+        number = {name: re.sub(r"std::size_t\{(\w+)\}|(\d)u\b", r"\1\2", value) for name, value in found}
+        return {name: eval(value) for name, value in number.items() if re.fullmatch(r"[\d <]+", value)}
+    values: dict[str, float] = {}
+    for node in ast.parse(text).body:
+        if not isinstance(node, ast.Assign):
+            continue
+        target, value = node.targets[0], node.value
+        names = target.elts if isinstance(target, ast.Tuple) else [target]
+        parts = value.elts if isinstance(value, ast.Tuple) and isinstance(target, ast.Tuple) else [value]
+        for name, part in zip(names, parts):
+            text = ast.unparse(part)
+            if isinstance(name, ast.Name) and re.fullmatch(r"[\d_.e<*+ -]+", text):
+                values[name.id] = eval(text)
+    return values
+
+
+@pytest.mark.parametrize(("who", "what", "where", "default", "metric"), ROWS, ids=[f"{r[0]} {r[1]}" for r in ROWS])
+def test_a_bound_has_a_default_and_a_metric(who: str, what: str, where: str, default: str, metric: str) -> None:
+    if ":" in where:
+        file, _, name = where.partition(":")
+        assert constants(ROOT / file)[name] == float(default)
+    else:
+        assert float(SCHEMA.options[where].default) == float(default)
+    if (counted := re.fullmatch(r"events_(\w+)_total", metric)) is not None:
+        (names,) = re.findall(r"^\| `events_NAME_total` .*$", METRICS, re.MULTILINE)
+        assert re.search(rf"\b{counted.group(1)}\b", names)
+    else:
+        assert re.search(rf"^\| [^|]*`{metric}`", METRICS, re.MULTILINE), f"docs/operations.md has no {metric}"
+
+
+def test_no_bound_is_left_out() -> None:
+    told = {where for _, _, where, _, _ in ROWS}
+    assert len(ROWS) >= 40
+    files = [p for room in ("router/http", "router/fleet", "router/edge", "events") for p in (ROOT / room).glob("*.py")]
+    for file in files:
+        for name in filter(BOUNDS.search, constants(file)):
+            at = f"{file.relative_to(ROOT)}:{name}"
+            assert (at in told) != (at in ELSEWHERE), f"{at}: in the table of docs/security.md, or said why not"
+    settings = {path for path in SCHEMA.options if re.search(r"(bytes|headers|requests|tokens|connections)_max$", path)}
+    assert settings <= told
