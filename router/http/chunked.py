@@ -12,15 +12,16 @@ from router.http.headers import TOKEN, ProtocolError
 
 LINE_MAX = 1024
 """A chunk-size line with its extensions, and each trailer line."""
+USUAL_LINE = 64
+"""Shorter size lines are read without ceremony: a body may consist of nothing else."""
 TRAILERS_MAX = 64 * 1024
 """Bytes of all trailer lines together: they come behind the content, so nobody who waits for it needs more."""
 BETWEEN_CHUNKS = -1
 """A size line comes next."""
 
 _EXTENSION = rb";" + TOKEN + rb"(?:=(?:" + TOKEN + rb'|"[ !#-\[\]-~]*"))?'
-_SIZE = re.compile(rb"([0-9A-Fa-f]{1,12})(?:" + _EXTENSION + rb")*\r\n\Z")
+_SIZE = re.compile(rb"([0-9A-Fa-f]{1,12})(?:" + _EXTENSION + rb")*\Z")
 _TRAILER = re.compile(rb"(?i)(?!content-length:|transfer-encoding:)" + TOKEN + rb":[\t -~\x80-\xff]*\r\n\Z")
-_HEX = re.compile(rb"[0-9A-Fa-f]{1,12}\Z")
 _SIZES: dict[bytes, int] = {}
 """Size lines seen before, without their line end: streams repeat a few hundred."""
 _SIZES_MAX = 4096
@@ -88,21 +89,22 @@ class ChunkedBody:
         return position
 
     def _take_whole_chunks(self, data: bytes, position: int, payload: bytearray | None) -> int:
-        """Where the chunks end that stand complete from `position` on, up to anything unusual: the last chunk, an
+        """Where the chunks end that stand complete from `position` on, up to anything unusual: the last chunk, a long
         extension, a chunk that goes on in the next read."""
         size = len(data)
         while position < size:
-            end = data.find(b"\r\n", position, position + 16)
+            end = data.find(b"\r\n", position, position + USUAL_LINE)
             if end < 0:
                 break
-            digits = data[position:end]
-            length = _SIZES.get(digits)
+            line = data[position:end]
+            length = _SIZES.get(line)
             if length is None:
-                if not _HEX.match(digits):
+                found = _SIZE.match(line)
+                if found is None:
                     break
-                length = int(digits, 16)
+                length = int(found[1], 16)
                 if len(_SIZES) < _SIZES_MAX:
-                    _SIZES[digits] = length
+                    _SIZES[line] = length
             start = end + 2
             after = start + length
             if length == 0 or not data.startswith(b"\r\n", after):
@@ -138,7 +140,7 @@ class ChunkedBody:
             if self._trailer_bytes > TRAILERS_MAX:
                 raise ProtocolError("trailers too long")
         else:
-            found = _SIZE.match(line)
+            found = _SIZE.match(line[:-2]) if line.endswith(b"\r\n") else None
             if found is None:
                 raise ProtocolError(f"bad chunk size {line[:40]!r}")
             length = int(found[1], 16)
