@@ -6,6 +6,7 @@ On a machine with a GPU `-m gpu` runs the contract there: tensors are then made 
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,6 +29,14 @@ def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    seed = random.randrange(2**32)
+    print("seed", seed)  # shown when the test fails
+    torch.manual_seed(seed)
+    return random.Random(seed)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -36,14 +37,6 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-@pytest.fixture
-def rng() -> random.Random:
-    seed = random.randrange(2**32)
-    print("seed", seed)  # shown when the test fails
-    torch.manual_seed(seed)
-    return random.Random(seed)
-
-
 def scan_tolerances(ops: Kernels, dtype: torch.dtype) -> tuple[float, float]:
     """(of outputs, of states) of the recurrences. On a GPU their products are TF32's, unless inputs are fp32."""
     if dtype == torch.float32 or ops.device.type == "cpu":
@@ -68,15 +61,7 @@ def make_pool(
 
 def twin(kv: PagedKV) -> PagedKV:
     """The same pool in fp64."""
-    return PagedKV(
-        kv.buffer.double(),
-        kv.unit_elems,
-        kv.blocks_per_unit,
-        kv.block_size,
-        kv.num_layers,
-        kv.num_kv_heads,
-        kv.head_dim,
-    )
+    return replace(kv, buffer=kv.buffer.double())
 
 
 def random_tables(rng: random.Random, lens: list[int], kv: PagedKV) -> np.ndarray:

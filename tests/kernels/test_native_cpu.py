@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 import torch
@@ -27,14 +25,6 @@ def ops(request):
 @pytest.fixture(params=list(TOLERANCE), ids=str)
 def dtype(request):
     return request.param
-
-
-@pytest.fixture
-def rng():
-    seed = random.randrange(2**32)
-    print("seed", seed)  # shown when the test fails
-    torch.manual_seed(seed)
-    return random.Random(seed)
 
 
 def relative_error(found, exact):

@@ -30,14 +30,6 @@ def draw(request: pytest.FixtureRequest) -> Draw:
     return select("cpu", "triton").draw
 
 
-@pytest.fixture
-def rng() -> random.Random:
-    seed = random.randrange(2**32)
-    print("seed", seed)  # shown when the test fails
-    torch.manual_seed(seed)
-    return random.Random(seed)
-
-
 def draws_of(rows: int, vocab: int, **given: float) -> Draws:
     """The same for all rows, each with a number of its own."""
     kinds = {"temperature": 1.0, "min_p": 0.0, "top_k": vocab, "top_p": 1.0} | given

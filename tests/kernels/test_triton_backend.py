@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import random
 import sys
 import types
 from dataclasses import replace
@@ -24,14 +23,6 @@ if not INTERPRETED and not torch.cuda.is_available():
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu, pytest.mark.usefixtures("on_gpu")]
 interpreter_only = pytest.mark.skipif(not INTERPRETED, reason="of the interpreter")
-
-
-@pytest.fixture
-def rng() -> random.Random:
-    seed = random.randrange(2**32)
-    print("seed", seed)  # shown when the test fails
-    torch.manual_seed(seed)
-    return random.Random(seed)
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -59,15 +50,7 @@ def filled_pool(dtype: torch.dtype, lens: list[int], kv_heads: int, dim: int) ->
 
 
 def twin(kv: PagedKV) -> PagedKV:
-    return PagedKV(
-        kv.buffer.double(),
-        kv.unit_elems,
-        kv.blocks_per_unit,
-        kv.block_size,
-        kv.num_layers,
-        kv.num_kv_heads,
-        kv.head_dim,
-    )
+    return replace(kv, buffer=kv.buffer.double())
 
 
 @pytest.mark.parametrize("window", [None, 700])
