@@ -52,7 +52,8 @@ class World:
         write_tokenizer(self._folder, 4096, 8192)
         flags = ["--request-timeout", "2", "--connect-timeout", "1", "--first-byte-timeout", "3", "--idle-timeout", "3",
                  "--total-timeout", "20", "--health-interval", "0.5", "--peer", f"tcp://127.0.0.1:{self.peer_port}",
-                 "--snapshot-from", f"http://127.0.0.1:{self.dump_port}"]  # fmt: skip
+                 "--snapshot-from", f"http://127.0.0.1:{self.dump_port}",
+                 "--set", "helpers.idle_s=4"]  # fmt: skip
         mocks = [["--max-model-len", "8192", "--churn", "10"]] * 2
         try:
             self.router, self.url, urls = self._stack.enter_context(
