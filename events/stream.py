@@ -185,9 +185,15 @@ class StreamState:
         """The worker says which start of the publisher this is."""
         before, self._epoch = self._epoch, epoch
         known, self._restarted_since_epoch = self._restarted_since_epoch, False
-        if before is None or before == epoch or known or not self.online:
+        if before is None or before == epoch or known:
             return []
-        return self._restarted(f"epoch {before} became {epoch}", now)
+        reason = f"epoch {before} became {epoch}"
+        if self.online:
+            return self._restarted(reason, now)
+        if self._held:
+            return []  # what comes when it is back shows it, and clears
+        self.stats.restarts += 1
+        return [Restarted(reason)]
 
     def tick(self, now: float) -> list[Instruction]:
         """Time passed: call a few times a second."""

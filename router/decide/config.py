@@ -103,6 +103,7 @@ class HealthConfig:
     """A refused connection counts as all of them."""
     open_s: Annotated[Seconds, "First pause before a request may try it again; doubles each time."] = 1.0
     open_s_max: Annotated[Seconds, "Longest such pause."] = 30.0
+    stalled_s: Annotated[Seconds, "A worker whose streams all stand still so long, not others', is avoided."] = 10.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from router.decide.registry import Registry
 from router.decide.retry import Live, RetryBudget, gave_up
 from router.decide.status import CoreSnapshot, worker_row
 from router.decide.tracker import LoadTracker
-from router.decide.watchdog import Watchdog
+from router.decide.watchdog import Stillness, Watchdog
 from router.decide.workers import Breaker, CacheView, ServedModel, Worker, WorkerSpec, WorkerState
 from router.index.protocol import PrefixIndex
 
@@ -56,6 +56,7 @@ class RouterCore:
         self.registry = Registry(index, self.tracker, self.book, Breaker(config.health))
         self.workers: Mapping[str, Worker] = self.registry.workers
         self.watchdog = Watchdog()
+        self.stillness = Stillness(config.health.stalled_s)
         self.counters: Counter[str] = Counter()
         self._lengths = OutputLengths()
         self._rng = random.Random(seed)
@@ -102,6 +103,12 @@ class RouterCore:
         self.workers[worker_id].drain(on=on)
         self.registry.changed()
         return self._try_held(now)
+
+    def look(self, moved: Mapping[str, float], now: float) -> set[str]:
+        """Notice workers that stand still: others are preferred to them until they move. See Stillness.look."""
+        changed = self.stillness.look(moved, now)
+        self.registry.avoided = frozenset(self.stillness.workers)
+        return changed
 
     def resolve_model(self, name: str) -> ServedModel | None:
         """What a client's model name means (base model, LoRA), or None where no worker serves it."""
@@ -389,6 +396,7 @@ class RouterCore:
         rows = []
         for worker_id, worker in self.workers.items():
             alarms = self.watchdog.alarms(worker_id, expects_events=worker.spec.cache_view is CacheView.EVENTS)
+            alarms += self.stillness.alarms(worker_id, now)
             targets = self.registry.targets_of(worker_id)
             rows += [worker_row(worker, target, self.tracker, alarms, now) for target in targets]
         counters = dict(self.counters)

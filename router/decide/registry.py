@@ -35,6 +35,8 @@ class Registry:
         self.on_state: Callable[[Worker, WorkerState | None], None] = lambda worker, before: None
         """Told of each change of a worker's state, with the state before it; PROBING counts as DOWN."""
         self._states: dict[str, WorkerState] = {}
+        self.avoided: frozenset[str] = frozenset()
+        """Workers that are candidates only where there is no other."""
         self.workers: dict[str, Worker] = {}
         self._targets: dict[str, list[Target]] = {}
         self._pools: dict[tuple[str, str | None], tuple[list[Target], int | None]] = {}
@@ -125,6 +127,8 @@ class Registry:
             pool = [t for t in pool if t.worker_id not in tried]
             if not pool:
                 return Refuse(request.request_id, 502, "upstream_failed", "Every worker that could serve this failed.")
+        if self.avoided:
+            return [t for t in pool if t.worker_id not in self.avoided] or pool
         return pool
 
     def why_not(self, request: RouteRequest) -> dict[str, str]:

@@ -14,6 +14,7 @@ goes when its cause does:
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 WINDOW = 40
@@ -42,6 +43,36 @@ _SHARES = (
 """(alarm, the share that raises it, what it says)."""
 BLOCK_TOKENS = 256
 """Length of a worker's block where it does not tell: so many uncached prompt tokens should be announced."""
+
+
+class Stillness:
+    """Which workers stand still: none of their streams moves for a while, although those of others do. Pure."""
+
+    def __init__(self, still_s: float) -> None:
+        self._still_s = still_s
+        self._looked_s: float | None = None
+        self.workers: dict[str, float] = {}
+        """worker -> when a byte last came from it."""
+
+    def look(self, moved: Mapping[str, float], now: float) -> set[str]:
+        """Look again; the workers of which something else is true now. Call it a few times in `still_s`.
+
+        `moved`: of every worker with streams in their middle whose clients read, when the last byte of any came. Where
+        nothing moves anywhere, or this look comes late, the router itself may have stood still: nothing new is said.
+        """
+        late = self._looked_s is not None and now - self._looked_s > self._still_s / 2
+        self._looked_s = now
+        still = {worker: last_s for worker, last_s in moved.items() if now - last_s >= self._still_s}
+        if late or (len(still) == len(moved) > 1):
+            still = {worker: last_s for worker, last_s in still.items() if worker in self.workers}
+        changed = still.keys() ^ self.workers.keys()
+        self.workers = still
+        return changed
+
+    def alarms(self, worker_id: str, now: float) -> list[str]:
+        """As Watchdog.alarms."""
+        last_s = self.workers.get(worker_id)
+        return [] if last_s is None else [f"stalled: none of its streams has moved for {now - last_s:.0f} s"]
 
 
 @dataclass(slots=True)

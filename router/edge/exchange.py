@@ -386,6 +386,12 @@ class Exchange:
         else:
             self._attempt_failed(FailureKind.RESET, reason)
 
+    @property
+    def moved_s(self) -> float | None:
+        """When the last byte came of a stream that is in its middle; None where none is to be expected."""
+        streams = self.progress.began and not self._paused and self.route is not None and self.route.stream
+        return self.progress.last_byte_s if streams and not self.done else None
+
     def expire(self, now: float, timeouts: Timeouts) -> None:
         """End or repeat what took too long. Called for every exchange a few times a second."""
         if self.progress.catch_up() and self.in_core:

@@ -119,11 +119,20 @@ class Proxy(Carrier):
 
     def sweep(self, now: float) -> None:
         """Enforce the timeouts of all exchanges; call every `sweep_s`."""
+        moved: dict[str, float] = {}
         for exchange in list(self.exchanges.values()):
             try:
                 exchange.expire(now, self._timeouts)
             except Exception as error:  # noqa: BLE001  a boundary
                 exchange.crash(error)
+            moved_s, decision = exchange.moved_s, exchange.decision
+            if moved_s is not None and decision is not None:
+                moved[decision.worker] = max(moved_s, moved.get(decision.worker, moved_s))
+        for worker_id in self.core.look(moved, now):
+            if worker_id in self.core.stillness.workers:
+                log.warning("worker %s stands still: none of its streams moves", worker_id)
+            else:
+                log.info("worker %s stands still no more", worker_id)
         for worker_id in self._endpoints.keys() - self.core.workers.keys():
             del self._endpoints[worker_id]
 

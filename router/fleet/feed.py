@@ -124,10 +124,13 @@ class IndexFeed:
     def lost(self, worker_id: str) -> None:
         """The worker died: clear its entries, and start from a snapshot (or its ring) when its stream comes back."""
         streams = self._workers.get(worker_id, [])
+        formers = [stream.position or stream.former for stream in streams]
         self._drop(worker_id)
         for stream in streams:
             self._clear(stream)
         self._workers[worker_id] = [self._add(worker_id, s.rank, s.source, s.holder) for s in streams]
+        for stream, former in zip(self._workers[worker_id], formers):
+            stream.former = former if stream.source.epoch is None else None  # else a new epoch tells
         self.events.reconsider()
 
     def incomplete(self, worker_id: str) -> dict[int, int]:
@@ -364,3 +367,6 @@ class IndexFeed:
         if apply.seq is not None:
             stream.last_seq = apply.seq
             stream.position = (apply.seq, digest(apply.payload))
+            if stream.former is not None and stream.is_another(*stream.position, apply.origin):
+                counters.restarts += 1
+                log.info("worker %s rank %d came back as another process", stream.worker_id, stream.rank)

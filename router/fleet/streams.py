@@ -13,7 +13,7 @@ from typing import Any
 from events.feed_sockets import StreamSource
 from events.sources import EventSource
 from events.stream import StreamState
-from events.stream_types import StreamConfig
+from events.stream_types import Origin, StreamConfig
 from router.index.protocol import HolderId, IngestReport
 
 log = logging.getLogger("router")
@@ -70,6 +70,8 @@ class WorkerStream:
     """(seq, digest) of the last batch applied, while the index holds exactly what follows from it."""
     since: int | None = None
     """What the index holds follows from this batch and all later ones; 0: it is all that is resident. None: nothing."""
+    former: tuple[int, int] | None = None
+    """`position` when the worker died, until what it sends next tells whether it is another process."""
     last_event_s: float | None = None
     """Wall clock of the last live batch's arrival."""
     topic: str = ""
@@ -86,6 +88,16 @@ class WorkerStream:
         return StreamSource(
             self.stream_id, source.endpoint, source.replay_endpoint, source.topic or None, StreamConfig(), resume
         )
+
+    def is_another(self, seq: int, digest: int, origin: Origin) -> bool:
+        """Whether this batch shows that the worker that died came back as another process."""
+        if self.former is None:
+            return False
+        last, former = self.former
+        another = digest != former if seq == last else seq < last and origin is Origin.LIVE
+        if another or seq >= last:
+            self.former = None
+        return another
 
     def skipped(self, reasons: Iterable[str]) -> None:
         """Why something of it was skipped."""

@@ -115,6 +115,46 @@ def test_a_lost_worker_leaves_the_index_and_comes_back(index: ReferenceIndex, fe
     assert cached(index, holder) == 0
 
 
+@pytest.mark.parametrize("knows_epoch", [True, False])
+@pytest.mark.parametrize("replays", [True, False])
+def test_a_worker_that_died_and_came_back_counts_as_restarted(
+    index: ReferenceIndex, feed: IndexFeed, knows_epoch: bool, replays: bool
+) -> None:
+    """What vLLM tells has neither epoch nor, by default, a replay."""
+    pub = publisher()
+    holder = index.add_holder("a", "m")
+
+    def told(by: EventPublisher) -> EventSource:
+        changed = {} if knows_epoch else {"epoch": None}
+        changed |= {} if replays else {"replay_endpoint": None, "snapshot": False}
+        return msgspec.structs.replace(source_of(by), **changed)
+
+    source = source_of(pub)
+    feed.follow("a", [told(pub)], [holder])
+    until(lambda: feed.details("a")["streams"][0]["up"], "followed")
+    for start in range(3):
+        pub.publish(stored(start, 1))
+    until(lambda: feed.stored_blocks("a") == 3, "the first life")
+    for life in (1, 2):
+        pub.close()
+        until(lambda: not feed.details("a")["streams"][0]["up"], "its end is seen")
+        feed.lost("a")
+        assert source.replay_endpoint is not None
+        pub = publisher(*(address.replace("127.0.0.1", "*") for address in (source.endpoint, source.replay_endpoint)))
+        feed.follow("a", [told(pub)], [holder])
+        until(lambda: feed.synced("a"), "it is back")
+        for start in range(3):
+            pub.publish(stored(10 * life + start, 1))
+        until(lambda life=life: feed.totals()["a"]["restarts"] == life, "counted once")
+    feed.lost("a")
+    until(lambda: feed.details("a")["streams"][0]["up"], "it was alive after all")
+    pub.publish(stored(50, 1))
+    pub.publish(stored(51, 1))
+    until(lambda: feed.details("a")["streams"][0]["last_seq"] == 4, "it goes on")
+    assert feed.totals()["a"]["restarts"] == 2
+    pub.close()
+
+
 def test_a_forgotten_worker_writes_nothing_more(index: ReferenceIndex, feed: IndexFeed) -> None:
     pub = publisher()
     holder = index.add_holder("a", "m")
