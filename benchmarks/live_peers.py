@@ -1,0 +1,290 @@
+#!/usr/bin/env python3
+"""Routers against each other, live: simulated workers with real caches and events behind each, and the same requests.
+
+    benchmarks/live_peers.py --workers 8 --rounds 2 --json peers.json
+    benchmarks/live_peers.py --capacity 16        # how many chunks a second so many workers make on this machine
+
+Workers are `engine serve --simulate`: everything but the computing is real. Each holds `--cache` percent of the
+workload's different blocks. The systems take turns, who begins changes from round to round, caches are emptied before
+each run. In every second round two workers are killed at 40 % of the time, and started again at 60 %.
+
+Systems: ours (`router run`), smg (`cache_aware`), and vllm-router with `kv_aware` and with `cache_aware`. Others have
+their own defaults, but for a look at their workers' health every second. Requests that fail are counted and in no
+time. How late the workers' steps were is printed: where they are late the figures are the machine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+import _path  # noqa: F401
+import click
+from harness.figures import cpu_seconds, in_words, machine, markdown, rank, resident_tree_mib, write_json
+from harness.load import Client, Outcome, completion, post
+from harness.peers import peer_command
+from harness.programs import Program, call, free_port, metric, ours, serve_engine
+from live_peers_parts import MODEL, WORKLOADS, Play, Talk, play
+from live_routing_parts import Workload
+
+SPEC = {"prefill_s_per_token": 3e-4, "quadratic_tokens": 50_000, "step_s": 0.02, "decode_request_s": 1e-4,
+        "decode_context_s": 2.5e-8, "max_model_len": 16_384}  # fmt: skip
+SYSTEMS = ("blockcast", "smg", "vllm-router kv_aware", "vllm-router cache_aware")
+KILLED = 2
+COLUMNS = {
+    "requests": ("requests", "{:,}"), "failed": ("failed", "{:,}"), "cached": ("cached_share", "{:.1%}"),
+    "TTFT mean": ("ttft_mean_ms", "{:,.0f} ms"), "TTFT p99": ("ttft_p99_ms", "{:,.0f} ms"),
+    "per token mean": ("tpot_mean_ms", "{:,.1f} ms"), "per token p99": ("tpot_p99_ms", "{:,.1f} ms"),
+    "E2E mean": ("e2e_mean_ms", "{:,.0f} ms"), "E2E p99": ("e2e_p99_ms", "{:,.0f} ms"),
+    "TTFT of rounds": ("ttft_rounds_ms", "{}"),
+}  # fmt: skip
+
+
+class Workers:
+    """So many simulated engines on fixed ports, so that one comes back under its own address."""
+
+    def __init__(self, count: int, logs: Path, spec: dict[str, object]) -> None:
+        self._stack = ExitStack()
+        self.ports = [(free_port(), free_port(), free_port()) for _ in range(count)]
+        self.urls = [f"http://127.0.0.1:{http}" for http, _, _ in self.ports]
+        self.programs: list[Program] = []
+        for number, (http, publish, replay) in enumerate(self.ports):
+            events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{publish}",
+                      "replay_endpoint": f"tcp://127.0.0.1:{replay}"}  # fmt: skip
+            flags = ["--simulate", json.dumps(spec), "--port", str(http), "--served-model-name", MODEL,
+                     "--kv-events-config", json.dumps(events), "--max-queue", "0"]  # fmt: skip
+            self.programs.append(self._stack.enter_context(serve_engine(logs / f"worker{number}.log", *flags)))
+        for program in self.programs:
+            program.await_line()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def forget(self) -> None:
+        """Empty all caches."""
+        for url in self.urls:
+            assert call(f"{url}/reset_prefix_cache", {})[0] == 200, url
+
+    def late(self) -> tuple[float, float]:
+        """(mean lateness of a step, step time in the mean), ms."""
+        steps, late_s, step_s = (sum(metric(url, f"engine:simulated_{name}_total") for url in self.urls)
+                                 for name in ("steps", "late_seconds", "step_seconds"))  # fmt: skip
+        return late_s / max(steps, 1) * 1e3, step_s / max(steps, 1) * 1e3
+
+    async def disturb(self, seconds: float) -> None:
+        """Kill two at 40 % of so many seconds, start them again at 60 %."""
+        await asyncio.sleep(0.4 * seconds)
+        for program in self.programs[:KILLED]:
+            program.kill()
+        await asyncio.sleep(0.2 * seconds)
+        for program in self.programs[:KILLED]:
+            program.start()
+
+
+def start(system: str, workers: Workers, log: Path) -> tuple[Program, str]:
+    """(process, URL) of a router that has taken all workers in."""
+    if system == "blockcast":
+        program = Program(ours("router", "run", *workers.urls, "--port", "0", "--log-level", "error"), log)
+        url = program.await_line()
+
+        def up() -> bool:
+            rows = call(f"{url}/workers")[1].get("workers", ())
+            return sum(row["state"] == "up" and row["cache_view"] == "events" for row in rows) == len(workers.urls)
+
+        _await(up, lambda: call(f"{url}/workers"))
+        return program, url
+    name, _, policy = system.partition(" ")
+    command, port = peer_command(name, workers.urls)
+    command += ["--worker-startup-check-interval", "1", "--health-check-interval-secs", "1", "--log-level", "error"]
+    if policy:
+        command[command.index("--policy") + 1] = policy
+    if policy == "kv_aware":
+        command += ["--kv-event-model", MODEL, "--kv-event-block-size", "16"]
+        for url, (_, publish, replay) in zip(workers.urls, workers.ports):
+            command += ["--kv-event-source", f"{url}=tcp://127.0.0.1:{publish}"]
+            command += ["--kv-event-replay-source", f"{url}=tcp://127.0.0.1:{replay}"]
+    program = Program(command, log)
+    url = f"http://127.0.0.1:{port}"
+    program.await_url(f"{url}/health")
+    body = completion(MODEL, "ready?", 1)
+    _await(lambda: call(f"{url}/v1/completions", body)[0] == 200, program.text)
+    time.sleep(2.0)  # the last of its workers are taken in a moment after the first
+    return program, url
+
+
+def _await(probe: Callable[[], bool], told: Callable[[], object], seconds: float = 60.0) -> None:
+    end_s = time.monotonic() + seconds
+    while not probe():
+        if time.monotonic() > end_s:
+            raise RuntimeError(f"not ready: {told()}")
+        time.sleep(0.1)
+
+
+def run_once(system: str, workers: Workers, talks: Sequence[Talk], kills: bool, log: Path) -> Play:
+    """A fresh router before empty caches, the whole workload once."""
+    for number in range(KILLED):
+        workers.programs[number].await_url(f"{workers.urls[number]}/health")
+    workers.forget()
+    program, url = start(system, workers, log)
+
+    async def both() -> Play:
+        trouble = asyncio.ensure_future(workers.disturb(max(talk.start_s for talk in talks))) if kills else None
+        played = await play(url, talks)
+        if trouble is not None:
+            await trouble
+        return played
+
+    try:
+        before_s = cpu_seconds(program.pid)
+        played = asyncio.run(both())
+        played.router_cpu_s = cpu_seconds(program.pid) - before_s
+        return played
+    finally:
+        program.stop()
+
+
+def figures(plays: Sequence[Play]) -> dict[str, object]:
+    outcomes = [outcome for played in plays for outcome in played.outcomes]
+    times = {
+        "ttft": [o.ttft_s for o in outcomes],
+        "tpot": [(o.e2e_s - o.ttft_s) / (o.answer_tokens - 1) for o in outcomes],
+        "e2e": [o.e2e_s for o in outcomes],
+    }
+    row: dict[str, object] = {
+        "requests": len(outcomes), "failed": sum(played.failed for played in plays),
+        "cached_share": sum(o.cached_tokens for o in outcomes) / sum(o.prompt_tokens for o in outcomes),
+        "router_cpu_ms": sum(played.router_cpu_s for played in plays) / len(outcomes) * 1e3,
+        "ttft_rounds_ms": " ".join(f"{statistics.fmean(o.ttft_s for o in p.outcomes) * 1e3:.0f}" for p in plays),
+    }  # fmt: skip
+    for name, values in times.items():
+        row[f"{name}_mean_ms"], row[f"{name}_p99_ms"] = statistics.fmean(values) * 1e3, rank(values, 0.99) * 1e3
+    return row
+
+
+def capacity(count: int, seconds: float, logs: Path) -> None:
+    """Ten streams a worker, a chunk every 32 ms each: chunks a second, lateness, memory."""
+    spec = {**SPEC, "step_s": 0.032, "decode_request_s": 0.0, "decode_context_s": 0.0, "kv_tokens": 200_000}
+    with Workers(count, logs, spec) as workers:
+        tokens = int(seconds / 0.032)
+
+        async def stream(client: Client, number: int) -> tuple[float, float, int]:
+            await asyncio.sleep(number % 320 * 0.0001)
+            answer = await client.ask(post("/v1/completions", completion(MODEL, f"{number} streams", tokens)))
+            outcome = Outcome.of(answer, tokens, "capacity")
+            return answer.sent_s + outcome.ttft_s, answer.end_s, len(list(answer.events()))
+
+        async def all_streams() -> list[tuple[float, float, int]]:
+            async with AllClients(workers.urls) as clients:
+                return await asyncio.gather(*(stream(clients[i % count], i) for i in range(10 * count)))
+
+        before_s = [cpu_seconds(program.pid) for program in workers.programs]
+        mine_s = time.process_time()
+        ends = asyncio.run(all_streams())
+        wall_s = max(end for _, end, _ in ends) - min(first for first, _, _ in ends)
+        chunks = sum(number for _, _, number in ends)
+        used = [cpu_seconds(p.pid) - before for p, before in zip(workers.programs, before_s)]
+        late_ms, step_ms = workers.late()
+        memory = [resident_tree_mib(program.pid) for program in workers.programs]
+        own = [sum(_own_mib(pid) for pid in _tree(program.pid)) for program in workers.programs]
+        click.echo(
+            f"{count} workers: {chunks / wall_s:,.0f} chunks/s over {wall_s:.1f} s (wanted {10 * count / 0.032:,.0f}), "
+            f"steps late by {late_ms:.2f} ms of {step_ms:.1f} ms in the mean; CPU: workers {sum(used) / wall_s:.2f} "
+            f"cores, {sum(used) / chunks * 1e6:.0f} us a chunk, client {(time.process_time() - mine_s) / wall_s:.2f}"
+        )
+        click.echo(
+            f"a worker's two processes: {statistics.fmean(memory):.0f} MiB resident at most {max(memory):.0f}, "
+            f"{statistics.fmean(own):.0f} MiB with what they share with others counted once (PSS)"
+        )
+
+
+class AllClients:
+    """A client to each URL."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._clients = [Client(url) for url in urls]
+
+    async def __aenter__(self) -> list[Client]:
+        return self._clients
+
+    async def __aexit__(self, *error: object) -> None:
+        for client in self._clients:
+            await client.__aexit__(*error)
+
+
+def _tree(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(grandchild for child in children for grandchild in _tree(int(child)))]
+
+
+def _own_mib(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+
+
+@click.command(help=__doc__.replace("\n\n    ", "\n\n\b\n    ") if __doc__ else None)
+@click.option("--workers", "count", default=8, show_default=True, type=click.IntRange(KILLED + 1, 64))
+@click.option(
+    "--system", "systems", multiple=True, type=click.Choice(SYSTEMS), default=SYSTEMS, help="May be repeated."
+)
+@click.option("--workload", "names", multiple=True, type=click.Choice(sorted(WORKLOADS)), default=sorted(WORKLOADS),
+              show_default=True, help="May be repeated.")  # fmt: skip
+@click.option("--rounds", default=2, show_default=True, type=click.IntRange(min=1), help="Every second one with kills.")
+@click.option("--cache", default=30.0, show_default=True, help="A worker's cache, percent of the workload's blocks.")
+@click.option("--seconds", default=14.0, show_default=True, help="In which the sessions of a run begin.")
+@click.option("--first-round", default=0, show_default=True, help="Number of the first round: for runs in parts.")
+@click.option("--capacity", "measured", type=click.IntRange(1, 64), help="Instead: what so many workers can do here.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write every figure here.")
+def main(
+    count: int, systems: tuple[str, ...], names: tuple[str, ...], rounds: int, cache: float, seconds: float,
+    first_round: int, measured: int | None, json_file: Path | None,
+) -> None:  # fmt: skip
+    host = machine("blockcast")
+    click.echo(in_words(host))
+    logs = Path(tempfile.mkdtemp(prefix="blockcast-peers-"))
+    if measured is not None:
+        capacity(measured, 20.0, logs)
+        return
+    document: dict[str, object] = {"machine": host, "workers": count, "workloads": {}}
+    for name in names:
+        workload: Workload = WORKLOADS[name](count, seconds)
+        talks = [Talk.of(session) for session in workload.sessions]
+        longest = max(len(turn.prompt_ids) + turn.answer_tokens for s in workload.sessions for turn in s.turns)
+        blocks = max(int(workload.working_set_blocks() * cache / 100), 4 * longest // 16)
+        click.echo(
+            f"\n{name}: {workload.note}; {workload.requests} requests, {workload.prompt_tokens:,} prompt tokens, "
+            f"{workload.unseen_tokens():,} new to an endless cache; {blocks:,} blocks a worker"
+        )
+        plays: dict[str, list[Play]] = {system: [] for system in systems}
+        with Workers(count, logs, {**SPEC, "kv_tokens": 16 * blocks}) as workers:
+            for number in range(first_round, first_round + rounds):
+                shift = number % len(systems)
+                for system in systems[shift:] + systems[:shift]:
+                    log = logs / f"{name}-{number}-{system.replace(' ', '-')}.log"
+                    played = run_once(system, workers, talks, number % 2 == 1, log)
+                    plays[system].append(played)
+                    row, shown = figures([played]), list(COLUMNS.items())[:-1]
+                    told = "  ".join(f"{title} {form.format(row[key])}" for title, (key, form) in shown)
+                    click.echo(f"  round {number + 1} {system:<24} {told}")
+            late_ms, step_ms = workers.late()
+        rows = {system: figures(found) for system, found in plays.items()}
+        click.echo(f"steps of the workers late by {late_ms:.2f} ms of {step_ms:.1f} ms in the mean\n")
+        click.echo(markdown(rows, COLUMNS, f"{name}, {count} workers"))
+        outcomes = {s: [[asdict(o) | {"text": ""} for o in p.outcomes] for p in found] for s, found in plays.items()}
+        document["workloads"][name] = {"rows": rows, "late_ms": late_ms, "step_ms": step_ms, "plays": outcomes}  # type: ignore[index]
+        write_json(json_file, document)
+    click.echo(f"logs in {logs}; load {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()

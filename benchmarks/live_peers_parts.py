@@ -1,0 +1,148 @@
+"""What benchmarks/live_peers.py plays: conversations, agents, one shared prompt; and how it plays them.
+
+Prompts are text of random words, so there is as much of it as is wanted. Everything is drawn from one seed: all
+systems get the same requests at the same moments. A turn follows its session's last answer after a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import _path  # noqa: F401
+from harness.load import Client, Outcome, completion, post
+from live_routing_parts import Session, Turn, Workload
+
+from engine.simulation.executor import some_words
+from engine.tiny.tokenizer import cached_tokenizer
+from prompts import Tokenizer
+
+MODEL = "simulated"
+
+
+class Words:
+    """Text of so many tokens: every word is one."""
+
+    def __init__(self, seed: int) -> None:
+        self.tokenizer = Tokenizer.load(cached_tokenizer())
+        self._words = [self.tokenizer.decode([i]) for i in some_words(self.tokenizer)]
+        self._rng = random.Random(seed)
+
+    def take(self, tokens: int) -> str:
+        return "".join(self._rng.choices(self._words, k=tokens))
+
+
+def _workload(
+    note: str,
+    count: int,
+    seconds: float,
+    session: Callable[[random.Random, Words], list[tuple[str, str, int]]],
+    pause_s: float,
+) -> Workload:
+    """`session` gives (what a prompt ends with, what the answer is taken to be, its tokens) of each turn."""
+    rng, words = random.Random(1), Words(2)
+    made = []
+    for number in range(count):
+        prompt, turns = "", []
+        for asked, answer, tokens in session(rng, words):
+            prompt += asked
+            turns.append(
+                Turn(
+                    prompt, tuple(words.tokenizer.encode(prompt)), tokens, rng.expovariate(1 / pause_s) if turns else 0
+                )
+            )
+            prompt += answer
+        made.append(Session(f"{number}", rng.uniform(0.0, seconds), tuple(turns)))
+    return Workload(note, tuple(sorted(made, key=lambda one: one.start_s)))
+
+
+def conversations(workers: int, seconds: float) -> Workload:
+    def session(rng: random.Random, words: Words) -> list[tuple[str, str, int]]:
+        turns = [(words.take(int(rng.triangular(400, 3000, 1200))), words.take(60), 60)]
+        return turns + [(words.take(rng.randint(40, 300)), words.take(60), 60) for _ in range(rng.randint(2, 5))]
+
+    count = int(0.55 * workers * seconds)
+    return _workload(f"{count} conversations of 3 to 6 turns", count, seconds, session, 1.5)
+
+
+def agents(workers: int, seconds: float) -> Workload:
+    shared: list[str] = []
+
+    def session(rng: random.Random, words: Words) -> list[tuple[str, str, int]]:
+        if not shared:
+            shared.extend(words.take(1500) for _ in range(4))
+        opening = rng.choices(shared, (8, 4, 2, 1))[0] + words.take(int(rng.triangular(600, 4000, 1500)))
+        turns = [(opening, words.take(24), 24)]
+        return turns + [(words.take(rng.randint(40, 400)), words.take(24), 24) for _ in range(rng.randint(4, 8))]
+
+    count = int(0.4 * workers * seconds)
+    return _workload(f"{count} agents of 5 to 9 steps, four instructions of 1,500 tokens", count, seconds, session, 0.6)
+
+
+def one_prompt(workers: int, seconds: float) -> Workload:
+    shared: list[str] = []
+
+    def session(rng: random.Random, words: Words) -> list[tuple[str, str, int]]:
+        if not shared:
+            shared.append(words.take(2000))
+        return [(shared[0] + words.take(rng.randint(30, 120)), "", rng.randint(60, 240))]
+
+    count = int(1.6 * workers * seconds)
+    return _workload(f"{count} questions behind one prompt of 2,000 tokens", count, seconds, session, 1.0)
+
+
+WORKLOADS: dict[str, Callable[[int, float], Workload]] = {
+    "conversations": conversations, "agents": agents, "one prompt": one_prompt,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """A session as bytes, made before the clock starts."""
+
+    start_s: float
+    turns: tuple[tuple[float, bytes, int], ...]
+    """(pause after the answer before, request, tokens of the answer)."""
+
+    @classmethod
+    def of(cls, session: Session) -> Talk:
+        made = [
+            (
+                turn.gap_s,
+                post("/v1/completions", completion(MODEL, turn.prompt, turn.answer_tokens)),
+                turn.answer_tokens,
+            )
+            for turn in session.turns
+        ]
+        return cls(session.start_s, tuple(made))
+
+
+@dataclass(slots=True)
+class Play:
+    """One run."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    failed: int = 0
+    router_cpu_s: float = 0.0
+
+
+async def play(url: str, talks: list[Talk]) -> Play:
+    """All sessions at their times. A turn that fails is counted, and its session goes on."""
+    played, loop = Play(), asyncio.get_running_loop()
+    begin_s = loop.time()
+
+    async def one(client: Client, talk: Talk) -> None:
+        await asyncio.sleep(max(0.0, begin_s + talk.start_s - loop.time()))
+        for pause_s, request, tokens in talk.turns:
+            await asyncio.sleep(pause_s)
+            answer = await client.ask(request)
+            try:
+                played.outcomes.append(Outcome.of(answer, tokens, "?"))
+            except RuntimeError:
+                played.failed += 1
+
+    async with Client(url, patience_s=60.0) as client:
+        await asyncio.gather(*(one(client, talk) for talk in talks))
+    return played

@@ -1,0 +1,227 @@
+#!/usr/bin/env python3
+"""Learn how long an engine's steps take, write it as a SPEC for `engine serve --simulate`, and see how far it carries.
+
+    benchmarks/step_times.py --json spec.json                         # our engine with the demo's model
+    benchmarks/step_times.py --url http://gpu1:8000 --json spec.json  # any worker with vLLM's API that is idle
+    benchmarks/step_times.py --check                                  # and play the same requests to both
+
+Prompts of random tokens, alone, give prefill; groups of prompts that decode together give the rest. The five figures
+are the least squares of the relative error, none below zero. What HTTP adds to a first token is measured on a
+simulated engine whose steps take no time, and taken off.
+
+`--check` plays requests of random lengths at random moments to the engine and to its simulation, in turn, and compares
+what the client saw.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import _path  # noqa: F401
+import click
+import numpy as np
+from harness.figures import in_words, machine, markdown, rank, write_json
+from harness.load import Answer, Client, Outcome, completion, post
+from harness.programs import call, make_demo_model, serve_engine
+
+NAMES = ("step_s", "prefill_s_per_token", "half_quadratic_s", "decode_request_s", "decode_context_s")
+PROMPTS = (16, 128, 512, 1024, 2048, 3072)
+GROUPS = ((1, 64), (1, 2048), (4, 256), (8, 64), (8, 1024), (16, 256), (32, 64), (32, 256))
+"""(sequences, prompt of each) that decode together."""
+DECODED = 48
+NO_TIME = {"prefill_s_per_token": 0.0, "kv_tokens": 400_000}
+COLUMNS = {
+    "TTFT mean": ("ttft_mean_ms", "{:,.1f} ms"), "TTFT p50": ("ttft_p50_ms", "{:,.1f} ms"),
+    "TTFT p99": ("ttft_p99_ms", "{:,.1f} ms"), "per token mean": ("tpot_mean_ms", "{:,.2f} ms"),
+    "per token p99": ("tpot_p99_ms", "{:,.2f} ms"), "E2E mean": ("e2e_mean_ms", "{:,.0f} ms"),
+    "E2E p99": ("e2e_p99_ms", "{:,.0f} ms"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What took how long; `counts` are those of NAMES."""
+
+    counts: tuple[float, ...]
+    seconds: float
+
+
+class Engine:
+    """A worker that is idle but for us."""
+
+    def __init__(self, url: str, step_tokens: int, rng: random.Random) -> None:
+        self.url = url
+        self.model = call(f"{url}/v1/models")[1]["data"][0]["id"]
+        self._step_tokens = step_tokens
+        self._rng = rng
+
+    def prompt(self, length: int) -> list[int]:
+        return [self._rng.randrange(10, 250) for _ in range(length)]
+
+    def request(self, length: int, tokens: int) -> bytes:
+        return post("/v1/completions", completion(self.model, self.prompt(length), tokens))
+
+    async def prefills(self, rounds: int) -> list[Seen]:
+        """First tokens of prompts that come alone."""
+        seen = []
+        async with Client(self.url) as client:
+            await client.ask(self.request(600, 8))
+            for length in PROMPTS:
+                took = []
+                for _ in range(rounds):
+                    answer = (await client.ask(self.request(length, 1))).checked()
+                    took.append(Outcome.of(answer, 1, "prefill").ttft_s)
+                steps = -(-length // self._step_tokens)
+                seen.append(Seen((steps, length, length * length, 0, 0), statistics.median(took)))
+        return seen
+
+    async def decodes(self) -> list[Seen]:
+        """The time between the tokens of sequences that all decode."""
+        seen = []
+        async with Client(self.url) as client:
+            for count, length in GROUPS:
+                answers = await asyncio.gather(*(client.ask(self.request(length, DECODED)) for _ in range(count)))
+                times = [_token_times(answer.checked()) for answer in answers]
+                all_run, first_ends = max(t[0] for t in times), min(t[-1] for t in times)
+                gaps = [b - a for t in times for a, b in itertools.pairwise(t) if a >= all_run and b <= first_ends]
+                if gaps:
+                    context = length + DECODED / 2
+                    seen.append(Seen((1, 0, 0, count, count * context), statistics.median(gaps)))
+        return seen
+
+
+def _token_times(answer: Answer) -> list[float]:
+    return [at_s for at_s, event in answer.events() if json.loads(event)["choices"]]
+
+
+def fit(seen: Sequence[Seen]) -> dict[str, float]:
+    """Least squares of the relative error; what would be below zero is left out."""
+    rows = np.array([entry.counts for entry in seen]) / np.array([[entry.seconds] for entry in seen])
+    kept = list(range(len(NAMES)))
+    while True:
+        scale = np.abs(rows[:, kept]).max(axis=0)
+        found = np.linalg.lstsq(rows[:, kept] / scale, np.ones(len(seen)), rcond=None)[0] / scale
+        if (found >= 0).all():
+            return dict.fromkeys(NAMES, 0.0) | {NAMES[i]: float(value) for i, value in zip(kept, found)}
+        kept.pop(int(np.argmin(found * scale)))
+
+
+def learn(engine: Engine, idle: Engine, rounds: int) -> tuple[dict[str, float], float]:
+    """(times, mean relative error of what they say of what they were learned from). `idle`: its steps take no time."""
+    real, http = asyncio.run(engine.prefills(rounds)), asyncio.run(idle.prefills(rounds))
+    seen = [Seen(a.counts, max(a.seconds - b.seconds, 1e-6)) for a, b in zip(real, http)]
+    seen += asyncio.run(engine.decodes())
+    times = fit(seen)
+    for entry in seen:
+        said_s = sum(times[name] * count for name, count in zip(NAMES, entry.counts))
+        click.echo(f"  {entry.counts}: {entry.seconds * 1e3:.2f} ms, said {said_s * 1e3:.2f} ms")
+    said = [sum(times[name] * count for name, count in zip(NAMES, entry.counts)) for entry in seen]
+    error = statistics.fmean(abs(s / entry.seconds - 1) for s, entry in zip(said, seen))
+    half = times.pop("half_quadratic_s")
+    times["quadratic_tokens"] = times["prefill_s_per_token"] / (2 * half) if half else 1e9
+    return times, error
+
+
+async def play(engine: Engine, requests: Sequence[tuple[float, int, int]]) -> list[Outcome]:
+    """(when, prompt, answer) each."""
+    loop = asyncio.get_running_loop()
+    begin_s = loop.time()
+
+    async def one(client: Client, at_s: float, length: int, tokens: int) -> Outcome:
+        request = engine.request(length, tokens)
+        await asyncio.sleep(max(0.0, begin_s + at_s - loop.time()))
+        return Outcome.of(await client.ask(request), tokens, "check")
+
+    async with Client(engine.url) as client:
+        return list(await asyncio.gather(*(one(client, *request) for request in requests)))
+
+
+def seen_by_clients(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    row = {}
+    for name, values in (
+        ("ttft", [o.ttft_s for o in outcomes]),
+        ("tpot", [(o.e2e_s - o.ttft_s) / (o.answer_tokens - 1) for o in outcomes]),
+        ("e2e", [o.e2e_s for o in outcomes]),
+    ):
+        row[f"{name}_mean_ms"] = statistics.fmean(values) * 1e3
+        row[f"{name}_p50_ms"], row[f"{name}_p99_ms"] = rank(values, 0.5) * 1e3, rank(values, 0.99) * 1e3
+    return row
+
+
+@click.command(help=__doc__.replace("\n\n    ", "\n\n\b\n    ") if __doc__ else None)
+@click.option("--url", help="A worker. [default: `engine serve` with the demo's model is started]")
+@click.option("--step-tokens", default=2048, show_default=True, help="The worker's --max-num-batched-tokens.")
+@click.option("--kv-tokens", default=200_000, show_default=True, help="For the SPEC: tokens that its cache holds.")
+@click.option("--rounds", default=5, show_default=True, help="Of each prefill; and of --check.")
+@click.option("--check", is_flag=True, help="Play the same requests to the engine and to its simulation.")
+@click.option("--requests", default=60, show_default=True, help="Of a round of --check.")
+@click.option("--load", default=0.6, show_default=True, help="Of --check: share of what the learned times can do.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the SPEC here.")
+def main(
+    url: str | None, step_tokens: int, kv_tokens: int, rounds: int, check: bool, requests: int, load: float, seed: int,
+    json_file: Path | None,
+) -> None:  # fmt: skip
+    host = machine("blockcast", "torch", "numpy")
+    click.echo(in_words(host))
+    logs = Path(tempfile.mkdtemp(prefix="blockcast-steps-"))
+    flags = ("--port", "0", "--max-num-batched-tokens", str(step_tokens))
+    programs = [serve_engine(logs / "idle.log", "--simulate", json.dumps(NO_TIME), *flags)]
+    if url is None:
+        programs.append(serve_engine(logs / "real.log", str(make_demo_model("qwen3")), "--dtype", "bfloat16", *flags))
+    try:
+        urls = [program.await_line() for program in programs]
+        idle, engine = (Engine(u, step_tokens, random.Random(seed)) for u in (urls[0], url or urls[1]))
+        times, error = learn(engine, idle, rounds)
+        spec = {**times, "kv_tokens": kv_tokens, "source": f"{engine.model}, learned by benchmarks/step_times.py"}
+        click.echo(json.dumps(spec, indent=2))
+        click.echo(f"what it was learned from is met within {error:.1%} in the mean")
+        write_json(json_file, spec)
+        if check:
+            programs.append(serve_engine(logs / "simulated.log", "--simulate", json.dumps(spec), *flags))
+            compare(engine, Engine(programs[-1].await_line(), step_tokens, random.Random(seed)), times, rounds,
+                    requests, load, seed)  # fmt: skip
+    finally:
+        for program in programs:
+            program.stop()
+    if check:
+        click.echo(programs[-1].text().splitlines()[-1])
+
+
+def compare(
+    real: Engine, simulated: Engine, times: dict[str, float], rounds: int, count: int, load: float, seed: int
+) -> None:
+    """Print what clients saw of both, and the ratios."""
+    rng = random.Random(seed + 1)
+    outcomes: dict[str, list[Outcome]] = {"real": [], "simulated": []}
+    for number in range(rounds):
+        shapes = [(rng.randint(32, 2000), rng.randint(8, 64)) for _ in range(count)]
+        work_s = sum(
+            times["prefill_s_per_token"] * length * (1 + length / 2 / times["quadratic_tokens"])
+            + tokens * (times["decode_request_s"] + times["decode_context_s"] * length + times["step_s"] / 4)
+            for length, tokens in shapes
+        )  # about four decode together
+        mean_gap_s = work_s / count / load
+        at_s, played = 0.0, []
+        for length, tokens in shapes:
+            at_s += rng.expovariate(1 / mean_gap_s)
+            played.append((at_s, length, tokens))
+        order = [("real", real), ("simulated", simulated)]
+        for name, engine in order if number % 2 else order[::-1]:
+            outcomes[name] += asyncio.run(play(engine, played))
+    rows = {name: seen_by_clients(found) for name, found in outcomes.items()}
+    click.echo("\n" + markdown(rows, COLUMNS) + "\n")
+    ratios = {title: rows["simulated"][key] / rows["real"][key] - 1 for title, (key, _) in COLUMNS.items()}
+    click.echo("simulated against real: " + ", ".join(f"{title} {ratio:+.1%}" for title, ratio in ratios.items()))
+
+
+if __name__ == "__main__":
+    main()
