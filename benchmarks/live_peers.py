@@ -5,8 +5,9 @@
     benchmarks/live_peers.py --capacity 16        # how many chunks a second so many workers make on this machine
 
 Workers are `engine serve --simulate`: everything but the computing is real. Each holds `--cache` percent of the
-workload's different blocks. The systems take turns, who begins changes from round to round, caches are emptied before
-each run. In every second round two workers are killed at 40 % of the time, and started again at 60 %.
+workload's different blocks. Sixteen are half as fast as eight, so that both have the same to do. The systems take
+turns, who begins changes from round to round, caches are emptied before each run. In every second round two workers
+are killed at 40 % of the time, and started again at 60 %.
 
 Systems: ours (`router run`), smg (`cache_aware`), and vllm-router with `kv_aware` and with `cache_aware`. Others have
 their own defaults, but for a look at their workers' health every second. Requests that fail are counted and in no
@@ -35,7 +36,7 @@ from harness.programs import Program, call, free_port, metric, ours, serve_engin
 from live_peers_parts import MODEL, WORKLOADS, Play, Talk, play
 from live_routing_parts import Workload
 
-SPEC = {"prefill_s_per_token": 3e-4, "quadratic_tokens": 50_000, "step_s": 0.02, "decode_request_s": 1e-4,
+SPEC = {"prefill_s_per_token": 3e-4, "quadratic_tokens": 50_000, "step_s": 0.02, "decode_request_s": 1e-3,
         "decode_context_s": 2.5e-8, "max_model_len": 16_384}  # fmt: skip
 SYSTEMS = ("blockcast", "smg", "vllm-router kv_aware", "vllm-router cache_aware")
 KILLED = 2
@@ -241,7 +242,7 @@ def _own_mib(pid: int) -> float:
               show_default=True, help="May be repeated.")  # fmt: skip
 @click.option("--rounds", default=2, show_default=True, type=click.IntRange(min=1), help="Every second one with kills.")
 @click.option("--cache", default=30.0, show_default=True, help="A worker's cache, percent of the workload's blocks.")
-@click.option("--seconds", default=14.0, show_default=True, help="In which the sessions of a run begin.")
+@click.option("--seconds", default=7.0, show_default=True, help="In which the sessions of a run begin.")
 @click.option("--first-round", default=0, show_default=True, help="Number of the first round: for runs in parts.")
 @click.option("--capacity", "measured", type=click.IntRange(1, 64), help="Instead: what so many workers can do here.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write every figure here.")
@@ -255,9 +256,11 @@ def main(
     if measured is not None:
         capacity(measured, 20.0, logs)
         return
+    slower = count / 8
+    spec = {name: value * slower if name.endswith(("_s", "_token")) else value for name, value in SPEC.items()}
     document: dict[str, object] = {"machine": host, "workers": count, "workloads": {}}
     for name in names:
-        workload: Workload = WORKLOADS[name](count, seconds)
+        workload: Workload = WORKLOADS[name](seconds)
         talks = [Talk.of(session) for session in workload.sessions]
         longest = max(len(turn.prompt_ids) + turn.answer_tokens for s in workload.sessions for turn in s.turns)
         blocks = max(int(workload.working_set_blocks() * cache / 100), 4 * longest // 16)
@@ -266,7 +269,7 @@ def main(
             f"{workload.unseen_tokens():,} new to an endless cache; {blocks:,} blocks a worker"
         )
         plays: dict[str, list[Play]] = {system: [] for system in systems}
-        with Workers(count, logs, {**SPEC, "kv_tokens": 16 * blocks}) as workers:
+        with Workers(count, logs, {**spec, "kv_tokens": 16 * blocks}) as workers:
             for number in range(first_round, first_round + rounds):
                 shift = number % len(systems)
                 for system in systems[shift:] + systems[:shift]:

@@ -58,16 +58,16 @@ def _workload(
     return Workload(note, tuple(sorted(made, key=lambda one: one.start_s)))
 
 
-def conversations(workers: int, seconds: float) -> Workload:
+def conversations(seconds: float) -> Workload:
     def session(rng: random.Random, words: Words) -> list[tuple[str, str, int]]:
-        turns = [(words.take(int(rng.triangular(400, 3000, 1200))), words.take(60), 60)]
-        return turns + [(words.take(rng.randint(40, 300)), words.take(60), 60) for _ in range(rng.randint(2, 5))]
+        turns = [(words.take(int(rng.triangular(400, 3000, 1200))), words.take(40), 40)]
+        return turns + [(words.take(rng.randint(40, 300)), words.take(40), 40) for _ in range(rng.randint(2, 5))]
 
-    count = int(0.55 * workers * seconds)
-    return _workload(f"{count} conversations of 3 to 6 turns", count, seconds, session, 1.5)
+    count = int(10 * seconds)
+    return _workload(f"{count} conversations of 3 to 6 turns", count, seconds, session, 0.5)
 
 
-def agents(workers: int, seconds: float) -> Workload:
+def agents(seconds: float) -> Workload:
     shared: list[str] = []
 
     def session(rng: random.Random, words: Words) -> list[tuple[str, str, int]]:
@@ -77,11 +77,11 @@ def agents(workers: int, seconds: float) -> Workload:
         turns = [(opening, words.take(24), 24)]
         return turns + [(words.take(rng.randint(40, 400)), words.take(24), 24) for _ in range(rng.randint(4, 8))]
 
-    count = int(0.4 * workers * seconds)
-    return _workload(f"{count} agents of 5 to 9 steps, four instructions of 1,500 tokens", count, seconds, session, 0.6)
+    count = int(6 * seconds)
+    return _workload(f"{count} agents of 5 to 9 steps, four instructions of 1,500 tokens", count, seconds, session, 0.3)
 
 
-def one_prompt(workers: int, seconds: float) -> Workload:
+def one_prompt(seconds: float) -> Workload:
     shared: list[str] = []
 
     def session(rng: random.Random, words: Words) -> list[tuple[str, str, int]]:
@@ -89,11 +89,11 @@ def one_prompt(workers: int, seconds: float) -> Workload:
             shared.append(words.take(2000))
         return [(shared[0] + words.take(rng.randint(30, 120)), "", rng.randint(60, 240))]
 
-    count = int(1.6 * workers * seconds)
+    count = int(17 * seconds)
     return _workload(f"{count} questions behind one prompt of 2,000 tokens", count, seconds, session, 1.0)
 
 
-WORKLOADS: dict[str, Callable[[int, float], Workload]] = {
+WORKLOADS: dict[str, Callable[[float], Workload]] = {
     "conversations": conversations, "agents": agents, "one prompt": one_prompt,
 }  # fmt: skip
 

@@ -105,7 +105,7 @@ def _token_times(answer: Answer) -> list[float]:
 def fit(seen: Sequence[Seen]) -> dict[str, float]:
     """Least squares of the relative error; what would be below zero is left out."""
     rows = np.array([entry.counts for entry in seen]) / np.array([[entry.seconds] for entry in seen])
-    kept = list(range(len(NAMES)))
+    kept = [i for i in range(len(NAMES)) if rows[:, i].any()]
     while True:
         scale = np.abs(rows[:, kept]).max(axis=0)
         found = np.linalg.lstsq(rows[:, kept] / scale, np.ones(len(seen)), rcond=None)[0] / scale

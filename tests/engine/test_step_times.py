@@ -1,0 +1,62 @@
+"""benchmarks/step_times.py: what it learns is what the steps were made of. benchmarks/live_peers.py: what it plays."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.simulation.service import StepTimes
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    root = Path(__file__).resolve().parents[2]
+    before = list(sys.path)
+    sys.path += [str(root / "scripts"), str(root / "benchmarks")]
+    yield importlib.import_module
+    sys.path[:] = before
+
+
+def test_the_fit_finds_the_times_that_made_the_steps(bench: Any) -> None:
+    learned = bench("step_times")
+    times = StepTimes(
+        prefill_s_per_token=3e-5, quadratic_tokens=9_000, step_s=0.007, decode_request_s=2e-4, decode_context_s=4e-8
+    )
+    rng, seen = random.Random(0), []
+    for length in learned.PROMPTS:
+        seconds = times.step_s + times.prefill_s(length, 0)
+        seen.append(learned.Seen((1, length, length * length, 0, 0), seconds * rng.uniform(0.99, 1.01)))
+    for count, length in learned.GROUPS:
+        seconds = times.decode_s(count, count * length)
+        seen.append(learned.Seen((1, 0, 0, count, count * length), seconds * rng.uniform(0.99, 1.01)))
+    found = learned.fit(seen)
+    assert found["step_s"] == pytest.approx(times.step_s, rel=0.03)
+    assert found["prefill_s_per_token"] == pytest.approx(times.prefill_s_per_token, rel=0.1)
+    assert found["decode_request_s"] == pytest.approx(times.decode_request_s, rel=0.1)
+    half = times.prefill_s_per_token / (2 * times.quadratic_tokens)
+    assert found["half_quadratic_s"] == pytest.approx(half, rel=0.15)
+
+
+def test_no_time_is_below_zero(bench: Any) -> None:
+    learned = bench("step_times")
+    seen = [learned.Seen((1, n, 0, 0, 0), 0.01 + 1e-4 * n) for n in learned.PROMPTS]
+    seen += [learned.Seen((1, 0, 0, n, 0), 0.01 - 1e-5 * n) for n in (1, 8, 32)]  # faster together: no such term
+    found = learned.fit(seen)
+    assert found["decode_request_s"] == found["decode_context_s"] == found["half_quadratic_s"] == 0
+    assert found["prefill_s_per_token"] == pytest.approx(1e-4, rel=0.01)
+
+
+def test_all_systems_get_the_same_requests(bench: Any) -> None:
+    parts = bench("live_peers_parts")
+    for name, make in parts.WORKLOADS.items():
+        one, two = make(1.0), make(1.0)
+        assert [parts.Talk.of(s) for s in one.sessions] == [parts.Talk.of(s) for s in two.sessions], name
+        assert one.unseen_tokens() < one.prompt_tokens, name
+        for session in one.sessions:
+            for before, after in zip(session.turns, session.turns[1:]):
+                assert after.prompt_ids[: len(before.prompt_ids)] == before.prompt_ids, name
