@@ -23,6 +23,7 @@ import argparse
 import json
 import random
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,11 +39,11 @@ from throughput_shapes import SHAPES
 
 from engine.api.choice import new_choice
 from engine.api.detokenizer import DetokenizerFactory
-from engine.assembly import locate
 from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
 from engine.execution import runner as runner_module
 from engine.execution.decode_graphs import CudaCapture
+from engine.loading import model_folder
 from engine.messages import Outputs
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.types import Request, SamplingParams, SequenceOutput
@@ -63,7 +64,8 @@ class Parts:
         self.seconds: dict[str, float] = {}
         """Of the step under way."""
         self.steps: list[dict[str, float]] = []
-        self._inside: list[float] = []
+        self._here = threading.local()
+        """On each thread: what was spent inside of each call under way."""
 
     def watch(self, name: str, owner: Any, attribute: str) -> None:
         """Replace a function by one that is timed."""
@@ -71,15 +73,16 @@ class Parts:
 
     def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            self._inside.append(0.0)
+            inside = self._here.__dict__.setdefault("inside", [])
+            inside.append(0.0)
             start = time.perf_counter()
             try:
                 return call(*args, **kwargs)
             finally:
                 took = time.perf_counter() - start
-                self.seconds[name] = self.seconds.get(name, 0.0) + took - self._inside.pop()
-                if self._inside:
-                    self._inside[-1] += took
+                self.seconds[name] = self.seconds.get(name, 0.0) + took - inside.pop()
+                if inside:
+                    inside[-1] += took
 
         return timed
 
@@ -227,7 +230,8 @@ def watch(engine: HostEngine, core: EngineCore) -> Parts:
         parts.watch("model", owner, name)
     if runner._graphs is not None:
         parts.watch("launch", runner._graphs, "forward")
-    parts.watch("launch", runner, "execute")
+    submit = core._submit
+    core._submit = lambda plan: parts.timed("launch", parts.timed("launch", submit)(plan))
     return parts
 
 
@@ -245,7 +249,7 @@ def requests(count: int, context: int, vocabulary: int, penalties: bool) -> list
 
 def after_ms(outputs: list[SequenceOutput], rounds: int) -> dict[str, float]:
     """What is done with a step's tokens after it, in the core's process and in that of HTTP."""
-    tokenizer = Tokenizer.load(locate(None)[1])
+    tokenizer = Tokenizer.load(model_folder(None)[1])
     factory, encoder = DetokenizerFactory(tokenizer.hf), msgspec.msgpack.Encoder()
     known = tokenizer.hf.get_vocab_size()
     outputs = [msgspec.structs.replace(o, token_ids=[t % known for t in o.token_ids]) for o in outputs]
@@ -274,7 +278,7 @@ def measure(options: argparse.Namespace, case: str) -> dict[str, Any]:
     config = SchedulerConfig(
         max_num_seqs=max(count, 1), max_num_batched_tokens=options.max_tokens, max_model_len=engine.max_len
     )
-    core = EngineCore(Scheduler(config, cache), engine.runner, lambda events: list(events) and None)
+    core = EngineCore(Scheduler(config, cache), engine.runner, lambda events: None, overlap=engine.overlap)
     first, *others = requests(count, min(context, engine.max_len - 512), engine.model.config.vocab_size, penalties)
     core.add(first, 0.0)
     while core.has_work:
@@ -356,6 +360,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=8192, help="tokens of a step")
     parser.add_argument("--enforce-eager", action="store_true", help="no recorded decode steps")
+    parser.add_argument("--overlap", choices=("auto", "on", "off"), default="auto", help="as of engine serve")
     parser.add_argument("--rounds", type=int, default=20, help="steps that are timed")
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="NxCTX[p]")
     return parser.parse_args()

@@ -20,7 +20,8 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ class Engine:
         self.options = options
         self.device = torch.device(options.device)
         self.dtype = getattr(torch, options.dtype)
+        self.overlap = options.overlap == "on" or (options.overlap == "auto" and self.device.type != "cpu")
         self.model = build_model(HfConfig(SHAPES[options.shape], options.shape))
         self._draw_weights()
         self.spec = self.model.cache_spec(options.block_size, self.dtype)
@@ -57,7 +59,7 @@ class Engine:
         self.units = self._unit_count()
         self.runner = ModelRunner(
             self.model, self.spec, self.units, device=self.device, dtype=self.dtype, max_model_len=self.max_len,
-            kernels=self._kernels(), capture=self._capture(),
+            kernels=self._kernels(), capture=self._capture(), overlap=self.overlap,
         )  # fmt: skip
         self.runner._buffer.zero_()
         self.kernels: list[dict[str, Any]] = []
@@ -206,29 +208,28 @@ def workload(engine: Engine, sequences: int) -> dict[str, Any]:
     config = SchedulerConfig(
         max_num_seqs=min(512, o.max_tokens), max_num_batched_tokens=o.max_tokens, max_model_len=engine.max_len
     )
-    core = EngineCore(Scheduler(config, cache), engine.runner, lambda events: None)
+    core = EngineCore(Scheduler(config, cache), engine.runner, lambda events: None, overlap=engine.overlap)
     for i in range(sequences):
         params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=outputs[i])
         core.add(Request(request_id=str(i), token_ids=[t % vocabulary for t in prompts[i]], params=params), 0.0)
     produced = steps = 0
     inside = 0.0
-    execute = engine.runner.execute
 
-    def timed(plan: StepPlan) -> Any:
+    def timed(call: Callable[..., Any], *args: Any) -> Any:
         nonlocal inside
         start = time.perf_counter()
-        result = execute(plan)
+        result = call(*args)
         inside += time.perf_counter() - start
         return result
 
-    engine.runner.execute = timed  # type: ignore[method-assign]
+    submit = core._submit
+    core._submit = lambda plan: partial(timed, timed(submit, plan))
     synchronize(engine.device)
     start = time.perf_counter()
     while core.has_work:
         produced += sum(len(output.token_ids) for output in core.step(time.perf_counter()))
         steps += 1
     seconds = time.perf_counter() - start
-    engine.runner.execute = execute  # type: ignore[method-assign]
     if produced != sum(outputs[:sequences]):
         raise RuntimeError(f"{produced} tokens came out, {sum(outputs[:sequences])} were asked for")
     return {
@@ -254,6 +255,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=16384, help="tokens of a step")
     parser.add_argument("--max-len", type=int, default=16384, help="tokens of a sequence")
     parser.add_argument("--enforce-eager", action="store_true", help="no recorded decode steps")
+    parser.add_argument("--overlap", choices=("auto", "on", "off"), default="auto", help="as of engine serve")
     parser.add_argument("--sequences", type=int, default=256, help="0: only the timed steps")
     for name, value in (("input-min", 100), ("input-max", 1024), ("output-min", 100), ("output-max", 1024)):
         parser.add_argument(f"--{name}", type=int, default=value)

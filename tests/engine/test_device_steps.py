@@ -185,7 +185,7 @@ def device_runner(family: str, capture: Any, shard: Shard) -> ModelRunner:
     spec = model.cache_spec(16, torch.bfloat16)
     return ModelRunner(
         model, spec, 400, device=DEVICE, dtype=torch.bfloat16, max_model_len=512, kernels=device_kernels(),
-        eos_token_ids=(2,), capture=capture,
+        eos_token_ids=(2,), capture=capture, overlap=shard.size == 1,
     )  # fmt: skip
 
 
@@ -235,6 +235,19 @@ class Hand:
             if chunk.samples:
                 chunk.seq.token_ids.append(1)
 
+    def overlapped(self, seqs: list[Sequence], count: int) -> None:
+        """Steps that each decode all of them, begun before the result of the one before is read."""
+        submit, reads = inspect.unwrap(ModelRunner.submit), []
+        for i in range(count):
+            chunks = [Chunk(seq, seq.computed, seq.computed + 1, samples=True, fed=i > 0) for seq in seqs]
+            reads.append(submit(self.runner, StepPlan(chunks)))
+            for chunk in chunks:
+                chunk.seq.computed = chunk.end
+        for read in reads:
+            assert read().sampled == [1] * len(seqs)
+            for seq in seqs:
+                seq.token_ids.append(1)
+
 
 class Recorder:
     """Stands in for DEVICE graphs: what is recorded must be free of copies from the host."""
@@ -279,11 +292,13 @@ def test_nothing_in_a_step_waits_for_the_device(guard: Guard, family: str, rank:
         hand.step((seqs[0], 41), (seqs[2], 70), (seqs[3], 16))  # a decode beside prompts
         for members in (seqs, seqs[:3], seqs):  # recorded: four, three padded to four
             hand.step(*((seq, len(seq.token_ids)) for seq in members))
+        if runner._last is not None:
+            hand.overlapped(seqs, 3)
         copies: dict[str, Any] = {"block_moves": [(0, BlockId(0), BlockId(1))]}
         if runner.spec.state is not None:
             copies |= {"state_restores": [(UnitId(3), UnitId(4))], "state_checkpoints": [(UnitId(4), UnitId(3))]}
         hand.step((seqs[0], len(seqs[0].token_ids)), **copies)
-    assert (capture.recorded, capture.replayed) == (2, 4)
+    assert (capture.recorded, capture.replayed) == (2, 4 + 3 * (runner._last is not None))
     assert guard.uploads > 0
     assert {"store_kv", "decode_attention", "prefill_attention", "norm_rows"} <= LAUNCHED
     assert ("draw_rows" in LAUNCHED) == runner.model.samples

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
 from engine.core import EngineCore
+from engine.execution.decode_graphs import CudaCapture
 from engine.execution.runner import ModelRunner
 from engine.models.loader import load_model
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -45,17 +46,20 @@ def dense(block_size: int = 4) -> CacheSpec:
     return CacheSpec(block_size=block_size, groups=(group,))
 
 
-def answers(family: str, overlap: bool, token_count: int, kernels: str = "cpu") -> tuple[dict[str, Any], EngineCore]:
+def answers(
+    family: str, overlap: bool, token_count: int, kernels: str = "cpu", device: torch.device = CPU
+) -> tuple[dict[str, Any], EngineCore]:
     """What a few requests that come one after the other get, in a cache of about so many tokens."""
-    model, dtype = load_model(cached_model(RECIPES[family]))
+    model, dtype = load_model(cached_model(RECIPES[family]), device=device)
     spec = model.cache_spec(4, dtype)
     units = sum(-(-token_count // (4 * spec.blocks_per_unit(g))) for g in range(len(spec.groups)))
     units += 16 if spec.state is not None else 0
     cache = KVCache(spec, units, step_tokens_max=64)
     config = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=64, max_model_len=256)
     runner = ModelRunner(
-        model, spec, units, device=CPU, dtype=dtype, max_model_len=256, kernels=select(CPU, kernels), overlap=overlap
-    )
+        model, spec, units, device=device, dtype=dtype, max_model_len=256, kernels=select(device, kernels),
+        capture=CudaCapture(device) if device.type == "cuda" else None, overlap=overlap,
+    )  # fmt: skip
     runner._buffer.fill_(0xFF)  # a read of what no step wrote is NaN
     core = EngineCore(Scheduler(config, cache), runner, EventChecker(4), overlap=overlap)
     rng = random.Random(family)
@@ -95,6 +99,14 @@ def test_the_same_answers_as_without(family: str, token_count: int) -> None:
 
 def test_the_same_answers_on_kernels_that_keep_their_tables() -> None:
     assert answers("qwen3", True, 1000, "triton")[0] == answers("qwen3", False, 1000, "triton")[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", list(RECIPES))
+def test_the_same_answers_on_a_gpu(family: str) -> None:
+    device = torch.device("cuda")
+    assert answers(family, True, 1000, "triton", device)[0] == answers(family, False, 1000, "triton", device)[0]
 
 
 @settings(max_examples=150, deadline=None)
