@@ -185,11 +185,8 @@ class Bench:
     def conv(self, ops: Kernels, count: int, tokens: int) -> Prepared:
         key_heads, value_heads, dim = self.shape.delta
         channels, (batch, units) = (2 * key_heads + value_heads) * dim, self._states(count, tokens)
-        x, weight, tails = (
-            self.random(count * tokens, channels),
-            self.random(channels, 4),
-            self.random(count, 3, channels),
-        )
+        x, weight = self.random(count * tokens, channels), self.random(channels, 4)
+        tails = self.random(count, 3, channels)
         plan = ops.plan_state(batch, units)
         moved = (2 * x.numel() + 2 * tails.numel()) * x.element_size()
         return Prepared(lambda: ops.causal_conv(x, weight, None, tails, plan, True), moved)
@@ -200,10 +197,8 @@ class Bench:
         n, plan = count * tokens, ops.plan_state(batch, units)
         q, k, v = self.random(n, key_heads, dim), self.random(n, key_heads, dim), self.random(n, heads, dim)
         decay = -torch.rand(n, heads, device=self.device) * 0.1
-        rate, states = (
-            torch.rand(n, heads, device=self.device),
-            self.random(count, heads, dim, dim, dtype=torch.float32),
-        )
+        rate = torch.rand(n, heads, device=self.device)
+        states = self.random(count, heads, dim, dim, dtype=torch.float32)
         moved = (q.numel() + k.numel() + 2 * v.numel()) * v.element_size() + 8 * states.numel()
         return Prepared(lambda: ops.gated_delta(q, k, v, decay, rate, states, plan), moved, 6 * n * heads * dim * dim)
 
@@ -213,10 +208,8 @@ class Bench:
         n, plan = count * tokens, ops.plan_state(batch, units)
         x, b, c = self.random(n, heads, dim), self.random(n, groups, state), self.random(n, groups, state)
         dt, rate = torch.rand(n, heads, device=self.device), -torch.rand(heads, device=self.device)
-        skip, states = (
-            torch.randn(heads, device=self.device),
-            self.random(count, heads, dim, state, dtype=torch.float32),
-        )
+        skip = torch.randn(heads, device=self.device)
+        states = self.random(count, heads, dim, state, dtype=torch.float32)
         moved = (2 * x.numel() + b.numel() + c.numel()) * x.element_size() + 8 * states.numel()
         return Prepared(
             lambda: ops.state_space(x, dt, rate, b, c, skip, states, plan), moved, 4 * n * heads * dim * state

@@ -24,7 +24,7 @@ from typing import Any
 import _path  # noqa: F401
 import torch
 from device_timing import copy_rate, machine, matrix_rate, time_ms
-from harness.figures import write_json
+from harness.figures import markdown, write_json
 from kernel_cases import TINY, Bench, Prepared, Shape, expected
 
 from kernels import Kernels, select
@@ -61,14 +61,15 @@ def measure(name: str, make: Callable[[Kernels], Prepared], ops: Kernels, rates:
     )  # fmt: skip
 
 
+COLUMNS = {
+    "us": ("time_us", "{:.1f}"), "band": ("bandwidth_share", "{:.0%}"), "matrix": ("matrix_share", "{:.0%}"),
+    "error": ("error", "{:.1e}"), "peers (us)": ("peers", "{}"),
+}  # fmt: skip
+
+
 def table(results: list[Result]) -> str:
-    lines = [f"{'kernel':<44}{'us':>10}{'band':>7}{'matrix':>8}{'error':>9}  peers (us)"]
-    for r in results:
-        peers = ", ".join(f"{name} {time:.1f}" for name, time in r.peers_us.items())
-        lines.append(
-            f"{r.name:<44}{r.time_us:>10.1f}{r.bandwidth_share:>7.0%}{r.matrix_share:>8.0%}{r.error:>9.1e}  {peers}"
-        )
-    return "\n".join(lines)
+    peers = {r.name: ", ".join(f"{name} {time:.1f}" for name, time in r.peers_us.items()) for r in results}
+    return markdown({r.name: {**asdict(r), "peers": peers[r.name]} for r in results}, COLUMNS, "kernel")
 
 
 def main() -> None:
@@ -79,9 +80,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--only", nargs="+", metavar="PART", help="kernels whose name contains one of these")
     parser.add_argument("--tiny", action="store_true", help="small shapes: whether it runs, not how fast")
-    parser.add_argument(
-        "--flex", action="store_true", help="FlexAttention as a peer, which is compiled for half a minute"
-    )
+    parser.add_argument("--flex", action="store_true", help="FlexAttention as a peer, compiled for half a minute")
     options = parser.parse_args()
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
     if device.type == "cpu":

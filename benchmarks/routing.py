@@ -42,7 +42,6 @@ from routing_sim.runs import (
     Options,
     Score,
     Setting,
-    absolute,
     relative,
     run,
 )
@@ -160,14 +159,14 @@ def run_traces(arguments: argparse.Namespace, options: Options) -> dict[str, Any
     speeds = {s: full[replace(s, load=1.0)] * s.load for s in settings}
     policies = [*BOUNDS, *(arguments.policy or POLICIES)]
     scores = run_all([(policy, s, speeds[s], options) for s in settings for policy in policies], arguments.jobs)
-    ratios = relative(scores)
+    ratios = relative(scores, "INF")
     print(f"\nGeometric means over {len(settings)} settings, relative to INF (imbalance: busiest worker over mean)")
     order = sorted(ratios, key=lambda name: (name in BOUNDS, -ratios[name]["ttft_mean"]))
     print(markdown({name: ratios[name] for name in order}, GRID_COLUMNS, "policy"))
     print(f"{time.time() - started:.0f} s")
     return {
         **{name: ratios[name] for name in policies},
-        "absolute": absolute(scores),
+        "absolute": relative(scores, None),
         "settings": [{**asdict(s), "speed": speeds[s], "policies": as_json(scores[s])} for s in settings],
         "options": {**asdict(options), "traces": {w.name: w.note for w in _WORKLOADS.values()}},
     }

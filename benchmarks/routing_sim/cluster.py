@@ -155,8 +155,12 @@ class Cluster:
     # Requests ----------------------------------------------------------------------------------------------------
     def _arrive(self, request: SimRequest) -> None:
         self._arrived[request.index] = self.now
-        which = request.index % len(self.routers)
-        self._perform(self.routers[which].route(request, self.now))
+        self._ask(request.index, lambda router: router.route(request, self.now))
+
+    def _ask(self, index: int, stimulus: Callable[[Router], list[tuple[int, int]]]) -> None:
+        """The router of this request."""
+        which = index % len(self.routers)
+        self._perform(stimulus(self.routers[which]))
         self._schedule_tick(which)
 
     def _perform(self, forwards: list[tuple[int, int]]) -> None:
@@ -195,17 +199,13 @@ class Cluster:
         index = job.request.index
         self.result.ttft_s[index] = self.now - self._arrived[index]
         self.result.hit_tokens[index] = job.hit_blocks * job.request.block
-        which = index % len(self.routers)
-        self._perform(self.routers[which].first_token(job.request, worker.number, self.now))
-        self._schedule_tick(which)
+        self._ask(index, lambda router: router.first_token(job.request, worker.number, self.now))
 
     def _finished(self, worker: SimWorker, job: Job) -> None:
         index = job.request.index
         self.result.e2e_s[index] = self.now - self._arrived[index]
-        which = index % len(self.routers)
         cached = job.hit_blocks * job.request.block
-        self._perform(self.routers[which].finished(job.request, worker.number, cached, self.now))
-        self._schedule_tick(which)
+        self._ask(index, lambda router: router.finished(job.request, worker.number, cached, self.now))
         for follower in self._followers.pop(index, ()):
             self.at(self.now + follower.arrival_s, partial(self._arrive, follower))
 

@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -185,20 +185,17 @@ def _share(ordered: list[float], share: float) -> float:
 class Calibration:
     """speed of 100 % load for each (trace, workers, cache), found by bisection and kept in a file between runs."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._known: dict[str, float] = {}
-        if path is not None and path.exists():
-            self._known = json.loads(path.read_text())
+        self._known: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
 
     def speed(self, setting: Setting, workload: Workload, options: Options) -> float:
         """Multiple of the trace's own arrival rate that counts as 100 % load."""
         key = self._key(setting, workload, options)
         if key not in self._known:
             self._known[key] = _saturation(setting, workload, replace(options, routers=1, slow_workers={}))
-            if self._path is not None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._path.write_text(json.dumps(self._known, indent=1, sort_keys=True))
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps(self._known, indent=1, sort_keys=True))
         return self._known[key]
 
     @staticmethod
@@ -241,25 +238,18 @@ def _saturation(setting: Setting, workload: Workload, options: Options) -> float
 RATIOS = ("hit", "ttft_mean", "ttft_p50", "ttft_p99", "ttft_p999", "e2e", "e2e_p99", "tpot_mean", "tpot_p99")
 
 
-def relative(scores: dict[Setting, dict[str, Score]], base: str = "INF") -> dict[str, dict[str, float]]:
-    """Geometric means over the settings of each policy's figures divided by the base's."""
+def relative(scores: dict[Setting, dict[str, Score]], base: str | None) -> dict[str, dict[str, float]]:
+    """Geometric means over the settings of each policy's figures, divided by the base's if one is named."""
     found: dict[str, dict[str, float]] = {}
     for name in {name for by_policy in scores.values() for name in by_policy}:
-        rows = [(by_policy[name], by_policy[base]) for by_policy in scores.values() if name in by_policy]
-        found[name] = {f: _geomean([getattr(a, f) / max(getattr(b, f), 1e-9) for a, b in rows]) for f in RATIOS}
-        found[name]["imbalance"] = _geomean([a.imbalance for a, _ in rows])
+        rows = [p for p in scores.values() if name in p]
+        for f in RATIOS:
+            bases = [1.0 if base is None else getattr(p[base], f) for p in rows]
+            ratios = [getattr(p[name], f) / max(other, 1e-9) for p, other in zip(rows, bases)]
+            found.setdefault(name, {})[f] = _geomean(ratios)
+        found[name]["imbalance"] = _geomean([p[name].imbalance for p in rows])
     return found
 
 
-def absolute(scores: dict[Setting, dict[str, Score]]) -> dict[str, dict[str, float]]:
-    """Geometric means of the figures themselves."""
-    names = {name for by_policy in scores.values() for name in by_policy}
-    return {
-        name: {f: _geomean([getattr(p[name], f) for p in scores.values() if name in p]) for f in RATIOS}
-        for name in names
-    }
-
-
-def _geomean(values: Iterable[float]) -> float:
-    logs = [math.log(max(value, 1e-9)) for value in values]
-    return math.exp(sum(logs) / len(logs))
+def _geomean(values: list[float]) -> float:
+    return math.exp(statistics.fmean(math.log(max(value, 1e-9)) for value in values))
