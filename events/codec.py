@@ -47,6 +47,14 @@ def _as_array(event: Event) -> list[object]:
     return [type(event).__name__, *(getattr(event, field) for field in _LEGACY_FIELDS[type(event).__name__])]
 
 
+def batch_rank(payload: bytes) -> int | None:
+    """The data-parallel rank that a batch says it is of; None where it does not say, or cannot be read."""
+    try:
+        return _ENVELOPE_DECODER.decode(payload).data_parallel_rank
+    except _UNREADABLE:
+        return None
+
+
 def decode_batch(payload: bytes) -> DecodedBatch:
     """Read a payload of any known engine version.
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from events.codec import batch_rank
 from events.feed import EventFeed
 from events.feed_sockets import StreamSource
 from events.sources import EventSource
@@ -109,7 +110,7 @@ class IndexFeed:
         for stream in known:
             self._clear(stream)  # the new stream starts from nothing and sends no Clear of its own
         self._workers[worker_id] = [
-            self._add(worker_id, rank, source, holder, (snapshots or {}).get(rank))
+            self._add(worker_id, rank, source, holder, (snapshots or {}).get(rank), alone=len(wanted) == 1)
             for rank, (source, holder) in enumerate(wanted)
         ]
         self.events.reconsider()
@@ -128,7 +129,7 @@ class IndexFeed:
         self._drop(worker_id)
         for stream in streams:
             self._clear(stream)
-        self._workers[worker_id] = [self._add(worker_id, s.rank, s.source, s.holder) for s in streams]
+        self._workers[worker_id] = [self._add(worker_id, s.rank, s.source, s.holder, alone=s.alone) for s in streams]
         for stream, former in zip(self._workers[worker_id], formers):
             stream.former = former if stream.source.epoch is None else None  # else a new epoch tells
         self.events.reconsider()
@@ -162,7 +163,7 @@ class IndexFeed:
         with self._lock:
             self._streams.pop(old.stream_id, None)
         self._clear(old)
-        streams[rank] = self._add(worker_id, rank, old.source, old.holder, snapshot)
+        streams[rank] = self._add(worker_id, rank, old.source, old.holder, snapshot, alone=old.alone)
         return True
 
     # Seeing --------------------------------------------------------------------------------------------------------
@@ -237,11 +238,18 @@ class IndexFeed:
 
     # Changing what is followed -------------------------------------------------------------------------------------
     def _add(
-        self, worker_id: str, rank: int, source: EventSource, holder: HolderId, snapshot: PeerSnapshot | None = None
+        self,
+        worker_id: str,
+        rank: int,
+        source: EventSource,
+        holder: HolderId,
+        snapshot: PeerSnapshot | None = None,
+        *,
+        alone: bool,
     ) -> WorkerStream:
         stream_id = f"{worker_id}#{rank}@{next(self._generation)}"
         counters = self._counters.setdefault((worker_id, rank), StreamCounters())
-        stream = WorkerStream(worker_id, rank, source, holder, stream_id, counters, topic=source.topic)
+        stream = WorkerStream(worker_id, rank, source, holder, stream_id, counters, alone, topic=source.topic)
         self._declare(stream)
         with self._lock:
             self._streams[stream_id] = stream
@@ -352,6 +360,8 @@ class IndexFeed:
 
     def _applied(self, stream: WorkerStream, apply: Apply, report: IngestReport) -> None:
         counters = stream.counters
+        if stream.last_seq is None and not stream.alone:
+            stream.check_rank(batch_rank(apply.payload))
         counters.applied(len(apply.payload), report)
         stream.skipped(report.malformed)
         if apply.origin is Origin.LIVE:

@@ -64,6 +64,8 @@ class WorkerStream:
     holder: HolderId
     stream_id: str
     counters: StreamCounters
+    alone: bool
+    """The worker has no other rank."""
     up: bool = False
     last_seq: int | None = None
     position: tuple[int, int] | None = None
@@ -72,6 +74,8 @@ class WorkerStream:
     """What the index holds follows from this batch and all later ones; 0: it is all that is resident. None: nothing."""
     former: tuple[int, int] | None = None
     """`position` when the worker died, until what it sends next tells whether it is another process."""
+    wrong_rank: int | None = None
+    """The data-parallel rank that its batches name, where it is not the one they are followed for."""
     last_event_s: float | None = None
     """Wall clock of the last live batch's arrival."""
     topic: str = ""
@@ -88,6 +92,13 @@ class WorkerStream:
         return StreamSource(
             self.stream_id, source.endpoint, source.replay_endpoint, source.topic or None, StreamConfig(), resume
         )
+
+    def check_rank(self, told: int | None) -> None:
+        """What its first batch says: of another rank, all that is decided by it goes to the wrong engine."""
+        expected = self.source.data_parallel_rank
+        if told not in (None, expected) and self.wrong_rank is None:
+            log.error("worker %s: events of rank %s come from the address of rank %d", self.worker_id, told, expected)
+            self.wrong_rank = told
 
     def is_another(self, seq: int, digest: int, origin: Origin) -> bool:
         """Whether this batch shows that the worker that died came back as another process."""
@@ -115,6 +126,7 @@ class WorkerStream:
             "replay_endpoint": self.source.replay_endpoint,
             "topic": self.topic,
             "epoch": self.source.epoch,
+            "wrong_rank": self.wrong_rank,
             "reannounces": self.source.reannounces,
             "up": self.up,
             "phase": state.phase.value if state is not None else "down",

@@ -155,6 +155,23 @@ def test_a_worker_that_died_and_came_back_counts_as_restarted(
     pub.close()
 
 
+def test_events_of_another_rank_are_told(index: ReferenceIndex, feed: IndexFeed, caplog: Any) -> None:
+    config = KVEventsConfig(enable_kv_cache_events=True, endpoint="tcp://127.0.0.1:*", replay_endpoint=None)
+    pubs = [EventPublisher(msgspec.structs.replace(config), dp_rank=rank) for rank in range(2)]
+    sources = [msgspec.structs.replace(source_of(pub), data_parallel_rank=rank) for rank, pub in enumerate(pubs)]
+    for order, wrong in ((sources, [None, None]), (sources[::-1], [1, 0])):
+        named = [msgspec.structs.replace(source, data_parallel_rank=rank) for rank, source in enumerate(order)]
+        feed.follow("a", named, [index.add_holder(f"a{rank}-{len(wrong)}", "m") for rank in range(2)])
+        until(lambda: feed.synced("a"), "followed")
+        for pub in pubs:
+            pub.publish(stored(0, 1))
+        until(lambda: all(row["last_seq"] is not None for row in feed.details("a")["streams"]), "both spoke")
+        assert [row["wrong_rank"] for row in feed.details("a")["streams"]] == wrong
+    assert "events of rank 1 come from the address of rank 0" in caplog.text
+    for pub in pubs:
+        pub.close()
+
+
 def test_a_forgotten_worker_writes_nothing_more(index: ReferenceIndex, feed: IndexFeed) -> None:
     pub = publisher()
     holder = index.add_holder("a", "m")

@@ -4,6 +4,7 @@ wrong ends. `edge.run` checks after every scenario that nothing is left behind."
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import time
 from typing import Any
@@ -474,3 +475,21 @@ def test_sampled_decisions_are_logged_with_every_candidate(
     assert {terms["worker"] for terms in decision["candidates"]} == {"w0", "w1"}
     assert {"cached_tokens", "prefill_s", "queue_s", "slow", "cost"} <= set(decision["candidates"][0])
     assert line.fields == {"decision": decision}  # type: ignore[attr-defined]
+
+
+def test_a_rank_that_was_decided_for_is_named_to_the_worker(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        upstream = await edge.worker(edge.reply(), "w")
+        spec = dataclasses.replace(edge.core.workers["w"].spec, ranks=3)
+        edge.core.add_worker(spec, time.monotonic())
+        decided: list[Any] = []
+        edge.proxy.on_end.append(lambda exchange: decided.append(exchange.decision.rank))
+        for _ in range(6):
+            own = make_post(b'{"model":"tiny","messages":[]}', headers=[b"X-data-parallel-rank: 7"])
+            assert (await edge.exchange(own)).startswith(b"HTTP/1.1 200")
+        named = [received.all(b"x-data-parallel-rank") for received in upstream.received]
+        assert named == [[b"%d" % rank] for rank in decided]
+        assert set(decided) == {0, 1, 2}
+
+    edge.run(scenario())
