@@ -140,7 +140,8 @@ class PrefixIndex(Protocol):
         """
 
     def ingest(self, holder: HolderId, payload: bytes) -> IngestReport:
-        """Decode one event-batch payload and apply it. A malformed event is reported and skipped, never raised.
+        """Decode one event-batch payload and apply it. A malformed event is reported and skipped, never raised; of a
+        payload that cannot be read to its end nothing is applied.
 
         What readers see is the state between two batches, or between two slices of a very large one.
         """

@@ -243,6 +243,27 @@ def test_a_large_payload_is_applied_in_slices() -> None:
     assert not other.begin(twin, batch(stored([1]))).step(), "an ordinary batch is one slice"
 
 
+@pytest.mark.parametrize("fault", ["cut", "no msgpack", "bytes behind", "rank"])
+@pytest.mark.parametrize("events", [1, 50_000])
+def test_a_payload_that_cannot_be_read_to_its_end_is_skipped_as_a_whole(fault: str, events: int) -> None:
+    """Of a long one the slices before the fault stayed applied: half of what a worker said, under a number that counts
+    as applied. Events that say something odd cost only themselves, also there."""
+    index, holder = one_holder()
+    said = [stored([number], size=16) for number in range(events)]
+    good = batch(*said, {"type": "BlockStored"})
+    bad = {
+        "cut": good[: -len(good) // 20],
+        "no msgpack": good[:-30] + b"\xc1" + good[-29:],
+        "bytes behind": good + b"\x00",
+        "rank": good[:-1] + b"\xa1x",
+    }[fault]
+    report = ingest(index, holder, bad)
+    assert (report.stored, report.malformed_events, index.stats().entries) == (0, 1, 0)
+    assert f"unreadable event batch of {len(bad)} bytes" in report.malformed[0]
+    report = ingest(index, holder, good)
+    assert (report.stored, report.malformed_events, index.stats().entries) == (events, 1, events)
+
+
 def test_a_holder_that_is_removed_between_two_slices() -> None:
     index, holder = one_holder()
     ingesting = index.begin(holder, batch(*[["x"]] * 200_000))

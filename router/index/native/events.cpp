@@ -30,6 +30,7 @@ public:
         for (std::size_t work = 0, flat = 0; cursor.event < cursor.events; ++cursor.event) {
             if (work >= kSliceWork) {
                 cursor.at = static_cast<std::size_t>(reader_.position() - payload);
+                if (!cursor.whole) batch_.clear();
                 return;
             }
             const std::size_t malformed = batch_.malformed_events;
@@ -39,31 +40,46 @@ public:
             work = flat + batch_.names.size() * 5 + static_cast<std::size_t>(reader_.position() - start) / 16;
         }
         end_payload(cursor);
+        cursor.done = true;
+    }
+
+    // Steps over what is left, some of it; then the payload is read from its beginning.
+    void find_end(Cursor& cursor, const u8* payload) {
+        reader_.seek(payload + cursor.at);
+        for (const u8* start = reader_.position(); cursor.event < cursor.events; ++cursor.event) {
+            if (static_cast<std::size_t>(reader_.position() - start) >= kSteppedOverBytes) {
+                cursor.at = static_cast<std::size_t>(reader_.position() - payload);
+                return;
+            }
+            reader_.skip();
+        }
+        end_payload(cursor);
+        cursor = Cursor();
+        cursor.whole = true;
     }
 
 private:
     // In steps of some 25 ns: a slice takes a few milliseconds.
-    static constexpr std::size_t kSliceWork = 100'000;
+    static constexpr std::size_t kSliceWork = 100'000, kSteppedOverBytes = std::size_t{1} << 20;
 
     void begin_payload(Cursor& cursor) {
         if (reader_.peek() != Type::Array) throw Truncated("expected [ts, events, rank]");
         cursor.parts = reader_.array();
         if (cursor.parts < 2) throw Truncated("expected [ts, events, rank]");
         if (const Type type = reader_.peek(); type != Type::Float && type != Type::Int) throw Truncated("ts is no number");
-        reader_.number();
+        reader_.skip();
         if (reader_.peek() != Type::Array) throw Truncated("events is no array");
         cursor.events = reader_.array();
         if (cursor.events > kEventsMax) throw Truncated("too many events");
     }
 
-    void end_payload(Cursor& cursor) {
+    void end_payload(const Cursor& cursor) {
         if (cursor.parts > 2 && !reader_.take_nil()) {
             if (reader_.peek() != Type::Int) throw Truncated("the rank is neither int nor nil");
             reader_.integer();
         }
         for (std::size_t i = 3; i < cursor.parts; ++i) reader_.skip();
         if (!reader_.done()) throw Truncated("bytes behind the batch");
-        cursor.done = true;
     }
 
     // Structural faults (Truncated) end the payload; an event with a wrong value is skipped as a whole.
@@ -372,7 +388,8 @@ void decode(const u8* payload, std::size_t size, const Digester& digester, Batch
     batch.clear();
     batch.texts.reserve(kTextsMax);
     try {
-        Decoder(payload, size, digester, batch, names_read).run(cursor, payload);
+        Decoder decoder(payload, size, digester, batch, names_read);
+        cursor.at == 0 || cursor.whole ? decoder.run(cursor, payload) : decoder.find_end(cursor, payload);
     } catch (const std::runtime_error& error) {
         batch.clear();
         batch.report("unreadable event batch of " + std::to_string(size) + " bytes: " + error.what());

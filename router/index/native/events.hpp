@@ -105,12 +105,14 @@ struct NamesRead {
 struct Cursor {
     std::size_t at = 0;                          // bytes
     std::size_t event = 0, events = 0, parts = 0;  // the next one, of how many
+    bool whole = false;  // its end has been seen: what is read may be applied
     bool done = false;
 };
 
 // Fills `batch` (cleared first) with the next slice of the payload: whole events, some milliseconds of work, nearly always
-// all there are. What cannot be read is in `batch.malformed`, one message an event; where the rest of the payload cannot be
-// read there is one message, and none of the slice's events.
+// all there are. An event that cannot be read is a message in `batch.malformed`, and costs only itself. A payload that cannot be
+// read to its end is one message and nothing else: where it is more than a slice, the first ones look for its end and give
+// nothing.
 void decode(const u8* payload, std::size_t size, const Digester& digester, Batch& batch, Cursor& cursor, NamesRead names_read = {});
 
 u32 tier_of(Text medium);

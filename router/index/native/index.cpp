@@ -83,7 +83,7 @@ bool Index::step(Ingest& ingest) {
     const auto expect = [](const void* whom, const u64* names, std::size_t count) {
         static_cast<const Holder*>(whom)->expect(names, count);
     };
-    const bool first = ingest.cursor.at == 0;
+    const bool first = ingest.cursor.at == 0 && !ingest.cursor.whole;
     decode(ingest.payload, ingest.size, digester_, batch_, ingest.cursor, NamesRead{expect, holder});
     Report& report = ingest.report;
     report.unknown_events += batch_.unknown;

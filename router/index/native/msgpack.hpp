@@ -101,24 +101,6 @@ public:
         }
     }
 
-    double number() {
-        if (peek() == Type::Int) {
-            const Int value = integer();
-            return value.negative ? static_cast<double>(static_cast<std::int64_t>(value.bits)) : double(value.bits);
-        }
-        if (peek() != Type::Float) throw Mismatch("expected a float");
-        if (*at_ == 0xca) {
-            const u32 bits = static_cast<u32>(big_endian(4));
-            float value;
-            std::memcpy(&value, &bits, sizeof value);
-            return value;
-        }
-        const u64 bits = big_endian(8);
-        double value;
-        std::memcpy(&value, &bits, sizeof value);
-        return value;
-    }
-
     std::string_view str() {
         if (peek() != Type::Str) throw Mismatch("expected a str");
         const u8 tag = *at_;
