@@ -1,0 +1,286 @@
+"""Every parser in Python that reads what others send, for a fuzzer: what each may raise, and a budget of work.
+
+Work is the lines of our own code that run, so a parser that is quadratic in its input is found on any machine, however
+busy. What a C library does within one line is not seen: those inputs have bounds of their own (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from events.codec import decode_batch, encode_batch
+from events.errors import DecodeError
+from events.frames import parse_live, parse_reply, parse_request
+from events.types import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from prompts.chat_template import ChatTemplate, ChatTemplateError
+from prompts.errors import RequestError
+from prompts.routing import parse_routing
+from prompts.schemas import parse_chat, parse_completion
+from router.decide.config import CostConfig, LearnConfig, ServiceModel
+from router.decide.tracker import LoadTracker
+from router.edge.continuation import Continuation
+from router.edge.progress import find_usage
+from router.fleet import answers
+from router.fleet.discovery import parse_worker_flag
+from router.fleet.peers import LoadMessage, PeerLoads, TargetLoad
+from router.http.config import HttpLimits
+from router.http.headers import ProtocolError
+from router.http.request import BadRequest, RequestParser
+from router.http.response import HeadParser
+from router.index.protocol import HolderId
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = tuple(str(ROOT / room) for room in ("router", "events", "prompts"))
+LINES, LINES_PER_BYTE = 3_000, 12
+"""An input of n bytes may cost LINES + n * LINES_PER_BYTE lines."""
+
+
+class TooMuchWork(AssertionError):
+    pass
+
+
+@dataclass(frozen=True)
+class Parser:
+    name: str
+    read: Callable[[bytes], object]
+    examples: tuple[bytes, ...]
+    refuses: tuple[type[Exception], ...] = ()
+    """What it may raise."""
+    units: tuple[bytes, ...] = field(default=())
+    """Repeated many times over: where quadratic work would show."""
+
+
+def work_of(call: Callable[[], object]) -> int:
+    """Lines of our rooms that run in `call`."""
+    lines = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal lines
+        if event == "call":
+            return count if frame.f_code.co_filename.startswith(ROOMS) else None
+        lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+def check(parser: Parser, data: bytes) -> bool:
+    """Read `data` within the budget; whether it was accepted. Raises TooMuchWork, and whatever it must not raise."""
+    accepted = True
+
+    def read() -> None:
+        nonlocal accepted
+        try:
+            parser.read(data)
+        except parser.refuses:
+            accepted = False
+
+    lines = work_of(read)
+    if lines > LINES + LINES_PER_BYTE * len(data):
+        raise TooMuchWork(f"{parser.name}: {len(data)} bytes cost {lines} lines: {data[:200]!r}")
+    return accepted
+
+
+def mutated(rng: random.Random, parser: Parser) -> bytes:
+    """One of its examples, changed a little; sometimes with a stretch of it many times over."""
+    data = bytearray(rng.choice(parser.examples))
+    for _ in range(rng.randint(1, 4)):
+        at, kind = rng.randrange(len(data) + 1), rng.randrange(7)
+        if kind == 0:
+            del data[at:]
+        elif kind == 1 and at < len(data):
+            data[at] ^= 1 << rng.randrange(8)
+        elif kind == 2:
+            data[at:at] = rng.randbytes(rng.randint(1, 4))
+        elif kind == 3:
+            del data[at : at + rng.randint(1, 8)]
+        elif kind == 4:
+            other = rng.choice(parser.examples)
+            start = rng.randrange(len(other) + 1)
+            data[at:at] = other[start : start + rng.randint(1, 64)]
+        elif kind == 5:
+            data[at:at] = bytes(data[at : at + rng.randint(1, 32)]) * rng.choice((2, 20, 500))
+        else:
+            data[at:at] = rng.choice((b"\0", b"\xff", b"\r\n", b"{", b"[", b'"', b"\xdd\xff\xff\xff\xff", b"9" * 400))
+    return bytes(data[: 1 << 17])
+
+
+def repeated(parser: Parser, times: int) -> list[bytes]:
+    """Each unit alone and inside an example, so many times over."""
+    whole = [unit * times for unit in parser.units]
+    return whole + [e[: len(e) // 2] + w + e[len(e) // 2 :] for w, e in itertools.product(whole, parser.examples)]
+
+
+# What is read -----------------------------------------------------------------------------------------------------
+
+
+def _pieces(data: bytes) -> list[bytes]:
+    """Cut at places that the data itself decides."""
+    rng = random.Random(len(data))
+    edges = [0, *sorted(rng.randrange(len(data) + 1) for _ in range(3)), len(data)]
+    return [data[a:b] for a, b in itertools.pairwise(edges)]
+
+
+def _requests(data: bytes) -> None:
+    parser = RequestParser(HttpLimits())
+    for piece in _pieces(data):
+        parser.feed(piece)
+        while parser.next() is not None or parser.more:
+            parser.begun()
+
+
+def _answer(data: bytes) -> None:
+    parser, kept, body = HeadParser(), b"", None
+    for piece in _pieces(data):
+        kept += piece
+        if body is None:
+            found = parser.parse(kept, "POST")
+            if found is None:
+                continue
+            body, kept = found[0].body, found[1]
+        while kept and not body.done:
+            taken = body.feed(kept, bytearray())
+            kept = kept[taken:]
+            if not taken:
+                break
+    if body is not None:
+        body.finish()
+
+
+def _stream(data: bytes) -> None:
+    """A worker's events: what is kept of them, their tokens, and the usage at their end."""
+    find_usage(data[-4096:])
+    for shape in (None, {"id": "1", "choices": [{"index": 0}]}):
+        answer = Continuation({}, b'{"stream":true}', True)
+        answer.ask("vllm")
+        answer._shape = shape  # as where another worker goes on
+        for piece in _pieces(data):
+            if answer.tokens is not None:
+                answer.pass_on(piece)
+        answer.release()
+
+
+def _worker(data: bytes) -> None:
+    for read in (answers.read_models, answers.read_roots, answers.read_engine, answers.read_server_info):
+        _unless(DecodeError, read, data)
+    _unless(DecodeError, answers.read_sources, data, "http://10.0.0.1:8000")
+    page = data.decode(errors="replace")
+    answers.read_cache_capacity(page)
+    answers.read_block_size(page)
+    _unless(ValueError, parse_worker_flag, page)
+
+
+def _unless(error: type[Exception], call: Callable[..., object], *args: object) -> None:
+    with contextlib.suppress(error):
+        call(*args)
+
+
+def _peer(data: bytes) -> None:
+    tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig(enabled=False))
+    tracker.add_target("w", None, HolderId(0))
+    loads = PeerLoads(tracker, "us")
+    for _ in range(2):
+        loads.incoming(data, 1.0)
+    loads.expire(100.0)
+
+
+def _events(data: bytes) -> None:
+    _unless(DecodeError, decode_batch, data)
+    for parse in (parse_live, parse_reply, parse_request):
+        for frames in ([b"kv", data[:8], data[8:]], [data[:8], data[8:]], [b"", data[:8], data], [data]):
+            _unless(DecodeError, parse, frames)
+
+
+def _bodies(data: bytes) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings"):
+        _unless(RequestError, parse_routing, path, data)
+    _unless(RequestError, parse_chat, data)
+    _unless(RequestError, parse_completion, data)
+
+
+def _template(data: bytes) -> None:
+    template = ChatTemplate(data.decode(errors="replace"))
+    template.content_format()
+
+
+def _examples() -> dict[str, tuple[bytes, ...]]:
+    load = LoadMessage(1, "them", "e", 1, True, [TargetLoad("w", 1.0, 0.5, 2.0, 1.0, 3, 900, 0.5)])
+    stored = BlockStored([1, 2], None, [1, 2, 3, 4], 2, None, "GPU", None, group_idx=0)
+    batch = EventBatch(1.0, [stored, BlockRemoved([1], "GPU"), AllBlocksCleared()], 0)
+    chat = (
+        b'{"model":"m","stream":true,"max_tokens":9,"messages":[{"role":"user","content":[{"type":"text","text":"hi"}]}],'
+        b'"tools":[{"type":"function","function":{"name":"f","parameters":{"type":"object"}}}],"stop":["a"]}'
+    )
+    event = (
+        b'data: {"id":"1","object":"chat.completion.chunk","created":1,"model":"m","prompt_token_ids":[1,2],'
+        b'"choices":[{"index":0,"text":"a","delta":{"content":"a"},"token_ids":[7],"finish_reason":null}],'
+        b'"usage":{"prompt_tokens":3,"completion_tokens":1}}\n\n'
+    )
+    return {
+        "requests": (
+            b"POST /v1 HTTP/1.1\r\nHost: r\r\nContent-Length: 4\r\n\r\n{}  GET / HTTP/1.1\r\nHost: r\r\n\r\n",
+            b"POST / HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n5;a=b\r\nhello\r\n0\r\nX: y\r\n\r\n",
+        ),
+        "answers": (
+            b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nConnection: keep-alive\r\n\r\nhello",
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
+            b"HTTP/1.0 500 Oops\r\nServer: x\r\n\r\nno",
+        ),
+        "streams": (event * 2 + b"data: [DONE]\n\n", b": ping\n\n" + event, b'data: {"error":{"message":"x"}}\n\n'),
+        "workers": (
+            b'{"data":[{"id":"m","owned_by":"vllm","root":"/m","max_model_len":4096},{"id":"l","parent":"m"}]}',
+            b'[{"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5558","topic":"","data_parallel_rank":0,'
+            b'"groups":[{"group_idx":0,"kind":"full_attention","block_size":16}]}]',
+            b'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n',
+            b"http://10.0.0.1:8000,events=tcp://10.0.0.1:5557,seats=4",
+            b'{"max_total_num_tokens": 100000}',
+        ),
+        "peers": (msgspec.msgpack.encode(load),),
+        "events": (encode_batch(batch), encode_batch(batch, legacy=True)),
+        "bodies": (
+            chat,
+            b'{"model":"m","prompt":[[1,2],[3]],"max_tokens":3}',
+            b'{"prompt":"x","n":2,"logit_bias":{"1":2}}',
+        ),
+        "templates": (
+            b"{% for m in messages %}{{ m.role }}: {{ m['content'] | trim }}\n{% endfor %}{% if x %}a{% endif %}",
+            b"{% set n = namespace(x=1) %}{% for m in messages %}{% for p in m.content %}{{ p }}{% endfor %}{%endfor%}",
+        ),
+    }
+
+
+def parsers() -> list[Parser]:
+    examples = _examples()
+
+    def of(name: str, read: Callable[[bytes], object], *units: bytes, refuses: Any = ()) -> Parser:
+        return Parser(name, read, examples[name], refuses, units)
+
+    heads = (b"a:\r\n", b"GET / HTTP/1.1\r\nHost: r\r\n\r\n", b"HTTP/1.1 200 OK\r\n", b"1\r\na\r\n", b"\r\n", b" ")
+    odd_stream = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # they end their request
+    return [
+        of("requests", _requests, *heads, refuses=BadRequest),
+        of("answers", _answer, *heads, refuses=ProtocolError),
+        of("streams", _stream, b"data: {}\n\n", b"\n", b'"usage"', b"data:", b"[", refuses=odd_stream),
+        of("workers", _worker, b"[", b'{"id":"m"},', b'a="', b",", b"cache_config_info{\n", b"\n"),
+        of("peers", _peer, b"\x91", b"\xc0", b"\xa1w"),
+        of("events", _events, b"\x91", b"\xc0", b"\x81\xa4type\xa1x"),
+        of("bodies", _bodies, b"[", b"{},", b'{"role":"user"},', b"1,", b'"",', b'{"a":'),
+        of("templates", _template, b"{{a}}", b"{%if a%}", b"{% set a=a %}", b"(", b"{{", b"{% for m in messages %}",
+           refuses=(ChatTemplateError, RecursionError)),
+    ]  # fmt: skip

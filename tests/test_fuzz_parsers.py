@@ -1,0 +1,48 @@
+"""The short form of scripts/fuzz: every parser in Python, a few hundred inputs and a budget of work for each."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+from harness import parsers as made  # noqa: E402
+
+PARSERS = made.parsers()
+
+
+@pytest.mark.parametrize("parser", PARSERS, ids=[parser.name for parser in PARSERS])
+def test_what_others_send_costs_what_its_bytes_pay_for(parser: made.Parser) -> None:
+    accepted = [made.check(parser, example) for example in parser.examples]
+    assert any(accepted)
+    for data in made.repeated(parser, 300):
+        made.check(parser, data)
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    for _ in range(100):
+        made.check(parser, made.mutated(rng, parser))
+
+
+def test_a_quadratic_parser_and_one_that_raises_are_found() -> None:
+    names: dict[str, Any] = {}
+    source = "def read(data):\n    for i in range(len(data)):\n        for j in range(i):\n            data[j]\n"
+    exec(compile(source, str(ROOT / "router" / "planted.py"), "exec"), names)
+    slow = made.Parser("slow", names["read"], (b"x",))
+    assert made.check(slow, b"x" * 10)
+    with pytest.raises(made.TooMuchWork, match="1000 bytes cost"):
+        made.check(slow, b"x" * 1_000)
+    with pytest.raises(ZeroDivisionError):
+        made.check(made.Parser("wrong", lambda data: 1 // 0, (b"x",), refuses=(ValueError,)), b"")
+
+
+def test_the_command() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "fuzz"), "--only", "events", "--minutes", "0.01", "--seed", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "nothing wrong" in done.stdout) == (0, True), done.stderr
