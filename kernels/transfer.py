@@ -57,7 +57,7 @@ def to_host(tensors: list[Tensor]) -> Callable[[], list[list[Any]]]:
     for copy, tensor in zip(copies, tensors, strict=True):
         copy.copy_(tensor, non_blocking=True)
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record()
+    done.record(torch.cuda.current_stream(tensors[0].device))
 
     def read() -> list[list[Any]]:
         done.synchronize()

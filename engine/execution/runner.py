@@ -245,6 +245,8 @@ class ModelRunner:
             self._move_block(group, source, target)
         self._prepare_states(plan)
         found: list[Tensor] = []
+        if self._last is not None and (more := step.row_count - len(self._last)) > 0:
+            self._last = torch.cat([self._last, self._last.new_zeros(more)])
         if step.fed is not None:
             assert self._last is not None
             at, rows = step.fed
@@ -318,8 +320,6 @@ class ModelRunner:
         tokens, logprobs = self._sampler.sample(self.model.logits(picked), step.draft)
         if self._last is not None:
             assert step.drawn_rows is not None
-            if (more := step.row_count - len(self._last)) > 0:
-                self._last = torch.cat([self._last, self._last.new_zeros(more)])
             self._last.index_copy_(0, step.drawn_rows, tokens)
         return [tokens, *logprobs]
 

@@ -282,5 +282,40 @@ def test_on_a_cpu_a_thread_computes_and_its_failures_are_told() -> None:
     runner.close()
 
 
+def test_a_step_that_stands_on_a_failed_one_reads_no_foreign_memory() -> None:
+    """What it is fed is of nobody, but a token: on a GPU a place outside of memory would end the process."""
+    model, dtype = load_model(cached_model(Recipe()))
+    spec = model.cache_spec(16, dtype)
+    runner = ModelRunner(model, spec, 64, device=CPU, dtype=dtype, max_model_len=64, overlap=True)
+    config = SchedulerConfig(max_num_seqs=40, max_num_batched_tokens=400, max_model_len=64)
+    core = EngineCore(Scheduler(config, KVCache(spec, 64)), runner, lambda events: None, overlap=True)
+    core.add(Request(request_id="first", token_ids=[1, 2, 3], params=SamplingParams(max_tokens=9)), 0.0)
+    core.step(0.0)
+    for i in range(30):  # more rows than there were
+        core.add(Request(request_id=str(i), token_ids=[i + 1] * 3, params=SamplingParams(max_tokens=9)), 0.0)
+    prepare = runner._prepare
+
+    def fails(plan: StepPlan) -> Any:
+        prepare(plan)
+        raise MemoryError("no memory to send a step")
+
+    runner._prepare = fails  # type: ignore[method-assign]
+    core.step(0.0)
+    runner._prepare = prepare  # type: ignore[method-assign]
+    computed: list[Any] = []
+    compute = runner._compute
+
+    def watched(step: Any) -> Any:
+        computed.append(compute(step))
+        return computed[-1]
+
+    runner._compute = watched  # type: ignore[method-assign]
+    assert len(core.step(0.0)) == 31  # with an error
+    while core.has_work:
+        core.step(0.0)
+    runner.close()
+    assert len(computed) == 1  # the one that stood on it went through
+
+
 def _lost() -> None:
     raise RuntimeError("gone")
