@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,6 +82,29 @@ def test_echo_in_a_continued_chat(engine: Any) -> None:
     message = answer["choices"][0]["message"]
     assert message["role"] == "assistant"
     assert message["content"].startswith("One, two,")
+
+
+RECORDED = Path(__file__).parents[1] / "golden" / "vllm" / "recorded-0.32.0" / "answers.json.gz"
+OTHERWISE: dict[str, int] = {}
+"""Of the recorded requests those that we answer otherwise, on purpose."""
+
+
+def test_what_vllm_refuses_and_takes(start_engine: Any) -> None:
+    """Every request of a recorded story gets the status that vLLM gave; a prompt that is too long is told the limit."""
+    engine = start_engine("--max-model-len", "4096", "--served-model-name", "tiny")
+    with gzip.open(RECORDED) as file:
+        exchanges = [e for e in json.load(file)["exchanges"] if e["body"] is not None and not e["headers"]]
+    assert len(exchanges) > 25
+    answers = {e["label"]: call(engine.url + e["path"], e["body"]) for e in exchanges}
+    expected = {e["label"]: e["status"] for e in exchanges} | OTHERWISE
+    assert {label: answer[0] for label, answer in answers.items()} == expected
+    for label in ("too long", "too long for its answer", "chat too long"):
+        assert "4096" in answers[label][2]["error"]["message"]
+    for name in ("chat", "chat continued"):
+        plain, echoed = (answers[f"{name}, echo {echo}"][2]["choices"][0]["message"]["content"] for echo in (False, True))
+        theirs = [json.loads(e["answer"]) for e in exchanges if e["label"].startswith(f"{name}, echo")]
+        before, after = (answer["choices"][0]["message"]["content"] for answer in theirs)
+        assert (echoed == plain) == (after == before)
 
 
 # ---------------------------------------------------------------- wrong input
