@@ -85,8 +85,8 @@ def test_echo_in_a_continued_chat(engine: Any) -> None:
 
 
 RECORDED = Path(__file__).parents[1] / "golden" / "vllm" / "recorded-0.32.0" / "answers.json.gz"
-OTHERWISE: dict[str, int] = {}
-"""Of the recorded requests those that we answer otherwise, on purpose."""
+OTHERWISE = {"too long for its answer": 400}
+"""What we answer otherwise on purpose: vLLM 0.32 gives fewer tokens than were asked for."""
 
 
 def test_what_vllm_refuses_and_takes(start_engine: Any) -> None:
@@ -101,9 +101,9 @@ def test_what_vllm_refuses_and_takes(start_engine: Any) -> None:
     for label in ("too long", "too long for its answer", "chat too long"):
         assert "4096" in answers[label][2]["error"]["message"]
     for name in ("chat", "chat continued"):
-        plain, echoed = (answers[f"{name}, echo {echo}"][2]["choices"][0]["message"]["content"] for echo in (False, True))
+        ours = [answers[f"{name}, echo {echo}"][2] for echo in (False, True)]
         theirs = [json.loads(e["answer"]) for e in exchanges if e["label"].startswith(f"{name}, echo")]
-        before, after = (answer["choices"][0]["message"]["content"] for answer in theirs)
+        plain, echoed, before, after = (a["choices"][0]["message"]["content"] for a in (*ours, *theirs))
         assert (echoed == plain) == (after == before)
 
 
