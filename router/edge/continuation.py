@@ -16,6 +16,7 @@ import msgspec
 
 from prompts.schemas import MEDIA_PARTS
 from router.decide.messages import RouteRequest
+from router.http.headers import ProtocolError
 from router.http.request import HttpRequest
 
 try:
@@ -47,6 +48,8 @@ _IN_THE_PROMPT = frozenset((
 ))
 # fmt: on
 """Fields that have done their work when the first token comes."""
+_ODD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError, TypeError, ValueError, AttributeError)
+"""What events of another form than that of these engines raise."""
 _NOTHING = frozenset((b"null", b"false", b"[]", b"{}", b'""'))
 _Fields = dict[str, msgspec.Raw]
 _fields = msgspec.json.Decoder(_Fields)
@@ -151,7 +154,9 @@ class Continuation:
             if self._asks_ids:
                 return None
             answer = answer[: tokens.spoken]
-        if not prompt or (self._shape is not None and len(answer) <= self._sent):
+        if not prompt or (self._shape or _shape(tokens.last)) is None:
+            return None
+        if self._shape is not None and len(answer) <= self._sent:
             return None  # no token came since it went on: this may be a request that kills its workers
         ids = prompt + answer
         if self._asked_for(ids, len(answer), tokens_max) is None:
@@ -209,12 +214,15 @@ class Continuation:
     # Answering ----------------------------------------------------------------------------------------------------
 
     def pass_on(self, content: bytes) -> bytes:
-        """What the client gets for the next bytes of a worker's answer."""
+        """What the client gets for the next bytes of a worker's answer. Raises ProtocolError where it is no answer."""
         assert self.tokens is not None
         events = self.tokens.feed(content)
         if self._shape is None or not events:
             return events
-        return b"".join(map(self._as_first, filter(None, events.split(b"\n\n"))))
+        try:
+            return b"".join(map(self._as_first, filter(None, events.split(b"\n\n"))))
+        except _ODD as error:
+            raise ProtocolError(f"an event of the worker that went on: {error!r}") from error
 
     def _as_first(self, event: bytes) -> bytes:
         """An event of the worker that goes on, in the shape of the first one's."""
@@ -261,7 +269,10 @@ class Continuation:
             return _DONE
         prompt, answer = len(_ids(tokens.prompt)), len(_ids(tokens.answer))
         usage = {"prompt_tokens": prompt, "total_tokens": prompt + answer, "completion_tokens": answer}
-        made = {**(self._shape or _shape(tokens.last)), "choices": [], "usage": usage}
+        shape = self._shape or _shape(tokens.last)
+        if shape is None:
+            return None
+        made = {**shape, "choices": [], "usage": usage}
         return b"data: " + msgspec.json.encode(made) + b"\n\n" + _DONE
 
 
@@ -269,11 +280,14 @@ def _ids(packed: bytes) -> array[int]:
     return array("I", packed)
 
 
-def _shape(event: bytes) -> dict[str, Any]:
-    """An event without what is its own."""
-    told: dict[str, Any] = msgspec.json.decode(event.removeprefix(b"data:").strip())
-    told.pop("prompt_token_ids", None)
-    (choice,) = told["choices"]
-    for name in ("delta", "text", "token_ids", "prompt_token_ids"):
-        choice.pop(name, None)
+def _shape(event: bytes) -> dict[str, Any] | None:
+    """An event without what is its own; None where it is none of one choice."""
+    try:
+        told: dict[str, Any] = msgspec.json.decode(event.removeprefix(b"data:").strip())
+        told.pop("prompt_token_ids", None)
+        (choice,) = told["choices"]
+        for name in ("delta", "text", "token_ids", "prompt_token_ids"):
+            choice.pop(name, None)
+    except _ODD:
+        return None
     return told

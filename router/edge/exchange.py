@@ -211,6 +211,8 @@ class Exchange:
         )
         self.sent_s = self.progress.last_byte_s = self._proxy.now()
         connection.send(head, body)
+        if self._paused:
+            connection.pause_reading()
 
     def upstream_data(self, data: bytes) -> None:
         """Bytes from the worker."""
@@ -337,9 +339,9 @@ class Exchange:
             refused = head.status >= 400
             if self.route is not None and self.route.stream:
                 self._proxy.core.progress(self.request_id, self.progress.reads)
-            self._proxy.perform(
-                self._proxy.core.finished(self.request_id, self.usage, self._proxy.now(), refused=refused)
-            )
+            # Of an answer that went on, it is about another request than the last one that was routed.
+            usage = None if self._stream is not None and self._stream.goes_on else self.usage
+            self._proxy.perform(self._proxy.core.finished(self.request_id, usage, self._proxy.now(), refused=refused))
         self.client.finish(keep_alive=self._keeps_alive(head))
 
     # From the native relay ----------------------------------------------------------------------------------------

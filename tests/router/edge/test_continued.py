@@ -366,3 +366,22 @@ def test_it_can_be_switched_off(edge: Any, make_post: Any) -> None:
         assert "return_token_ids" not in log[0]
 
     edge.run(scenario())
+
+
+@both
+@pytest.mark.parametrize("odd", [b"data: {}\n\n", b"data: nothing\n\n", b'data: {"choices":[1]}\n\n', b"\xff\n\n"])
+def test_a_worker_that_goes_on_with_nonsense_crashes_nothing(edge: Any, make_post: Any, odd: bytes) -> None:
+    async def nonsense(received: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + chunk(odd) + b"0\r\n\r\n")
+
+    async def scenario() -> None:
+        await edge.start()
+        log: list[dict[str, Any]] = []
+        await edge.worker(worker("a", 3, log), "a", engine="blockcast")
+        await edge.worker(nonsense, "b", engine="blockcast")
+        ends = [content_of(await edge.exchange(make_post(json.dumps(CHATS).encode())))[1] for _ in range(2)]
+        assert False in ends
+        assert not edge.metrics.crashes
+        edge.core.check_invariants()
+
+    edge.run(scenario())
