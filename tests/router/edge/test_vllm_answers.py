@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,19 @@ REFUSED = [e for e in exchanges("answers") if e["body"] and e["status"] >= 400]
 def replayed(edge: Any, exchange: dict[str, Any]) -> Any:
     kind = b"content-type: " + exchange["type"].encode()
     return edge.reply(exchange["answer"].encode(), b"%d Told" % exchange["status"], (kind,))
+
+
+def streamed(answer: str) -> Any:
+    """A script: a chunk an event."""
+
+    async def script(received: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        for event in answer.encode().split(b"\n\n")[:-1]:
+            writer.write(b"%x\r\n%b\n\n\r\n" % (len(event) + 2, event))
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+
+    return script
 
 
 def request(exchange: dict[str, Any]) -> bytes:
@@ -67,5 +82,34 @@ def test_the_500_of_a_dead_core_is_answered_by_another_worker(edge: Any) -> None
         for _ in range(3):
             answer = await edge.exchange(request(dead))
             assert answer.endswith(b'{"ok":true}')
+
+    edge.run(scenario())
+
+
+def test_a_stream_whose_core_dies_goes_on_at_another_worker(edge: Any) -> None:
+    """vLLM ends it with an error in an event and `[DONE]`, as if it were whole."""
+    dead = next(e for e in exchanges("engine_dies") if e["label"] == "a stream under way")
+    dead["body"].pop("return_token_ids")  # the router asks for them
+    told = [json.loads(line[6:]) for line in dead["answer"].split("\n\n") if line.startswith("data: {")]
+    assert told[-1]["error"]["code"] == 500
+    said = [choice for chunk in told[:-1] for choice in chunk["choices"]]
+    answered = [token for choice in said for token in choice["token_ids"]]
+    text = "".join(choice["text"] for choice in said)
+    last = {**told[-2], "choices": [{**said[-1], "text": " end", "token_ids": [7], "finish_reason": "length"}]}
+
+    async def scenario() -> None:
+        await edge.start()
+        await edge.worker(streamed(dead["answer"]), engine="vllm")
+        rest = f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n"
+        other = await edge.worker(streamed(rest), engine="vllm")
+        answer = (await edge.exchange(request(dead))).decode()
+        assert '"error"' not in answer
+        assert answer.count("[DONE]") == 1
+        asked = json.loads(other.received[0].body)
+        kept = len(asked["prompt"]) - 90
+        found = [json.loads(chunk) for chunk in re.findall(r"^data: (\{.*\})$", answer, re.MULTILINE)]
+        assert "".join(choice["text"] for chunk in found for choice in chunk["choices"]) == text + " end"
+        assert asked["prompt"] == [*dead["body"]["prompt"], *answered[:kept]]
+        assert asked["max_tokens"] == 3000 - kept
 
     edge.run(scenario())
