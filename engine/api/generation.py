@@ -39,10 +39,6 @@ class Generation:
     def __post_init__(self) -> None:
         self.by_id = {request.request_id: choice for request, choice in zip(self.requests, self.choices)}
 
-    @property
-    def streams(self) -> bool:
-        return bool(self.body.stream)
-
     def head(self) -> dict[str, Any]:
         """What every answer and every chunk of one begins with."""
         return {"id": self.id, "created": self.created, "model": self.model}

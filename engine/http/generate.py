@@ -90,7 +90,7 @@ async def _serve(
     try:
         state.metrics.prompt_tokens += sum(map(len, generation.prompts))
         follower = PieceStream(state, generation, stream)
-        if generation.streams:
+        if generation.body.stream:
             return await _stream(state, writer, follower, answer)
         async for _ in follower:
             pass

@@ -80,15 +80,12 @@ class SimulatedRunner:
         self._clock = clock
         self._sleep = sleep
         self._due_s = 0.0
-        self._steps = self._told_steps = 0
-        self._step_s = self._told_step_s = 0.0
-        self._late_s = self._told_late_s = 0.0
-        self._late_s_max = self._untold_s_max = 0.0
+        self._all, self._lately = Lateness(), Lateness()
         self._tell_at_s = clock() + REPORT_S
 
     @property
     def lateness(self) -> Lateness:
-        return Lateness(steps=self._steps, step_s=self._step_s, late_s=self._late_s, late_s_max=self._late_s_max)
+        return self._all
 
     def execute(self, plan: StepPlan) -> StepResult:
         first_s = min(chunk.seq.arrival_s for chunk in plan.chunks)
@@ -103,30 +100,34 @@ class SimulatedRunner:
         return result
 
     def close(self) -> None:
-        if self._steps:
-            self._tell("in all", self._steps, self._step_s, self._late_s, self._late_s_max)
+        if self._all.steps:
+            _tell("in all", self._all)
 
     def _count(self, takes_s: float, late_s: float) -> None:
-        self._steps += 1
-        self._step_s += takes_s
-        self._late_s += late_s
-        self._late_s_max = max(self._late_s_max, late_s)
-        self._untold_s_max = max(self._untold_s_max, late_s)
+        self._all, self._lately = _with(self._all, takes_s, late_s), _with(self._lately, takes_s, late_s)
         now_s = self._due_s + late_s
         if late_s > FORGIVEN_S:
             self._due_s = now_s
         if now_s >= self._tell_at_s:
-            steps, step_s = self._steps - self._told_steps, self._step_s - self._told_step_s
-            self._tell("lately", steps, step_s, self._late_s - self._told_late_s, self._untold_s_max)
-            self._told_steps, self._told_step_s, self._told_late_s = self._steps, self._step_s, self._late_s
-            self._tell_at_s, self._untold_s_max = now_s + REPORT_S, 0.0
+            _tell("lately", self._lately)
+            self._tell_at_s, self._lately = now_s + REPORT_S, Lateness()
 
-    def _tell(self, when: str, steps: int, step_s: float, late_s: float, late_s_max: float) -> None:
-        level = logging.WARNING if late_s > WORRYING_SHARE * step_s else logging.INFO
-        log.log(
-            level, "simulated steps %s: %d of %.2f ms in the mean, late by %.3f ms in the mean, %.1f ms at most",
-            when, steps, step_s / steps * 1e3, late_s / steps * 1e3, late_s_max * 1e3,
-        )  # fmt: skip
+
+def _with(known: Lateness, takes_s: float, late_s: float) -> Lateness:
+    return Lateness(
+        steps=known.steps + 1,
+        step_s=known.step_s + takes_s,
+        late_s=known.late_s + late_s,
+        late_s_max=max(known.late_s_max, late_s),
+    )
+
+
+def _tell(when: str, late: Lateness) -> None:
+    log.log(
+        logging.WARNING if late.late_s > WORRYING_SHARE * late.step_s else logging.INFO,
+        "simulated steps %s: %d of %.2f ms in the mean, late by %.3f ms in the mean, %.1f ms at most",
+        when, late.steps, late.step_s / late.steps * 1e3, late.late_s / late.steps * 1e3, late.late_s_max * 1e3,
+    )  # fmt: skip
 
 
 def _add_logprobs(result: StepResult, index: int, chunk: Chunk) -> None:
