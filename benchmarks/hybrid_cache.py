@@ -83,10 +83,10 @@ class OurRule:
                 end = cache.clip(seq, min(len(seq.token_ids), seq.computed + PREFILL_TOKENS_MAX))
                 grown = cache.grow(seq, end)
                 assert grown, "a request that fits alone did not fit alone"
-                chunk = Chunk(seq, seq.computed, end, end == len(seq.token_ids))
+                plan = StepPlan(chunks=[Chunk(seq, seq.computed, end, end == len(seq.token_ids))])
                 cache.reserve(seq, end)
-                cache.fill(StepPlan(chunks=[chunk]))
-                cache.commit([chunk])
+                cache.fill(plan)
+                cache.commit(plan.chunks)
         self._measure_holes()
         cache.release(seq)
         cache.forget_names(seq)
