@@ -98,6 +98,7 @@ void Tokens::rewind(bool exact) {
 
 void Tokens::event(std::string_view text, std::string& out) {
     std::string kept;
+    const std::size_t before = answer.size();
     const bool cut = take_ids(text, kept);
     const std::string_view passed = cut ? std::string_view(kept) : text;
     const std::size_t delta = passed.find("\"delta\":{");
@@ -106,8 +107,11 @@ void Tokens::event(std::string_view text, std::string& out) {
         odd |= inner.substr(0, 1) != "}" && inner != "\"content\"" && inner.substr(0, 6) != "\"role\"";
         odd |= contains(passed, "\"reasoning") || contains(passed, "\"tool_calls\":[{");
     }
-    if (has_text(passed, delta != kNone ? "\"content\":\"" : "\"text\":\"")) spoken = answer.size();
     finished |= contains(passed, "\"finish_reason\":\"");
+    if (has_text(passed, delta != kNone ? "\"content\":\"" : "\"text\":\"")) {
+        spoken = answer.size();
+        odd |= spoken == before && !finished;
+    }
     if (contains(passed, "\"choices\":[{")) last.assign(passed);
     ++events;
     out.append(passed);

@@ -36,7 +36,7 @@ public:
     std::size_t spoken = 0;    // tokens of `answer` when text last came with them
     std::string last;          // the last event with a choice, as it was passed on
     std::uint64_t events = 0;  // events passed on
-    bool odd = false;          // something besides text was told: reasoning, a tool's call
+    bool odd = false;          // something besides text was told (reasoning, a tool's call), or text without its ids
     bool finished = false;     // a finish reason has come
     bool failed = false;       // an event says that the worker failed
 

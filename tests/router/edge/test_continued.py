@@ -112,6 +112,16 @@ def test_what_is_not_text_is_noticed(delta: dict[str, Any]) -> None:
     assert tokens.odd
 
 
+@pytest.mark.parametrize("ids", [{}, {"token_ids": None}, {"token_ids": []}, {"token_ids": ["a"]}, {"token_ids": 5}])
+def test_text_without_its_ids_is_noticed(ids: dict[str, Any]) -> None:
+    """vLLM tells none where it hides reasoning."""
+    tokens = Tokens(True)
+    tokens.feed(event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}], prompt_token_ids=[1]))
+    assert not tokens.odd
+    tokens.feed(event(choices=[{"index": 0, "delta": {"content": "x"}, "finish_reason": None, **ids}]))
+    assert tokens.odd
+
+
 def test_a_failure_told_in_the_middle_is_kept_back() -> None:
     tokens = Tokens(True)
     text = event(choices=[{"index": 0, "text": "a", "token_ids": [1]}])
