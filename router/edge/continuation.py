@@ -124,6 +124,8 @@ class Continuation:
         self.tokens = Tokens(not self._asks_ids) if self._is_exact() else None
         if self.tokens is None or self._asks_ids:
             return (self._body,)
+        if "return_token_ids" in self._fields:  # of one name said twice the last counts
+            return (msgspec.json.encode({**self._fields, "return_token_ids": True}),)
         return (self._body.replace(b"{", b'{"return_token_ids":true,', 1),)
 
     def _is_exact(self) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S_MAX = 120.0
+VLLM_RANKS = "--data-parallel-size"
 READY = r"(?:^ready +|router listening on )(http://\S+)$"
 """What our programs say when they serve; the group is the URL."""
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -124,8 +125,13 @@ def free_ports(count: int) -> int:
     raise OSError(f"no {count} free ports in a row")
 
 
-def vllm_command(command: list[str], ranks: int = 1) -> tuple[list[str], str, int]:
+def vllm_ranks(command: list[str]) -> int:
+    return int(command[command.index(VLLM_RANKS) + 1]) if VLLM_RANKS in command else 1
+
+
+def vllm_command(command: list[str]) -> tuple[list[str], str, int]:
     """A `vllm serve` with a port and events: the whole command, its URL, and where rank 0 publishes."""
+    ranks = vllm_ranks(command)
     port, events, replay = free_port(), free_ports(ranks), free_ports(ranks)
     config = {"enable_kv_cache_events": True, "publisher": "zmq"}
     config |= {"endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://*:{replay}"}

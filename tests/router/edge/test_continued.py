@@ -58,6 +58,7 @@ def test_prompts_that_are_several_cannot_go_on() -> None:
     [
         ({}, True),
         ({"temperature": 0.7}, True),
+        ({"return_token_ids": False}, True),
         ({"temperature": 0, "seed": 3}, True),
         ({"seed": 3}, False),
         ({"stop": ["a"]}, False),
