@@ -44,8 +44,8 @@ class PlanWriter:
     """The leader's end."""
 
     def __init__(self) -> None:
-        self._sent: dict[int, tuple[int, Sequence, list[list[BlockId]]]] = {}
-        """id(sequence) -> its chunk in the last plan, itself, and its block tables as the followers have them."""
+        self._sent: dict[Sequence, tuple[int, int, list[int]]] = {}
+        """Sequence -> its chunk in the last plan, its `table_changes` then, and the lengths of its block tables."""
 
     def write(self, plan: StepPlan) -> Planned:
         """The message of the next plan."""
@@ -53,11 +53,11 @@ class PlanWriter:
         chunks = []
         for index, chunk in enumerate(plan.chunks):
             seq = chunk.seq
-            previous, _, tables = sent.get(id(seq)) or (None, seq, [[] for _ in seq.block_tables])
-            changes = [_change(old, new) for old, new in zip(tables, seq.block_tables, strict=True)]
-            for table, change in zip(tables, changes, strict=True):
-                table[change.kept :] = change.blocks
-            self._sent[id(seq)] = (index, seq, tables)
+            previous, changed, lengths = sent.get(seq) or (None, None, [])
+            if changed != seq.table_changes:
+                lengths = [0] * len(seq.block_tables)
+            changes = [TableChange(kept, table[kept:]) for kept, table in zip(lengths, seq.block_tables, strict=True)]
+            self._sent[seq] = (index, seq.table_changes, [len(table) for table in seq.block_tables])
             tokens = seq.token_ids[chunk.start : chunk.end]
             scored_len = None if seq.request.params.prompt_logprobs is None else seq.prompt_len
             chunks.append(
@@ -100,11 +100,3 @@ class PlanReader:
 
 _REQUEST = Request(request_id="led", token_ids=[], params=SamplingParams())
 _SCORED = Request(request_id="led", token_ids=[], params=SamplingParams(prompt_logprobs=0))
-
-
-def _change(old: list[BlockId], new: list[BlockId]) -> TableChange:
-    """What makes `new` of `old`."""
-    kept = len(old)
-    if new[:kept] != old:
-        kept = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-    return TableChange(kept, new[kept:])

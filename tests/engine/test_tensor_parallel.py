@@ -305,8 +305,10 @@ def random_chunk(rng: random.Random, seq: Sequence) -> Chunk:
     for table in seq.block_tables:
         if rng.random() < 0.2:
             del table[rng.randrange(len(table) + 1) :]
+            seq.table_changes += 1
         if table and rng.random() < 0.2:
             table[rng.randrange(len(table))] = BlockId(rng.randrange(99))
+            seq.table_changes += 1
         table += [BlockId(rng.randrange(99)) for _ in range(rng.randrange(3))]
     if seq.computed == len(seq.token_ids):
         seq.token_ids.append(rng.randrange(1000))
