@@ -6,6 +6,7 @@ shows); the next token is a function of the digest. What a correct engine genera
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Tokens
@@ -261,6 +262,7 @@ class Bench:
         outputs = self.core.step(self.now)
         for output in outputs:
             assert output.request_id not in self.ends, "an output after the last"
+            assert not re.search("AssertionError|KeyError|IndexError|TypeError", output.error or ""), output.error
             self.firsts.setdefault(output.request_id, output)
             self.outputs[output.request_id] += output.token_ids
             if output.finish_reason is not None:

@@ -1,0 +1,111 @@
+"""Mutants of overlapping steps, each wrong in one place, that the core's state machine must catch: its proof."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_device import Bench
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from engine.cache.checkpoints import Checkpoints
+from engine.cache.kv_cache import KVCache
+from engine.execution.block_tables import Seats
+from engine.scheduler import Scheduler
+
+_spec = importlib.util.spec_from_file_location("machine", Path(__file__).with_name("test_scheduler_machine.py"))
+assert _spec is not None
+assert _spec.loader is not None
+machine = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(machine)
+
+SEARCH = settings(
+    max_examples=400, stateful_step_count=30, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+    report_multiple_bugs=False, print_blob=False,
+)  # fmt: skip
+
+Patch = pytest.MonkeyPatch
+
+
+def ended_sequences_go_at_once(patch: Patch) -> None:
+    patch.setattr(Scheduler, "_end", lambda self, entry: self._remove(entry))
+
+
+def a_table_that_merged_is_not_sent_again(patch: Patch) -> None:
+    real = KVCache._merge
+
+    def merge(self: KVCache, seq: Any, chain: Any, merges: Any) -> None:
+        real(self, seq, chain, merges)
+        seq.table_changes -= 1
+
+    patch.setattr(KVCache, "_merge", merge)
+
+
+def a_row_is_another_ones(patch: Patch) -> None:
+    real = Seats.of
+    patch.setattr(Seats, "of", lambda self, chunks: (real(self, chunks)[0], []))
+
+
+def what_came_after_a_failure_is_kept(patch: Patch) -> None:
+    real = KVCache.abandon
+
+    def abandon(self: KVCache) -> None:
+        if len(self._out) > 1:
+            self._out.pop()
+        else:
+            real(self)
+
+    patch.setattr(KVCache, "abandon", abandon)
+
+
+def one_checkpoint_at_a_time(patch: Patch) -> None:
+    real = Checkpoints.save
+
+    def save(self: Checkpoints, seq: Any, node: Any, end: int) -> None:
+        self._states[seq].saving.clear()
+        real(self, seq, node, end)
+
+    patch.setattr(Checkpoints, "save", save)
+
+
+def chunks_stop_at_a_checkpoint_that_is_out(patch: Patch) -> None:
+    def clip(self: Checkpoints, seq: Any, end: int) -> int:
+        stops = self._states[seq].stops
+        return min(end, stops[0] * self._block_size) if stops else end
+
+    patch.setattr(Checkpoints, "clip", clip)
+
+
+def the_length_is_not_foreseen(patch: Patch) -> None:
+    real = Scheduler.add
+
+    def add(self: Scheduler, request: Any, now: float) -> None:
+        real(self, request, now)
+        entry = self._entries[request.request_id]
+        entry.length_max += 1
+
+    patch.setattr(Scheduler, "add", add)
+
+
+MUTANTS: list[Callable[[Patch], None]] = [
+    ended_sequences_go_at_once,
+    a_table_that_merged_is_not_sent_again,
+    a_row_is_another_ones,
+    what_came_after_a_failure_is_kept,
+    one_checkpoint_at_a_time,
+    chunks_stop_at_a_checkpoint_that_is_out,
+    the_length_is_not_foreseen,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_the_machine_catches(mutant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    mutant(monkeypatch)
+    overlapping = Bench.__init__
+    monkeypatch.setattr(Bench, "__init__", lambda self, *args, overlap: overlapping(self, *args, overlap=True))
+    with pytest.raises((AssertionError, KeyError, IndexError, AttributeError, ValueError)):
+        run_state_machine_as_test(machine.CoreMachine, settings=SEARCH)
