@@ -12,6 +12,8 @@ runs in a process of its own, so that memory and caches of one do not colour the
     match_us_1024             1,024 blocks, 64 workers that all hold them, token bytes in, the same prompt again (hot)
     decision_us_16k_tokens    a list of 16,385 token ids in, the worker with the longest usable prefix of 64 out
     route_us_16k_tokens       the same through the router's core: prices, books and pin included
+    route_us_8_workers        2,148 tokens in, worker out, where all hold the first 1,024 of them and one of eight
+    route_us_500_workers      1,024 more; four requests are in flight on each
     bytes_per_entry           growth of resident memory per (worker, group, block) at 1 M blocks: the larger of
                               each block on 1 and on 8 of 64 workers (bytes_per_entry_1, bytes_per_entry_8)
     pause_ms_max              longest single call (ingest of 16 blocks, clear) while the index grows to 5 M entries,
@@ -36,7 +38,7 @@ import _path  # noqa: F401
 import msgspec
 from harness.figures import in_words, machine, markdown, resident_bytes, write_json
 
-from router.decide.config import CoreConfig
+from router.decide.config import CoreConfig, LearnConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Forward, RouteRequest
 from router.decide.workers import ServedModel, WorkerSpec
@@ -219,6 +221,38 @@ def measure_decision() -> Result:
     }
 
 
+def measure_route(workers: int) -> Result:
+    """A system prompt that all hold, three sessions behind it on each."""
+    rng = random.Random(1)
+    core = RouterCore(make_index(seed=1), CoreConfig(learn=LearnConfig(enabled=False)))
+    system = tokens(rng, 1024)
+    sessions = [system + tokens(rng, 1024) for _ in range(3 * workers)]
+    for i in range(workers):
+        spec = WorkerSpec(f"w{i}", f"http://w{i}", models=(ServedModel("m", "m"),), cache_tokens=400_000)
+        (holder,) = core.add_worker(spec, 0.0).holders
+        for k in range(i, len(sessions), workers):
+            core.index.ingest(holder, stored(list(range(1000 * k + 1, 1000 * k + 129)), None, sessions[k]))
+
+    def route(name: str, now: float) -> float:
+        ids = rng.choice(sessions) + tokens(rng, 100)
+        request = RouteRequest(name, "m", SCOPE, ids, len(ids))
+        started = time.thread_time()
+        core.route(request, now)
+        return time.thread_time() - started
+
+    for i in range(4 * workers):
+        route(f"bg{i}", 0.1 * i / workers)
+        if rng.random() < 0.9:
+            core.first_token(f"bg{i}", 0.1 * i / workers + 0.01)
+    routed_s = []
+    for i in range(400):
+        now = 1.0 + i * 1e-3
+        routed_s.append(route("r", now))
+        core.aborted("r", now)
+        core.tick(now)
+    return {f"route_us_{workers}_workers": round(statistics.median(routed_s) * 1e6, 1)}
+
+
 def measure_memory(blocks: int, copies: int) -> Result:
     index, holders = filled(WORKERS)
     for _, payload in batches(99, 16 * 2000, 16, 1):  # warm the allocator and the generator up
@@ -284,6 +318,8 @@ def measure(quick: bool) -> Result:
     result = isolated(measure_ingest, blocks)
     result |= isolated(measure_match, quick)
     result |= isolated(measure_decision)
+    for workers in (8, 500):
+        result |= isolated(measure_route, workers)
     for copies in (1, 8):
         result |= isolated(measure_memory, memory_blocks // 64 * 64, copies)
     result["bytes_per_entry"] = max(result["bytes_per_entry_1"], result["bytes_per_entry_8"])
@@ -291,8 +327,8 @@ def measure(quick: bool) -> Result:
     return result | isolated(measure_pause, 512_000 if quick else 5_120_000)
 
 
-KEYS = ("ingest_blocks_per_cpu_s", "match_us_1024", "decision_us_16k_tokens", "route_us_16k_tokens", "bytes_per_entry",
-        "pause_ms_max")  # fmt: skip
+KEYS = ("ingest_blocks_per_cpu_s", "match_us_1024", "decision_us_16k_tokens", "route_us_16k_tokens",
+        "route_us_8_workers", "route_us_500_workers", "bytes_per_entry", "pause_ms_max")  # fmt: skip
 
 
 def print_table(result: Result) -> None:

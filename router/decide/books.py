@@ -14,9 +14,11 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from router.decide.config import CoreConfig, WorkingSetConfig
+from router.decide.config import CoreConfig
+from router.decide.shortlist import KEEP, LoadOrder
 from router.decide.target import Target
 from router.decide.workers import CacheView, WorkerSpec
+from router.decide.working_set import WorkingSets
 from router.index.protocol import HolderId, Match, PinId, PrefixIndex, Prompt, Scope
 
 HOT_RUNNING = 2
@@ -100,10 +102,23 @@ class CacheBook:
         """Prepare a prompt of so many tokens for the questions below."""
         return AskedPrompt(self._index, self._index.prepare(ids), scope, tokens)
 
-    def hits(self, prompt: AskedPrompt, candidates: Sequence[Target]) -> tuple[list[int], list[int], dict[int, Match]]:
+    def shortlist(self, prompt: AskedPrompt, order: LoadOrder) -> tuple[list[Target], dict[HolderId, Match]] | None:
+        """Those of the order that KEEP others do not beat in load and prefix, and what they match; None where a prefix
+        is known by a history and not by the index."""
+        if self._histories:
+            return None
+        found = self._index.match(prompt.ids, prompt.scope, order.holders, KEEP)
+        matches = {match.holder: match for match in found}
+        few = dict.fromkeys([*order.holders[:KEEP], *matches])
+        return [order.targets[holder] for holder in few], matches
+
+    def hits(
+        self, prompt: AskedPrompt, candidates: Sequence[Target], matches: dict[HolderId, Match] | None = None
+    ) -> tuple[list[int], list[int], dict[int, Match]]:
         """(h, the part of it that events or history vouch for) of every candidate; the matches that reach into slower
-        tiers, by the candidate's place."""
-        matches = {match.holder: match for match in self._index.match(prompt.ids, prompt.scope)}
+        tiers, by the candidate's place. `matches`: where they are known already."""
+        if matches is None:
+            matches = {match.holder: match for match in self._index.match(prompt.ids, prompt.scope)}
         histories = self._histories
         keys = prompt.keys(CHUNK_TOKENS) if histories else []
         cached, resident = [], []
@@ -242,162 +257,3 @@ class HistoryCache:
     def clear(self) -> None:
         """The worker restarted."""
         self._chunks.clear()
-
-
-@dataclass(slots=True, eq=False)
-class _Need:
-    """One target."""
-
-    capacity: int
-    count: int = 0
-    """Chunks that live there and were used before."""
-
-
-class WorkingSets:
-    """What each worker's cache is needed for: the prompts sent there last, twice at least, and not long ago (the
-    working set of Denning, 1968).
-
-    A prompt that came back is likely to come back again, longer; one that was not seen for a while is likely over. So
-    the need of a worker is the number of prompt tokens that were used before and whose last use, within `live_s`, was
-    there. Where it exceeds the capacity, prompts that live there push each other out in turn, and each return computes
-    again what the other took: what a new prompt costs its neighbours is not in its own prefill time.
-
-    Shared prefixes count once, and only where they were used last: a session that moves takes its need along. Nothing
-    is assumed of an engine but that it keeps what was used last. Invariants: the chunks are in the order of their last
-    use; a target's `count` is the number of chunks that live there and were used before; `_spare_min` is at most the
-    least of capacity - need.
-    """
-
-    def __init__(self, config: WorkingSetConfig) -> None:
-        self._enabled, self._live_s, self._reuse_max = config.enabled, config.live_s, config.reuse_max
-        self._chunk_tokens, self._keep = config.chunk_tokens, 1.0 - 1.0 / config.reuse_memory
-        self._needs: dict[str, _Need] = {}
-        self._chunks: OrderedDict[int, tuple[_Need, float, bool]] = OrderedDict()
-        """key -> (where it was used last, when, whether it counts: it was used before), oldest first."""
-        self._spare_min = 0
-        self._expired_s = 0.0
-        self._reused = 0.0
-        self._computed = 0.0
-
-    # Targets -----------------------------------------------------------------------------------------------------
-    def set_capacity(self, target: str, tokens: int | None) -> None:
-        """How much the target's cache holds; None where that is not known: it is then taken to be always enough."""
-        if tokens is None or not self._enabled:
-            self.clear(target)
-            self._needs.pop(target, None)
-        elif target in self._needs:
-            self._needs[target].capacity = tokens
-        else:
-            self._needs[target] = _Need(tokens)
-        self._recount()
-
-    def clear(self, target: str) -> None:
-        """The worker restarted: nothing is cached there any more."""
-        need = self._needs.get(target)
-        if need is None:
-            return
-        for key in [key for key, (home, _, _) in self._chunks.items() if home is need]:
-            del self._chunks[key]
-        need.count = 0
-        self._recount()
-
-    # What is sent ------------------------------------------------------------------------------------------------
-    def follows(self, target: str) -> bool:
-        """Whether `sent` counts for the target: its capacity is known."""
-        return target in self._needs
-
-    def sent(
-        self,
-        target: str,
-        keys: Sequence[int],
-        tokens: int,
-        now: float,
-        *,
-        cached_share: float,
-    ) -> None:
-        """A prompt of so many tokens went to the target, where `cached_share` (0 to 1) of it was cached."""
-        need = self._needs.get(target)
-        if need is None:
-            return
-        keep = self._keep
-        self._reused = self._reused * keep + tokens * cached_share
-        self._computed = self._computed * keep + tokens * (1.0 - cached_share)
-        chunks = self._chunks
-        for key in keys:
-            known = chunks.get(key)
-            if known is None:
-                chunks[key] = (need, now, False)
-                continue
-            if known[2]:
-                known[0].count -= 1
-            need.count += 1
-            chunks[key] = (need, now, True)
-            chunks.move_to_end(key)
-        self._spare_min = min(self._spare_min, self._spare(need))
-
-    @property
-    def reuse(self) -> float:
-        """How many times a computed token is used again, as far as lately seen, at most `reuse_max`."""
-        return min(self._reused / max(self._computed, 1.0), self._reuse_max)
-
-    # What the price asks -----------------------------------------------------------------------------------------
-    def crowded(self, tokens: int, now: float) -> bool:
-        """Whether any target may lack room for a prompt of so many tokens: if not, `overflows` is all zero."""
-        if now - self._expired_s >= 1.0:
-            self._expire(now)
-        return tokens > self._spare_min and bool(self._needs)
-
-    def overflows(
-        self, targets: Sequence[str], cached_shares: Sequence[float], keys: Sequence[int], tokens: int
-    ) -> list[float]:
-        """For each target, what share of this prompt would find no room if it lived there: 0 is all has, 1 none. What
-        is cached there now (`cached_shares`, 0 to 1) has found room."""
-        own: Counter[int] = Counter()
-        for key in keys:
-            known = self._chunks.get(key)
-            if known is not None and known[2]:
-                own[id(known[0])] += 1
-        found = []
-        for target, cached_share in zip(targets, cached_shares):
-            need = self._needs.get(target)
-            if need is None or not tokens:
-                found.append(0.0)
-                continue
-            others = (need.count - own[id(need)]) * self._chunk_tokens
-            over = max(others + tokens - need.capacity, 0) / tokens
-            found.append(min(over, 1.0 - cached_share))
-        return found
-
-    def need_tokens(self, target: str, now: float) -> int | None:
-        """Tokens that live there and were used before; None where the capacity is not known."""
-        self._expire(now)
-        need = self._needs.get(target)
-        return None if need is None else need.count * self._chunk_tokens
-
-    def check_invariants(self) -> None:
-        """Counts agree with what they count; times are in order."""
-        for name, need in self._needs.items():
-            count = sum(1 for home, _, counts in self._chunks.values() if home is need and counts)
-            assert need.count == count, f"{name}: {need.count} chunks counted, {count} live"
-            assert self._spare_min <= self._spare(need), f"{name}: spare {self._spare(need)} < {self._spare_min}"
-        times = [used_s for _, used_s, _ in self._chunks.values()]
-        assert times == sorted(times)
-        assert all(any(home is need for need in self._needs.values()) for home, _, _ in self._chunks.values())
-
-    def _expire(self, now: float) -> None:
-        self._expired_s = now
-        oldest_s = now - self._live_s
-        chunks = self._chunks
-        while chunks:
-            key, (need, used_s, counts) = next(iter(chunks.items()))
-            if used_s >= oldest_s:
-                break
-            del chunks[key]
-            need.count -= counts
-        self._recount()
-
-    def _spare(self, need: _Need) -> int:
-        return need.capacity - need.count * self._chunk_tokens
-
-    def _recount(self) -> None:
-        self._spare_min = min(map(self._spare, self._needs.values()), default=0)

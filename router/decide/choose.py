@@ -26,8 +26,10 @@ from router.decide.policy import (
     sticky_key,
 )
 from router.decide.registry import Registry
+from router.decide.shortlist import KEEP, LoadOrder
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
+from router.index.protocol import HolderId, Match
 
 NAME_CHARS_MAX = 64
 """Longer names of sessions, which clients make up, are known by their digest."""
@@ -77,6 +79,7 @@ class Chooser:
         self._lengths = lengths
         self._cost, self._policy, self._affinity = config.cost, config.policy, config.session_affinity
         self._chunk_tokens = config.working_set.chunk_tokens
+        self._shortens = config.policy == "kv" and config.policy_function is None and not config.session_affinity
         self._rng = rng
         self._rotation = 0
         self.own = OwnPolicy(config.policy_function) if config.policy_function is not None else None
@@ -94,21 +97,54 @@ class Chooser:
         *,
         ahead: Mapping[str, float] | None = None,
         held_s: float = 0.0,
+        explain: bool = False,
     ) -> Chosen:
-        """Price the candidates and pick one by the configured policy. `ahead`: seconds held for each target that go
-        before this request."""
-        prompt, loads = None, None
-        expected_tokens = self._lengths.expect(request)
-        cached = resident = [0] * len(candidates)
+        """Price the candidates, of a large pool those that may win, and pick one by the configured policy. `ahead`:
+        seconds held for each target that go before this request. `explain`: price all, whoever may win."""
+        prompt, matches, few = None, None, candidates
+        factor = self._tracker.utilisation_factor(now)
+        order = self._registry.order(request, candidates, factor) if self._shortens and not (ahead or held_s) else None
         if request.token_ids is not None:
             prompt = self._book.ask(request.token_ids, request.scope, request.prompt_tokens)
-            cached, resident, slower = self._book.hits(prompt, candidates)
+            if order is not None:
+                few, matches = self._book.shortlist(prompt, order) or (candidates, None)
+        elif order is not None:
+            few = [order.targets[holder] for holder in order.holders[:KEEP]]
+        pool = order if few is not candidates else None
+        chosen = self._price(request, prompt, few, matches, now, held_s=held_s, pool=pool)
+        if ahead:
+            chosen.cost.ahead = [ahead.get(target.name, 0.0) for target in candidates]
+        winner = self._affine(request, few, now)
+        chosen.winner = self._by_policy(request, few, chosen) if winner is None else winner
+        if explain and pool is not None:
+            whole = self._price(request, prompt, candidates, None, now, held_s=held_s, pool=pool)
+            whole.cost.beta, whole.winner = chosen.cost.beta, candidates.index(chosen.target)
+            return whole
+        return chosen
+
+    def _price(
+        self,
+        request: RouteRequest,
+        prompt: AskedPrompt | None,
+        targets: list[Target],
+        matches: dict[HolderId, Match] | None,
+        now: float,
+        *,
+        held_s: float,
+        pool: LoadOrder | None,
+    ) -> Chosen:
+        """The targets with all that a price of theirs takes; `matches` where they are known. Nothing is chosen yet."""
+        loads = None
+        expected_tokens = self._lengths.expect(request)
+        cached = resident = [0] * len(targets)
+        if prompt is not None:
+            cached, resident, slower = self._book.hits(prompt, targets, matches)
             if slower:
-                loads = [0.0] * len(candidates)
+                loads = [0.0] * len(targets)
                 for i, match in slower.items():
                     loads[i] = load_seconds(match, self._cost)
         cost = KvCost(
-            candidates,
+            targets,
             cached,
             loads,
             prompt_tokens=request.prompt_tokens,
@@ -117,23 +153,19 @@ class Chooser:
             now=now,
             config=self._cost,
             held_s=held_s,
+            pool=pool,
         )
-        if ahead:
-            cost.ahead = [ahead.get(target.name, 0.0) for target in candidates]
         if prompt is not None:
             cost.hot_tokens, cost.hot_share = self._book.hot(prompt)
             needed = prompt.tokens + 0.5 * expected_tokens
-            for i in [i for i, target in enumerate(candidates) if target.room_tokens < needed]:
-                cost.memory[i] = self._book.memory_seconds(prompt, candidates[i], needed)
+            for i in [i for i, target in enumerate(targets) if target.room_tokens < needed]:
+                cost.memory[i] = self._book.memory_seconds(prompt, targets[i], needed)
         if prompt is not None and self._book.working_sets.crowded(prompt.tokens, now):
-            cost.crowding = self._crowding(request, prompt, candidates, cached)
-        winner = self._affine(request, candidates, now)
-        if winner is None:
-            winner = self._by_policy(request, candidates, cost, resident)
-        return Chosen(cost, winner, prompt, resident)
+            cost.crowding = self._crowding(request, prompt, targets, cached)
+        return Chosen(cost, 0, prompt, resident)
 
-    def _by_policy(self, request: RouteRequest, candidates: list[Target], cost: KvCost, resident: list[int]) -> int:
-        policy = self._policy
+    def _by_policy(self, request: RouteRequest, candidates: list[Target], chosen: Chosen) -> int:
+        policy, cost, resident = self._policy, chosen.cost, chosen.resident
         rotation = self._rotation
         if self.own is not None:
             own = self.own.choose(request, [cost.terms(i, resident[i]) for i in range(len(candidates))])

@@ -77,7 +77,7 @@ class QueueConfig:
 
 @dataclass(frozen=True, slots=True)
 class WorkingSetConfig:
-    """What crowding a worker's cache costs (router/decide/books.py)."""
+    """What crowding a worker's cache costs (router/decide/working_set.py)."""
 
     enabled: Annotated[bool, "Count what each worker's cache is needed for."] = True
     live_s: Annotated[Seconds, "A prompt that was sent within so many seconds is expected to come back."] = 90.0

@@ -220,16 +220,15 @@ class RouterCore:
         """Deadlines, held requests, grace periods, breakers. Call at `next_tick()` or a little later."""
         self.tracker.advance(now)
         self.book.tick(now)
-        for worker in self.workers.values():
-            if self.registry.breaker.half_open(worker, now):
-                self.registry.changed()
+        if [worker for worker in self.registry.down if self.registry.breaker.half_open(worker, now)]:
+            self.registry.changed()
         due = self._held.due(now)
         expired = [self._expire(self._live[request_id], now, refuse=refuse) for request_id, refuse in due]
         return [*expired, *self._try_held(now)]
 
     def next_tick(self) -> float | None:
         """When `tick` will next have something to do; None while nothing is pending."""
-        times = [w.open_until_s for w in self.workers.values() if w.state is WorkerState.DOWN]
+        times = [worker.open_until_s for worker in self.registry.down]
         released_s = self.book.next_tick()
         if released_s is not None:
             times.append(released_s)
@@ -259,7 +258,9 @@ class RouterCore:
         candidates = self.registry.candidates(live.request, live.tried)
         if isinstance(candidates, Refuse):
             return candidates
-        choice = self._chooser.choose(live.request, candidates, now, ahead=ahead, held_s=self._held.prefill_s)
+        choice = self._chooser.choose(
+            live.request, candidates, now, ahead=ahead, held_s=self._held.prefill_s, explain=live.explain
+        )
         if in_line and self._reorders and ahead is None and len(self._held):
             before = self._held.ahead_of(live.request.priority, choice.work_s, live.arrived_s)
             self._chooser.choose_again(choice, before)

@@ -18,6 +18,7 @@ import xxhash
 from options import ConfigError
 from router.decide.config import CostConfig
 from router.decide.messages import RouteRequest, Terms
+from router.decide.shortlist import LoadOrder
 from router.decide.target import Target
 from router.index.protocol import Match
 
@@ -55,7 +56,8 @@ class KvCost:
     seconds that will be computed again for want of room there, or None where there is room everywhere; `memory[i]` the
     wait for KV memory, where there is one; `held_s` seconds
     of prefill that the router holds in all: they wait like what the targets were sent; `hot_tokens` is the beginning
-    that `hot_share` / (1 - `hot_share`) running requests have in common with this one.
+    that `hot_share` / (1 - `hot_share`) running requests have in common with this one; `pool`: what the targets are the
+    shortlist of.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class KvCost:
         config: CostConfig,
         held_s: float = 0.0,
         expected_tokens: float = 0.0,
+        pool: LoadOrder | None = None,
     ) -> None:
         self.targets = targets
         self.cached = cached
@@ -101,6 +104,8 @@ class KvCost:
             if target.peer is not None:
                 utilisation += target.peer.utilisation
         count = len(targets)
+        if pool is not None:
+            utilisation, work, arrivals, count = pool.peers, pool.work, pool.arrivals, len(pool.targets)
         mean_prefill = work / arrivals if arrivals > 0.0 else 0.0
         backlogs = (shortest + held_s / count) / mean_prefill if mean_prefill > 0.0 else 0.0
         self.beta = beta_of((utilisation + work * utilisation_factor) / count, backlogs, config)

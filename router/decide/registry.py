@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from router.decide.books import CacheBook
 from router.decide.messages import Refuse, RouteRequest
+from router.decide.shortlist import POOL_MIN, LoadOrder
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
 from router.decide.workers import (
@@ -38,9 +39,12 @@ class Registry:
         self.avoided: frozenset[str] = frozenset()
         """Workers that are candidates only where there is no other."""
         self.workers: dict[str, Worker] = {}
+        self.down: list[Worker] = []
+        """Those that are DOWN."""
         self._targets: dict[str, list[Target]] = {}
         self._pools: dict[tuple[str, str | None], tuple[list[Target], int | None]] = {}
         """(model, role) -> who serves it, and the shortest context of theirs."""
+        self._orders: dict[tuple[str, str | None], LoadOrder] = {}
         self._models: dict[str, ServedModel] | None = None
 
     # Workers -----------------------------------------------------------------------------------------------------
@@ -77,7 +81,10 @@ class Registry:
             if state is not before:
                 self._states[worker_id] = state
                 self.on_state(worker, before)
+        self.down = [worker for worker in self.workers.values() if worker.state is WorkerState.DOWN]
         self._pools.clear()
+        self._orders.clear()
+        self._tracker.orders.clear()
         self._models = None
 
     def alive(self, worker_id: str) -> None:
@@ -131,6 +138,19 @@ class Registry:
             return [t for t in pool if t.worker_id not in self.avoided] or pool
         return pool
 
+    def order(self, request: RouteRequest, candidates: list[Target], factor: float) -> LoadOrder | None:
+        """The order of a large pool, up to date; None for a small one, or where these candidates are only a part of it.
+        `factor`: of the tracker's utilisation."""
+        key = (request.model, request.role)
+        if len(candidates) < POOL_MIN or self._pools[key][0] is not candidates:
+            return None
+        order = self._orders.get(key)
+        if order is None:
+            order = self._orders[key] = LoadOrder(candidates, self._tracker.cost, factor)
+            self._tracker.orders.append(order)
+        order.renew(factor)
+        return order
+
     def why_not(self, request: RouteRequest) -> dict[str, str]:
         """worker -> why it is no candidate, for explanations."""
         found: dict[str, str] = {}
@@ -147,7 +167,7 @@ class Registry:
 
     def retry_after_s(self, now: float) -> float:
         """When a broken worker will next be tried."""
-        waits = [w.open_until_s - now for w in self.workers.values() if w.state is WorkerState.DOWN]
+        waits = [worker.open_until_s - now for worker in self.down]
         return max(1.0, min(waits, default=1.0))
 
     def _build_pool(self, key: tuple[str, str | None]) -> tuple[list[Target], int | None]:

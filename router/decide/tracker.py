@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.learn import PoolSpeeds
+from router.decide.shortlist import LoadOrder
 from router.decide.target import InFlight, Interval, RequestPhase, SharedLoad, Target, merged
 from router.index.protocol import HolderId
 
@@ -37,7 +38,7 @@ class LoadTracker:
 
     def __init__(self, service: ServiceModel, cost: CostConfig, learn: LearnConfig) -> None:
         self._service = service
-        self._cost = cost
+        self.cost = cost
         self._learn = learn
         self._speeds: dict[str, PoolSpeeds] = {}
         """pool -> what was learned of its targets; as many as models were ever served."""
@@ -50,6 +51,8 @@ class LoadTracker:
         """router -> target name -> load."""
         self.touched: set[str] = set()
         """Names of targets whose own load changed since whoever shares it last cleared this."""
+        self.orders: list[LoadOrder] = []
+        """Told of every change of a target's load."""
 
     # Targets -----------------------------------------------------------------------------------------------------
     def add_target(self, worker_id: str, rank: int | None, holder: HolderId, *, pool: str = "") -> Target:
@@ -57,7 +60,7 @@ class LoadTracker:
         speeds = self._speeds.get(pool)
         if speeds is None:
             speeds = self._speeds[pool] = PoolSpeeds(self._service, self._learn)
-        target = Target(worker_id, rank, holder, speeds, self._cost.progress_cap)
+        target = Target(worker_id, rank, holder, speeds, self.cost.progress_cap)
         self.targets[target.name] = target
         self._apply_peers(target)
         return target
@@ -106,7 +109,7 @@ class LoadTracker:
         target.left_tokens += expected_tokens
         target.refresh()
         target.requeue()
-        window = self._cost.utilisation_window_s
+        window = self.cost.utilisation_window_s
         grown = math.exp((now - self._epoch(now)) / window)
         target.utilisation_scaled += flight.prefill_s / window * grown
         target.arrivals_scaled += grown / window
@@ -158,7 +161,7 @@ class LoadTracker:
         target.refresh()
         target.requeue()
         if not computed:
-            window = self._cost.utilisation_window_s
+            window = self.cost.utilisation_window_s
             grown = math.exp((flight.routed_s - self._epoch(now)) / window)
             target.utilisation_scaled = max(0.0, target.utilisation_scaled - flight.prefill_s / window * grown)
         if reported_cached is not None:
@@ -175,6 +178,8 @@ class LoadTracker:
     def _touch(self, target: Target) -> None:
         if self.targets.get(target.name) is target:
             self.touched.add(target.name)
+            for order in self.orders:
+                order.note(target)
 
     def advance(self, now: float) -> None:
         """Let requests that do not stream pass their estimated first token. Call before reading any load."""
@@ -216,17 +221,16 @@ class LoadTracker:
     # Utilisation -------------------------------------------------------------------------------------------------
     def utilisation_factor(self, now: float) -> float:
         """U of a target at `now` = its `utilisation_scaled` * this (plus what peers told)."""
-        return math.exp(-(now - self._epoch(now)) / self._cost.utilisation_window_s)
+        return math.exp(-(now - self._epoch(now)) / self.cost.utilisation_window_s)
 
     def utilisation(self, target: Target, now: float) -> float:
         """U, other routers' share included."""
         factor = self.utilisation_factor(now)  # first: it may rescale what it is multiplied with
-        own = target.utilisation_scaled * factor
-        return own + (target.peer.utilisation if target.peer is not None else 0.0)
+        return target.utilisation_scaled * factor + (target.peer.utilisation if target.peer is not None else 0.0)
 
     def _epoch(self, now: float) -> float:
         """Decay is kept as one growing factor for all; start over before it overflows."""
-        window = self._cost.utilisation_window_s
+        window = self.cost.utilisation_window_s
         if self._epoch_s is None:
             self._epoch_s = now
         elif now - self._epoch_s > _RESCALE_WINDOWS * window:
@@ -235,6 +239,8 @@ class LoadTracker:
                 target.utilisation_scaled *= factor
                 target.arrivals_scaled *= factor
             self._epoch_s = now
+            for order in self.orders:
+                order.rebuild(1.0)
         return self._epoch_s
 
     @staticmethod
@@ -369,6 +375,8 @@ class LoadTracker:
         target.peer = merged(loads, target.prefill_rate) if loads else None
         target.refresh()
         target.requeue()
+        for order in self.orders:
+            order.note(target)
 
     # Truth -------------------------------------------------------------------------------------------------------
     def check_invariants(self) -> None:

@@ -156,10 +156,13 @@ class PrefixIndex(Protocol):
         """The form of a prompt that is cheapest where several calls are about it. The ids may be borrowed: they must
         not change meanwhile. Raises ValueError as `match` does."""
 
-    def match(self, token_ids: Tokens, scope: Scope) -> list[Match]:
+    def match(
+        self, token_ids: Tokens, scope: Scope, order: Sequence[HolderId] | None = None, keep: int = 1
+    ) -> list[Match]:
         """Usable prefix of every holder of `scope.model`; holders that hold nothing of the prompt are left out.
 
-        Raises ValueError for ids outside [0, 2^32) and ragged bytes.
+        `order`: holders, the preferred first. Then only those of them that fewer than `keep` earlier ones reach or
+        exceed in `pinned_tokens`, in that order. Raises ValueError for ids outside [0, 2^32), ragged bytes, `keep` 0.
         """
 
     def chunk_keys(self, token_ids: Tokens, scope: Scope, chunk_tokens: int) -> list[int]:

@@ -6,7 +6,7 @@ The bytes come from our own codec here; tests/golden holds those of real engines
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -709,6 +709,29 @@ def check_prepared_prompts(make: MakeIndex) -> None:
     other = index.add_holder("w2", "m")
     index.ingest(other, batch(run(3, size=4)))
     assert [match.tokens for match in index.match(prepared, SCOPE)] == [64, 12]
+
+
+def check_an_order_leaves_out_who_is_beaten(make: MakeIndex) -> None:
+    """Six holders of 4, 1, 0, 2, 2 and 3 blocks, one of the four in flight."""
+    index = make()
+    holders = [index.add_holder(f"w{i}", "m") for i in range(6)]
+    for holder, blocks in zip(holders, (3, 1, 0, 2, 2, 3)):
+        if blocks:
+            index.ingest(holder, batch(run(blocks)))
+    index.pin(holders[0], PROMPT[:65], SCOPE)
+
+    def unbeaten(order: Sequence[int], keep: int) -> list[tuple[int, int]]:
+        matches = index.match(PROMPT, SCOPE, [holders[i] for i in order], keep)
+        return [(holders.index(match.holder), match.pinned_tokens) for match in matches]
+
+    assert unbeaten([2, 1, 3, 4, 5, 0], 1) == [(1, 16), (3, 32), (5, 48), (0, 64)]
+    assert unbeaten([2, 1, 3, 4, 5, 0], 2) == [(1, 16), (3, 32), (4, 32), (5, 48), (0, 64)]
+    assert unbeaten([0, 1, 2, 3, 4, 5], 1) == [(0, 64)]
+    assert unbeaten([0, 1, 2, 3, 4, 5], 3) == [(0, 64), (1, 16), (3, 32), (4, 32), (5, 48)]
+    assert unbeaten([5, 3], 1) == [(5, 48)], "others are not asked about"
+    assert unbeaten([], 1) == []
+    with pytest.raises(ValueError, match="keep"):
+        unbeaten([1], 0)
 
 
 def check_chunk_keys_name_whole_prefixes_and_scopes(make: MakeIndex) -> None:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.decide.books import WorkingSets
 from router.decide.config import CoreConfig, LearnConfig, WorkingSetConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Forward, RouteRequest
 from router.decide.workers import ServedModel, WorkerSpec
+from router.decide.working_set import WorkingSets
 from router.index import make_index
 from router.index.protocol import Scope
 

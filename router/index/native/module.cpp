@@ -4,6 +4,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <functional>
 #include <mutex>
 
 #if PY_VERSION_HEX < 0x030B0000
@@ -199,10 +201,35 @@ private:
     std::vector<Media> media_;
 };
 
-nb::list match(const Index& index, nb::handle token_ids, nb::handle of) {
+// Of holders in the caller's order of preference: the matches that fewer than `keep` earlier holders reach or exceed.
+std::vector<Match> unbeaten(std::vector<Match> matches, nb::handle order, std::size_t keep) {
+    if (keep == 0) throw nb::value_error("keep is 0: expected at least 1");
+    std::sort(matches.begin(), matches.end(), [](const Match& a, const Match& b) { return a.holder < b.holder; });
+    std::vector<Match> kept;
+    std::vector<u64> longest;  // of those so far, `keep` at most: a heap, the shortest in front
+    for (nb::handle item : order) {
+        const u64 holder = nb::cast<u64>(item);
+        const auto at = std::lower_bound(matches.begin(), matches.end(), holder,
+                                         [](const Match& match, u64 wanted) { return match.holder < wanted; });
+        const bool found = at != matches.end() && at->holder == holder;
+        const u64 tokens = found ? at->pinned_tokens : 0;
+        if (longest.size() == keep) {
+            if (tokens <= longest.front()) continue;
+            std::pop_heap(longest.begin(), longest.end(), std::greater<>());
+            longest.pop_back();
+        }
+        longest.push_back(tokens);
+        std::push_heap(longest.begin(), longest.end(), std::greater<>());
+        if (found) kept.push_back(*at);
+    }
+    return kept;
+}
+
+nb::list match(const Index& index, nb::handle token_ids, nb::handle of, nb::handle order, std::size_t keep) {
     const Given prompt(token_ids);
     const Scope scope(index, of);
-    const std::vector<Match> matches = prompt.with([&](const Tokens& tokens) { return index.match(tokens, scope.view()); });
+    std::vector<Match> matches = prompt.with([&](const Tokens& tokens) { return index.match(tokens, scope.view()); });
+    if (!order.is_none()) matches = unbeaten(std::move(matches), order, keep);
     nb::list out;
     for (const Match& match : matches) out.append(nb::cast(match, nb::rv_policy::copy));
     return out;
@@ -332,7 +359,7 @@ NB_MODULE(_native, module) {
         .def("begin", [](Index& index, u64 holder, nb::bytes payload) { return new Ingesting(index, holder, payload); },
              nb::arg("holder"), nb::arg("payload"), nb::keep_alive<0, 1>())
         .def("prepare", [](Index&, nb::handle token_ids) { return new Prompt(token_ids); }, nb::arg("token_ids"))
-        .def("match", &match, nb::arg("token_ids"), nb::arg("scope"))
+        .def("match", &match, nb::arg("token_ids"), nb::arg("scope"), nb::arg("order") = nb::none(), nb::arg("keep") = 1)
         .def("pin",
              [](Index& index, u64 holder, nb::handle token_ids, nb::handle of) {
                  const Given prompt(token_ids);

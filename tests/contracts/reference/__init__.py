@@ -125,7 +125,20 @@ class ReferenceIndex:
     def prepare(self, token_ids: Sequence[int] | bytes) -> Prompt:
         return as_token_list(token_ids)
 
-    def match(self, token_ids: Tokens, scope: Scope) -> list[Match]:
+    def match(
+        self, token_ids: Tokens, scope: Scope, order: Sequence[HolderId] | None = None, keep: int = 1
+    ) -> list[Match]:
+        found = self._match(token_ids, scope)
+        if order is None:
+            return found
+        if keep < 1:
+            raise ValueError(f"keep is {keep}: expected at least 1")
+        known = {match.holder: match for match in found}
+        tokens = [known[holder].pinned_tokens if holder in known else 0 for holder in order]
+        beaten = [sum(other >= tokens[i] for other in tokens[:i]) for i in range(len(tokens))]
+        return [known[holder] for i, holder in enumerate(order) if tokens[i] and beaten[i] < keep]
+
+    def _match(self, token_ids: Tokens, scope: Scope) -> list[Match]:
         with self._lock:
             holders = [holder for holder in self._holders.values() if holder.model == scope.model]
             if not any(holder.blocks or self._pins[holder.id] for holder in holders):

@@ -1,0 +1,105 @@
+"""The few targets of a large pool that may win: a decision costs about the same before 500 workers as before 8.
+
+`LoadOrder` keeps a pool in the order of what a typical request of which nothing is cached would cost on each. Who is
+beaten by KEEP others that come before it and have as long a prefix is not priced. Among the priced is then one whose
+price exceeds the least by at most what differs between this request and the typical one:
+
+    |W * P - (that of the typical one)| * (the pool's largest slow - its least) + what `decode` differs by between the
+    two + progress + what a target's load changed since it was placed
+
+Where the index says who is unbeaten; here is only the order. Refuses to know requests, the index and clocks. Invariant:
+`holders` is `_order` without its keys; the sums are over what was placed.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+from router.decide.config import CostConfig
+from router.decide.target import Target
+from router.index.protocol import HolderId
+
+POOL_MIN = 33
+"""Smaller pools are priced whole."""
+KEEP = 6
+TYPICAL_TOKENS, TYPICAL_ANSWER = 1024, 256.0
+"""Uncached prompt and answer of the typical request."""
+RENEWED = 2
+"""Targets placed anew at each decision although nothing was noted of them: time passes, and answers grow."""
+
+
+class LoadOrder:
+    """A pool of targets, the least to do first, and the sums over it that the price asks for."""
+
+    def __init__(self, targets: Sequence[Target], config: CostConfig, factor: float) -> None:
+        """`factor`: U of a target is its `utilisation_scaled` times this."""
+        self._config = config
+        self.targets = {target.holder: target for target in targets}
+        self._turns = list(targets)
+        self._turn = 0
+        self.rebuild(factor)
+
+    def rebuild(self, factor: float) -> None:
+        """Place all anew: as at first, or after the scale of utilisation changed."""
+        self._moved: set[HolderId] = set()
+        self._order = sorted((self._key(target, factor), holder) for holder, target in self.targets.items())
+        self.holders = [holder for _, holder in self._order]
+        self._keys = {holder: key for key, holder in self._order}
+        self._parts = {holder: _parts(target) for holder, target in self.targets.items()}
+        self.work, self.arrivals, self.peers = (sum(column) for column in zip(*self._parts.values()))
+
+    def note(self, target: Target) -> None:
+        """Its load changed."""
+        if target.holder in self.targets:
+            self._moved.add(target.holder)
+
+    def renew(self, factor: float) -> None:
+        """Bring the order up to date; call before reading `holders` and the sums."""
+        for holder in self._moved:
+            self._place(holder, factor)
+        self._moved.clear()
+        for _ in range(RENEWED):
+            self._place(self._turns[self._turn].holder, factor)
+            self._turn = (self._turn + 1) % len(self._turns)
+
+    def _place(self, holder: HolderId, factor: float) -> None:
+        target, old = self.targets[holder], self._keys[holder]
+        parts, before = _parts(target), self._parts[holder]
+        self.work += parts[0] - before[0]
+        self.arrivals += parts[1] - before[1]
+        self.peers += parts[2] - before[2]
+        self._parts[holder] = parts
+        key = self._key(target, factor)
+        if key == old:
+            return
+        at = bisect.bisect_left(self._order, (old, holder))
+        del self._order[at], self.holders[at]
+        at = bisect.bisect_left(self._order, (key, holder))
+        self._order.insert(at, (key, holder))
+        self.holders.insert(at, holder)
+        self._keys[holder] = key
+
+    def _key(self, target: Target, factor: float) -> float:
+        """Seconds."""
+        prefill_s = target.prefill_seconds(TYPICAL_TOKENS, 0)
+        key = target.slow * (target.waiting_s - target.progress_max_s + prefill_s) + target.seat_s
+        key += self._config.utilisation_weight * target.utilisation_scaled * factor
+        if target.peer is not None:
+            key += self._config.utilisation_weight * target.peer.utilisation
+        if target.capacity_tokens and target.room_tokens < TYPICAL_TOKENS:
+            key += target.drain_seconds((TYPICAL_TOKENS - target.room_tokens) / target.capacity_tokens)
+        return key + self._config.decode_weight * target.decode_seconds(TYPICAL_TOKENS, TYPICAL_ANSWER)
+
+    def check_invariants(self) -> None:
+        """The order is sorted and whole, the sums are what they sum."""
+        assert self._order == sorted((key, holder) for holder, key in self._keys.items())
+        assert self.holders == [holder for _, holder in self._order]
+        for total, column in zip((self.work, self.arrivals, self.peers), zip(*self._parts.values())):
+            assert abs(total - sum(column)) <= 1e-6 * (1.0 + sum(column))
+
+
+def _parts(target: Target) -> tuple[float, float, float]:
+    """What it adds to the sums."""
+    peer = target.peer
+    return target.utilisation_scaled, target.arrivals_scaled, peer.utilisation if peer is not None else 0.0

@@ -1,0 +1,147 @@
+"""The shortlist of a large pool: its order against sorting, its choice against the price of all, its work counted."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from events.codec import encode_batch
+from events.types import BlockStored, EventBatch
+from router.decide import choose
+from router.decide.config import CoreConfig
+from router.decide.core import RouterCore
+from router.decide.messages import Decision, Forward, RouteRequest
+from router.decide.policy import KvCost
+from router.decide.shortlist import KEEP, TYPICAL_ANSWER, TYPICAL_TOKENS
+from router.decide.target import SharedLoad
+from router.decide.workers import ServedModel, WorkerSpec
+from router.index import make_index
+from router.index.protocol import Scope
+
+SCOPE = Scope("m")
+SYSTEM = list(range(2048))
+
+
+def fleet(workers: int, *, cached_by: int, seed: int = 1) -> tuple[RouterCore, random.Random]:
+    """The system prompt is cached on some workers, a session behind it on each of them; requests run everywhere."""
+    rng = random.Random(seed)
+    core = RouterCore(make_index(seed=1), CoreConfig(), seed=seed)
+    for i in range(workers):
+        spec = WorkerSpec(f"w{i}", f"http://w{i}", models=(ServedModel("m", "m"),), cache_tokens=200_000)
+        (holder,) = core.add_worker(spec, 0.0).holders
+        if i < cached_by:
+            ids = session(i % 20)
+            core.index.ingest(holder, encode_batch(EventBatch(0.0, [
+                BlockStored(list(range(1 + 1000 * i, 1 + 1000 * i + len(ids) // 16)), None, ids, 16, None, "GPU", None)
+            ])))  # fmt: skip
+    for i in range(3 * workers):
+        core.route(ask(f"bg{i}", rng.randrange(20), rng), 0.001 * i / workers)
+        if rng.random() < 0.8:
+            core.first_token(f"bg{i}", 0.001 * i / workers)
+    return core, rng
+
+
+def session(number: int) -> list[int]:
+    return SYSTEM + [10_000 + number] * 1024
+
+
+def ask(name: str, number: int, rng: random.Random, **changes: Any) -> RouteRequest:
+    ids = session(number)[: rng.choice([600, 2048, 3072])] + [rng.randrange(20_000, 90_000) for _ in range(200)]
+    return RouteRequest(name, "m", SCOPE, ids, len(ids), **changes)
+
+
+def bound(core: RouterCore, decision: Decision) -> float:
+    """By how much the price may exceed the least: router/decide/shortlist.py."""
+    targets, config = list(core.tracker.targets.values()), core.config.cost
+    length, expected = decision.prompt_tokens, decision.terms.output_tokens
+    slows = [target.slow for target in targets]
+    typical_s = targets[0].prefill_seconds(TYPICAL_TOKENS, 0)
+    weighed_s = (1.0 + decision.terms.beta) * targets[0].prefill_seconds(length, 0)
+    differ = [t.decode_seconds(length, expected) - t.decode_seconds(TYPICAL_TOKENS, TYPICAL_ANSWER) for t in targets]
+    return (
+        max(weighed_s, typical_s) * (max(slows) - min(slows))
+        + config.decode_weight * (max(differ) - min(differ))
+        + max(target.slow * target.progress_max_s for target in targets)
+        + 1e-6
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32), st.integers(40, 90), st.floats(0.0, 1.0))
+def test_the_choice_is_within_its_bound_of_the_least_price(seed: int, workers: int, cached: float) -> None:
+    core, rng = fleet(workers, cached_by=int(cached * workers), seed=seed)
+    for i in range(4):
+        decision = core.explain(ask("x", rng.randrange(20), rng), 0.004)
+        assert isinstance(decision, Decision)
+        assert len(decision.candidates) == workers
+        least, chosen = decision.candidates[0].cost, decision.terms.cost
+        assert chosen <= least + bound(core, decision), i
+        core.route(ask(f"r{i}", rng.randrange(20), rng), 0.004)
+
+
+@pytest.mark.parametrize("cached_by", [0, 20, 100])
+def test_nearly_always_it_is_the_least_price_itself(cached_by: int) -> None:
+    core, rng = fleet(100, cached_by=cached_by)
+    costs: list[tuple[float, float]] = []
+    for i in range(200):
+        placed = core.route(ask(f"r{i}", rng.randrange(20), rng), 0.01 + i * 1e-4, explain=True)
+        assert isinstance(placed, Forward)
+        costs.append((placed.decision.terms.cost, placed.decision.candidates[0].cost))
+        core.first_token(f"r{i}", 0.0101 + i * 1e-4)
+    assert sum(chosen <= least + 1e-3 for chosen, least in costs) >= 180
+    assert math.fsum(chosen - least for chosen, least in costs) <= 0.01 * math.fsum(least for _, least in costs)
+
+
+@pytest.mark.parametrize("cached_by", [0, 20, 500])
+def test_a_decision_prices_few_of_500(monkeypatch: pytest.MonkeyPatch, cached_by: int) -> None:
+    core, rng = fleet(500, cached_by=cached_by)
+    priced: list[int] = []
+
+    class Counted(KvCost):
+        def __init__(self, targets: Any, *args: Any, **more: Any) -> None:
+            priced.append(len(targets))
+            super().__init__(targets, *args, **more)
+
+    monkeypatch.setattr(choose, "KvCost", Counted)
+    for i in range(50):
+        core.route(ask(f"r{i}", rng.randrange(20), rng), 0.01)
+    assert len(priced) == 50
+    assert max(priced) <= 12 * KEEP, priced
+
+
+def test_the_order_follows_loads_peers_and_time() -> None:
+    core, rng = fleet(60, cached_by=30)
+    core.route(ask("first", 1, rng), 0.01)
+    (order,) = core.tracker.orders
+    order.check_invariants()
+    core.tracker.set_peer("other", {"w7": SharedLoad(prefill_s=9.0, prefill_requests=1, utilisation=0.5)})
+    core.aborted("bg5", 0.02)
+    core.route(ask("second", 1, rng), 0.03)
+    order.check_invariants()
+    assert order.targets[order.holders[-1]].name == "w7"
+    assert order.peers == pytest.approx(0.5)
+    now = 0.03
+    for i in range(60):  # past the change of scale: whatever was known is placed anew
+        now += 30.0
+        core.route(ask(f"late{i}", 1, rng), now)
+        order.check_invariants()
+    fresh = sorted(order._key(target, core.tracker.utilisation_factor(now)) for target in order.targets.values())
+    known = [key for key, _ in order._order]
+    assert known == pytest.approx(fresh, abs=0.05)
+    core.remove_worker("w3", now)
+    assert core.tracker.orders == []
+    core.route(ask("third", 1, rng), now)
+    assert len(core.tracker.orders[0].targets) == 59
+
+
+def test_a_part_of_a_pool_is_priced_whole() -> None:
+    core, rng = fleet(60, cached_by=60)
+    placed = core.route(ask("r", 1, rng, worker="w59"), 0.01)
+    assert isinstance(placed, Forward)
+    assert placed.decision.worker == "w59"
+    assert core.tracker.orders == [] or placed.decision.worker == "w59"
