@@ -28,6 +28,7 @@ from router.edge.upstream import UpstreamPool
 from router.http.budget import Budget
 from router.http.config import ClientTimeouts, HttpLimits
 from router.http.listener import Listener
+from router.index import make_index
 from router.index.protocol import HolderId, IndexStats, IngestReport, Match, PinId, Scope
 from router.prompting.config import PoolConfig
 from router.prompting.pool import Helpers
@@ -77,7 +78,7 @@ class EmptyIndex:
         self.pins.remove(pin)
 
     def stats(self) -> IndexStats:
-        return IndexStats(len(self.holders), 0, 0, len(self.pins), 0)
+        return make_index().stats()  # the native one's, which are no dataclass
 
     def groups(self, holder: HolderId) -> list[dict[str, object]]:
         return []
