@@ -58,8 +58,8 @@ class Workers:
         self.urls = [f"http://127.0.0.1:{http}" for http, _, _ in self.ports]
         self.programs: list[Program] = []
         for number, (http, publish, replay) in enumerate(self.ports):
-            events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{publish}",
-                      "replay_endpoint": f"tcp://127.0.0.1:{replay}"}  # fmt: skip
+            events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{publish}",
+                      "replay_endpoint": f"tcp://*:{replay}"}  # fmt: skip
             flags = ["--simulate", json.dumps(spec), "--port", str(http), "--served-model-name", MODEL,
                      "--kv-events-config", json.dumps(events), "--max-queue", "0"]  # fmt: skip
             self.programs.append(self._stack.enter_context(serve_engine(logs / f"worker{number}.log", *flags)))
@@ -101,7 +101,8 @@ def start(system: str, workers: Workers, log: Path) -> tuple[Program, str]:
 
         def up() -> bool:
             rows = call(f"{url}/workers")[1].get("workers", ())
-            return sum(row["state"] == "up" and row["cache_view"] == "events" for row in rows) == len(workers.urls)
+            followed = [s["up"] for row in rows if row["state"] == "up" for s in row["events"]["streams"]]
+            return followed == [True] * len(workers.urls)
 
         _await(up, lambda: call(f"{url}/workers"))
         return program, url
