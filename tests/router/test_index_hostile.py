@@ -151,6 +151,19 @@ def test_copies_in_a_dump_are_counted_not_added_one_by_one() -> None:
     assert twin.stats().entries == 50_000
 
 
+def test_a_dump_can_be_read_whatever_the_holder_has() -> None:
+    """A kind that a worker declared is as long as it likes; copies are counted beyond what a dump may tell."""
+    source, twin = make_index(3), make_index(3)
+    holder, copy = source.add_holder("a", "m"), twin.add_holder("b", "m")
+    source.declare_groups(holder, [{"group_idx": 0, "kind": "k" * 4_000, "block_size": 1}])
+    for _ in range(18):
+        source.ingest(holder, batch(*[stored([1] * 65_000, group_idx=0)]))
+    source.ingest(holder, batch(stored([5], group_idx=1)))
+    for chunk in dump(source, holder):
+        assert twin.ingest(copy, chunk).malformed == []
+    assert twin.groups(copy) == source.groups(holder)
+
+
 def test_a_slice_of_a_dump_is_bounded_and_a_holder_that_changed_has_no_next_one() -> None:
     index, holder = one_holder()
     for at in range(0, 50_000, 500):

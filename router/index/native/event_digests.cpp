@@ -27,7 +27,7 @@ public:
         !value ? nil() : *value < Number{0} ? head(0xd3, static_cast<u64>(*value), 8) : number(static_cast<u64>(*value));
     }
     void text(std::string_view text) {
-        text.size() < 32 ? head(static_cast<u8>(0xa0 | text.size()), 0, 0) : head(0xd9, text.size(), 1);  // kKindMax < 256
+        text.size() < 32 ? head(static_cast<u8>(0xa0 | text.size()), 0, 0) : head(0xda, text.size(), 2);  // no kind has 2^16
         bytes.append(text);
     }
     void nil() { head(0xc0, 0, 0); }
@@ -74,7 +74,7 @@ void read_blocks(Reader& reader, Digests& digests) {
         u64 row[5];
         for (u64& value : row) value = reader.integer().bits;
         if (row[1] >= kPrime || row[2] >> 32 != 0 || row[3] == 0 || row[3] > kBlockSizeMax || row[4] == 0 ||
-            row[4] > 1u << 20) {
+            row[4] > kCopiesTold) {
             throw Mismatch("BlockDigests.blocks: a row is out of range");
         }
         digests.rows.push_back(DigestRow{row[0], row[1], row[2], row[3], row[4]});

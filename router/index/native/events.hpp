@@ -72,6 +72,7 @@ struct Event {
 
 // Bounds of one event and of one payload. What is beyond them is malformed.
 constexpr std::size_t kNamesMax = 1u << 16, kTokensMax = 1u << 22, kExtrasMax = 1u << 16, kEventsMax = 1u << 20;
+constexpr u64 kCopiesTold = 1u << 20;       // of one name, in a dump
 constexpr std::size_t kKindMax = 64;        // bytes
 constexpr std::size_t kMalformedKept = 16;  // messages; all are counted
 

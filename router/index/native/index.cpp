@@ -123,7 +123,8 @@ std::vector<std::string> Index::step(Dump& dump) const {
     }
     for (std::size_t count = 0; !dump.done && count < kDumpedAtOnce;) {
         dump.done = !holder.each_name(dump.part++, [&](u64 name, u32 node, u32 slot, u32 copies) {
-            rows[slot].push_back(DigestRow{name, nodes_[node].key, nodes_[node].end, nodes_[node].length, copies});
+            const Node& at = nodes_[node];
+            rows[slot].push_back(DigestRow{name, at.key, at.end, at.length, std::min<u64>(copies, kCopiesTold)});
             ++count;
         });
     }
