@@ -1,4 +1,4 @@
-// Fuzzes the native index: mutated and truncated payloads, and any order of calls between them. A program of its own, so
+// Fuzzes the native index: mutated, truncated and hostile payloads, and any order of calls between them. A program of its own, so
 // that AddressSanitizer, UBSan and the leak check see nothing but our code. Built and run by scripts/fuzz_native.
 //
 //     fuzz CORPUS SECONDS SEED      CORPUS: payloads, each behind its length as 4 bytes little-endian
@@ -57,7 +57,9 @@ public:
             index_.unpin(pins_[below(pins_.size())]);
         } else if (action < 20) {
             index_.match(prompt(), scope());
-        } else if (action < 22) {
+        } else if (action == 20) {
+            move();
+        } else if (action < 23) {
             index_.chunk_keys(prompt(), scope(), 1 + below(9));
         } else {
             ingest();
@@ -91,6 +93,23 @@ private:
         return scope;
     }
 
+    // A holder's dump is another one's content.
+    void move() {
+        Dump dump = index_.begin_dump(any_holder());
+        std::vector<std::string> payloads;
+        while (!dump.done) {
+            for (std::string& payload : index_.step(dump)) payloads.push_back(std::move(payload));
+        }
+        const u64 other = any_holder();
+        for (const std::string& payload : payloads) {
+            const Report report = index_.ingest(other, reinterpret_cast<const u8*>(payload.data()), payload.size());
+            if (report.malformed_events != 0) {
+                std::fprintf(stderr, "fuzz: a dump cannot be read: %s\n", report.malformed[0].c_str());
+                std::exit(1);
+            }
+        }
+    }
+
     void declare() {
         static const char* const kinds[] = {"full_attention", "mamba", "sliding_window", "chunked_local_attention", "?"};
         std::vector<Group> groups(below(4));
@@ -104,7 +123,7 @@ private:
     }
 
     void ingest() {
-        Payload payload = corpus_[below(corpus_.size())];
+        Payload payload = below(3) == 0 ? crafted() : corpus_[below(corpus_.size())];
         if (below(3) != 0) mutate(payload);
         // An exact-size copy on the heap: one byte read too far is caught.
         const std::unique_ptr<u8[]> exact(new u8[payload.size() + 1]);
@@ -123,6 +142,50 @@ private:
             tokens_ = batch.tokens;
             memo_ = KeyMemo{};
         }
+    }
+
+    // Events of keys that an attacker would choose: few names and many, alike in their low or high bits, groups at the ends of
+    // their range, media and kinds of any letters, sizes that do not fit; well-formed, so that they reach the holder.
+    Payload crafted() {
+        Payload out;
+        const auto put = [&](std::initializer_list<u64> bytes) { for (u64 byte : bytes) out.push_back(static_cast<u8>(byte)); };
+        const auto number = [&](u64 value) {
+            out.push_back(0xcf);
+            for (int shift = 56; shift >= 0; shift -= 8) out.push_back(static_cast<u8>(value >> shift));
+        };
+        const auto text = [&](std::string_view text) { put({0xd9, text.size()}), out.insert(out.end(), text.begin(), text.end()); };
+        const auto count = [&](u64 items) { put({0xdc, items >> 8, items}); };
+        const u64 step = below(2) ? 1 : u64{1} << (8 * below(8)), base = below(3) ? below(40) : random_();
+        const auto name = [&] {
+            if (below(16) != 0) return number(base + step * below(64));
+            const u64 size = below(40);
+            put({0xc4, size});
+            for (u64 i = 0; i < size; ++i) out.push_back(static_cast<u8>(below(2)));
+        };
+        static const char* const media[] = {"GPU", "gpu", "CPU_PINNED", "DISK", "", "\xff", "REMOTE", "a medium of another world"};
+        static const char* const kinds[] = {"full_attention", "mamba", "sliding_window", "chunked_local_attention", "", "?"};
+        const u64 events = 1 + below(12);
+        put({0x93, 0xc0 + 0x0b, 0, 0, 0, 0, 0, 0, 0, 0}), count(events);
+        for (u64 i = 0; i < events; ++i) {
+            const u64 what = below(8), names = below(20), size = below(8) ? 1 + below(4) : random_() >> below(64);
+            const u64 tokens = below(6) ? names * (size < 64 ? size : 1) : below(200);
+            put({what == 0 ? 0x81u : what < 3 ? 0x84u : 0x89u}), text("type");
+            text(what == 0 ? "AllBlocksCleared" : what < 3 ? "BlockRemoved" : "BlockStored");
+            if (what == 0) continue;
+            text("block_hashes"), count(names);
+            for (u64 j = 0; j < names; ++j) name();
+            text("medium"), text(media[below(std::size(media))]);
+            text("group_idx"), below(4) ? put({below(5)}) : below(2) ? put({0xc0}) : (put({0xd3}), put({0x80, 0, 0, 0, 0, 0, 0, below(9)}));
+            if (what < 3) continue;
+            text("parent_block_hash"), below(3) ? name() : put({0xc0});
+            text("token_ids"), count(tokens);
+            for (u64 j = 0; j < tokens; ++j) out.push_back(static_cast<u8>(below(3)));
+            text("block_size"), number(size);
+            text("kv_cache_spec_kind"), text(kinds[below(std::size(kinds))]);
+            text("kv_cache_spec_sliding_window"), below(2) ? number(random_() >> below(64)) : put({0xc0});
+        }
+        put({0xc0});
+        return out;
     }
 
     void mutate(Payload& payload) {
