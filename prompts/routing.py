@@ -91,7 +91,7 @@ def parse_routing(path: str, data: bytes) -> RoutingRequest:
     limit = _int(body.max_completion_tokens)
     if limit is None:
         limit = _int(body.max_tokens)
-    scored = body.top_logprobs if kind == "chat" else body.logprobs
+    scored = body.top_logprobs if messages else body.logprobs
     return RoutingRequest(
         kind=kind,
         model=_str(body.model),
