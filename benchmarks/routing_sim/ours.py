@@ -38,7 +38,8 @@ class BlockScaled:
         return getattr(self._inner, name)
 
     def chunk_keys(self, token_ids: Tokens, scope: Scope, chunk_tokens: int) -> list[int]:
-        return self._inner.chunk_keys(token_ids, scope, chunk_tokens // self._block)
+        keys = self._inner.chunk_keys(token_ids, scope, max(chunk_tokens // self._block, 1))
+        return [key for key in keys for _ in range(max(self._block // chunk_tokens, 1))]  # a block of several chunks
 
     def match(self, token_ids: Tokens, scope: Scope) -> list[Match]:
         found = []

@@ -83,7 +83,7 @@ class WorkingSetConfig:
     live_s: Annotated[Seconds, "A prompt that was sent within so many seconds is expected to come back."] = 90.0
     reuse_max: Annotated[NotNegative, "The most times that a computed token is taken to be used again."] = 5.0
     reuse_memory: Annotated[float, Meta(ge=1, le=1e12), "Requests over which those times are averaged."] = 500.0
-    chunk_tokens: Annotated[Count, "Prompts are compared in pieces of so many tokens."] = 512
+    chunk_tokens: Annotated[Count, "Prompts are compared in pieces of so many tokens."] = 256
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ def test_what_has_ended_is_not_hot() -> None:
     core = pool(2)
     prompt = core.book.ask([7] * 3000, SCOPE, 3000)
     for name in "abc":
-        assert core.book.hot(prompt) == ((0, 0.0) if name in "ab" else (2560, 2 / 3))
+        assert core.book.hot(prompt) == ((0, 0.0) if name in "ab" else (2816, 2 / 3))
         send(core, RouteRequest(name, "m", SCOPE, [7] * 3000, 3000), 0.0)
     core.failed("a", FailureKind.OVERLOADED, 1.0)
     core.aborted("a", 1.0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
+import random
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -246,3 +248,60 @@ def test_the_real_core_runs_in_the_simulation_and_leaks_nothing(sim: Any, queue:
             assert not target.held_chunks
     assert len(made) == 2
     assert CoreConfig().policy == "kv"
+
+
+def sessions(sim: Any, *, rate: float, seconds: float, system_tokens: int) -> Any:
+    """Sessions of four turns under one system prompt, each turn some seconds after the answer before it."""
+    rng, block = random.Random(1), 32
+    requests: list[Any] = []
+    fresh = itertools.count(1)
+    system = [next(fresh) for _ in range(system_tokens // block)]
+    at, number = 0.0, 0
+    while at < seconds:
+        at, number = at + rng.expovariate(rate), number + 1
+        ids, before = list(system), None
+        for own in (576, 192, 192, 192):
+            ids = ids + [next(fresh) for _ in range(own // block)]
+            said = max(block, round(rng.expovariate(0.01)))
+            arrival_s = at if before is None else rng.expovariate(1 / 8)
+            index = len(requests)
+            made = sim.workload.SimRequest(index, number, arrival_s, len(ids) * block, said, list(ids), before, block)
+            ids = ids + [next(fresh) for _ in range(said // block)]
+            made.final_ids = list(ids)
+            requests.append(made)
+            before = index
+    return sim.workload.Workload("sessions", requests, "")
+
+
+def test_a_new_worker_gets_its_share_of_new_sessions_and_nobody_waits_longer(sim: Any) -> None:
+    """A ninth worker joins eight warm ones after two minutes; a minute later it has a ninth of what begins, within a
+    fifth. TTFT by half minutes is at no time above what it was before."""
+    joins_s, end_s = 120.0, 300.0
+
+    class Joining(sim.ours.Ours):  # type: ignore[misc, name-defined]
+        def attach(self, cluster: Any) -> None:
+            super().attach(cluster)
+            self.spec = self.core.workers["8"].spec
+            self.core.remove_worker("8", 0.0)
+            cluster.at(joins_s, self.join)
+
+        def join(self) -> None:
+            self.holders[8] = self.core.add_worker(self.spec, self.cluster.now).holders[0]
+
+    workload = sessions(sim, rate=6.0, seconds=end_s, system_tokens=2016)
+    config = sim.cluster.ClusterConfig(
+        workers=9, cache_blocks=6000, speed=1.0, service=sim.runs.StepTimes(),
+        limits=sim.engine.EngineLimits(256, preempts=True),
+    )  # fmt: skip
+    cluster = sim.cluster.Cluster(config, workload, [Joining(CoreConfig())])
+    result = cluster.run()
+    begun = [r for r in workload.requests if r.after is None and joins_s + 60.0 <= r.arrival_s <= end_s]
+    share = sum(result.worker[r.index] == 8 for r in begun) / len(begun)
+    assert share == pytest.approx(1 / 9, rel=0.2)
+    windows: dict[int, list[float]] = {}
+    for request in workload.requests:
+        if cluster._arrived[request.index] < end_s:
+            windows.setdefault(int(cluster._arrived[request.index] // 30), []).append(result.ttft_s[request.index])
+    means = [sum(windows[i]) / len(windows[i]) for i in sorted(windows)]
+    before = max(means[1 : int(joins_s // 30)])
+    assert max(means[int(joins_s // 30) :]) <= before, means
