@@ -208,7 +208,9 @@ class Admin:
         snapshot, report = self._core.snapshot(self._now()), report or self.report()
         rows = []
         for row in snapshot.workers:
-            values = dataclasses.asdict(row) | msgspec.structs.asdict(report.workers[row.target])
+            values = dataclasses.asdict(row)
+            if row.target in report.workers:  # else it came while the other processes were asked
+                values |= msgspec.structs.asdict(report.workers[row.target])
             values["events"] = self._fleet.details(row.worker_id)
             worker = self._core.workers.get(row.worker_id)
             bases = {model.base for model in worker.models.values()} if worker is not None else set()
