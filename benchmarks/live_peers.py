@@ -57,12 +57,12 @@ class Workers:
         self.ports = [(free_port(), free_port(), free_port()) for _ in range(count)]
         self.urls = [f"http://127.0.0.1:{http}" for http, _, _ in self.ports]
         self.programs: list[Program] = []
-        for number, (http, publish, replay) in enumerate(self.ports):
+        for http, publish, replay in self.ports:
             events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{publish}",
                       "replay_endpoint": f"tcp://*:{replay}"}  # fmt: skip
             flags = ["--simulate", json.dumps(spec), "--port", str(http), "--served-model-name", MODEL,
                      "--kv-events-config", json.dumps(events), "--max-queue", "0"]  # fmt: skip
-            self.programs.append(self._stack.enter_context(serve_engine(logs / f"worker{number}.log", *flags)))
+            self.programs.append(self._stack.enter_context(serve_engine(logs / f"worker-{http}.log", *flags)))
         for program in self.programs:
             program.await_line()
 
