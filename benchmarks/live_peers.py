@@ -104,7 +104,7 @@ def start(system: str, workers: Workers, log: Path) -> tuple[Program, str]:
             followed = [s["up"] for row in rows if row["state"] == "up" for s in row["events"]["streams"]]
             return followed == [True] * len(workers.urls)
 
-        _await(up, lambda: call(f"{url}/workers"))
+        _await(program, up, lambda: call(f"{url}/workers"))
         return program, url
     name, _, policy = system.partition(" ")
     command, port = peer_command(name, workers.urls)
@@ -120,15 +120,16 @@ def start(system: str, workers: Workers, log: Path) -> tuple[Program, str]:
     url = f"http://127.0.0.1:{port}"
     program.await_url(f"{url}/health")
     body = completion(MODEL, "ready?", 1)
-    _await(lambda: call(f"{url}/v1/completions", body)[0] == 200, program.text)
+    _await(program, lambda: call(f"{url}/v1/completions", body)[0] == 200, program.text)
     time.sleep(2.0)  # the last of its workers are taken in a moment after the first
     return program, url
 
 
-def _await(probe: Callable[[], bool], told: Callable[[], object], seconds: float = 60.0) -> None:
+def _await(program: Program, probe: Callable[[], bool], told: Callable[[], object], seconds: float = 60.0) -> None:
     end_s = time.monotonic() + seconds
     while not probe():
         if time.monotonic() > end_s:
+            program.stop()
             raise RuntimeError(f"not ready: {told()}")
         time.sleep(0.1)
 
