@@ -18,7 +18,7 @@ import msgspec
 from prompts.errors import RequestError, bad_value
 from router.app.dashboard import Dashboard
 from router.app.metrics_page import families, render
-from router.app.openapi import document
+from router.app.openapi import Worker, document
 from router.app.reading import Reading
 from router.app.siblings import RELAYED, Report, Siblings, WorkerSums
 from router.counters import Metrics
@@ -242,6 +242,7 @@ class Admin:
     async def _add(self, request: HttpRequest, _: str) -> Answer:
         settings = _object(request.body)
         try:
+            msgspec.convert(settings, Worker, strict=False)
             worker_id = await self._fleet.add(settings)
         except ValueError as error:
             raise RequestError(str(error), param="url") from None

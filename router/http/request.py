@@ -27,7 +27,7 @@ PIECE_BYTES = 1 << 20
 """A longer body is kept and passed on in pieces of about this size: nobody waits for a copy of it."""
 TURN_BYTES = 16 << 10
 """Of a chunked body that are read before others get their turn: a chunk may hold a byte or two."""
-_METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"TRACE"))
+_METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"QUERY", b"TRACE"))
 
 
 class BadRequest(Exception):

@@ -149,3 +149,19 @@ def test_ready_once_the_caches_are_known_or_time_has_passed(edge: Any) -> None:
         assert await ready() == 503
 
     edge.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"url":false}', b'{"url":"http://w:1","seats":[]}', b'{"url":"http://w:1","odd":1}']
+)
+def test_a_worker_of_wrong_types_is_refused(edge: Any, body: bytes) -> None:
+    """As /openapi.json says; a method that is none of ours is 405 with those that are."""
+
+    async def scenario() -> None:
+        await edge.start()
+        head = b" /workers HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        answer = await edge.exchange(b"POST" + head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        assert answer.split(b" ")[1] == b"400"
+        assert (await edge.exchange(b"QUERY" + head + b"\r\n")).split(b" ")[1] == b"405"
+
+    edge.run(scenario())
