@@ -9,7 +9,8 @@ yields token 0. Knows no requests and no seeds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +19,15 @@ LOGIT_MAX = 3.3895313892515355e38
 """The largest bf16: what +inf counts as."""
 CANDIDATES = 256
 """What is kept of a row is looked for among so many likeliest tokens first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """Rows by how they are drawn; the others are greedy."""
+
+    plain: list[int]
+    cut: list[int]
+    """With `top_k` or `top_p`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +44,38 @@ class Draws:
     """fp32; 1 or more keeps all. At least one token is kept."""
     at: Tensor
     """fp64 in [0, 1)."""
+    kinds: Kinds | None = None
+    """What the host knows already, so that `draw` need not ask the device."""
 
-    def of(self, rows: Tensor) -> Draws:
-        """Of some rows: a mask of them."""
-        return Draws(*(getattr(self, field.name)[rows] for field in fields(self)))
+    def of(self, rows: Tensor | list[int]) -> Draws:
+        """Of some rows: a mask of them, or their indices."""
+        return Draws(
+            self.temperature[rows], self.min_p[rows], self.top_k[rows], self.top_p[rows], self.at[rows]
+        )  # fmt: skip
 
 
 def draw(logits: Tensor, draws: Draws) -> Tensor:
     """The token of each row, [rows] int64. logits: [rows, vocab], left unchanged. The host waits for the device."""
     values = logits.float()
     peak, tokens = values.max(-1)  # the first of equal ones
-    if not peak.isfinite().all():  # NaN is the greatest of all
+    kinds = draws.kinds or _kinds(draws, values.shape[1])
+    if not math.isfinite(peak.sum().item()):  # NaN is the greatest of all
         values = values.nan_to_num(nan=float("-inf"), posinf=LOGIT_MAX, neginf=float("-inf"))
         peak, tokens = values.max(-1)
-    if not draws.temperature.any():
-        return tokens
-    drawn = (draws.temperature > 0.0) & (peak > float("-inf"))
-    cut = drawn & ((draws.top_k < values.shape[1]) | (draws.top_p < 1.0))
-    for rows, pick in ((drawn & ~cut, _draw_plain), (cut, _draw_cut)):
-        if rows.all():
+        some = (peak > float("-inf")).tolist()
+        kinds = Kinds([i for i in kinds.plain if some[i]], [i for i in kinds.cut if some[i]])
+    for rows, pick in ((kinds.plain, _draw_plain), (kinds.cut, _draw_cut)):
+        if len(rows) == len(tokens):
             return pick(values, peak, draws)
-        if rows.any():
+        if rows:
             tokens[rows] = pick(values[rows], peak[rows], draws.of(rows))
     return tokens
+
+
+def _kinds(draws: Draws, vocab: int) -> Kinds:
+    drawn = draws.temperature > 0.0
+    cut = drawn & ((draws.top_k < vocab) | (draws.top_p < 1.0))
+    return Kinds((drawn & ~cut).nonzero()[:, 0].tolist(), cut.nonzero()[:, 0].tolist())
 
 
 def _weights(values: Tensor, peak: Tensor, draws: Draws) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 from engine.execution.logprobs import token_logprobs
 from engine.execution.penalties import Penalties, PenaltyRows, PenaltyStep, penalises
 from engine.types import Request, SamplingParams, Sequence
-from kernels.sampling import Draws, draw
+from kernels.sampling import Draws, Kinds, draw
 from kernels.transfer import to_device
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -216,8 +216,12 @@ class Sampler:
         top_k = np.array([self._top_k(p) or vocab for p in params], np.int32)
         return Draws(
             temperature, min_p, to_device(top_k, self._device), top_p,
-            torch.zeros(count, dtype=torch.float64, device=self._device),
+            torch.zeros(count, dtype=torch.float64, device=self._device), self._kinds(params),
         )  # fmt: skip
+
+    def _kinds(self, params: Rows[SamplingParams]) -> Kinds:
+        drawn = [(i, self._top_k(p) or p.top_p < 1.0) for i, p in enumerate(params) if p.temperature > 0.0]
+        return Kinds([i for i, cut in drawn if not cut], [i for i, cut in drawn if cut])
 
     def _top_k(self, params: SamplingParams) -> int:
         """top_k where it cuts anything, else 0."""

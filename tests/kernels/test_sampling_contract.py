@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels import sampling, select
-from kernels.sampling import Draws
+from kernels.sampling import Draws, Kinds
 from kernels.triton import backend as triton_ops
 
 Draw = Callable[[torch.Tensor, Draws], torch.Tensor]
@@ -80,6 +80,12 @@ def check(draw: Draw, logits: torch.Tensor, draws: Draws, tolerance: float = 1e-
     """Every row's token is where the exact running sum passes its number, up to `tolerance` of the sum."""
     before = logits.clone()
     tokens = draw(logits, draws)
+    kinds = [
+        0 if not t else 2 if k < logits.shape[1] or p < 1.0 else 1
+        for t, k, p in zip(draws.temperature.tolist(), draws.top_k.tolist(), draws.top_p.tolist(), strict=True)
+    ]
+    known = Kinds([i for i, kind in enumerate(kinds) if kind == 1], [i for i, kind in enumerate(kinds) if kind == 2])
+    assert torch.equal(draw(logits, replace(draws, kinds=known)), tokens)
     assert tokens.dtype == torch.int64
     assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0))
     weights = kept_weights(logits, draws)
@@ -91,7 +97,7 @@ def check(draw: Draw, logits: torch.Tensor, draws: Draws, tolerance: float = 1e-
     dead = total == 0
     assert (tokens[dead] == 0).all()
     wrong = (~inside & ~dead).nonzero()[:, 0].tolist()
-    assert not wrong, [(i, tokens[i], [getattr(draws, n)[i] for n in Draws.__slots__]) for i in wrong]
+    assert not wrong, [(tokens[i], draws.of([i])) for i in wrong]
 
 
 def random_draws(rng: random.Random, rows: int, vocab: int) -> Draws:
@@ -143,7 +149,7 @@ def test_frequencies(draw, rng, given):
     logits = (torch.randn(1, vocab) * 1.5).bfloat16().expand(rows, -1)
     draws = draws_of(rows, vocab, **given)
     found = torch.bincount(draw(logits, draws), minlength=vocab).double()
-    weights = kept_weights(logits[:1], Draws(*(getattr(draws, n)[:1] for n in Draws.__slots__)))[0]
+    weights = kept_weights(logits[:1], draws.of([0]))[0]
     expected = weights / weights.sum() * rows
     assert found[expected == 0].sum() == 0
     # Tokens expected less than five times make one class.
@@ -209,5 +215,4 @@ def test_rows_do_not_depend_on_their_company(draw, rng):
     draws = random_draws(rng, 9, 500)
     together = draw(logits, draws)
     order = torch.randperm(9)[:4]
-    some = Draws(*(getattr(draws, name)[order] for name in Draws.__slots__))
-    assert torch.equal(draw(logits[order], some), together[order])
+    assert torch.equal(draw(logits[order], draws.of(order)), together[order])
