@@ -30,7 +30,7 @@ def step_seconds(times: StepTimes, plan: StepPlan) -> float:
     sequences = context = 0
     prefill_s = 0.0
     for chunk in plan.chunks:
-        if chunk.end - chunk.start == 1 and chunk.samples:
+        if chunk.end - chunk.start == 1 and chunk.end > chunk.seq.prompt_len:
             sequences += 1
             context += chunk.end
         else:

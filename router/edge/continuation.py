@@ -228,6 +228,8 @@ class Continuation:
 
     def _as_first(self, event: bytes) -> bytes:
         """An event of the worker that goes on, in the shape of the first one's."""
+        if event.startswith(b":"):
+            return event + b"\n\n"  # a comment, which keeps connections alive
         data = event.removeprefix(b"data:").strip()
         if data == _DONE[6:-2]:
             return _DONE

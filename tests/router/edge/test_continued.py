@@ -182,7 +182,7 @@ def worker(name: str, dies_after: int | None, log: list[dict[str, Any]], *, fail
                 choice_ids = {"prompt_token_ids": PROMPT}
                 told["choices"] = [choice | ids | choice_ids]
             begins = False
-            writer.write(chunk(event(**told)))
+            writer.write(chunk(b": ping\n\n" + event(**told)))
             await writer.drain()
             await asyncio.sleep(0.005)
             spoken += 1
@@ -212,7 +212,7 @@ def told(answer: bytes) -> tuple[str, list[Any], bool]:
     """(text, events, whether the answer came to its end)."""
     content, ended = content_of(answer)
     assert content.endswith(b"\n\n") or not content, "the client never sees a part of an event"
-    lines = [line.removeprefix(b"data: ") for line in content.split(b"\n\n") if line]
+    lines = [line.removeprefix(b"data: ") for line in content.split(b"\n\n") if line and not line.startswith(b":")]
     events = [json.loads(line) for line in lines if line != b"[DONE]"]
     choices = [choice for one in events for choice in one.get("choices", ())]
     text = "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
@@ -297,7 +297,7 @@ def test_where_nobody_can_go_on_it_is_cut_as_ever(edge: Any, make_post: Any, fle
             await edge.worker(worker(f"w{number}", 2, log), f"w{number}", engine=engine)
         content, ended = content_of(await edge.exchange(make_post(json.dumps(CHATS).encode())))
         assert not ended
-        assert content.count(b"\n\n") == 3
+        assert content.count(b"}\n\n") == 3
         assert edge.metrics.broken_streams["cut"] == 1
 
     edge.run(scenario())
