@@ -146,7 +146,8 @@ class Sampler:
         """
         batch = draft.batch
         changed = self._adjust(logits, draft) if batch.adjusted else logits
-        tokens = self._draw(changed, replace(batch.draws, at=draft.at))
+        draws = batch.draws if draft.at is batch.draws.at else replace(batch.draws, at=draft.at)
+        tokens = self._draw(changed, draws)
         if batch.penalties is not None:
             assert draft.penalties is not None
             self._penalties.count(tokens, batch.penalties, draft.penalties)
