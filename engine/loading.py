@@ -92,7 +92,7 @@ def _load(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor
         close=close,
         watch=lambda lost: None if leader is None else leader.watch(lost),
         lateness=lambda: None,
-        overlap=overlaps(config, device),
+        overlap=overlaps(config),
         enough_prompt_tokens=_enough_prompt_tokens(device, dtype),
     )
 

@@ -93,15 +93,14 @@ def make_runner(
         model, spec, unit_count, kernels=select(device, config.attention_backend or "auto"), dtype=dtype,
         device=device, max_model_len=max_model_len, eos_token_ids=eos_token_ids, seed=config.seed,
         capture=CudaCapture(device) if device.type == "cuda" and not config.enforce_eager else None,
-        overlap=overlaps(config, device),
+        overlap=overlaps(config),
     )  # fmt: skip
 
 
-def overlaps(config: EngineConfig, device: torch.device) -> bool:
+def overlaps(config: EngineConfig) -> bool:
     """Whether steps are planned and begun while the one before is computed."""
-    if config.tensor_parallel_size > 1:  # followers would have to be told the tokens that rank 0 draws
-        return False
-    return device.type == "cuda" if config.overlap == "auto" else config.overlap == "on"
+    # Followers would have to be told the tokens that rank 0 draws.
+    return config.overlap and config.tensor_parallel_size == 1
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:

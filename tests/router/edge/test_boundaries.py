@@ -67,7 +67,7 @@ def test_an_index_that_raises_leaves_nothing_on_the_books(
         body = json.dumps({"model": "tiny", "prompt": list(range(200))}).encode()
         request = make_post(body, b"/v1/completions")
         with monkeypatch.context() as patch:
-            patch.setattr(edge.core.book, "sent", raises)
+            patch.setattr(edge.core.index, "pin", raises)
             assert b" 500 " in (await edge.exchange(request)).split(b"\r\n")[0]
         assert not edge.core.tracker.requests
         assert edge.core.snapshot(0.0).in_flight == 0
