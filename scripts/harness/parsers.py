@@ -272,7 +272,8 @@ def parsers() -> list[Parser]:
         return Parser(name, read, examples[name], refuses, units)
 
     heads = (b"a:\r\n", b"GET / HTTP/1.1\r\nHost: r\r\n\r\n", b"HTTP/1.1 200 OK\r\n", b"1\r\na\r\n", b"\r\n", b" ")
-    odd_stream = ProtocolError  # it ends its request
+    # They end their request.
+    odd_stream = (ProtocolError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
     return [
         of("requests", _requests, *heads, refuses=BadRequest),
         of("answers", _answer, *heads, refuses=ProtocolError),
