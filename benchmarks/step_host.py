@@ -26,7 +26,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import _path  # noqa: F401
@@ -34,7 +33,7 @@ import msgspec
 import torch
 from device_timing import machine, synchronize
 from harness.figures import write_json
-from throughput import Engine
+from throughput import Engine, engine_arguments
 from throughput_shapes import SHAPES
 
 from engine.api.choice import new_choice
@@ -350,17 +349,8 @@ def pair(text: str) -> tuple[int, int]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
-    parser.add_argument("--json", type=Path, help="write the results there")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = engine_arguments(__doc__, step_tokens=8192)
     parser.add_argument("--device-ms", type=float, default=20.0, help="what a step takes on `meta`")
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--max-tokens", type=int, default=8192, help="tokens of a step")
-    parser.add_argument("--enforce-eager", action="store_true", help="no recorded decode steps")
-    parser.add_argument("--overlap", choices=("auto", "on", "off"), default="auto", help="as of engine serve")
     parser.add_argument("--rounds", type=int, default=20, help="steps that are timed")
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="NxCTX[p]")
     return parser.parse_args()

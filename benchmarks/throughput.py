@@ -51,7 +51,7 @@ class Engine:
         self.options = options
         self.device = torch.device(options.device)
         self.dtype = getattr(torch, options.dtype)
-        self.overlap = options.overlap == "on" or (options.overlap == "auto" and self.device.type != "cpu")
+        self.overlap = options.overlap
         self.model = build_model(HfConfig(SHAPES[options.shape], options.shape))
         self._draw_weights()
         self.spec = self.model.cache_spec(options.block_size, self.dtype)
@@ -244,18 +244,24 @@ def pair(text: str) -> tuple[int, int]:
     return int(count), int(context)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def engine_arguments(doc: str | None, *, step_tokens: int) -> argparse.ArgumentParser:
+    """What `Engine` is made of, as arguments; benchmarks add their own."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--json", type=Path, help="write the results there")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--max-tokens", type=int, default=16384, help="tokens of a step")
-    parser.add_argument("--max-len", type=int, default=16384, help="tokens of a sequence")
+    parser.add_argument("--max-tokens", type=int, default=step_tokens, help="tokens of a step")
     parser.add_argument("--enforce-eager", action="store_true", help="no recorded decode steps")
-    parser.add_argument("--overlap", choices=("auto", "on", "off"), default="auto", help="as of engine serve")
+    parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=False, help="as of engine serve")
+    return parser
+
+
+def parse() -> argparse.Namespace:
+    parser = engine_arguments(__doc__, step_tokens=16384)
+    parser.add_argument("--max-len", type=int, default=16384, help="tokens of a sequence")
     parser.add_argument("--sequences", type=int, default=256, help="0: only the timed steps")
     for name, value in (("input-min", 100), ("input-max", 1024), ("output-min", 100), ("output-max", 1024)):
         parser.add_argument(f"--{name}", type=int, default=value)
