@@ -53,6 +53,17 @@ class FinishReason(str, enum.Enum):
     ERROR = "error"
 
 
+class Constraint(msgspec.Struct, frozen=True):
+    """What an answer must match."""
+
+    lark: str
+    """Its grammar."""
+    param: str
+    """The field that asked for it, for errors."""
+    after: TokenIdField | None = None
+    """The token that ends what comes before, a thought: up to it the answer is free. None: nothing comes before."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to continue a sequence. Names, defaults and ranges are vLLM's; checked once by `engine.api.params`."""
 
@@ -75,6 +86,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: LogprobCount | None = None
     prompt_logprobs: LogprobCount | None = None
     n: Samples = 1
+    constraint: Constraint | None = None
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -62,9 +62,34 @@ class StreamOptions(Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
+class JsonSchemaFormat(Struct, frozen=True):
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Json] | bool | None = None
+    strict: bool | None = None
+
+
 class ResponseFormat(Struct, frozen=True):
     type: _ResponseFormat
-    json_schema: Json = None
+    json_schema: JsonSchemaFormat | None = None
+    format: dict[str, Json] | None = None
+    """Of a structural tag; or, in its older form, the next two."""
+    structures: list[dict[str, Json]] | None = None
+    triggers: list[str] | None = None
+
+
+class StructuredOutputs(Struct, frozen=True):
+    """vLLM's: what the answer must match, in one of the first six."""
+
+    json: dict[str, Json] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: dict[str, Json] | str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
 
 
 class CommonRequest(Struct, kw_only=True, frozen=True):
@@ -111,7 +136,7 @@ class CommonRequest(Struct, kw_only=True, frozen=True):
     kv_transfer_params: dict[str, Json] | None = None
     vllm_xargs: dict[str, Json] | None = None
     logits_processors: list[Json] | None = None
-    structured_outputs: dict[str, Json] | None = None
+    structured_outputs: StructuredOutputs | None = None
     guided_json: Json = None
     guided_regex: Json = None
     guided_choice: Json = None

@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from engine.types import SamplingParams
+from engine.types import Constraint, SamplingParams
 from prompts.errors import RequestError, bad_value
 from prompts.schemas import ChatRequest, CompletionRequest
 
 _PLAIN_FIELDS = set(SamplingParams.__struct_fields__) - {
-    "n", "max_tokens", "stop", "stop_token_ids", "logit_bias", "logprobs", "prompt_logprobs",
+    "n", "max_tokens", "stop", "stop_token_ids", "logit_bias", "logprobs", "prompt_logprobs", "constraint",
 }  # fmt: skip
 """Fields that mean the same in a body and in SamplingParams."""
 
@@ -29,7 +29,9 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     default_sampling: Mapping[str, float | int] = {}
 
 
-def sampling_params(request: ChatRequest | CompletionRequest, limits: ModelLimits, prompt_len: int) -> SamplingParams:
+def sampling_params(
+    request: ChatRequest | CompletionRequest, limits: ModelLimits, prompt_len: int, constraint: Constraint | None = None
+) -> SamplingParams:
     """The parameters of one sequence with a prompt of `prompt_len` tokens. Raises RequestError."""
     fields: dict[str, Any] = {name: value for name, value in limits.default_sampling.items() if name in _PLAIN_FIELDS}
     for name in _PLAIN_FIELDS:
@@ -45,6 +47,7 @@ def sampling_params(request: ChatRequest | CompletionRequest, limits: ModelLimit
         logit_bias=request.logit_bias or None,
         logprobs=_logprobs(request),
         prompt_logprobs=_prompt_logprobs(request),
+        constraint=constraint,
     )
     return check_params(params, limits)
 

@@ -1,0 +1,279 @@
+"""What an answer must match, read from a checked body: one format, whichever field asked for it. Pure.
+
+A format is a JSON object in the language of xgrammar's structural tags (`engine.api.lark` lists what it knows), which
+vLLM's clients send as they are. Everything else is said in it: a JSON schema, a regular expression, a choice, and the
+calls that `tool_choice` forces, in the markup that the model's tool parser reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from prompts import ChatRequest, CompletionRequest, RequestError, bad_value
+from prompts.schemas import Json, Message, ResponseFormat, StructuredOutputs
+
+Format = dict[str, Any]
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What the answer must match, and the field that says so."""
+
+    param: str
+    format: Format
+
+
+@dataclass(frozen=True, slots=True)
+class ToolMarkup:
+    """How a family of models writes calls."""
+
+    tag: Callable[[str, Json], Format]
+    """One call of the function of that name, its arguments as the schema says."""
+    trigger: str
+    """What text that is no call never holds."""
+    begin: str = ""
+    separator: str = ""
+    end: str = ""
+    """Around the calls of an answer, and between them."""
+
+
+def _json_call(begin: str, arguments: str, end: str) -> Callable[[str, Json], Format]:
+    def tag(name: str, schema: Json) -> Format:
+        head = f'{begin}{{"name": {json.dumps(name, ensure_ascii=False)}, "{arguments}": '
+        return {"type": "tag", "begin": head, "content": json_schema(schema), "end": "}" + end}
+
+    return tag
+
+
+def _qwen3_coder(name: str, schema: Json) -> Format:
+    content = {"type": "json_schema", "json_schema": schema, "style": "qwen_xml"}
+    return {
+        "type": "tag",
+        "begin": f"<tool_call>\n<function={name}>\n",
+        "content": content,
+        "end": "</function>\n</tool_call>",
+    }
+
+
+def _pythonic(name: str, schema: Json) -> Format:
+    content = {"type": "json_schema", "json_schema": schema, "style": "python"}
+    return {"type": "tag", "begin": f"{name}(", "content": content, "end": ")"}
+
+
+_HERMES = ToolMarkup(_json_call("<tool_call>\n", "arguments", "\n</tool_call>"), "<tool_call>", separator="\n")
+_PLAIN = _json_call("", "arguments", "")
+MARKUPS = {
+    "hermes": _HERMES,
+    "qwen3_coder": ToolMarkup(_qwen3_coder, "<tool_call>", separator="\n"),
+    "llama3_json": ToolMarkup(_json_call("", "parameters", ""), '{"name": ', separator="; "),
+    "mistral": ToolMarkup(_PLAIN, "[TOOL_CALLS]", "[TOOL_CALLS][", ", ", "]"),
+    "pythonic": ToolMarkup(_pythonic, "[", "[", ", ", "]"),
+    "granite": ToolMarkup(_PLAIN, "<|tool_call|>", "<|tool_call|>[", ", ", "]"),
+}
+"""By the name of the parser that reads them."""
+
+
+def asked_format(body: ChatRequest | CompletionRequest, tool_markup: str | None = None) -> Asked | None:
+    """What the answer must match; None: it is free. Raises RequestError.
+
+    `tool_markup`: a name of MARKUPS, how this model writes calls; None: it has no calls. A call that must be made
+    wins over a format of the text, as with OpenAI; where calls may be made, the answer is calls or text of the format.
+    """
+    text = _text_format(body)
+    if not isinstance(body, ChatRequest):
+        return text
+    forced, allowed = _chosen(body)
+    if forced:
+        if tool_markup is None:
+            raise bad_value("tool_choice", body.tool_choice, "none or auto: no --tool-call-parser fits this model")
+        many = body.parallel_tool_calls is not False and not _is_named(body.tool_choice)
+        return Asked("tool_choice", _calls(MARKUPS[tool_markup], allowed, many))
+    if not allowed or tool_markup is None:
+        return text
+    markup, many = MARKUPS[tool_markup], body.parallel_tool_calls is not False
+    if text is not None:
+        return Asked(text.param, {"type": "or", "elements": [text.format, _calls(markup, allowed, many)]})
+    if not any(_function(tool).get("strict") for tool in allowed):
+        return None
+    return Asked("tools", _free_calls(markup, allowed, many))
+
+
+def json_schema(schema: Json, whitespace: str | None = None, *, lenient: bool = False) -> Format:
+    """`whitespace`: a regular expression of what may stand between two tokens of JSON; None: as usual."""
+    made: Format = {"type": "json_schema", "json_schema": schema}
+    if whitespace is not None:
+        made["whitespace_pattern"] = whitespace
+    if lenient:
+        made["lenient"] = True
+    return made
+
+
+# Text -----------------------------------------------------------------------------------------------------------------
+
+
+def _text_format(body: ChatRequest | CompletionRequest) -> Asked | None:
+    form, outputs = body.response_format, body.structured_outputs
+    by_form = None if form is None or form.type == "text" else _of_response_format(form)
+    if outputs is None:
+        return by_form
+    if by_form is not None:
+        raise RequestError(
+            "structured_outputs: expected only where response_format is text", param="structured_outputs"
+        )
+    return _of_structured_outputs(outputs)
+
+
+def _of_response_format(form: ResponseFormat) -> Asked:
+    if form.type == "json_object":
+        return Asked("response_format", json_schema({"type": "object"}))
+    if form.type == "json_schema":
+        if form.json_schema is None or form.json_schema.schema is None:
+            where = "response_format.json_schema" + (".schema" if form.json_schema is not None else "")
+            raise RequestError(f"{where}: missing, expected a JSON schema", param=where)
+        return Asked("response_format.json_schema.schema", json_schema(form.json_schema.schema))
+    if form.format is not None:
+        return Asked("response_format.format", form.format)
+    if form.structures is None or form.triggers is None:
+        raise RequestError(
+            "response_format.format: missing, expected the format of a structural tag", param="response_format.format"
+        )
+    older = {"structures": form.structures, "triggers": form.triggers}
+    return Asked("response_format.structures", structural_tag(older, "response_format"))
+
+
+def _of_structured_outputs(outputs: StructuredOutputs) -> Asked:
+    name = "structured_outputs"
+    given = [kind for kind in KINDS if getattr(outputs, kind) not in (None, False)]
+    if len(given) != 1:
+        found = ", ".join(given) or "none of them"
+        raise RequestError(f"{name}: got {found}, expected one of {', '.join(KINDS)}", param=name)
+    if outputs.disable_additional_properties:
+        where = f"{name}.disable_additional_properties"
+        raise bad_value(where, True, 'false: say "additionalProperties": false in the schema')
+    kind, param = given[0], f"{name}.{given[0]}"
+    value = getattr(outputs, kind)
+    whitespace = "" if outputs.disable_any_whitespace else outputs.whitespace_pattern
+    if kind == "json_object":
+        return Asked(param, json_schema({"type": "object"}, whitespace))
+    if kind == "json":
+        return Asked(param, json_schema(_from_text(value, param), whitespace))
+    if kind == "regex":
+        return Asked(param, {"type": "regex", "pattern": value})
+    if kind == "choice":
+        if not value:
+            raise bad_value(param, value, "at least one text")
+        return Asked(param, {"type": "or", "elements": [{"type": "const_string", "value": text} for text in value]})
+    if kind == "grammar":
+        return Asked(param, {"type": "grammar", "grammar": value})
+    return Asked(param, structural_tag(_from_text(value, param), param))
+
+
+def structural_tag(tag: Json, param: str) -> Format:
+    """The format of a structural tag, `{"format": ...}` or the older `{"structures": ..., "triggers": ...}`."""
+    if isinstance(tag, dict) and isinstance(tag.get("format"), dict):
+        return dict(tag["format"])
+    structures = tag.get("structures") if isinstance(tag, dict) else None
+    if not isinstance(structures, list) or not isinstance(tag.get("triggers"), list):
+        raise bad_value(param, tag, 'an object with "format", or with "structures" and "triggers"')
+    tags = []
+    for number, structure in enumerate(structures):
+        if not isinstance(structure, dict):
+            raise bad_value(f"{param}.structures[{number}]", structure, "an object with begin, schema and end")
+        schema = structure.get("schema")
+        content = json_schema({} if schema is None else schema)
+        tags.append({"type": "tag", "begin": structure.get("begin"), "content": content, "end": structure.get("end")})
+    return {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
+
+
+def _from_text(value: Json, param: str) -> Json:
+    if not isinstance(value, str):
+        return value
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad_value(param, value, f"JSON ({error})") from None
+
+
+# Calls ----------------------------------------------------------------------------------------------------------------
+
+
+def _chosen(body: ChatRequest) -> tuple[bool, list[Message]]:
+    """(whether a call must be made, the tools that may be called). Raises RequestError."""
+    choice, tools = body.tool_choice, body.tools or []
+    if choice is None or choice == "auto":
+        return False, tools
+    if choice == "none":
+        return False, []
+    if isinstance(choice, str) and choice != "required":
+        raise bad_value("tool_choice", choice, '"none", "auto", "required" or an object that names a function')
+    if not tools:
+        raise bad_value("tool_choice", choice, "none or auto where no tools are given")
+    if isinstance(choice, str):
+        return True, tools
+    by_name = {_function(tool)["name"]: tool for tool in tools}
+    if choice.get("type") == "allowed_tools":
+        inner = choice.get("allowed_tools", choice)
+        mode, listed = inner.get("mode"), inner.get("tools")
+        if mode not in ("auto", "required"):
+            raise bad_value("tool_choice.allowed_tools.mode", mode, '"auto" or "required"')
+        names = [_named(tool, "tool_choice.allowed_tools.tools", by_name) for tool in listed or ()]
+        return mode == "required", [by_name[name] for name in names]
+    return True, [by_name[_named(choice, "tool_choice", by_name)]]
+
+
+def _named(choice: Json, where: str, known: dict[str, Message]) -> str:
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or name not in known:
+        raise bad_value(f"{where}.function.name", name, f"one of the tools: {', '.join(known)}")
+    return name
+
+
+def _is_named(choice: Json) -> bool:
+    return isinstance(choice, dict) and choice.get("type") != "allowed_tools"
+
+
+def _function(tool: Message) -> dict[str, Json]:
+    return dict(tool["function"])
+
+
+def _tags(markup: ToolMarkup, tools: Sequence[Message]) -> list[Format]:
+    tags = []
+    for tool in tools:
+        function = _function(tool)
+        schema = function.get("parameters")
+        tag = markup.tag(function["name"], {"type": "object"} if schema is None else schema)
+        if not function.get("strict"):  # its arguments match as far as what the schema says is known here
+            tag["content"]["lenient"] = True
+        tags.append(tag)
+    return tags
+
+
+def _calls(markup: ToolMarkup, tools: Sequence[Message], many: bool) -> Format:
+    """Nothing but calls, at least one."""
+    calls: Format = {
+        "type": "tags_with_separator",
+        "tags": _tags(markup, tools),
+        "separator": markup.separator,
+        "at_least_one": True,
+        "stop_after_first": not many,
+    }
+    if not markup.begin:
+        return calls
+    return {"type": "tag", "begin": markup.begin, "content": calls, "end": markup.end}
+
+
+def _free_calls(markup: ToolMarkup, tools: Sequence[Message], many: bool) -> Format:
+    """Text, and calls in it."""
+    tags = [_calls(markup, tools, many)] if markup.begin else _tags(markup, tools)
+    return {
+        "type": "triggered_tags",
+        "triggers": [markup.trigger],
+        "tags": tags,
+        "stop_after_first": bool(markup.begin) or not many,
+    }

@@ -1,0 +1,367 @@
+"""A format as a grammar in Lark, as llguidance reads it.
+
+A format is an object with a `type`, xgrammar's structural tags: const_string, json_schema (in the styles json, qwen_xml
+and python), regex, any_text, sequence, or, optional, star, plus, repeat, tag, triggered_tags, tags_with_separator; and
+alone, grammar. Others are refused. Whether a schema or a pattern is one is for the compiler to say. Pure.
+
+Tokens that stand for a text of their own (`<tool_call>`, `[TOOL_CALLS]`) are in the grammar as tokens: models write
+them so, and no text in a grammar matches one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine.api.constraint import Asked, Format
+from prompts import RequestError, bad_value
+from prompts.schemas import Json
+
+WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,64}"
+"""What may stand between two tokens of JSON, where nobody says otherwise: one space or two, or a line's end and an
+indentation. JSON has no bound, but a model that once writes many spaces may write nothing else until the end."""
+FORMATS_MAX = 4096
+"""Formats inside each other and side by side that one may have."""
+DEPTH_MAX = 64
+_ANY = "/(?s:.*)/"
+_PYTHON = {"json_allowed_escapes": 'nrbtf\\"'}
+"""Of a JSON string: then Python reads it alike."""
+
+
+def write_lark(asked: Asked, tokens: Mapping[str, int]) -> str:
+    """The grammar. `tokens`: texts that are one token each, and that token. Raises RequestError."""
+    if asked.format.get("type") == "grammar":
+        return _text(asked.param, asked.format, "grammar")
+    return _Writer(tokens).write(asked)
+
+
+class _Writer:
+    def __init__(self, tokens: Mapping[str, int]) -> None:
+        self._tokens = tokens
+        texts = sorted(tokens, key=len, reverse=True)
+        self._cut = re.compile("|".join(map(re.escape, texts))) if texts else None
+        self._rules: list[str] = []
+        self._formats = 0
+
+    def write(self, asked: Asked) -> str:
+        start = self._format(asked.param, asked.format, 0)
+        return "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
+
+    def _rule(self, body: str, options: str = "") -> str:
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{options}: {body}")
+        return name
+
+    def _terminal(self, body: str) -> str:
+        name = f"T{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def _format(self, where: str, format: Json, depth: int) -> str:
+        """An expression of rules' names."""
+        self._formats += 1
+        if self._formats > FORMATS_MAX or depth > DEPTH_MAX:
+            raise RequestError(f"{where}: too many formats, or too deep in each other", param=where)
+        kind = format.get("type") if isinstance(format, dict) else None
+        write = _WRITERS.get(kind) if isinstance(kind, str) else None
+        if write is None:
+            raise bad_value(f"{where}.type", kind, f"one of {', '.join(_WRITERS)}")
+        return self._rule(write(self, where, format, depth + 1))
+
+    def _const(self, text: str) -> str:
+        """This text: what stands for a token is one."""
+        parts = []
+        at = 0
+        for found in self._cut.finditer(text) if self._cut is not None else ():
+            parts += [_quoted(text[at : found.start()]), f"<[{self._tokens[found[0]]}]>"]
+            at = found.end()
+        parts.append(_quoted(text[at:]))
+        return " ".join(part for part in parts if part != '""') or '""'
+
+    def const_string(self, where: str, format: Format, depth: int) -> str:
+        return self._const(_text(where, format, "value"))
+
+    def regex(self, where: str, format: Format, depth: int) -> str:
+        return _regex(_text(where, format, "pattern"))
+
+    def any_text(self, where: str, format: Format, depth: int) -> str:
+        return self._free(where, format)
+
+    def _free(self, where: str, format: Format) -> str:
+        """Any text without what it excludes."""
+        excluded = format.get("excludes") or []
+        if not isinstance(excluded, list) or not all(isinstance(text, str) and text for text in excluded):
+            raise bad_value(f"{where}.excludes", excluded, "texts")
+        without = [f"~/(?s:.*){_literal(text)}(?s:.*)/" for text in excluded if text not in self._tokens]
+        return self._terminal(" & ".join([_ANY, *without])) if without else _ANY
+
+    def json_schema(self, where: str, format: Format, depth: int) -> str:
+        schema = format.get("json_schema")
+        if not isinstance(schema, (dict, bool)):
+            raise bad_value(f"{where}.json_schema", schema, "a JSON schema")
+        options: dict[str, Any] = {"whitespace_pattern": _whitespace(where, format)}
+        if not options["whitespace_pattern"]:
+            options = {"whitespace_flexible": False}
+        if format.get("lenient"):
+            options["lenient"] = True
+        style = format.get("style", "json")
+        if style == "json":
+            return _json(schema, options)
+        if style == "qwen_xml":
+            return self._xml(schema, options)
+        if style == "python":
+            return self._python(schema, options | _PYTHON)
+        raise bad_value(f"{where}.style", style, '"json" or "qwen_xml"')
+
+    def sequence(self, where: str, format: Format, depth: int) -> str:
+        return " ".join(self._inner(where, format, "elements", depth))
+
+    def or_(self, where: str, format: Format, depth: int) -> str:
+        elements = _list(where, format, "elements")
+        if len(elements) > 1 and all(_is_plain(one, self._tokens) for one in elements):  # one terminal, however many
+            return self._terminal(" | ".join(_quoted(one["value"]) for one in elements))
+        return " | ".join(self._inner(where, format, "elements", depth))
+
+    def _inner(self, where: str, format: Format, name: str, depth: int) -> list[str]:
+        items = _list(where, format, name)
+        return [self._format(f"{where}.{name}[{i}]", item, depth) for i, item in enumerate(items)]
+
+    def optional(self, where: str, format: Format, depth: int) -> str:
+        return self._content(where, format, depth) + "?"
+
+    def star(self, where: str, format: Format, depth: int) -> str:
+        return self._content(where, format, depth) + "*"
+
+    def plus(self, where: str, format: Format, depth: int) -> str:
+        return self._content(where, format, depth) + "+"
+
+    def repeat(self, where: str, format: Format, depth: int) -> str:
+        least, most = format.get("min"), format.get("max")
+        for name, value in (("min", least), ("max", most)):
+            if type(value) is not int or not -1 <= value < 2**31:
+                raise bad_value(f"{where}.{name}", value, "a count, -1 for no end")
+        assert isinstance(least, int)
+        assert isinstance(most, int)
+        if least < 0 or (most != -1 and most < max(least, 1)):
+            raise bad_value(f"{where}.max", most, "at least min, and 1")
+        return f"{self._content(where, format, depth)}{{{least},{'' if most == -1 else most}}}"
+
+    def _content(self, where: str, format: Format, depth: int) -> str:
+        return self._format(f"{where}.content", format.get("content"), depth)
+
+    def tag(self, where: str, format: Format, depth: int) -> str:
+        return f"{self._const(_text(where, format, 'begin'))} {self._rest(where, format, depth)}"
+
+    def _rest(self, where: str, format: Format, depth: int) -> str:
+        """A tag's content and end."""
+        ends = format.get("end")
+        ends = ends if isinstance(ends, list) and ends else [ends]
+        if not all(isinstance(end, str) for end in ends):
+            raise bad_value(f"{where}.end", format.get("end"), "a text, or texts")
+        content = format.get("content")
+        if isinstance(content, dict) and content.get("type") == "any_text" and all(ends):
+            return self._until(f"{where}.content", content, ends)
+        expression = " | ".join(map(self._const, ends))
+        return f"{self._format(f'{where}.content', content, depth)} ({expression})"
+
+    def _until(self, where: str, format: Format, ends: list[str]) -> str:
+        """Any text up to the first of these."""
+        free = self._free(where, format)
+        texts = [end for end in ends if self._const(end) == _quoted(end)]
+        found = [f"{free} {self._const(end)}" for end in ends if end not in texts]
+        if texts:
+            found.append(self._rule(f"{free} ({' | '.join(map(_quoted, texts))})", "[lazy]"))
+        return f"({' | '.join(found)})"
+
+    def triggered_tags(self, where: str, format: Format, depth: int) -> str:
+        triggers, tags = _list(where, format, "triggers"), _list(where, format, "tags")
+        if not tags or not all(isinstance(trigger, str) and trigger for trigger in triggers):
+            raise RequestError(f"{where}: expected tags, and triggers that are texts", param=where)
+        free = self._free(where, format)
+        by_trigger: dict[str, list[str]] = {}
+        for number, tag in enumerate(tags):
+            at = f"{where}.tags[{number}]"
+            begin = _text(at, tag, "begin")
+            trigger = next((text for text in triggers if begin.startswith(text)), None)
+            if trigger is None:
+                raise bad_value(f"{at}.begin", begin, f"a text that begins with one of {', '.join(triggers)}")
+            rest = f"{self._const(begin[len(trigger) :])} {self._rest(at, tag, depth)}"
+            by_trigger.setdefault(trigger, []).append(self._rule(rest))
+        found = []
+        for trigger, rests in by_trigger.items():
+            token = self._const(trigger) != _quoted(trigger)
+            head = f"{free} {self._const(trigger)}" if token else self._rule(f"{free} {_quoted(trigger)}", "[lazy]")
+            found.append(self._rule(f"{head} ({' | '.join(rests)})"))
+        calls = self._rule(" | ".join(found))
+        if format.get("stop_after_first"):
+            return calls if format.get("at_least_one") else f"{calls} | {free}"
+        return f"{calls}{'+' if format.get('at_least_one') else '*'} {free}"
+
+    def tags_with_separator(self, where: str, format: Format, depth: int) -> str:
+        tags = self._inner(where, format, "tags", depth)
+        if not tags:
+            raise bad_value(f"{where}.tags", [], "at least one tag")
+        one = self._rule(" | ".join(tags))
+        separator = self._const(_text(where, format, "separator"))
+        many = one if format.get("stop_after_first") else f"{one} ({separator} {one})*"
+        return many if format.get("at_least_one") else f"({many})?"
+
+    def _xml(self, schema: Json, options: Mapping[str, Any]) -> str:
+        """Qwen3-Coder's parameters: strings as they are, everything else as JSON."""
+        end = "\n</parameter>\n"
+        found = _properties(schema)
+        if found is None:
+            name = self._terminal('/[^>\\n]+/ ">\\n"')
+            free = self._rule(f"{_ANY} {_quoted(end)}", "[lazy]")
+            return f'("<parameter=" {name} {free})*'
+        parts = []
+        for name, inner, required in found:
+            values = _values(inner)
+            if values is not None:
+                texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
+                value = f"({' | '.join(map(self._const, texts))}) {_quoted(end)}"
+            elif isinstance(inner, dict) and inner.get("type") == "string":
+                value = self._rule(f"{_ANY} {_quoted(end)}", "[lazy]")
+            else:
+                value = f"{self._rule(_json(inner, options))} {_quoted(end)}"
+            parameter = self._rule(f"{_quoted(f'<parameter={name}>' + chr(10))} {value}")
+            parts.append(parameter if required else f"{parameter}?")
+        return " ".join(parts) or '""'
+
+    def _python(self, schema: Json, options: Mapping[str, Any]) -> str:
+        """Arguments by name, as literals of Python."""
+        found = _properties(schema)
+        if found is None:
+            name = self._terminal("/[A-Za-z_][A-Za-z_0-9]*/")
+            one = self._rule(f'{name} "=" {self._python_any(options)}')
+            return f'({one} (", " {one})*)?'
+        parts = [self._rule(f"{_quoted(name + '=')} {self._python_value(inner, options)}") for name, inner, _ in found]
+        rests = ['""']
+        """Of the arguments from each on, behind another one; the last first."""
+        for part, (_, _, required) in zip(reversed(parts), reversed(found)):
+            rests.append(self._rule(f'", " {part} {rests[-1]}' if required else f'(", " {part})? {rests[-1]}'))
+        behind = rests[-2::-1]
+        firsts = [f"{part} {rest}" for part, rest in zip(parts, behind)]
+        needed = [i for i, (_, _, required) in enumerate(found) if required]
+        return " | ".join(firsts[: needed[0] + 1] if needed else [*firsts, '""'])
+
+    def _python_value(self, schema: Json, options: Mapping[str, Any]) -> str:
+        values = _values(schema)
+        if values is not None:
+            texts = (json.dumps(v, ensure_ascii=False) if isinstance(v, str) else repr(v) for v in values)
+            return f"({' | '.join(map(_quoted, texts))})"
+        kind = schema.get("type") if isinstance(schema, dict) else None
+        if kind == "boolean":
+            return '("True" | "False")'
+        if kind == "null":
+            return '"None"'
+        return (
+            self._rule(_json(schema, options)) if kind in ("string", "integer", "number") else self._python_any(options)
+        )
+
+    def _python_any(self, options: Mapping[str, Any]) -> str:
+        """Any literal."""
+        name = f"r{len(self._rules)}"
+        plain = _json({"type": ["string", "number"]}, options)
+        self._rules.append(
+            f'{name}: "True" | "False" | "None" | {name}_plain | "[" ({name} (", " {name})*)? "]" '
+            f'| "{{" ({name}_pair (", " {name}_pair)*)? "}}"'
+        )
+        self._rules.append(f"{name}_plain: {plain}")
+        self._rules.append(f'{name}_pair: {name}_key ": " {name}')
+        self._rules.append(f"{name}_key: {_json({'type': 'string'}, options)}")
+        return name
+
+
+_WRITERS: dict[str, Callable[[_Writer, str, Format, int], str]] = {
+    "const_string": _Writer.const_string,
+    "json_schema": _Writer.json_schema,
+    "regex": _Writer.regex,
+    "any_text": _Writer.any_text,
+    "sequence": _Writer.sequence,
+    "or": _Writer.or_,
+    "optional": _Writer.optional,
+    "star": _Writer.star,
+    "plus": _Writer.plus,
+    "repeat": _Writer.repeat,
+    "tag": _Writer.tag,
+    "triggered_tags": _Writer.triggered_tags,
+    "tags_with_separator": _Writer.tags_with_separator,
+}
+
+
+def _text(where: str, format: Json, name: str) -> str:
+    value = format.get(name) if isinstance(format, dict) else None
+    if not isinstance(value, str):
+        raise bad_value(f"{where}.{name}", value, "a text")
+    return value
+
+
+def _list(where: str, format: Format, name: str) -> list[Json]:
+    value = format.get(name)
+    if not isinstance(value, list) or not value:
+        raise bad_value(f"{where}.{name}", value, "an array that is not empty")
+    return value
+
+
+def _whitespace(where: str, format: Format) -> str:
+    value = format.get("whitespace_pattern", WHITESPACE)
+    if not isinstance(value, str):
+        raise bad_value(f"{where}.whitespace_pattern", value, "a regular expression")
+    return value
+
+
+def _json(schema: Json, options: Mapping[str, Any]) -> str:
+    """Of the options that a schema may hold itself none is the client's."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    return "%json " + json.dumps({**schema, "x-guidance": dict(options)})
+
+
+def _regex(pattern: str) -> str:
+    """A regular expression between slashes."""
+    return "/" + re.sub(r"\\.|/|\n", lambda found: _IN_SLASHES.get(found[0], found[0]), pattern, flags=re.S) + "/"
+
+
+_IN_SLASHES = {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}
+
+
+def _literal(text: str) -> str:
+    """A text inside of a regular expression between slashes."""
+    return _regex(re.escape(text))[1:-1]
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _is_plain(format: Json, tokens: Mapping[str, int]) -> bool:
+    """Whether it is a text in which nothing is a token of its own."""
+    value = format.get("value") if isinstance(format, dict) and format.get("type") == "const_string" else None
+    return isinstance(value, str) and not any(token in value for token in tokens)
+
+
+def _properties(schema: Json) -> list[tuple[str, Json, bool]] | None:
+    """(name, schema, whether it must be there) of each; None where the schema says more, or nothing."""
+    if not isinstance(schema, dict) or not isinstance(schema.get("properties"), dict):
+        return None
+    if schema.get("type") != "object" or {"anyOf", "oneOf", "allOf", "$ref", "patternProperties"} & set(schema):
+        return None
+    required = schema.get("required")
+    required = required if isinstance(required, list) else []
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    return [
+        (name, {**shared, **inner} if isinstance(inner, dict) else inner, name in required)
+        for name, inner in schema["properties"].items()
+    ]
+
+
+def _values(schema: Json) -> list[str | int | float | None] | None:
+    """The values that a schema lists, where none of them holds others."""
+    if not isinstance(schema, dict):
+        return None
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    plain = isinstance(values, list) and values and all(v is None or isinstance(v, (str, int, float)) for v in values)
+    return values if plain else None

@@ -1,0 +1,261 @@
+"""What bodies ask answers to match, as a matcher sees it: texts that it takes and texts that it does not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from engine.api.constraint import MARKUPS, asked_format
+from engine.api.lark import write_lark
+from engine.tiny.tokenizer import cached_tokenizer
+from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer
+
+TOKENIZER = Tokenizer.load(cached_tokenizer(), cache_bytes=0)
+WORDS = LLTokenizer(TOKENIZER.hf.to_str(), eos_token=list(TOKENIZER.eos_token_ids))
+TOKENS = {token.content: token_id for token_id, token in TOKENIZER.hf.get_added_tokens_decoder().items()}
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "metric": {"type": "boolean"},
+        "unit": {"enum": ["C", "F"]},
+        "more": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}},
+    {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}}}},
+]
+CALLS = {
+    "hermes": (
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Berlin", "days": 3}}\n</tool_call>',
+        '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "weather", "arguments": {"days": 3}}\n</tool_call>',
+    ),
+    "qwen3_coder": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nBer\nlin\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "<parameter=unit>\nC\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=time>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nB\n</parameter>\n<parameter=unit>\nX\n</parameter>\n"
+        "</function>\n</tool_call>",
+    ),
+    "llama3_json": (
+        '{"name": "weather", "parameters": {"city": "Berlin"}}',
+        '{"name": "time", "parameters": {}}',
+        '{"name": "weather", "parameters": {"city": 1}}',
+    ),
+    "mistral": (
+        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Berlin"}}]',
+        '[TOOL_CALLS][{"name": "time", "arguments": {}}]',
+        '[TOOL_CALLS][{"name": "other", "arguments": {}}]',
+    ),
+    "pythonic": (
+        '[weather(city="Berlin", metric=True, unit="C", more=["a", {"b": None}])]',
+        "[time()]",
+        '[weather(city="Berlin", unit="X")]',
+    ),
+    "granite": (
+        '<|tool_call|>[{"name": "weather", "arguments": {"city": "Berlin"}}]',
+        '<|tool_call|>[{"name": "time", "arguments": {}}]',
+        '<|tool_call|>[{"name": "weather", "arguments": {}}]',
+    ),
+}
+"""Of each markup a call of each tool, and one that its schema does not allow."""
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return msgspec.convert({"messages": [{"role": "user", "content": "?"}], **fields}, ChatRequest)
+
+
+def grammar(body: ChatRequest | CompletionRequest, markup: str | None = None) -> str:
+    asked = asked_format(body, markup)
+    assert asked is not None
+    return write_lark(asked, TOKENS)
+
+
+def takes(lark: str, text: str) -> bool:
+    """Whether the text is one that the grammar means."""
+    matcher = LLMatcher(WORDS, lark, log_level=0)
+    assert not matcher.is_error(), f"{matcher.get_error()}\n{lark}"
+    ids = TOKENIZER.encode(text)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("markup", MARKUPS)
+def test_a_forced_call_is_one_call_or_several_in_the_markup_of_the_model(markup: str) -> None:
+    weather, time, wrong = CALLS[markup]
+    begin, end = MARKUPS[markup].begin, MARKUPS[markup].end
+    both = begin + MARKUPS[markup].separator.join(
+        call.removeprefix(begin).removesuffix(end) if end else call for call in (weather, time)
+    ) + end  # fmt: skip
+    lark = grammar(chat(tools=TOOLS, tool_choice="required"), markup)
+    assert takes(lark, weather)
+    assert takes(lark, time)
+    assert takes(lark, both)
+    for text in (wrong, "", "Hello", weather[:-1], weather + " and more"):
+        assert not takes(lark, text), text
+    one = grammar(chat(tools=TOOLS, tool_choice="required", parallel_tool_calls=False), markup)
+    assert takes(one, weather)
+    assert not takes(one, both)
+    named = grammar(
+        chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "time"}}), markup
+    )  # fmt: skip
+    assert takes(named, time)
+    assert not takes(named, weather)
+    assert not takes(named, both)
+
+
+@pytest.mark.parametrize("markup", MARKUPS)
+def test_calls_of_strict_tools_are_right_where_text_is_free(markup: str) -> None:
+    weather, time, wrong = CALLS[markup]
+    lark = grammar(chat(tools=TOOLS), markup)
+    for text in ("", "Hello", f"I look: {weather}", weather, time):
+        assert takes(lark, text), text
+    assert not takes(lark, wrong)
+    assert asked_format(chat(tools=TOOLS[1:]), markup) is None
+    assert asked_format(chat(tools=TOOLS), None) is None
+    assert asked_format(chat(tools=TOOLS, tool_choice="none"), markup) is None
+
+
+def test_where_calls_may_be_made_the_answer_is_calls_or_of_the_format() -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
+    lark = grammar(chat(tools=TOOLS, response_format=form), "hermes")
+    assert takes(lark, "12")
+    assert takes(lark, CALLS["hermes"][0])
+    assert not takes(lark, "text")
+    only = grammar(chat(tools=TOOLS, response_format=form, tool_choice="none"), "hermes")
+    assert takes(only, "12")
+    assert not takes(only, CALLS["hermes"][0])
+
+
+def test_a_tool_that_is_not_strict_may_have_a_schema_that_is_not_known_here() -> None:
+    odd = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "not": {"maxProperties": 0}}
+    tools = [{"type": "function", "function": {"name": "odd", "parameters": odd}}]
+    lark = grammar(chat(tools=tools, tool_choice="required"), "hermes")
+    assert takes(lark, '<tool_call>\n{"name": "odd", "arguments": {"a": 1}}\n</tool_call>')
+    assert not takes(lark, '<tool_call>\n{"name": "odd", "arguments": {"a": ""}}\n</tool_call>')
+
+
+TAG = {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": {"type": "integer"}},
+       "end": "</f>"}  # fmt: skip
+FREE = {"type": "any_text"}
+FORMATS: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"regex": r"a/b\d"}, ["a/b1"], ["a/b", "a/bx"]),
+    ({"regex": "a\nb|^c$"}, ["a\nb", "c"], ["ab"]),
+    ({"choice": ["yes", "no\n", '"', "<tool_call>"]}, ["yes", "no\n", '"', "<tool_call>"], ["no", "", "yesno"]),
+    ({"grammar": 'start: "a" b\nb: /[0-9]+/'}, ["a12"], ["a"]),
+    ({"json_object": True}, ["{}", '{"a": [1, null]}'], ["[]", "1", ""]),
+    ({"json": {"type": "integer"}}, ["12"], ["1.5", "x"]),
+    ({"json": '{"const": "ä"}'}, ['"ä"'], ['"a"']),
+    ({"json": {"type": "array"}}, ["[1, 2]", "[1,2]", "[\n        1,\n        2\n]"], ["[   1]", "[\n\n1]"]),
+    ({"json": {"type": "array"}, "disable_any_whitespace": True}, ["[1,2]"], ["[1, 2]"]),
+    ({"json": {"type": "array"}, "whitespace_pattern": " {3}"}, ["[1,   2]"], ["[1, 2]"]),
+    ({"structural_tag": {"structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}],
+                         "triggers": ["<f"]}}, ["", "so <f>12</f> it is", "<", "<f>1</f><f>2</f>"], ["<f", "<f>x</f>"]),
+    ({"structural_tag": {"format": TAG}}, ["<f>1</f>"], ["1", "<f>1</f> "]),
+    ({"structural_tag": json.dumps({"format": {"type": "sequence", "elements": [
+        {"type": "tag", "begin": "<think>", "content": FREE, "end": "</think>"},
+        {"type": "optional", "content": {"type": "const_string", "value": "\n"}},
+        {"type": "repeat", "min": 1, "max": 2, "content": {"type": "regex", "pattern": "[ab]"}}]}})},
+     ["<think>well\n</think>\nab", "<think></think>b"], ["ab", "<think>a", "<think></think>aba"]),
+    ({"structural_tag": {"format": {"type": "tag", "begin": "", "content": FREE, "end": ["STOP", "END"]}}},
+     ["aENSTOP", "END"], ["END.", "a"]),
+    ({"structural_tag": {"format": {"type": "any_text", "excludes": ["bad/"]}}}, ["", "ba d/"], ["so bad/ly"]),
+    ({"structural_tag": {"format": {"type": "triggered_tags", "triggers": ["<f"], "tags": [TAG], "at_least_one": True,
+                                    "stop_after_first": True}}}, ["a<f>1</f>"], ["a", "<f>1</f>b"]),
+    ({"structural_tag": {"format": {"type": "tags_with_separator", "tags": [TAG], "separator": ", "}}},
+     ["", "<f>1</f>, <f>2</f>"], ["<f>1</f>,"]),
+    ({"structural_tag": {"format": {"type": "plus", "content": {"type": "star", "content": TAG}}}},
+     ["", "<f>1</f><f>2</f>"], ["x"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("outputs", "good", "bad"), FORMATS)
+def test_structured_outputs(outputs: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    lark = grammar(msgspec.convert({"prompt": "?", "structured_outputs": outputs}, CompletionRequest))
+    for text in good:
+        assert takes(lark, text), text
+    for text in bad:
+        assert not takes(lark, text), text
+
+
+def test_response_formats() -> None:
+    assert asked_format(chat()) is None
+    assert asked_format(chat(response_format={"type": "text"})) is None
+    assert takes(grammar(chat(response_format={"type": "json_object"})), "{}")
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": True, "strict": True}}
+    assert takes(grammar(chat(response_format=schema)), '["anything"]')
+    assert takes(grammar(chat(response_format={"type": "structural_tag", "format": TAG})), "<f>1</f>")
+    older = {"structures": [{"begin": "<f>", "end": "</f>"}], "triggers": ["<f>"]}
+    assert takes(grammar(chat(response_format={"type": "structural_tag", **older})), "<f>[1]</f>")
+
+
+def test_options_of_the_compiler_are_not_the_clients() -> None:
+    schema = {"type": "array", "x-guidance": {"whitespace_pattern": "[ ]{100}", "lenient": True}, "not": {}}
+    lark = grammar(chat(response_format={"type": "json_schema", "json_schema": {"schema": schema}}))
+    assert "Unimplemented keys" in LLMatcher(WORDS, lark, log_level=0).get_error()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.format"),
+        ({"response_format": {"type": "structural_tag", "format": {"type": "x"}}}, "response_format.format.type"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": "1"}}, "structured_outputs.json.json_schema"),
+        ({"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+         "structured_outputs.disable_additional_properties"),
+        ({"structured_outputs": {"structural_tag": {"format": 1}}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"structural_tag": {"format": {"type": "sequence", "elements": [{"type": "regex"}]}}}},
+         "structured_outputs.structural_tag.elements[0].pattern"),
+        ({"structured_outputs": {"structural_tag": {"structures": [{"begin": "x", "end": ""}], "triggers": ["y"]}}},
+         "structured_outputs.structural_tag.tags[0].begin"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "forced", "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": TOOLS}, "tool_choice.function.name"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "x", "tools": []}}, "tools": TOOLS},
+         "tool_choice.allowed_tools.mode"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant_names_its_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        grammar(chat(**fields), "hermes")
+    assert refused.value.param == param
+    assert refused.value.status == 400
+
+
+def test_formats_inside_each_other_end_somewhere() -> None:
+    deep: dict[str, Any] = {"type": "const_string", "value": "a"}
+    for _ in range(200):
+        deep = {"type": "optional", "content": deep}
+    with pytest.raises(RequestError, match="too deep"):
+        grammar(chat(structured_outputs={"structural_tag": {"format": deep}}))
+    wide = {"type": "sequence", "elements": [TAG] * 5000}
+    with pytest.raises(RequestError, match="too many"):
+        grammar(chat(structured_outputs={"structural_tag": {"format": wide}}))
+
+
+def test_allowed_tools() -> None:
+    inner = {"mode": "required", "tools": [{"type": "function", "function": {"name": "time"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": inner}
+    lark = grammar(chat(tools=TOOLS, tool_choice=choice), "hermes")
+    assert takes(lark, CALLS["hermes"][1])
+    assert not takes(lark, CALLS["hermes"][0])
+
+
+def test_a_forced_call_needs_a_markup() -> None:
+    with pytest.raises(RequestError, match="no --tool-call-parser"):
+        asked_format(chat(tools=TOOLS, tool_choice="required"))
