@@ -9,6 +9,7 @@ is held back, never emitted and taken back.
 from __future__ import annotations
 
 import codecs
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -142,15 +143,13 @@ class StopStrings:
     Holds back the longest tail of the text that may be the beginning of a stop string, and nothing more.
     """
 
-    __slots__ = ("_include", "_inner", "_longest", "_stops", "held")
+    __slots__ = ("_include", "_marks", "held")
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
         """`stops`: none empty. `include`: a stop string that is found stays in the text."""
         assert all(stops), "an empty stop string would stop everything"
-        self._stops = sorted(set(stops))
+        self._marks = Marks(stops)
         self._include = include
-        self._longest = max(map(len, stops), default=0)
-        self._inner = frozenset(char for stop in stops for char in stop[:-1])
         self.held = ""
 
     def push(self, piece: str) -> tuple[str, str | None]:
@@ -161,9 +160,9 @@ class StopStrings:
             start, stop = found
             self.held = ""
             return text[: start + len(stop)] if self._include else text[:start], stop
-        keep = self._possible_start(text)
-        self.held = text[len(text) - keep :]
-        return text[: len(text) - keep], None
+        at = self._marks.tail(text)
+        self.held = text[at:]
+        return text[:at], None
 
     def release(self) -> str:
         """What was held back, now that nothing follows."""
@@ -172,22 +171,40 @@ class StopStrings:
 
     def _first_stop(self, text: str) -> tuple[int, str] | None:
         best: tuple[int, int, str] | None = None
-        for stop in self._stops:
+        for stop in self._marks.words:
             start = text.find(stop)
             if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
                 best = (start + len(stop), start, stop)
         return None if best is None else (best[1], best[2])
 
-    def _possible_start(self, text: str) -> int:
-        """Length of the longest tail of `text`, which holds no stop string, that is the beginning of one."""
-        if not text or text[-1] not in self._inner:
-            return 0
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            tail = text[-length:]
-            at = bisect_left(self._stops, tail)  # those that begin with the tail follow where it would stand
-            if at < len(self._stops) and self._stops[at].startswith(tail):
-                return length
-        return 0
+
+class Marks:
+    """Some words that a growing text is searched for."""
+
+    __slots__ = ("_inner", "_longest", "_pattern", "words")
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = sorted(set(words))
+        self._pattern = re.compile("|".join(map(re.escape, self.words)) or "(?!)")
+        self._longest = max(map(len, words), default=0)
+        self._inner = frozenset(char for word in words for char in word[:-1])
+
+    def first(self, text: str, start: int = 0) -> tuple[int, str] | None:
+        """(where, which) of the word that begins first in `text[start:]`."""
+        found = self._pattern.search(text, start)
+        return None if found is None else (found.start(), found[0])
+
+    def tail(self, text: str, start: int = 0) -> int:
+        """Where the longest tail of `text[start:]`, which holds no word, begins that may become one; else its end."""
+        end = len(text)
+        if end == start or text[-1] not in self._inner:
+            return end
+        for length in range(min(self._longest - 1, end - start), 0, -1):
+            tail = text[end - length :]
+            at = bisect_left(self.words, tail)  # those that begin with the tail follow where it would stand
+            if at < len(self.words) and self.words[at].startswith(tail):
+                return end - length
+        return end
 
 
 def _byte_level_alphabet() -> dict[str, int]:

@@ -1,0 +1,318 @@
+"""Tool calls in text: every format, cut at every character, malformed, hostile."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.api import call_readers
+from engine.api.calls import FORMATS, CallParser, Format, format_of, parameter_types
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "days": {"type": "integer"},
+                    "exact": {"type": "boolean"},
+                    "at": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+                },
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+TYPES = parameter_types(TOOLS)
+Told = tuple[str, list[tuple[str, str]]]
+
+
+def run(row: Format, pieces: list[str], *, ends: bool = True) -> Told:
+    """(what was said, [(name, arguments)]) of a text that came in these pieces."""
+    ids = (f"id{number}" for number in itertools.count())
+    parser = CallParser(row, TYPES, lambda: next(ids))
+    said, calls = "", dict[int, list[str]]()
+    for text, told in [*map(parser.push, pieces), *([parser.finish()] if ends else [])]:
+        said += text
+        for piece in told:
+            assert (piece.name is None) == (piece.id is None) == (piece.index in calls)
+            assert piece.index == len(calls) or piece.name is None
+            if piece.name is not None:
+                calls[piece.index] = [piece.name, ""]
+            calls[piece.index][1] += piece.arguments
+    assert parser.count == len(calls)
+    return said, [(name, arguments) for name, arguments in calls.values()]
+
+
+WEATHER = '{"city": "Bad \\"Säckingen\\" {1}", "days": 3}'
+BOTH = [("get_weather", WEATHER), ("now", "{}")]
+# (format, text, what is said, what is called)
+CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    ("hermes", f'<tool_call>\n{{"name": "get_weather", "arguments": {WEATHER}}}\n</tool_call>', "", BOTH[:1]),
+    ("hermes", f'Let me see.\n<tool_call>\n{{"name": "get_weather", "arguments": {WEATHER}}}\n</tool_call>\n'
+               '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n', "Let me see.", BOTH),
+    ("hermes", f'<tool_call>{{"arguments": {WEATHER}, "name": "get_weather"}}</tool_call> Done.', " Done.", BOTH[:1]),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", BOTH[1:]),
+    ("hermes", '<tool_call>{"id": 7, "type": "function", "name": "now", "parameters": null}</tool_call>', "", BOTH[1:]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("now", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {}}\n{"name": "now", "arguments": {"a": []}}</tool_call>', "",
+     [("now", "{}"), ("now", '{"a": []}')]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {}}<tool_call>{"name": "now", "arguments": {}}', "",
+     [("now", "{}"), ("now", "{}")]),
+    ("hermes", '<tool_call><tool_call>{"name": "now", "arguments": {}}</tool_call>', "<tool_call>", BOTH[1:]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "</tool_call><tool_call>"}}</tool_call>', "",
+     [("now", '{"a": "</tool_call><tool_call>"}')]),
+    ("hermes", '{"name": "now", "arguments": {}}', '{"name": "now", "arguments": {}}', []),
+    ("granite", f'<|tool_call|>[{{"name": "get_weather", "arguments": {WEATHER}}}, '
+                '{"name": "now", "arguments": {}}]', "", BOTH),
+    ("granite", f'<tool_call> [{{"name": "get_weather", "arguments": {WEATHER}}}] and so', " and so", BOTH[:1]),
+    ("granite", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', "", BOTH[1:]),
+    ("mistral", f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {WEATHER}}}, '
+                '{"name": "now", "arguments": {}}]', "", BOTH),
+    ("mistral", f"So:[TOOL_CALLS]get_weather{WEATHER}[TOOL_CALLS]now{{}}", "So:", BOTH),
+    ("mistral", f"[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]{WEATHER}[TOOL_CALLS]now[ARGS]{{}}", "", BOTH),
+    ("llama3_json", f'{{"name": "get_weather", "parameters": {WEATHER}}}; {{"name": "now", "parameters": {{}}}}', "",
+     BOTH),
+    ("llama3_json", '<|python_tag|>{"type": "function", "name": "now", "parameters": {}}', "", BOTH[1:]),
+    ("llama3_json", '{"name": "Ada", "born": 1815}', '{"name": "Ada", "born": 1815}', []),
+    ("llama3_json", '{"name": "Ada"}', '{"name": "Ada"}', []),
+    ("pythonic", '[get_weather(city="Bad \\"Säckingen\\" {1}", days=3), now()]', "", BOTH),
+    ("pythonic", "[now(a=[1, -2.5, {'b': None}], c=true, d='x\ny')]", "",
+     [("now", '{"a": [1, -2.5, {"b": null}], "c": true, "d": "x\\ny"}')]),
+    ("pythonic", "[shop.find(a=false)]", "", [("shop.find", '{"a": false}')]),
+    ("pythonic", "[1] See (there).", "[1] See (there).", []),
+    ("pythonic", "[now(1)]", "[now(1)]", []),
+    ("pythonic", "[now(a=b)] x", "[now(a=b)] x", []),
+    ("pythonic", "<|python_start|>[now()]<|python_end|>", "", BOTH[1:]),
+    ("qwen3_coder", '<tool_call>\n<function=get_weather>\n<parameter=city>\nBad "Säckingen" {1}\n</parameter>\n'
+                    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n"
+                    "</function>\n</tool_call>", "", BOTH),
+    ("qwen3_coder", "First,\n<function=get_weather><parameter=exact>True</parameter><parameter=at>null</parameter>"
+                    "<parameter=other>1</parameter></function> then", "First, then",
+     [("get_weather", '{"exact": true, "at": null, "other": "1"}')]),
+    ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=at>\n{\"a\": [1]}\n</parameter>\n<parameter=days>"
+                    "\nsoon\n<parameter=city>\n\n a\n\nb \n\n</function>\n</tool_call>", "",
+     [("get_weather", '{"at": {"a": [1]}, "days": "soon", "city": "\\n a\\n\\nb \\n"}')]),
+]  # fmt: skip
+IDS = [f"{case[0]}-{number}" for number, case in enumerate(CASES)]
+
+
+@pytest.mark.parametrize(("name", "text", "said", "calls"), CASES, ids=IDS)
+def test_calls_wherever_the_text_is_cut(name: str, text: str, said: str, calls: list[tuple[str, str]]) -> None:
+    row = FORMATS[name]
+    assert run(row, [text]) == (said, calls)
+    assert run(row, list(text)) == (said, calls)
+    for cut in range(len(text)):
+        assert run(row, [text[:cut], text[cut:]]) == (said, calls), text[:cut]
+    for _, arguments in calls:
+        json.loads(arguments)
+
+
+@pytest.mark.parametrize(("name", "text", "said", "calls"), CASES, ids=IDS)
+def test_what_was_said_depends_on_what_has_come_alone(
+    name: str, text: str, said: str, calls: list[tuple[str, str]]
+) -> None:
+    """So a stream that another worker goes on with, from some token on, repeats nothing and leaves nothing out."""
+    row, rng = FORMATS[name], random.Random(text)
+    for end in range(len(text)):
+        cuts = sorted(rng.sample(range(end + 1), min(end, 3)))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, end])]
+        assert run(row, pieces, ends=False) == run(row, [text[:end]], ends=False), text[:end]
+
+
+@pytest.mark.parametrize(("name", "text", "said", "calls"), CASES, ids=IDS)
+def test_a_text_that_ends_early_is_a_beginning_or_text(
+    name: str, text: str, said: str, calls: list[tuple[str, str]]
+) -> None:
+    for end in range(len(text)):
+        _, told = run(FORMATS[name], [text[:end]])
+        for (got, got_arguments), (wanted, whole) in zip(told, calls):
+            assert got == wanted
+            assert (
+                whole.startswith(got_arguments) or name == "qwen3_coder"
+            )  # of a value that was cut: as it was written
+        if not told:
+            assert run(FORMATS[name], [text[:end]])[0] == text[:end]
+
+
+MALFORMED = [
+    ("hermes", "<tool_call>{'name': 'now'}</tool_call>"),
+    ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"arguments": {"a": }, "name": "now"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "tool": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now" "arguments": {}}</tool_call>'),
+    ("hermes", "<tool_call></tool_call>"),
+    ("hermes", "<tool_call>now</tool_call>"),
+    ("hermes", "<tool_call>[]</tool_call>"),
+    ("hermes", "</tool_call>"),
+    ("granite", "<|tool_call|>now"),
+    ("mistral", "[TOOL_CALLS]now and then"),
+    ("mistral", "[TOOL_CALLS] 7"),
+    ("mistral", "[TOOL_CALLS]" + "n" * 300 + "{}"),
+    ("qwen3_coder", "<tool_call>\n<function=\nnow></function></tool_call>"),
+    ("qwen3_coder", "<function=></function>"),
+    ("qwen3_coder", '<tool_call>{"name": "now"}</tool_call>'),
+    ("pythonic", "[now(a=1"),
+    ("pythonic", "[now(**a)]"),
+    ("pythonic", "[now(a=b'x')]"),
+    ("pythonic", "[now(a=1e999)]"),
+    ("pythonic", "[now(a=" + "-" * 20000 + "1)]"),
+    ("pythonic", "[now(a=" + "[" * 5000 + "]" * 5000 + ")]"),
+    ("llama3_json", '{"name": "now", "parameters": 3}'),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), MALFORMED)
+def test_malformed_markup_comes_back_as_text(name: str, text: str) -> None:
+    for before, after in (("", ""), ("Well:\n", " So."), ("\n ", "\n")):
+        if name in ("pythonic", "llama3_json") and before.strip():
+            continue
+        whole = before + text + after
+        assert run(FORMATS[name], [whole]) == (whole, [])
+        if len(whole) < 1000:
+            assert run(FORMATS[name], list(whole)) == (whole, [])
+
+
+def test_a_call_after_malformed_markup_is_found() -> None:
+    good = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    for name, bad in MALFORMED:
+        if name == "hermes" and "</tool_call>" in bad:
+            assert run(FORMATS[name], list(bad + good)) == (bad, BOTH[1:])
+
+
+def test_arguments_that_are_no_json_stay_what_the_model_wrote() -> None:
+    """Their call has been told by then."""
+    said, calls = run(FORMATS["hermes"], list('<tool_call>{"name": "now", "arguments": {"a": }}</tool_call>'))
+    assert (said, calls) == ("", [("now", '{"a": }')])
+    said, calls = run(FORMATS["hermes"], list('<tool_call>{"name": "now", "arguments": {} oops}</tool_call>.'))
+    assert (said, calls) == (" oops}</tool_call>.", BOTH[1:])
+    said, calls = run(FORMATS["hermes"], list('<tool_call>{"name": "now", "arguments": {}, "more": 1}</tool_call>'))
+    assert (said, calls) == (', "more": 1}</tool_call>', BOTH[1:])
+
+
+def test_formats_are_found_in_chat_templates() -> None:
+    shown = {
+        "hermes": "<tool_call>\\n{\"name\": <function-name>, ...}\\n</tool_call>",
+        "qwen3_coder": "<tool_call>\n<function=example_function_name>\n<parameter=x>",
+        "mistral": '{{- "[TOOL_CALLS] [" }}',
+        "granite": "<|start_of_role|>assistant<|end_of_role|><|tool_call|>",
+        "llama3_json": '{"name": function name, "parameters": dictionary of argument name and its value}',
+        "pythonic": "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]",
+    }  # fmt: skip
+    assert set(shown) == set(FORMATS)
+    for name, text in shown.items():
+        found = format_of("{%- for message in messages %}" + text)
+        assert found is not None
+        assert found.name == name
+    assert format_of("{{ messages[0].content }}") is None
+
+
+SCRAPS = {
+    "hermes": ["<tool_call>", "</tool_call>", '{"name": "f", ', '"arguments": ', "{", "}", '{"x": "§"}'],
+    "granite": ["<|tool_call|>", "<tool_call>", "[", "]", '{"name": "f", ', '"arguments": {}', "}", ","],
+    "mistral": ["[TOOL_CALLS]", "[ARGS]", "f", "{", "}", '{"name": "f", "arguments": {}}', "[", "]", ";"],
+    "llama3_json": ["<|python_tag|>", '{"name": "f", ', '"parameters": ', "{", "}", ";", '{"x": "§"}'],
+    "pythonic": ["[", "f(", "a=", "1", '"§"', "'", ")", "]", ",", "\\", "{", "<|python_start|>", "<|python_end|>"],
+    "qwen3_coder": ["<tool_call>", "</tool_call>", "<function=", "f>", "</function>", "<parameter=", "x>", "\n§",
+                    "</parameter>"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_no_character_is_lost_and_nothing_raises(name: str, data: st.DataObject) -> None:
+    scraps = [*SCRAPS[name], "§", " ", "\n", "a", "<", '"', "\\"]
+    text = "".join(data.draw(st.lists(st.sampled_from(scraps), max_size=25)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
+    said, calls = run(FORMATS[name], pieces)
+    assert (said, calls) == run(FORMATS[name], [text])
+    assert (said, calls) == run(FORMATS[name], list(text))
+    everything = said + "".join(name + arguments for name, arguments in calls)
+    assert everything.count("§") == text.count("§")
+    if not calls:
+        assert said == text
+    half = "".join(pieces[: len(pieces) // 2])
+    assert run(FORMATS[name], pieces[: len(pieces) // 2], ends=False) == run(FORMATS[name], [half], ends=False)
+
+
+class _Counted(str):
+    """Counts the characters that are looked at or copied by what grows with the text."""
+
+    looked = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        found = _Counted(str.__getitem__(self, key))
+        _Counted.looked += len(found)
+        return found
+
+    def __add__(self, other: str) -> Any:
+        _Counted.looked += len(self) + len(other)
+        return _Counted(str.__add__(self, other))
+
+
+HOSTILE = {
+    "hermes": ['<tool_call>{"', "<tool_call>{", "<tool_call>" + " " * 20, '<tool_call>{"name":"', "\n", "<"],
+    "granite": ["<tool_call>[", "<|tool_call|>[{", "<tool_call>[{}"],
+    "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS]f", "[TOOL_CALLS]f[CALL_ID]", "["],
+    "llama3_json": ["{", '{"name": "', "<|python_tag|>"],
+    "pythonic": ["[f(", "[", "f('", "(", "["],
+    "qwen3_coder": ["<function=f><parameter=", "<function=f>", "<parameter=a>", "\n", "<tool_call>"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "scrap"), [(name, scrap) for name, scraps in HOSTILE.items() for scrap in scraps])
+def test_work_grows_with_the_text_and_no_faster(name: str, scrap: str) -> None:
+    """Whether it comes at once or a few characters at a time."""
+
+    def work(copies: int, at_a_time: int) -> int:
+        row, text = FORMATS[name], scrap * copies
+        parser = CallParser(row, TYPES)
+        _Counted.looked = 0
+        for start in range(0, len(text), at_a_time):
+            parser._left = _Counted(parser._left)
+            parser.push(_Counted(text[start : start + at_a_time]))
+        parser.finish()
+        return _Counted.looked
+
+    for at_a_time in (3, 1 << 20):
+        small, large = work(200, at_a_time), work(1600, at_a_time)
+        assert large <= 10 * small + 2000, at_a_time
+
+
+@pytest.mark.parametrize(
+    ("value", "types", "wanted"),
+    [
+        ("5", ("integer",), "5"), ("5.5", ("number",), "5.5"), ("five", ("integer",), '"five"'),
+        ("5", ("string",), '"5"'), ("5", ("integer", "string"), "5"), ("x", ("integer", "string"), '"x"'),
+        ("True", ("boolean",), "true"), ("0", ("boolean",), "false"), ("0", ("boolean", "integer"), "0"),
+        ("null", ("null", "string"), "null"), ("[1,2]", ("array",), "[1,2]"), ('{"a":1}', ("object",), '{"a":1}'),
+        ("{a}", ("object",), '"{a}"'), ("1e999", ("number",), '"1e999"'), ("NaN", ("number",), '"NaN"'),
+    ],
+)  # fmt: skip
+def test_values_take_the_type_of_their_schema(value: str, types: tuple[str, ...], wanted: str) -> None:
+    assert call_readers.as_json(value, types) == wanted
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"type": "int"}, ("integer",)), ({"type": ["string", "null"]}, ("null", "string")), ({}, ("string",)),
+        ({"enum": [1, None, "a"]}, ("integer", "null", "string")), (None, ("string",)), ({"type": 5}, ("string",)),
+        ({"anyOf": [{"type": "number"}, {"oneOf": [{"type": "array"}]}]}, ("array", "number")),
+    ],
+)  # fmt: skip
+def test_types_are_read_from_schemas(schema: Any, types: tuple[str, ...]) -> None:
+    assert call_readers.schema_types(schema) == types
