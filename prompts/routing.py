@@ -40,6 +40,9 @@ class RoutingRequest(Struct, kw_only=True, frozen=True):
     output_max: int = 0
     """Most tokens the client lets all choices have; 0 where it sets no limit."""
     user: str | None = None
+    prompt_cache_key: str | None = None
+    metadata_user_id: str | None = None
+    """`metadata.user_id`."""
     scores_prompt: bool = False
     """True where every prompt token gets a logprob: engines then compute the whole prompt and reuse nothing of it."""
     has_media: bool = False
@@ -68,6 +71,8 @@ class _Body(Struct):
     max_completion_tokens: Any = None
     n: Any = None
     user: Any = None
+    prompt_cache_key: Any = None
+    metadata: Any = None
     prompt_logprobs: Any = None
     echo: Any = None
     logprobs: Any = None
@@ -111,6 +116,8 @@ def parse_routing(path: str, data: bytes) -> RoutingRequest:
         stream=body.stream is True,
         output_max=max(limit or 0, 0) * max(_int(body.n) or 1, 1),
         user=_str(body.user),
+        prompt_cache_key=_str(body.prompt_cache_key),
+        metadata_user_id=_str(body.metadata.get("user_id")) if isinstance(body.metadata, dict) else None,
         scores_prompt=body.prompt_logprobs is not None or (body.echo is True and _int(scored) is not None),
         has_media=_has_media(messages),
     )

@@ -49,6 +49,7 @@ from router.index import make_index
 from router.prompting.pool import Helpers
 from router.prompting.reader import PromptReader
 from router.prompting.remote import RemoteTokenizer
+from router.prompting.sessions import SessionNames
 
 log = logging.getLogger("router")
 
@@ -94,7 +95,8 @@ class RouterProcess:
         self._helpers = Helpers(
             config.helpers, chat_template=config.chat_template, cache_bytes=config.segment_cache_mb << 20
         )
-        self._reading = Reading(self._core, self._prompts, self._helpers)
+        names = SessionNames(config.edge.session_headers)
+        self._reading = Reading(self._core, self._prompts, self._helpers, names)
         self._tenants = Tenants(config.edge, self._metrics)
         self._feed = IndexFeed(self._index, on_connection=self._stream_changed)
         self._listeners: list[Listener] = []

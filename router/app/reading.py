@@ -21,6 +21,7 @@ from router.index.protocol import Scope
 from router.prompting.encode import cut, is_light
 from router.prompting.pool import Helpers, Order
 from router.prompting.reader import INLINE_BYTES_MAX, PromptReader, Read
+from router.prompting.sessions import SessionNames
 
 COMPLETIONS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 ESTIMATE_MAX = 131_072
@@ -38,7 +39,9 @@ class Asked:
         "base", "body_bytes", "deadline_ms", "lora", "model", "parsed", "priority", "role", "session", "worker",
     )  # fmt: skip
 
-    def __init__(self, request: HttpRequest, parsed: RoutingRequest, model: str, base: str, lora: str | None) -> None:
+    def __init__(
+        self, request: HttpRequest, parsed: RoutingRequest, names: SessionNames, model: str, base: str, lora: str | None
+    ) -> None:
         """Raises RequestError naming the header that cannot be read."""
         self.parsed = parsed
         self.model = model
@@ -51,16 +54,19 @@ class Asked:
         """How long the router may hold the request."""
         self.worker = _text(request.header(b"x-blockcast-worker"))
         self.role = _text(request.header(b"x-blockcast-role"))
-        self.session = _text(request.header(b"x-session-id")) or parsed.user
+        self.session = names.of(request.header, parsed)
 
 
 class Reading:
     """From HTTP to the core's words, in two steps: what is asked for, then the prompt's tokens."""
 
-    def __init__(self, core: RouterCore, prompts: PromptReader, helpers: Helpers) -> None:
+    def __init__(
+        self, core: RouterCore, prompts: PromptReader, helpers: Helpers, names: SessionNames | None = None
+    ) -> None:
         self._core = core
         self._prompts = prompts
         self.helpers = helpers
+        self._names = names or SessionNames()
         self._scopes: dict[tuple[str, str | None], Scope] = {}
 
     def is_light(self, request: HttpRequest, path: str | None) -> bool:
@@ -75,7 +81,7 @@ class Reading:
             kind = "completion" if parsed.messages is None else "chat"
         if kind != "other":
             parsed = msgspec.structs.replace(parsed, kind=kind)
-        return Asked(request, parsed, *self._model(parsed.model))
+        return Asked(request, parsed, self._names, *self._model(parsed.model))
 
     def tokens(self, asked: Asked) -> Read | asyncio.Future[Read]:
         """The prompt's token ids: at once where that is quick, else later."""
@@ -104,7 +110,7 @@ class Reading:
 
         started = time.perf_counter()
         parsed, result = await self.helpers.read(request.pieces, _kind(request, path), order, wanted)
-        asked = Asked(request, parsed, *self._model(parsed.model))
+        asked = Asked(request, parsed, self._names, *self._model(parsed.model))
         ids: Sequence[int] | None
         if isinstance(result, bytes):
             remote = self._prompts.remote
@@ -132,7 +138,9 @@ class Reading:
             stream=parsed.stream,
             priority=asked.priority,
             worker=asked.worker,
-            session=asked.session,
+            session=asked.session.name,
+            parent=asked.session.parent,
+            final=asked.session.final,
             role=asked.role,
             deadline_s=None if asked.deadline_ms is None else started_s + asked.deadline_ms / 1000.0,
         )

@@ -137,8 +137,17 @@ class CacheBook:
             resident.append(usable)
         return cached, resident, slower
 
-    def sent(self, request_id: str, target: Target, prompt: AskedPrompt, now: float, *, cached_share: float) -> None:
-        """A prompt of which `cached_share` (0 to 1) is cached there went to the target."""
+    def sent(
+        self,
+        request_id: str,
+        target: Target,
+        prompt: AskedPrompt,
+        now: float,
+        *,
+        cached_share: float,
+        session: str | None = None,
+    ) -> None:
+        """A prompt of a session, of which `cached_share` (0 to 1) is cached there, went to the target."""
         history = self._histories.get(target.name)
         if history is not None:
             history.insert(prompt.keys(CHUNK_TOKENS))
@@ -146,15 +155,18 @@ class CacheBook:
             assert request_id not in self._pins, f"request {request_id} is pinned already"
             self._pins[request_id] = (target.holder, self._index.pin(target.holder, prompt.ids, prompt.scope))
         keys = prompt.keys(self._chunk_tokens)
-        self.working_sets.sent(target.name, keys, prompt.tokens, now, cached_share=cached_share)
+        self.working_sets.sent(target.name, keys, prompt.tokens, now, cached_share=cached_share, session=session)
         self._running[request_id] = (target, keys)
         self._hold(target, keys, 1)
 
-    def ended(self, request_id: str, now: float, *, computed: bool) -> None:
-        """The attempt is over. What was not `computed` is promised no longer; of the rest the events are coming."""
+    def ended(self, request_id: str, now: float, *, computed: bool, over: str | None = None) -> None:
+        """The attempt is over, and with it the session `over`. What was not `computed` is promised no longer; of the
+        rest the events are coming."""
         running = self._running.pop(request_id, None)
         if running is not None:
             self._hold(*running, -1)
+            if over is not None:
+                self.working_sets.ended(running[1], over)
         pinned = self._pins.pop(request_id, None)
         if pinned is None:
             return

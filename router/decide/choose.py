@@ -5,7 +5,6 @@ Changes nothing but chance and the rotation of ties; the core commits what it de
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -30,9 +29,6 @@ from router.decide.shortlist import KEEP, LoadOrder
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId, Match
-
-NAME_CHARS_MAX = 64
-"""Longer names of sessions, which clients make up, are known by their digest."""
 
 
 @dataclass(slots=True)
@@ -200,10 +196,12 @@ class Chooser:
         choice.winner = choice.cost.choose(self._rotation)
 
     def _affine(self, request: RouteRequest, candidates: list[Target], now: float) -> int | None:
-        """The candidate this session was sent to before, where affinity is on."""
+        """The candidate this session, or else the one that started it, was sent to before, where affinity is on."""
         if not self._affinity or request.session is None:
             return None
         name = self.sessions.get(request.session, now)
+        if name is None and request.parent is not None:
+            name = self.sessions.get(request.parent, now)
         if name is None:
             return None
         return next((i for i, target in enumerate(candidates) if target.name == name), None)
@@ -243,7 +241,7 @@ class Chooser:
 
 @dataclass(slots=True)
 class Sessions:
-    """session -> (target it was sent to last, last use). Bounded in number and length, oldest use first out."""
+    """session -> (target it was sent to last, last use). Bounded in number, oldest use first out."""
 
     ttl_s: float
     size_max: int
@@ -251,19 +249,16 @@ class Sessions:
 
     def get(self, session: str, now: float) -> str | None:
         """The session's worker, unless it was used too long ago."""
-        entry = self.known.get(_key(session))
+        entry = self.known.get(session)
         return entry[0] if entry is not None and now - entry[1] <= self.ttl_s else None
+
+    def forget(self, session: str) -> None:
+        """It is over."""
+        self.known.pop(session, None)
 
     def put(self, session: str, worker_id: str, now: float) -> None:
         """The session was sent to a worker."""
-        key = _key(session)
-        self.known[key] = (worker_id, now)
-        self.known.move_to_end(key)
+        self.known[session] = (worker_id, now)
+        self.known.move_to_end(session)
         while len(self.known) > self.size_max:
             self.known.popitem(last=False)
-
-
-def _key(session: str) -> str:
-    if len(session) <= NAME_CHARS_MAX:
-        return session
-    return hashlib.blake2b(session.encode("utf-8", "surrogatepass"), digest_size=NAME_CHARS_MAX // 2).hexdigest()

@@ -121,7 +121,7 @@ class CoreConfig:
     working_set: WorkingSetConfig = field(default_factory=WorkingSetConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
-    session_affinity: Annotated[bool, Flag(), "Keep a session (x-session-id, or `user`) on its worker."] = False
+    session_affinity: Annotated[bool, Flag(), "Keep a session on its worker."] = False
     """While it is eligible, whatever the policy."""
     session_ttl_s: Annotated[Seconds, "A session that pauses longer is forgotten."] = 3600.0
     sessions_max: Annotated[Count, "Sessions remembered."] = 100_000

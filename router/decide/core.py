@@ -160,6 +160,7 @@ class RouterCore:
         if not refused:
             self._lengths.seen(request, self.tracker.answered(request_id, told.completion_tokens, now))
         self._end_attempt(live, now, computed=not refused, reported_cached=told.cached_tokens)
+        self._end_session(request)
         self.registry.alive(decision.worker)
         worker = self.workers.get(decision.worker)
         if usage is not None and worker is not None:
@@ -184,6 +185,7 @@ class RouterCore:
             self._held.drop(request_id)
             return []
         self._end_attempt(live, now, computed=live.first_token_seen)
+        self._end_session(live.request)
         return self._try_held(now)
 
     def failed(
@@ -286,7 +288,9 @@ class RouterCore:
         )
         if choice.prompt is not None:
             cached_share = decision.predicted_cached_tokens / max(request.prompt_tokens, 1)
-            self.book.sent(request.request_id, target, choice.prompt, now, cached_share=cached_share)
+            self.book.sent(
+                request.request_id, target, choice.prompt, now, cached_share=cached_share, session=request.session
+            )
         if request.session is not None and self.config.session_affinity:
             self._chooser.sessions.put(request.session, target.name, now)
         worker = self.workers[target.worker_id]
@@ -379,11 +383,17 @@ class RouterCore:
     def _end_attempt(self, live: Live, now: float, *, computed: bool, reported_cached: int | None = None) -> None:
         """Take an attempt off the books. What was computed stays pinned for a grace period: its events are coming."""
         self.tracker.end(live.request.request_id, now, computed=computed, reported_cached=reported_cached)
-        self.book.ended(live.request.request_id, now, computed=computed)
+        request = live.request
+        self.book.ended(request.request_id, now, computed=computed, over=request.session if request.final else None)
         worker = self.workers.get(live.decision.worker) if live.decision is not None else None
         if worker is not None and worker.probe == live.request.request_id:
             worker.probe = None  # it told nothing, or its caller says what: the next request may be the probe
             self.registry.changed()
+
+    def _end_session(self, request: RouteRequest) -> None:
+        if request.final and request.session is not None:
+            self._chooser.sessions.forget(request.session)
+            self._lengths.forget(request)
 
     def _lost(self, worker: Worker) -> WorkerLost:
         for target in self.registry.targets_of(worker.worker_id):

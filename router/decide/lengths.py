@@ -1,4 +1,5 @@
-"""How long an answer will be, from the answers before it: of the same session, prompt beginning, model. Pure.
+"""How long an answer will be, from the answers before it: of the same session, of the one that started it, of the same
+prompt beginning, of the model. Pure.
 
 What a client allows (`max_tokens`) is a bound and nothing more: most who allow 32,000 tokens get 300. What an engine
 reports is not taken at its word either: one absurd figure moves an average by a bounded step.
@@ -68,6 +69,11 @@ class OutputLengths:
         while len(self._kinds) > KINDS_MAX:
             self._kinds.popitem(last=False)
 
+    def forget(self, request: RouteRequest) -> None:
+        """Its session is over."""
+        if request.session is not None:
+            self._kinds.pop((request.model, request.session), None)
+
     def _mean(self, kinds: Sequence[Kind]) -> float:
         tokens = TOKENS_PRIOR
         for kind in kinds:
@@ -79,10 +85,9 @@ class OutputLengths:
 
 def _kinds(request: RouteRequest) -> list[Kind]:
     """What a request is, from the general to the particular."""
-    model, session, token_ids = request.model, request.session, request.token_ids
+    model, token_ids = request.model, request.token_ids
     kinds: list[Kind] = [(model, None)]
     if token_ids is not None and len(token_ids) >= PREFIX_TOKENS:
         kinds.append((model, hash(tuple(token_ids[:PREFIX_TOKENS:4]))))
-    if session is not None:
-        kinds.append((model, session if len(session) <= 64 else hash(session)))
+    kinds += [(model, session) for session in (request.parent, request.session) if session is not None]
     return kinds

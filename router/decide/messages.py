@@ -35,7 +35,11 @@ class RouteRequest:
     worker: str | None = None
     """The worker the client pinned the request to, or None."""
     session: str | None = None
-    """Key of session affinity and of the `sticky` policy, or None."""
+    """The conversation it belongs to, of a bounded length, or None. Key of affinity and of the `sticky` policy."""
+    parent: str | None = None
+    """The session that started this one: its prompts begin alike."""
+    final: bool = False
+    """No request of the session will follow."""
     role: str | None = None
     """Role label a worker must carry, or None for any."""
     deadline_s: float | None = None

@@ -37,8 +37,9 @@ class WorkingSets:
         self._enabled, self._live_s, self._reuse_max = config.enabled, config.live_s, config.reuse_max
         self._chunk_tokens, self._keep = config.chunk_tokens, 1.0 - 1.0 / config.reuse_memory
         self._needs: dict[str, _Need] = {}
-        self._chunks: OrderedDict[int, tuple[_Need, float, bool]] = OrderedDict()
-        """key -> (where it was used last, when, whether it counts: it was used before), oldest first."""
+        self._chunks: OrderedDict[int, tuple[_Need, float, bool, str | None]] = OrderedDict()
+        """key -> (where it was used last, when, whether it counts: it was used before, the only session that ever used
+        it), oldest first."""
         self._spare_min = 0
         self._expired_s = 0.0
         self._reused = 0.0
@@ -61,7 +62,7 @@ class WorkingSets:
         need = self._needs.get(target)
         if need is None:
             return
-        for key in [key for key, (home, _, _) in self._chunks.items() if home is need]:
+        for key in [key for key, (home, *_) in self._chunks.items() if home is need]:
             del self._chunks[key]
         need.count = 0
         self._recount()
@@ -79,8 +80,9 @@ class WorkingSets:
         now: float,
         *,
         cached_share: float,
+        session: str | None = None,
     ) -> None:
-        """A prompt of so many tokens went to the target, where `cached_share` (0 to 1) of it was cached."""
+        """A prompt of so many tokens, of a session, went to the target, where `cached_share` (0 to 1) was cached."""
         need = self._needs.get(target)
         if need is None:
             return
@@ -91,14 +93,23 @@ class WorkingSets:
         for key in keys:
             known = chunks.get(key)
             if known is None:
-                chunks[key] = (need, now, False)
+                chunks[key] = (need, now, False, session)
                 continue
             if known[2]:
                 known[0].count -= 1
             need.count += 1
-            chunks[key] = (need, now, True)
+            chunks[key] = (need, now, True, session if session == known[3] else None)
             chunks.move_to_end(key)
         self._spare_min = min(self._spare_min, self._spare(need))
+
+    def ended(self, keys: Sequence[int], session: str) -> None:
+        """The session is over: the chunks that nobody else ever used are needed no more."""
+        chunks = self._chunks
+        for key in keys:
+            known = chunks.get(key)
+            if known is not None and known[3] == session:
+                known[0].count -= known[2]
+                del chunks[key]
 
     @property
     def reuse(self) -> float:
@@ -142,19 +153,19 @@ class WorkingSets:
     def check_invariants(self) -> None:
         """Counts agree with what they count; times are in order."""
         for name, need in self._needs.items():
-            count = sum(1 for home, _, counts in self._chunks.values() if home is need and counts)
+            count = sum(1 for home, _, counts, _ in self._chunks.values() if home is need and counts)
             assert need.count == count, f"{name}: {need.count} chunks counted, {count} live"
             assert self._spare_min <= self._spare(need), f"{name}: spare {self._spare(need)} < {self._spare_min}"
-        times = [used_s for _, used_s, _ in self._chunks.values()]
+        times = [used_s for _, used_s, _, _ in self._chunks.values()]
         assert times == sorted(times)
-        assert all(any(home is need for need in self._needs.values()) for home, _, _ in self._chunks.values())
+        assert all(any(home is need for need in self._needs.values()) for home, *_ in self._chunks.values())
 
     def _expire(self, now: float) -> None:
         self._expired_s = now
         oldest_s = now - self._live_s
         chunks = self._chunks
         while chunks:
-            key, (need, used_s, counts) = next(iter(chunks.items()))
+            key, (need, used_s, counts, _) = next(iter(chunks.items()))
             if used_s >= oldest_s:
                 break
             del chunks[key]

@@ -12,6 +12,11 @@ from router.http.config import ClientTimeouts, HttpLimits
 
 KeyPriority = Annotated[str, Meta(pattern=r"^.+=-?\d{1,9}$", title="KEY=N", examples=["secret=-10"])]
 Pause = Annotated[float, Meta(ge=0, le=1e9, title="SECONDS")]
+_TELLS = "((session|agent|parent|parent_agent|final)=)?"
+SessionHeader = Annotated[
+    str,
+    Meta(pattern=rf"^{_TELLS}[!#-'*+.^_`|~\w-]{{1,64}}$", title="NAME", examples=["x-chat-id", "parent=x-parent-chat"]),
+]
 ApiPath = Annotated[str, Meta(pattern=r"^/v1/[!-~]+$", title="PATH", examples=["/v1/files"])]
 
 
@@ -43,6 +48,9 @@ class EdgeConfig:
     pass_routes: Annotated[tuple[ApiPath, ...], Flag("--pass-route", metavar="PATH"),
         "Pass this route to workers too, /v1/x/* all below it, besides those of OpenAI's that answer prompts. May "
         "be repeated."] = ()
+    session_headers: Annotated[tuple[SessionHeader, ...], Flag("--session-header", metavar="NAME"),
+        "A header that names the session, looked at before those that are known anyway (docs/routing.md); "
+        "agent=NAME, parent=NAME, parent_agent=NAME, final=NAME: that tells those. May be repeated."] = ()
     key_requests_max: Annotated[int, Meta(ge=1, le=10**9, title="N"), Flag("--max-in-flight-by-key"),
         "Requests of one API key in flight or held; more are answered 429."] = 100_000
     key_tokens_max: Annotated[int, Meta(ge=1, le=10**15, title="N"), Flag("--max-tokens-by-key"),

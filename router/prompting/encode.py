@@ -45,6 +45,8 @@ class _Envelope(msgspec.Struct):
     priority: msgspec.Raw = msgspec.Raw(b"null")
     stream: msgspec.Raw = msgspec.Raw(b"null")
     user: msgspec.Raw = msgspec.Raw(b"null")
+    prompt_cache_key: msgspec.Raw = msgspec.Raw(b"null")
+    metadata: msgspec.Raw = msgspec.Raw(b"null")
     truncate_prompt_tokens: msgspec.Raw = msgspec.Raw(b"null")
 
 
@@ -70,12 +72,16 @@ def envelope(body: bytes) -> dict[str, Any]:
     fields = decode_json(_envelopes, body)
     model, salt, priority = _value(fields.model), _value(fields.cache_salt), _value(fields.priority)
     user, keep = _value(fields.user), _value(fields.truncate_prompt_tokens)
+    cache_key, metadata = _value(fields.prompt_cache_key), _value(fields.metadata)
+    user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
     return {
         "model": model if isinstance(model, str) else None,
         "cache_salt": (salt if isinstance(salt, str) else None) or None,
         "priority": priority if type(priority) is int and -(2**63) <= priority < 2**63 else 0,
         "stream": bytes(fields.stream) == b"true",
         "user": user if isinstance(user, str) else None,
+        "prompt_cache_key": cache_key if isinstance(cache_key, str) else None,
+        "metadata_user_id": user_id if isinstance(user_id, str) else None,
         "truncate_prompt_tokens": keep if type(keep) is int and -(2**63) <= keep < 2**63 else None,
         "chats": bytes(memoryview(fields.messages)[:1]) == b"[",
     }

@@ -1,0 +1,103 @@
+"""Which session a request belongs to, told by the names that clients send without being asked. Pure.
+
+Owns the table of those names. Refuses to know what is done with a session. Invariant: what leaves here is printable and
+at most NAME_CHARS_MAX characters long, whatever came in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+from prompts.routing import RoutingRequest
+
+NAME_CHARS_MAX = 64
+"""Longer names, and those that cannot be printed, are known by their digest."""
+
+Tells = Literal["session", "agent", "parent", "parent_agent", "final"]
+
+
+class Name(NamedTuple):
+    """One row: where a client says what."""
+
+    where: Literal["header", "body"]
+    name: str
+    tells: Tells
+    sent_by: str
+
+
+NAMES = (
+    Name("header", "x-session-id", "session", "OpenCode, and who follows this page"),
+    Name("header", "x-claude-code-session-id", "session", "Claude Code"),
+    Name("header", "x-dynamo-session-id", "session", "clients of Dynamo"),
+    Name("header", "session-id", "session", "Codex"),
+    Name("header", "session_id", "session", "Codex, older"),
+    Name("header", "x-session-affinity", "session", "OpenCode"),
+    Name("header", "x-smg-routing-key", "session", "clients of SMG"),
+    Name("body", "prompt_cache_key", "session", "Codex, OpenAI's clients"),
+    Name("body", "metadata.user_id", "session", "Claude Code, Anthropic's clients"),
+    Name("body", "user", "session", "OpenAI's clients"),
+    Name("header", "x-claude-code-agent-id", "agent", "Claude Code: a sub-agent of the session"),
+    Name("header", "x-parent-session-id", "parent", "OpenCode"),
+    Name("header", "x-dynamo-parent-session-id", "parent", "clients of Dynamo"),
+    Name("header", "x-claude-code-parent-agent-id", "parent_agent", "Claude Code: who started the sub-agent"),
+    Name("header", "x-dynamo-session-final", "final", "clients of Dynamo: `true` or `1` with the last request"),
+)
+"""Of several that tell the same, the first that is there counts."""
+
+
+class Session(NamedTuple):
+    """What a request says of itself."""
+
+    name: str | None = None
+    parent: str | None = None
+    """The session that started this one: both begin alike."""
+    final: bool = False
+    """No request of the session will follow."""
+
+
+class SessionNames:
+    """The table, with what the operator adds in front of it."""
+
+    def __init__(self, more: Sequence[str] = ()) -> None:
+        """`more`: headers, each `NAME` or `TELLS=NAME`."""
+        added = [_row(text) for text in more]
+        rows = [*added, *NAMES]
+        self._headers = {tells: tuple(row.name.lower().encode() for row in rows if row[:3:2] == ("header", tells))
+                         for tells in ("session", "agent", "parent", "parent_agent", "final")}  # fmt: skip
+
+    def of(self, header: Callable[[bytes], bytes | None], parsed: RoutingRequest) -> Session:
+        """The session of a request with these headers (`header`: of a lower-case name) and this body."""
+
+        def told(tells: Tells) -> str | None:
+            for name in self._headers[tells]:
+                value = header(name)
+                if value:
+                    return value.decode("latin-1")
+            return None
+
+        name = told("session") or parsed.prompt_cache_key or parsed.metadata_user_id or parsed.user
+        if not name:
+            return _NONE
+        agent, parent = told("agent"), told("parent")
+        if agent is not None:
+            starter = told("parent_agent")
+            parent = name if starter is None else f"{name}/{starter}"
+            name = f"{name}/{agent}"
+        name, parent = _bounded(name), None if parent is None else _bounded(parent)
+        return Session(name, None if parent == name else parent, (told("final") or "").lower() in ("true", "1"))
+
+
+_NONE = Session()
+
+
+def _row(text: str) -> Name:
+    tells, _, name = text.rpartition("=")
+    return Name("header", name, tells or "session", "")  # type: ignore[arg-type]
+
+
+def _bounded(name: str) -> str:
+    if len(name) <= NAME_CHARS_MAX and name.isprintable():
+        return name
+    return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=NAME_CHARS_MAX // 2).hexdigest()

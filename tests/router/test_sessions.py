@@ -1,0 +1,146 @@
+"""Sessions are recognised by every name of the table, bounded whatever a client sends, and their ends are felt."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prompts.routing import RoutingRequest, parse_routing
+from router.decide.config import CoreConfig, WorkingSetConfig
+from router.decide.core import RouterCore
+from router.decide.lengths import OutputLengths
+from router.decide.messages import Forward, ReportedUsage, RouteRequest
+from router.decide.workers import ServedModel, WorkerSpec
+from router.index import make_index
+from router.index.protocol import Scope
+from router.prompting.encode import envelope
+from router.prompting.sessions import NAME_CHARS_MAX, NAMES, Name, Session, SessionNames
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "routing.md"
+SCOPE = Scope("m")
+
+
+def read(headers: dict[str, str], body: bytes = b"{}", more: tuple[str, ...] = ()) -> Session:
+    sent = {name.encode(): value.encode("latin-1") for name, value in headers.items()}
+    return SessionNames(more).of(sent.get, parse_routing("/v1/chat/completions", body))
+
+
+def body_with(path: str, value: str) -> bytes:
+    outer, _, inner = path.partition(".")
+    return b'{"%b": %b}' % (outer.encode(), f'{{"{inner}": "{value}"}}'.encode() if inner else f'"{value}"'.encode())
+
+
+@pytest.mark.parametrize("row", NAMES, ids=[f"{row.where}-{row.name}" for row in NAMES])
+def test_every_name_of_the_table_is_recognised(row: Name) -> None:
+    base = {} if row.tells == "session" else {"session-id": "s"}
+    if row.tells == "parent_agent":
+        base["x-claude-code-agent-id"] = "a"
+    headers = {**base, row.name: "true" if row.tells == "final" else "v"} if row.where == "header" else base
+    found = read(headers, body_with(row.name, "v") if row.where == "body" else b"{}")
+    expected = {
+        "session": Session("v"),
+        "agent": Session("s/v", "s"),
+        "parent": Session("s", "v"),
+        "parent_agent": Session("s/a", "s/v"),
+        "final": Session("s", None, True),
+    }
+    assert found == expected[row.tells]
+
+
+@pytest.mark.parametrize("row", NAMES, ids=[f"{row.where}-{row.name}" for row in NAMES])
+def test_every_name_stands_in_the_docs(row: Name) -> None:
+    told = {"parent_agent": "parent agent", "final": "end"}.get(row.tells, row.tells)
+    assert re.search(rf"^\| {row.where} \| `{re.escape(row.name)}` \| {told} \|", DOCS.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("row", [row for row in NAMES if row.where == "body"], ids=lambda row: row.name)
+def test_a_large_body_that_a_helper_reads_tells_the_same(row: Name) -> None:
+    fields = envelope(body_with(row.name, "v"))
+    del fields["chats"]
+    assert SessionNames().of({}.get, RoutingRequest(kind="chat", **fields)) == Session("v")
+
+
+def test_the_first_that_is_there_counts_and_the_operators_come_before() -> None:
+    headers = {"x-session-id": "ours", "session-id": "codex", "x-chat": "chat", "x-up": "up"}
+    body = b'{"user": "u", "prompt_cache_key": "k"}'
+    assert read(headers, body).name == "ours"
+    assert read({"x-session-id": ""}, body).name == "k"
+    assert read(headers, body, ("X-Chat", "parent=x-up")) == Session("chat", "up")
+    assert read({}, b'{"user": 3, "metadata": "none", "prompt_cache_key": {}}') == Session()
+    assert read({"x-parent-session-id": "up", "x-dynamo-session-final": "1"}) == Session()
+    assert read({"session-id": "s", "x-parent-session-id": "s", "x-dynamo-session-final": "no"}) == Session("s")
+
+
+@pytest.mark.parametrize("value", ["s" * 65, "a\tb", "\x80\x81", "x" * 100_000, "a\u2028b", " " * 70])
+def test_a_hostile_name_is_bounded_and_still_tells_sessions_apart(value: str) -> None:
+    if value.encode("utf-8", "replace") == value.encode("latin-1", "replace"):
+        headers = read({"session-id": value, "x-claude-code-agent-id": value, "x-parent-session-id": value})
+        assert headers.name is not None
+        assert headers.parent is not None
+        assert max(len(headers.name), len(headers.parent)) <= NAME_CHARS_MAX
+        assert (headers.name + headers.parent).isprintable()
+    for field in ("user", "prompt_cache_key", "metadata_user_id"):
+        of: Any = lambda text, field=field: SessionNames().of({}.get, RoutingRequest(kind="chat", **{field: text})).name  # noqa: E731
+        assert len(of(value)) <= NAME_CHARS_MAX
+        assert of(value).isprintable()
+        assert of(value) == of(value) != of(value + "!")
+
+
+def core_with(**changes: Any) -> RouterCore:
+    core = RouterCore(make_index(seed=1), CoreConfig(**changes))
+    for name in "ab":
+        core.add_worker(WorkerSpec(name, f"http://{name}", (ServedModel("m", "m"),), cache_tokens=100_000), 0.0)
+    return core
+
+
+def send(core: RouterCore, name: str, ids: list[int], now: float, **changes: Any) -> str:
+    placed = core.route(RouteRequest(name, "m", SCOPE, ids, len(ids), **changes), now)
+    assert isinstance(placed, Forward)
+    core.finished(name, ReportedUsage(len(ids), 0, 100), now + 1.0)
+    core.check_invariants()
+    return placed.decision.worker
+
+
+def test_thousands_of_names_are_forgotten_in_the_end() -> None:
+    core = core_with(session_affinity=True, sessions_max=100)
+    for number in range(3000):
+        send(core, f"r{number}", [number] * 20, float(number), session=f"s{number}", parent=f"p{number}")
+    assert len(core._chooser.sessions.known) == 100
+
+
+def test_a_sub_agent_goes_where_its_parent_is_and_an_ended_session_is_forgotten() -> None:
+    core = core_with(session_affinity=True, policy="round_robin")
+    home = send(core, "r0", [1] * 600, 0.0, session="main")
+    for number in range(4):
+        assert send(core, f"sub{number}", [2] * 600, 1.0, session=f"sub{number}", parent="main") == home
+    assert {send(core, f"other{number}", [3] * 600, 2.0, session=f"o{number}") for number in range(2)} == {"a", "b"}
+    send(core, "last", [1] * 700, 3.0, session="main", final=True)
+    assert core._chooser.sessions.get("main", 3.0) is None
+
+
+def test_what_only_an_ended_session_used_is_needed_no_more() -> None:
+    core = core_with(working_set=WorkingSetConfig(chunk_tokens=64))
+    shared, need = [7] * 640, core.book.working_sets.need_tokens
+    for turn, name in enumerate("xyxy"):
+        tail = [ord(name)] * (1280 + 64 * turn)
+        worker = send(core, f"r{turn}", shared + tail, float(turn), session=name, worker="a")
+    assert worker == "a"
+    assert need("a", 4.0) == 640 + 2 * 1280 - 64, "the system prompt and what both sessions sent twice"
+    send(core, "end", shared + [ord("x")] * 1600, 5.0, session="x", worker="a", final=True)
+    assert need("a", 6.0) == 640 + 1280, "y's, and what both began with"
+
+
+def test_a_sub_agents_answers_are_expected_to_be_like_its_parents() -> None:
+    lengths = OutputLengths()
+    for number in range(40):
+        lengths.seen(RouteRequest("p", "m", SCOPE, None, 10, session="main"), 900)
+        lengths.seen(RouteRequest("q", "m", SCOPE, None, 10, session=f"other{number}"), 30)
+    sub, stranger = (RouteRequest("r", "m", SCOPE, None, 10, session="new", parent=up) for up in ("main", None))
+    assert lengths.expect(sub) > 1.5 * lengths.expect(stranger)
+    own = RouteRequest("s", "m", SCOPE, None, 10, session="main")
+    before = lengths.expect(own)
+    lengths.forget(own)
+    assert lengths.expect(own) < before
