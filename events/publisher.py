@@ -300,6 +300,11 @@ def _attach(socket: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
         socket.setsockopt(zmq.IPV6, 1)
     if not bind:
         socket.connect(endpoint)
+        logger.warning(
+            "kv events: connecting to %s, which is not an address to listen on: whoever reads the events has to bind "
+            "there (router run --bind-events); to listen, say tcp://*:PORT",
+            endpoint,
+        )
         return endpoint
     socket.bind(endpoint)
     bound = socket.getsockopt(zmq.LAST_ENDPOINT)

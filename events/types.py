@@ -45,12 +45,16 @@ FULL_ATTENTION_KINDS = frozenset({FULL_ATTENTION, MLA_ATTENTION, SINK_FULL_ATTEN
 """Kinds whose blocks hang from all blocks before them. An event without a kind (older engines) is one of these too."""
 
 
+def _nothing() -> None:
+    """None as a default that is written: `omit_defaults` leaves plain defaults out, and vLLM always writes these."""
+
+
 class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", omit_defaults=True, gc=False):
     """A run of consecutive blocks became resident.
 
     Our engine sends `len(token_ids) == len(block_hashes) * block_size`, never empty; foreign engines send fewer hashes
     for sliding-window and state groups, or none. The first seven fields are always on the wire, the others only where
-    they differ from None.
+    they differ from None. Who publishes events needs to know the first four.
     """
 
     block_hashes: list[BlockName]
@@ -59,9 +63,9 @@ class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", omit_defa
     token_ids: list[int]
     block_size: int
     """Tokens a block."""
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
+    lora_id: int | None = msgspec.field(default_factory=_nothing)
+    medium: str | None = msgspec.field(default_factory=_nothing)
+    lora_name: str | None = msgspec.field(default_factory=_nothing)
     extra_keys: list[tuple[Any, ...] | None] | None = None
     """What besides the tokens went into each block's hash: LoRA name, cache salt (first block), media keys."""
     group_idx: int | None = None
@@ -79,7 +83,7 @@ class BlockRemoved(msgspec.Struct, tag_field="type", tag="BlockRemoved", omit_de
     """Blocks left the cache, in this order."""
 
     block_hashes: list[BlockName]
-    medium: str | None
+    medium: str | None = msgspec.field(default_factory=_nothing)
     group_idx: int | None = None
     locality: str | None = None
     ownership: str | None = None

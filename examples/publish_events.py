@@ -21,18 +21,9 @@ def main() -> None:
     names = block_hashes(None, prompt, BLOCK_SIZE)
     try:
         while True:
-            stored = BlockStored(
-                block_hashes=names,
-                parent_block_hash=None,
-                token_ids=prompt,
-                block_size=BLOCK_SIZE,
-                lora_id=None,
-                medium="GPU",
-                lora_name=None,
-            )
-            publisher.publish([stored])
+            publisher.publish([BlockStored(names, None, prompt, BLOCK_SIZE)])  # after None: the start of a prompt
             time.sleep(1.0)
-            publisher.publish([BlockRemoved(block_hashes=names[::-1], medium="GPU")])  # the deepest block first
+            publisher.publish([BlockRemoved(names[::-1])])  # the deepest block first
             time.sleep(1.0)
     except KeyboardInterrupt:
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from importlib.util import find_spec
 
 import torch
 
@@ -34,10 +35,15 @@ def select(device: torch.device | str, backend: str = "auto") -> Kernels:
             )  # fmt: skip
         backend = "cpu" if device.type == "cpu" else "reference"
     if backend == "cpu":
-        from kernels.cpu.backend import CpuKernels
-
         if device.type != "cpu":
             raise ValueError(f"attention backend 'cpu' cannot run on device {device}")
+        if find_spec("kernels.cpu._native") is None:
+            raise ValueError(
+                "attention backend 'cpu': its operations were not built (BLOCKCAST_KERNELS=OFF); install blockcast "
+                "without that setting, or choose the backend 'reference'"
+            )
+        from kernels.cpu.backend import CpuKernels
+
         return CpuKernels(device)
     if backend == "reference":
         from kernels.reference.backend import ReferenceKernels
@@ -46,7 +52,9 @@ def select(device: torch.device | str, backend: str = "auto") -> Kernels:
     try:
         import triton  # noqa: F401
     except ImportError as error:
-        raise ValueError(f"attention backend {backend!r}: the package triton must be installed ({error})") from error
+        raise ValueError(
+            f"attention backend {backend!r}: the package triton must be installed, 'blockcast[gpu]' ({error})"
+        ) from error
     from kernels.optional import FlaKernels, FlashAttnKernels
     from kernels.triton.backend import TritonKernels
 

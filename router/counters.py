@@ -33,6 +33,11 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
+    def add(self, counts: list[int], total: float) -> None:
+        """What another process observed with the same bounds."""
+        self.counts = [mine + theirs for mine, theirs in zip(self.counts, counts)]
+        self.total += total
+
     def buckets(self) -> list[tuple[str, float]]:
         """(upper bound, cumulative count) pairs, the last bound infinite."""
         out: list[tuple[str, float]] = []
@@ -41,6 +46,20 @@ class Histogram:
             running += count
             out.append((bound, float(running)))
         return out
+
+
+class Histograms:
+    """A histogram for each combination of labels that was seen."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self.by_labels: dict[tuple[str, ...], Histogram] = {}
+
+    def of(self, labels: tuple[str, ...]) -> Histogram:
+        found = self.by_labels.get(labels)
+        if found is None:
+            found = self.by_labels[labels] = Histogram(self._bounds)
+        return found
 
 
 @dataclass(slots=True, eq=False)
@@ -66,8 +85,9 @@ class Metrics:
     refused_bytes: Counter[str] = field(default_factory=Counter)
     refused_by_key: Counter[str] = field(default_factory=Counter)
     """bound -> requests that would have exceeded it."""
-    request_s: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_S))
-    ttft_s: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_S))
+    request_s: Histograms = field(default_factory=lambda: Histograms(LATENCY_BOUNDS_S))
+    ttft_s: Histograms = field(default_factory=lambda: Histograms(LATENCY_BOUNDS_S))
+    """(worker, model, is it a stream?) of requests that were answered; the worker is "" where none was chosen."""
     routing_s: Histogram = field(default_factory=lambda: Histogram(OVERHEAD_BOUNDS_S))
     tokenize_s: Histogram = field(default_factory=lambda: Histogram(OVERHEAD_BOUNDS_S))
     _crash_logged_s: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -81,6 +101,8 @@ class Metrics:
                 values[name] = [[list(key) if isinstance(key, tuple) else key, count] for key, count in value.items()]
             elif isinstance(value, Histogram):
                 values[name] = [value.counts, value.total]
+            elif isinstance(value, Histograms):
+                values[name] = [[list(key), one.counts, one.total] for key, one in value.by_labels.items()]
             else:
                 values[name] = value
         return values
@@ -93,8 +115,10 @@ class Metrics:
                 for key, count in other:
                     value[tuple(key) if isinstance(key, list) else key] += count
             elif isinstance(value, Histogram):
-                value.counts = [mine + theirs for mine, theirs in zip(value.counts, other[0])]
-                value.total += other[1]
+                value.add(*other)
+            elif isinstance(value, Histograms):
+                for key, counts, total in other:
+                    value.of(tuple(key)).add(counts, total)
             else:
                 setattr(self, name, value + other)
 
@@ -104,6 +128,9 @@ class Metrics:
             del self.decisions[worker_id]
         for key in [key for key in self.failures if key[0] and key[0] not in known]:
             del self.failures[key]
+        for histograms in (self.request_s, self.ttft_s):
+            for labels in [labels for labels in histograms.by_labels if labels[0] and labels[0] not in known]:
+                del histograms.by_labels[labels]
 
     def crashed(self, where: str, error: Exception) -> None:
         """Something raised at a boundary; what it was about has been ended, the rest goes on."""

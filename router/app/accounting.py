@@ -20,9 +20,11 @@ def count_end(core: RouterCore, metrics: Metrics, exchange: Exchange, now: float
     # Names that clients make up must not become labels.
     model = route.model if route is not None and core.resolve_model(route.model) is not None else "unknown"
     metrics.requests[path, model, exchange.outcome] += 1
-    metrics.request_s.observe(now - exchange.started_s)
+    worker = "" if decision is None else decision.worker
+    labels = worker, model, "true" if route is not None and route.stream else "false"
+    metrics.request_s.of(labels).observe(now - exchange.started_s)
     if exchange.first_byte_s is not None:
-        metrics.ttft_s.observe(exchange.first_byte_s - exchange.started_s)
+        metrics.ttft_s.of(labels).observe(exchange.first_byte_s - exchange.started_s)
     if exchange.outcome == "client_gone":
         metrics.client_disconnects += 1
     if route is None or decision is None:

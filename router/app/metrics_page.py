@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from router.app.siblings import Report, WorkerSums
 from router.counters import Metrics
 from router.decide.status import CoreSnapshot
+from router.decide.workers import WorkerState
 from router.index.protocol import IndexStats
 
 PREFIX = "blockcast_router_"
@@ -38,9 +39,15 @@ def families(
     yield from feed_families(events)
     yield from _of(GaugeMetricFamily, _gauged(metrics, report, index))
     yield from _of(GaugeMetricFamily, _workers(snapshot, report, starting))
-    for name, text, histogram in (
+    for name, text, histograms in (
         ("request_seconds", "From a complete request to the end of its answer.", metrics.request_s),
         ("time_to_first_byte_seconds", "From a complete request to the answer's first body byte.", metrics.ttft_s),
+    ):
+        family = HistogramMetricFamily(PREFIX + name, text, labels=["worker", "model", "stream"])
+        for labels, one in histograms.by_labels.items():
+            family.add_metric(labels, one.buckets(), one.total)
+        yield family
+    for name, text, histogram in (
         ("routing_seconds", "From a complete request to its dispatch, tokenising included.", metrics.routing_s),
         ("tokenize_seconds", "Time to render and encode a prompt.", metrics.tokenize_s),
     ):
@@ -111,9 +118,11 @@ def _gauged(metrics: Metrics, report: Report, index: IndexStats) -> Rows:
 def _workers(snapshot: CoreSnapshot, report: Report, starting: Iterable[str]) -> Rows:
     workers = snapshot.workers
     sums = {worker.target: report.workers.get(worker.target, WorkerSums()) for worker in workers}
-    up = {(worker.target, worker.state): float(worker.state == "up") for worker in workers}
-    up |= {(worker_id, "starting"): 0.0 for worker_id in starting}
-    yield "worker_up", "1 where the worker takes requests.", "worker state", up
+    state_of = dict.fromkeys(starting, "starting") | {worker.target: worker.state for worker in workers}
+    up = {worker_id: float(state == "up") for worker_id, state in state_of.items()}
+    yield "worker_up", "1 where the worker takes requests.", "worker", up
+    states = {(name, each.value): float(each == state) for name, state in state_of.items() for each in WorkerState}
+    yield "worker_state", "1 for the state that the worker is in, 0 for the others.", "worker state", states
     for name, text, values in (
         ("prefilling", "Requests without a first token.", {name: one.prefilling for name, one in sums.items()}),
         ("decoding", "Requests past their first token.", {name: one.decoding for name, one in sums.items()}),

@@ -44,6 +44,14 @@ def test_maps_round_trip(batch: EventBatch) -> None:
     assert not decoded.malformed
 
 
+def test_what_a_publisher_may_leave_out_is_written_all_the_same() -> None:
+    batch = EventBatch(1.0, [BlockStored([7], None, [1, 2], 2), BlockRemoved([7])])
+    stored, removed = msgspec.msgpack.decode(encode_batch(batch))[1]
+    assert list(stored) == ["type", *BlockStored.__struct_fields__[:7]]
+    assert list(removed) == ["type", "block_hashes", "medium"]
+    assert decode_batch(encode_batch(batch)).batch == batch
+
+
 @given(batches)
 def test_legacy_arrays_round_trip(batch: EventBatch) -> None:
     decoded = decode_batch(encode_batch(batch, legacy=True))

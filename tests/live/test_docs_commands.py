@@ -27,7 +27,9 @@ from events import KVEventsConfig
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-PROGRAM = re.compile(r"(\w+=\S+ )*(engine|router|curl|pip|pytest|python3?|vllm|(scripts|benchmarks|\S+/bin)/\S+) ")
+PROGRAM = re.compile(
+    r"(\w+=\S+ )*(engine|router|kv_subscriber|curl|pip|pytest|python3?|vllm|(scripts|benchmarks|\S+/bin)/\S+) "
+)
 URL = re.compile(r"http://(?:127\.0\.0\.1|localhost|(gpu\d)):(\d+)")
 ENDPOINT = re.compile(r"tcp://(gpu\d):(\d+)")
 REPLAY_PORT = "5558"
@@ -87,8 +89,9 @@ class Session:
             self._serve(words)
         elif program == "curl":
             self._check(["curl", "-sS", "--fail-with-body", "--max-time", "60", *self._mapped(words[1:])])
-        elif program == "scripts/kv_subscriber":
-            self._check(["timeout", "--preserve-status", "-s", "INT", WATCH_S, sys.executable, *self._mapped(words)])
+        elif program == "kv_subscriber":
+            command = [sys.executable, "-m", "events.kv_subscriber", *self._mapped(words[1:])]
+            self._check(["timeout", "--preserve-status", "-s", "INT", WATCH_S, *command])
         elif program in ("scripts/make_tiny_model", "engine", "router"):
             start = (
                 [sys.executable, "-m", program]

@@ -11,6 +11,7 @@ import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.tokenizer import Tokenizer
+from router.app.accounting import count_end
 from router.app.guard import AdminGuard
 from router.http.config import ClientTimeouts, HttpLimits
 
@@ -30,6 +31,7 @@ def parts(answer: bytes) -> tuple[int, dict[str, str], bytes]:
 def test_health_models_and_metrics(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
         await edge.start()
+        edge.proxy.on_end.append(lambda exchange: count_end(edge.core, edge.metrics, exchange, edge.proxy.now()))
         assert parts(await edge.exchange(get("/health")))[0] == 503
         await edge.worker(edge.reply())
         status, _, body = parts(await edge.exchange(get("/health")))
@@ -43,8 +45,14 @@ def test_health_models_and_metrics(edge: Any, make_post: Any) -> None:
         edge.fleet.waiting["never"] = "refused"
         page = parts(await edge.exchange(get("/metrics")))[2].decode()
         assert "# HELP blockcast_router_requests_total" in page
-        assert 'blockcast_router_worker_up{state="up",worker="w0"} 1.0' in page
-        assert 'blockcast_router_worker_up{state="starting",worker="never"} 0.0' in page
+        assert 'blockcast_router_worker_up{worker="w0"} 1.0' in page
+        assert 'blockcast_router_worker_up{worker="never"} 0.0' in page
+        assert 'blockcast_router_worker_state{state="up",worker="w0"} 1.0' in page
+        assert 'blockcast_router_worker_state{state="down",worker="w0"} 0.0' in page
+        assert 'blockcast_router_worker_state{state="starting",worker="never"} 1.0' in page
+        answered = '{model="tiny",stream="false",worker="w0"} 1.0'
+        assert "blockcast_router_request_seconds_count" + answered in page
+        assert "blockcast_router_time_to_first_byte_seconds_count" + answered in page
 
     edge.run(scenario())
 

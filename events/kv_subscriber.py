@@ -1,0 +1,271 @@
+"""Print, filter and record the KV cache events of any worker, ours or vLLM's. Gaps are filled by replay.
+
+\b
+    kv_subscriber http://127.0.0.1:8000                       # asks the worker where its events are
+    kv_subscriber tcp://127.0.0.1:5557 --replay tcp://127.0.0.1:5558
+    kv_subscriber http://a:8000 http://b:8000 --from-start --type removed --json
+    kv_subscriber http://a:8000 --state seen.json           # killed and started again, it goes on where it was
+    kv_subscriber http://a:8000 --record capture.frames.jsonl.gz
+
+Without --from-start or --snapshot it shows what happens from now on. Ctrl-C ends it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+import events
+from events import BlockRemoved, BlockStored, Event, Join, Message, Notice, StreamConfig, StreamSource
+from events.frames import pack_seq
+
+TYPES = {"stored": BlockStored, "removed": BlockRemoved, "cleared": events.AllBlocksCleared}
+NAMES_SHOWN = 4
+SAVE_EVERY_S = 0.2
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which events to show. Empty: all of them."""
+
+    types: tuple[str, ...] = ()
+    groups: tuple[int, ...] = ()
+    media: tuple[str, ...] = ()
+    holders: tuple[str, ...] = ()
+
+    def takes_stream(self, stream_id: str) -> bool:
+        return not self.holders or any(holder in stream_id for holder in self.holders)
+
+    def takes(self, event: Event) -> bool:
+        if self.types and not isinstance(event, tuple(TYPES[name] for name in self.types)):
+            return False
+        if isinstance(event, events.AllBlocksCleared):
+            return True
+        if self.groups and (event.group_idx or 0) not in self.groups:
+            return False
+        return not self.media or event.medium in self.media
+
+
+@dataclass
+class State:
+    """The last batch seen of each stream, in a file that survives a kill."""
+
+    path: Path | None
+    positions: dict[str, tuple[int, int]] = field(default_factory=dict)
+    saved_at: float = 0.0
+
+    @classmethod
+    def load(cls, path: Path | None) -> State:
+        if path is None or not path.exists():
+            return cls(path)
+        try:
+            return cls(path, msgspec.json.decode(path.read_bytes(), type=dict[str, tuple[int, int]]))
+        except msgspec.MsgspecError as error:
+            raise click.ClickException(f"--state {path}: not a state file of kv_subscriber: {error}") from error
+
+    def saw(self, item: Message | Notice) -> None:
+        if isinstance(item, Message):
+            if item.position is not None:
+                self.positions[item.stream_id] = item.position
+        elif isinstance(item.what, events.Clear):
+            self.positions.pop(item.stream_id, None)
+
+    def save(self, now: float) -> None:
+        if self.path is None or now - self.saved_at < SAVE_EVERY_S:
+            return
+        self.saved_at = now
+        scratch = self.path.with_name(self.path.name + ".new")
+        scratch.write_bytes(msgspec.json.encode(self.positions))
+        os.replace(scratch, self.path)
+
+
+def name_text(name: int | bytes | None) -> str:
+    if name is None:
+        return "the start"
+    return name.hex() if isinstance(name, bytes) else f"{name & (2**64 - 1):016x}"
+
+
+def names_text(names: list[int | bytes]) -> str:
+    shown = " ".join(name_text(name)[:16] for name in names[:NAMES_SHOWN])
+    return shown + (f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else "")
+
+
+def event_text(event: Event, show_tokens: bool) -> str:
+    if isinstance(event, events.AllBlocksCleared):
+        return "Cleared  everything"
+    where = f"group {event.group_idx or 0} {event.medium or '?'}"
+    if isinstance(event, BlockRemoved):
+        return f"Removed  {where}: {names_text(event.block_hashes)}"
+    kind = f" {event.kv_cache_spec_kind}" if event.kv_cache_spec_kind else ""
+    lora = f" lora {event.lora_name}" if event.lora_name else ""
+    after = name_text(event.parent_block_hash)[:16]
+    text = f"Stored   {where}{kind}{lora}: {len(event.block_hashes)} x {event.block_size} tokens after {after}: "
+    return text + names_text(event.block_hashes) + (f"\n         tokens {event.token_ids}" if show_tokens else "")
+
+
+def notice_text(what: object) -> str:
+    if isinstance(what, events.Gap):
+        return f"GAP      seq {what.first_seq} to {what.next_seen - 1} are missing; asking for replay"
+    if isinstance(what, events.Restarted):
+        return f"RESTART  {what.reason}"
+    if isinstance(what, events.Clear):
+        return f"FORGET   what was announced before does not count any more: {what.reason}"
+    if isinstance(what, events.Stale):
+        return f"STALE    seq {what.seq} came again"
+    if isinstance(what, events.Malformed):
+        return f"BAD      {what.reason}"
+    assert isinstance(what, events.Connection)
+    return "UP       connected" if what.up else "DOWN     connection lost"
+
+
+def text_lines(item: Message | Notice, chosen: Filter, show_tokens: bool) -> Iterator[str]:
+    clock = time.strftime("%H:%M:%S")
+    if isinstance(item, Notice):
+        yield f"{clock} {item.stream_id} {notice_text(item.what)}"
+        return
+    seq = "snapshot" if item.seq is None else f"seq {item.seq}"
+    origin = " (replayed)" if item.origin.value == "replay" else ""
+    head = f"{clock} {item.stream_id} {seq}{origin}"
+    for event in filter(chosen.takes, item.decoded.batch.events):
+        yield f"{head} {event_text(event, show_tokens)}"
+    for problem in item.decoded.malformed:
+        yield f"{head} BAD      {problem}"
+    for kind, count in item.decoded.unknown.items():
+        yield f"{head} UNKNOWN  {count} x {kind}"
+
+
+def json_lines(item: Message | Notice, chosen: Filter) -> Iterator[str]:
+    if isinstance(item, Notice):
+        fields = {name: getattr(item.what, name) for name in item.what.__dataclass_fields__}
+        yield json.dumps({"stream": item.stream_id, "notice": type(item.what).__name__, **fields})
+        return
+    batch = item.decoded.batch
+    head = {"stream": item.stream_id, "seq": item.seq, "origin": item.origin.value, "ts": batch.ts}
+    for event in filter(chosen.takes, batch.events):
+        fields = {name: value for name, value in msgspec.structs.asdict(event).items() if value is not None}
+        line = {**head, "dp_rank": batch.data_parallel_rank, "type": type(event).__name__, **fields}
+        yield json.dumps(line, default=bytes_as_json)
+    for problem in item.decoded.malformed:
+        yield json.dumps({**head, "malformed": problem})
+    for kind, count in item.decoded.unknown.items():
+        yield json.dumps({**head, "unknown_type": kind, "count": count})
+
+
+def bytes_as_json(value: object) -> object:
+    """32-byte names, as the golden captures write them."""
+    assert isinstance(value, bytes), value
+    return {"__bytes__": value.hex()}
+
+
+def recorded(item: Message) -> str:
+    """A line of the golden captures' frames.jsonl."""
+    frames = [item.topic.hex(), pack_seq(item.seq or 0).hex(), item.payload.hex()]
+    return json.dumps({"t": time.time(), "stream": item.stream_id, "frames": frames})
+
+
+def recorder(path: Path | None) -> Any:
+    """A file to write lines to, or None."""
+    if path is None:
+        return nullcontext()
+    return gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w")
+
+
+def sources_of(
+    addresses: tuple[str, ...], replays: tuple[str, ...], topic: str | None, config: StreamConfig
+) -> Iterator[StreamSource]:
+    """Raises ClickException for a worker that cannot be asked."""
+    endpoints = [address for address in addresses if "://" in address and not address.startswith("http")]
+    if len(replays) > len(endpoints):
+        raise click.UsageError(f"{len(replays)} --replay for {len(endpoints)} event addresses")
+    replay_of = dict(zip(endpoints, replays))
+    for address in addresses:
+        if "://" not in address:
+            raise click.UsageError(f"{address!r}: expected tcp://HOST:PORT, ipc://PATH or a worker's http:// URL")
+        if not address.startswith("http"):
+            yield StreamSource(address, address, replay_of.get(address), topic, config)
+            continue
+        try:
+            found = events.discover(address)
+        except (events.EventsError, OSError) as error:
+            raise click.ClickException(f"cannot ask {address} for its event sources: {error}") from error
+        for source in found:
+            rank = f"#{source.data_parallel_rank}" if len(found) > 1 else ""
+            about = topic or source.topic or None
+            yield StreamSource(address + rank, source.endpoint, source.replay_endpoint, about, config)
+
+
+@click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("addresses", nargs=-1, metavar="ENDPOINT|URL ...")
+@click.option("--replay", "replays", multiple=True, help="Replay address of the n-th tcp:// ENDPOINT.")
+@click.option("--bind", "binds", multiple=True, help="Bind here for publishers that connect to their subscriber.")
+@click.option("--topic", help="Only this topic.")
+@click.option("--from-start", is_flag=True, help="Begin with everything the worker can still replay.")
+@click.option("--snapshot", is_flag=True, help="Begin with what is resident now (vLLM: what it can still replay).")
+@click.option("--type", "types", multiple=True, type=click.Choice(list(TYPES)), help="Only these event types.")
+@click.option("--group", "groups", multiple=True, type=int, help="Only these cache groups.")
+@click.option("--medium", "media", multiple=True, help="Only these media: GPU, CPU, STORAGE ...")
+@click.option("--holder", "holders", multiple=True, help="Only streams whose name contains this.")
+@click.option("--tokens", is_flag=True, help="Show token ids.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--record", type=click.Path(path_type=Path), help="Write the raw frames (.jsonl or .jsonl.gz).")
+@click.option("--state", "state_path", type=click.Path(path_type=Path), help="Remember the last batch seen here.")
+@click.option("--batches", type=click.IntRange(min=1), help="End after so many batches.")
+def command(
+    addresses: tuple[str, ...], replays: tuple[str, ...], binds: tuple[str, ...], topic: str | None, from_start: bool,
+    snapshot: bool, types: tuple[str, ...], groups: tuple[int, ...], media: tuple[str, ...], holders: tuple[str, ...],
+    tokens: bool, as_json: bool, record: Path | None, state_path: Path | None, batches: int | None,
+) -> None:  # fmt: skip
+    if not addresses and not binds:
+        raise click.UsageError("nothing to follow: give an event address, a worker's URL or --bind")
+    join = Join.SNAPSHOT if snapshot else Join.RING if from_start else Join.LIVE
+    state = State.load(state_path)
+    chosen = Filter(types, groups, media, holders)
+    sources = list(sources_of(addresses, replays, topic, StreamConfig(join=join)))
+    wanted = (source for source in sources if chosen.takes_stream(source.stream_id))
+    followed = [replace(source, resume=state.positions.get(source.stream_id)) for source in wanted]
+    remaining = batches
+    with events.Subscriber(followed) as subscriber, recorder(record) as file:
+        for address in binds:
+            subscriber.feed.bind(address, lambda name: StreamSource(name, "", None, name, StreamConfig(join=Join.LIVE)))
+        try:
+            while remaining is None or remaining > 0:
+                item = subscriber.get(SAVE_EVERY_S)
+                state.save(time.monotonic())
+                if item is None or not chosen.takes_stream(item.stream_id):
+                    continue
+                for line in json_lines(item, chosen) if as_json else text_lines(item, chosen, tokens):
+                    print(line, flush=True)
+                state.saw(item)
+                if isinstance(item, Message):
+                    if file is not None and item.seq is not None:
+                        print(recorded(item), file=file, flush=True)
+                    remaining = None if remaining is None else remaining - 1
+        except (KeyboardInterrupt, BrokenPipeError):
+            pass
+        state.saved_at = 0.0
+        state.save(time.monotonic())
+
+
+def main() -> None:
+    try:
+        command(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (BrokenPipeError, KeyboardInterrupt, click.Abort):
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""deploy/: every metric that an alert or a panel asks for exists, with the labels that it asks by; the rules are sound;
+units, images and the composition start commands that the programs know."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+from engine.cli import cli as engine
+from router.app.accounting import count_end
+from router.app.cli import cli as router
+from router.app.metrics_page import feed_families, render
+from router.fleet.streams import StreamCounters
+
+DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
+METRIC = re.compile(r"\b(blockcast_router_\w+?)(?:_bucket)?(?:\{([^}]*)\}|\b)")
+LABEL = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"")
+GROUPED = re.compile(r"\b(?:by|on) ?\(([^)]*)\)")
+OF_PROMETHEUS = {"instance", "le"}
+NOT_SEEN_YET = {"blockcast_router_crashes_total", "blockcast_router_attempt_failures_total",
+                "blockcast_router_broken_streams_total"}  # fmt: skip
+"""Counters that have no series before something went wrong; their labels are those of docs/operations.md."""
+
+
+def expressions() -> Iterator[str]:
+    for group in yaml.safe_load((DEPLOY / "rules.yml").read_text())["groups"]:
+        for rule in group["rules"]:
+            yield rule["expr"]
+    for panel in json.loads((DEPLOY / "grafana.json").read_text())["panels"]:
+        for target in panel.get("targets", []):
+            yield target["expr"]
+
+
+def labels_of(page: str) -> dict[str, set[str]]:
+    """Series -> the labels that it has, of everything a page declares."""
+    found: dict[str, set[str]] = {}
+    for name in re.findall(r"^# TYPE (\S+) \w+$", page, re.MULTILINE):
+        found[name] = set()
+    for name, labels in re.findall(r"^(blockcast_\w+?)(?:_bucket|_sum|_count)?(?:\{(.*)\})? \S+$", page, re.MULTILINE):
+        found.setdefault(name, set()).update(re.findall(r"(\w+)=\"", labels))
+    return found
+
+
+def test_alerts_and_panels_ask_for_what_there_is(edge: Any, make_post: Any) -> None:
+    async def scenario() -> str:
+        await edge.start()
+        edge.proxy.on_end.append(lambda exchange: count_end(edge.core, edge.metrics, exchange, edge.proxy.now()))
+        await edge.worker(edge.reply())
+        await edge.exchange(make_post(json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()))
+        answer: bytes = await edge.exchange(b"GET /metrics HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n")
+        return answer.decode()
+
+    pages: list[str] = []
+    edge.run(_keep(scenario(), pages))
+    streams = render(feed_families({"w0": dict.fromkeys(StreamCounters.__slots__, 1)})).decode()
+    there = labels_of(pages[0].partition("\r\n\r\n")[2] + streams)
+    asked = 0
+    for expression in expressions():
+        grouped = {label.strip() for by in GROUPED.findall(expression) for label in by.split(",")}
+        metrics = METRIC.findall(re.sub(r"\[\w+\]", "", expression))
+        assert metrics, expression
+        for name, matchers in metrics:
+            asked += 1
+            assert name in there, f"{name} is not on /metrics: {expression}"
+            if name not in NOT_SEEN_YET:
+                missing = (set(LABEL.findall(matchers)) | grouped) - there[name] - OF_PROMETHEUS
+                assert not missing, f"{name} has no {missing}: {expression}"
+    assert asked > 40
+
+
+async def _keep(scenario: Any, pages: list[str]) -> None:
+    pages.append(await scenario)
+
+
+def test_the_rules_are_sound() -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    done = subprocess.run(["promtool", "check", "rules", str(DEPLOY / "rules.yml")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def started() -> Iterator[list[str]]:
+    """The commands that the files start, word by word."""
+    for unit in sorted((DEPLOY / "systemd").iterdir()):
+        line = re.search(r"^ExecStart=(.*)$", unit.read_text(), re.MULTILINE)
+        assert line is not None, unit
+        words = shlex.split(line[1])
+        yield [words[0].rpartition("/")[2], *words[1:]]
+    entry = {
+        name: json.loads(re.search(r"^ENTRYPOINT (.*)$", (DEPLOY / name).read_text(), re.MULTILINE)[1])  # type: ignore[index]
+        for name in ("Dockerfile.engine", "Dockerfile.router")
+    }
+    yield from entry.values()
+    for service in yaml.safe_load((DEPLOY / "compose.yml").read_text())["services"].values():
+        yield entry[service["build"]["dockerfile"].rpartition("/")[2]] + service["command"]
+
+
+def test_commands_that_are_started_are_understood() -> None:
+    count = 0
+    for program, command, *words in started():
+        count += 1
+        group = {"engine": engine, "router": router}[program]
+        assert isinstance(group, click.Group)
+        known = {option for parameter in group.commands[command].params for option in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= known, (program, words)
+    assert count == 7
