@@ -6,7 +6,6 @@ What is imported here is what others may use.
 
 from events.codec import decode_batch, encode_batch
 from events.config import KVEventsConfig
-from events.errors import DecodeError, EventsError, InvariantError
 from events.feed import EventFeed, FeedHandler
 from events.feed_sockets import StreamSource
 from events.hashing import BlockHash, block_hash, block_hashes, hash_keys, pack_token_ids, wire_keys
@@ -44,7 +43,10 @@ from events.types import (
     BlockRemoved,
     BlockStored,
     DecodedBatch,
+    DecodeError,
     Event,
     EventBatch,
+    EventsError,
+    InvariantError,
 )
 from options import ConfigError

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
-from events.errors import DecodeError
 from events.fields import read_event
-from events.types import BlockRemoved, BlockStored, DecodedBatch, Event, EventBatch
+from events.types import BlockRemoved, BlockStored, DecodedBatch, DecodeError, Event, EventBatch
 
 _ENCODER = msgspec.msgpack.Encoder()
 

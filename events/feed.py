@@ -18,11 +18,11 @@ from typing import Any, Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from events.errors import DecodeError
 from events.feed_sockets import TOPICS_MAX, Context, FollowedStream, StreamSource, Subscription, ask
 from events.frames import SNAPSHOT_SEQ, LiveFrame, parse_live, parse_reply
 from events.stream import StreamState
 from events.stream_types import Apply, Clear, Instruction, Malformed, RequestReplay, RequestSnapshot
+from events.types import DecodeError
 from events.wake import Turns
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from events.errors import DecodeError
+from events.types import DecodeError
 
 SEQ_BYTES = 8
 END_SEQ = 2**64 - 1

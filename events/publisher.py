@@ -24,13 +24,12 @@ from dataclasses import dataclass
 import zmq
 
 from events.config import KVEventsConfig, rank_endpoint, should_bind
-from events.errors import DecodeError, InvariantError
 from events.frames import SNAPSHOT_SEQ, parse_request, reply_frames
 from events.replies import Reply, replay_reply, snapshot_reply
 from events.resident import ResidentSet
 from events.ring import Entry, Ring
 from events.sources import EventSource, GroupInfo
-from events.types import Event
+from events.types import DecodeError, Event, InvariantError
 from events.wake import Bell
 from options import ConfigError
 

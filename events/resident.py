@@ -13,8 +13,15 @@ from typing import Any
 
 import msgspec
 
-from events.errors import InvariantError
-from events.types import FULL_ATTENTION_KINDS, AllBlocksCleared, BlockName, BlockRemoved, BlockStored, Event
+from events.types import (
+    FULL_ATTENTION_KINDS,
+    AllBlocksCleared,
+    BlockName,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    InvariantError,
+)
 
 EVENT_BLOCKS_MAX = 256
 """Of one event of a snapshot."""

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from events.errors import DecodeError
+from events.types import DecodeError
 
 DEFAULT_PORT = 5557
 _WILDCARD_HOSTS = frozenset({"*", "0.0.0.0", "::", "[::]", ""})

@@ -15,13 +15,12 @@ from typing import TypeAlias
 from urllib.parse import urlsplit
 
 from events.codec import decode_batch
-from events.errors import DecodeError
 from events.feed import EventFeed
 from events.feed_sockets import StreamSource
 from events.sources import EventSource, default_source, parse_sources
 from events.stream_memory import digest
 from events.stream_types import Apply, Clear, Gap, Instruction, Malformed, Origin, Restarted, Stale
-from events.types import DecodedBatch
+from events.types import DecodedBatch, DecodeError
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The nouns of the wire: what a worker says about its prefix cache, field by field as vLLM sends it.
+"""The nouns of the wire: what a worker says about its prefix cache, field by field as vLLM sends it; and its errors.
 
 Owns the field names and their order. Refuses to know how they are encoded (codec), moved (publisher, feed) or what
 they mean for a prompt (the router's index). Invariant: the order of the fields is the order on the wire, in maps and
@@ -118,3 +118,15 @@ class DecodedBatch(msgspec.Struct):
     """One message an event that was dropped because it could not be read."""
     unknown: dict[str, int] = msgspec.field(default_factory=dict)
     """How many events of each unknown type were skipped."""
+
+
+class EventsError(Exception):
+    """Root of everything this package raises on purpose."""
+
+
+class DecodeError(EventsError, ValueError):
+    """The envelope of an event batch is unreadable; nothing of the payload was used."""
+
+
+class InvariantError(EventsError, AssertionError):
+    """A producer broke one of the guarantees of docs/wire-format.md; the message tells the story of the block."""

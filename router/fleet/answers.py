@@ -13,8 +13,8 @@ from typing import Any, TypeGuard
 
 import msgspec
 
-from events.errors import DecodeError
 from events.sources import EventSource, parse_sources
+from events.types import DecodeError
 from router.decide.workers import ServedModel
 
 MODELS_MAX = 4096

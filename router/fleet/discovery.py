@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from events.errors import DecodeError
 from events.sources import DEFAULT_PORT, EventSource, default_source
+from events.types import DecodeError
 from options import ConfigError
 from router.asking import Unanswered, ask
 from router.decide.workers import CacheView, ServedModel, WorkerSpec

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
-from events.errors import EventsError
+from events.types import EventsError
 from options import ConfigError, Flag, Seconds
 from router.asking import Unanswered
 from router.decide.core import RouterCore

@@ -19,9 +19,8 @@ from typing import Any
 import msgspec
 
 from events.codec import decode_batch, encode_batch
-from events.errors import DecodeError
 from events.frames import parse_live, parse_reply, parse_request
-from events.types import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from events.types import AllBlocksCleared, BlockRemoved, BlockStored, DecodeError, EventBatch
 from prompts.chat_template import ChatTemplate, ChatTemplateError
 from prompts.errors import RequestError
 from prompts.routing import parse_routing

@@ -9,8 +9,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from events.errors import InvariantError
-from events.types import FULL_ATTENTION_KINDS, AllBlocksCleared, BlockName, BlockRemoved, BlockStored, Event
+from events.types import (
+    FULL_ATTENTION_KINDS,
+    AllBlocksCleared,
+    BlockName,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    InvariantError,
+)
 
 GroupKey = tuple[int, str | None]
 """(group_idx, medium); an absent group is group 0."""

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from events.errors import DecodeError
+from events.types import DecodeError
 from options import ConfigError
 from router.decide.workers import CacheView, ServedModel
 from router.fleet.answers import read_block_size, read_cache_capacity, read_models, read_sources

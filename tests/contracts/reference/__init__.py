@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from events.codec import decode_batch
-from events.errors import DecodeError
+from events.types import DecodeError
 from reference.digest import Digester
 from reference.dump import dump_holder, is_dump, load_dump
 from reference.events import check_event
