@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import secrets
@@ -72,6 +73,51 @@ def run(urls: tuple[str, ...], **given: Any) -> None:
         raise click.UsageError(str(error)) from None
     except OSError as error:
         raise click.ClickException(str(error)) from None
+
+
+CHECK_HELP = """Find out what stands between the workers of URL... and exact routing: events off or at another address,
+another tokenizer or template, salts or adapters that are mixed up, caches that are off.
+
+Takes the flags of `router run`, so that what is checked is what will run. Sends each worker one prompt of random words
+up to six times, each answered with one token, and asks first. Ends with status 1 where something is wrong.
+
+\b
+  router check http://gpu1:8000 http://gpu2:8000
+  router check --config router.toml --yes
+"""
+
+
+@cli.command(help=CHECK_HELP)
+@click.argument("urls", nargs=-1, metavar="[URL]...")
+@click.option("--yes", is_flag=True, help="Do not ask before prompts are sent.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a step.")
+@with_flags(SCHEMA)
+def check(urls: tuple[str, ...], yes: bool, as_json: bool, **given: Any) -> None:
+    from router.app.check import Finding, check_all
+
+    given["workers"] = (*urls, *given["workers"])
+    config: ProcessConfig = load_given(SCHEMA, given).config
+    configure_logging("error", as_json=config.log_json)
+    try:
+        flags = config.worker_flags
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+    if not flags:
+        raise click.UsageError("no workers: name their URLs")
+    if not yes:
+        click.confirm(
+            f"Send up to six short requests to each of {len(flags)} workers?", default=True, abort=True, err=True
+        )
+
+    def report(worker: str, finding: Finding) -> None:
+        if as_json:
+            line = {"worker": worker, "step": finding.step, "ok": finding.ok, "text": finding.text}
+            click.echo(json.dumps(line))
+        else:
+            mark = {True: "ok     ", False: "PROBLEM", None: "?      "}[finding.ok]
+            click.echo(f"{worker}  {mark} {finding.step}: {finding.text}")
+
+    sys.exit(0 if asyncio.run(check_all(config, flags, report)) else 1)
 
 
 cli.add_command(config_command(SCHEMA, ProcessConfig.verified))

@@ -1,0 +1,402 @@
+"""`router check`: what stands between a worker and exact routing, found by asking it and by sending it a few prompts.
+
+Every step ends in a Finding that names what is wrong and what to do. A step that needs another one that failed is left
+out. What is sent: one prompt of random words six times at most (each answered with one token), so that nothing of a
+worker's cache helps or hurts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+import zmq
+
+from events import BlockStored, EventFeed, Join, Message, Origin, StreamConfig, StreamSource, Subscriber
+from events.sources import EventSource
+from prompts.routing import parse_routing
+from router.app.config import ProcessConfig
+from router.asking import Unanswered, ask
+from router.decide.workers import ServedModel
+from router.fleet.discovery import Prober, WorkerFacts, WorkerFlag
+from router.prompting.encode import question
+from router.prompting.reader import PromptReader
+
+EVENTS_S = 3.0
+"""How long the events of an answered request, or a replay, are waited for."""
+ANSWER_S_MAX = 120.0
+ANSWER_BYTES_MAX = 4 << 20
+BLOCKS = 4
+"""Length of the prompt, in the worker's blocks, and a part of one more."""
+EVENTS_FLAG = '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}\''
+CHAT = [
+    {"role": "system", "content": "You check things."},
+    {"role": "user", "content": "Is this  read alike?\n"},
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{\"at\": \"é\"}"}}]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "It is."},
+    {"role": "user", "content": "And now?"},
+]  # fmt: skip
+TOOLS = [{"type": "function", "function": {
+    "name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+}}]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The end of one step."""
+
+    step: str
+    ok: bool | None
+    """None: nothing could be said."""
+    text: str
+
+
+@dataclass(slots=True)
+class Heard:
+    """What came from a worker's event sockets."""
+
+    messages: list[Message] = field(default_factory=list)
+    dialled: bool = False
+    """It came on an address where we listened: the worker connects."""
+
+    def stored(self, ids: Sequence[int]) -> list[tuple[Message, BlockStored]]:
+        """Stores of the beginning of `ids`."""
+        found = []
+        for message in self.messages:
+            for event in message.decoded.batch.events:
+                if not isinstance(event, BlockStored) or event.parent_block_hash is not None or not event.token_ids:
+                    continue
+                if list(ids[: len(event.token_ids)]) == event.token_ids[: len(ids)]:
+                    found.append((message, event))
+        return found
+
+
+class Check:
+    """One worker."""
+
+    def __init__(
+        self, flag: WorkerFlag, session: aiohttp.ClientSession, prompts: PromptReader, headers: dict[str, str]
+    ) -> None:
+        self._flag, self._session, self._prompts = flag, session, prompts
+        self._headers = headers if flag.keyed else {}
+        self._prober = Prober(session, headers=headers)
+        self._facts = WorkerFacts(False)
+        self._model = ServedModel("", "")
+        self._heard = Heard()
+        self._salt = f"check-{random.SystemRandom().getrandbits(64):x}"
+
+    async def findings(self) -> AsyncIterator[Finding]:
+        """One step after the other."""
+        self._facts = await self._prober.probe(self._flag)
+        yield self._address()
+        if not self._facts.alive:
+            return
+        self._model = next(model for model in self._facts.models if model.lora is None)
+        await self._prompts.learn(self._model.base, self._facts.roots.get(self._model.base), self._flag)
+        yield await self._rendered("tokenizer", "/v1/completions", {"prompt": "Read  alike: naïve ☃ 1234\n\t end"})
+        yield await self._rendered("template", "/v1/chat/completions", {"messages": CHAT, "tools": TOOLS})
+        if not self._facts.sources:
+            yield self._no_source()
+        ids = await self._prompt()
+        with ExitStack() as stack:
+            listening = [source for source in self._facts.sources if await self._listens(source)]
+            deaf = [source for source in self._facts.sources if source not in listening]
+            subscriber = stack.enter_context(Subscriber(self._streams(listening, Join.LIVE)))
+            bound = _bind(subscriber.feed, deaf)
+            await asyncio.sleep(0.5)  # a subscription takes a moment
+            first = await self._ask("request", {"prompt": ids})
+            yield first[0]
+            if first[0].ok is not True:
+                return
+            await self._listen(subscriber, ids, bound)
+            if self._facts.sources:
+                for finding in self._events(ids, deaf):
+                    yield finding
+            second = await self._ask("again", {"prompt": ids})
+            yield self._cached(ids, second)
+            yield await self._salted(ids)
+            async for finding in self._adapters(ids, subscriber, bound):
+                yield finding
+        if self._facts.sources and self._heard.stored(ids):
+            yield await self._replayed(ids)
+
+    def _address(self) -> Finding:
+        facts = self._facts
+        if facts.alive:
+            names = ", ".join(model.name for model in facts.models)
+            return Finding("address", True, f"serves {names}" + (f" ({facts.engine})" if facts.engine else ""))
+        if "answers 401" in facts.reason or "answers 403" in facts.reason:
+            return Finding("key", False, f"{facts.reason}: give the worker's key, --worker-api-key")
+        return Finding("address", False, f"{facts.reason}: is {self._flag.url} the address of its OpenAI API?")
+
+    async def _rendered(self, step: str, path: str, fields: dict[str, Any]) -> Finding:
+        """The same request, read here and by the worker."""
+        parsed = parse_routing(path, msgspec.json.encode({"model": self._model.name, **fields}))
+        tokenizer = self._prompts.get(self._model.base)
+        asked = question(parsed, self._model.name)
+        assert asked is not None
+        theirs = await self._post("/tokenize", asked)
+        if tokenizer is None:
+            reason = self._prompts.problems.get(self._model.base, "there is none here")
+            return Finding(step, None if "tokens" in theirs else False, reason)
+        ours, _ = self._prompts.read(parsed, tokenizer)
+        if "tokens" not in theirs:
+            return Finding(step, None, f"cannot be compared: /tokenize says {_brief(theirs)}")
+        if ours is None:
+            return Finding(step, False, "the router cannot read this prompt: such requests are routed by load alone")
+        if list(ours) == theirs["tokens"]:
+            return Finding(step, True, f"{len(ours)} tokens, the same here and there")
+        at = next(
+            (i for i, (a, b) in enumerate(zip(ours, theirs["tokens"])) if a != b), min(len(ours), len(theirs["tokens"]))
+        )
+        flag = "--tokenizer" if step == "tokenizer" else "--chat-template (or --tokenizer)"
+        text = f"read otherwise from token {at} on ({len(ours)} tokens here, {len(theirs['tokens'])} there)"
+        return Finding(step, False, f"{text}: give the router the worker's, {flag}")
+
+    def _no_source(self) -> Finding:
+        if self._flag.no_events:
+            return Finding("events", None, "switched off for this worker (events=none): its cache is guessed")
+        host = urlsplit(self._flag.url).hostname
+        text = f"the worker publishes none: it offers no /kv_event_sources and nobody listens on {host}:5557"
+        return Finding("events", False, f"{text}. vLLM: {EVENTS_FLAG}; on another port say events=tcp://HOST:PORT")
+
+    async def _prompt(self) -> list[int]:
+        """Random words, as many as it takes; ids that any model has where nobody can encode them."""
+        block = self._facts.block_size or 16
+        length = min(BLOCKS * block + block // 2, (self._model.max_model_len or 1 << 20) - 8)
+        source = random.SystemRandom()
+        text = " ".join(f"{source.getrandbits(40):x}" for _ in range(length))
+        parsed = parse_routing("/v1/completions", msgspec.json.encode({"prompt": text}))
+        ids, _ = self._prompts.read(parsed, self._prompts.get(self._model.base))
+        if ids is None:
+            answer = await self._post("/tokenize", msgspec.json.encode({"model": self._model.name, "prompt": text}))
+            ids = answer.get("tokens") or [source.randrange(100, 200) for _ in range(length)]
+        return list(ids[:length])
+
+    # The events -----------------------------------------------------------------------------------------------------
+
+    async def _listens(self, source: EventSource) -> bool:
+        parts = urlsplit(source.endpoint)
+        if parts.scheme != "tcp":
+            return True
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(parts.hostname, parts.port), 2.0)
+        except (OSError, asyncio.TimeoutError):
+            return False
+        writer.close()
+        return True
+
+    def _streams(self, sources: Sequence[EventSource], join: Join) -> list[StreamSource]:
+        """All topics are taken, so that one that is named wrongly is seen."""
+        return [
+            StreamSource(
+                str(source.data_parallel_rank), source.endpoint, source.replay_endpoint, None, StreamConfig(join=join)
+            )
+            for source in sources
+        ]
+
+    async def _listen(self, subscriber: Subscriber, ids: Sequence[int], bound: bool) -> None:
+        """Until the prompt's blocks were announced, or for EVENTS_S."""
+        deadline = time.monotonic() + (EVENTS_S if self._facts.sources else 0.0)
+        while time.monotonic() < deadline and not self._heard.stored(ids):
+            item = await asyncio.to_thread(subscriber.get, 0.1)
+            if isinstance(item, Message):
+                self._heard.messages.append(item)
+                self._heard.dialled |= bound and item.stream_id.startswith("bound ")
+
+    def _events(self, ids: Sequence[int], deaf: Sequence[EventSource]) -> list[Finding]:
+        heard, stored = self._heard, self._heard.stored(ids)
+        if heard.dialled:
+            text = f"the worker connects to {deaf[0].endpoint} instead of listening there"
+            return [Finding("events", False, f"{text}: say tcp://*:5557 there, or let the router bind, --bind-events")]
+        if not stored:
+            return [self._silent(deaf)]
+        findings = [Finding("events", True, f"{sum(len(event.block_hashes) for _, event in stored)} blocks announced")]
+        message, event = stored[0]
+        source = self._source(message)
+        topic = message.topic.decode("utf-8", "replace")
+        if source is not None and source.topic and topic != source.topic:
+            findings.append(Finding("topic", False, f"events come under {topic!r}, the worker is said to publish under "
+                                    f"{source.topic!r}: correct topic="))  # fmt: skip
+        said = None if source is None else source.block_size or self._facts.block_size
+        sizes = {event.block_size for _, event in stored}
+        if said is not None and said not in sizes and event.group_idx is None:
+            findings.append(
+                Finding("block size", False, f"the worker says {said} tokens a block, its events {event.block_size}")
+            )
+        rank = message.decoded.batch.data_parallel_rank
+        if source is not None and rank is not None and rank != source.data_parallel_rank:
+            text = f"events of {source.endpoint} are of data-parallel rank {rank}, not of {source.data_parallel_rank}"
+            findings.append(Finding("rank", False, f"{text}: the addresses are in the wrong order"))
+        return findings
+
+    def _silent(self, deaf: Sequence[EventSource]) -> Finding:
+        if len(deaf) == len(self._facts.sources):
+            text = f"nobody listens at {deaf[0].endpoint}"
+            return Finding("events", False, f"{text}: is it the worker's address, and is the port open from here?")
+        where = ", ".join(source.endpoint for source in self._facts.sources)
+        if self._heard.messages:
+            return Finding(
+                "events", False, f"{where} announces other prompts than this one: it is another worker's address"
+            )
+        text = f"a request was answered and {where} said nothing for {EVENTS_S:g} s"
+        return Finding("events", False, f"{text}: is prefix caching on, and is it this worker's address?")
+
+    def _source(self, message: Message) -> EventSource | None:
+        return next((one for one in self._facts.sources if str(one.data_parallel_rank) == message.stream_id), None)
+
+    async def _replayed(self, ids: Sequence[int]) -> Finding:
+        sources = [source for source in self._facts.sources if source.replay_endpoint]
+        if not sources:
+            text = "not offered: lost events cannot be asked for again, and who starts later knows nothing of the cache"
+            return Finding("replay", False, f'{text}; vLLM: "replay_endpoint": "tcp://*:5558"')
+        deadline = time.monotonic() + EVENTS_S
+        with Subscriber(self._streams(sources, Join.RING)) as subscriber:
+            while time.monotonic() < deadline:
+                item = await asyncio.to_thread(subscriber.get, 0.1)
+                if isinstance(item, Message) and item.origin is not Origin.LIVE:
+                    return Finding("replay", True, f"answered by {sources[0].replay_endpoint}")
+        return Finding(
+            "replay", False, f"{sources[0].replay_endpoint} does not answer: lost events cannot be asked for again"
+        )
+
+    # The answers ----------------------------------------------------------------------------------------------------
+
+    def _cached(self, ids: Sequence[int], asked: tuple[Finding, dict[str, Any]]) -> Finding:
+        """The second time the same prompt was sent, against what was announced the first time."""
+        finding, usage = asked
+        if finding.ok is not True:
+            return finding
+        cached = _cached_tokens(usage)
+        if cached is None:
+            text = "the worker does not say how much was cached, so predictions cannot be checked"
+            return Finding("reports", False, f"{text}; vLLM: --enable-prompt-tokens-details")
+        if cached == 0:
+            return Finding(
+                "cached", False, "the same prompt again was computed again: prefix caching is off, or too small"
+            )
+        stored = self._heard.stored(ids)
+        events = [event for message in self._heard.messages for event in message.decoded.batch.events]
+        if not stored or any(isinstance(event, BlockStored) and event.group_idx for event in events):
+            return Finding("cached", True, f"{cached} of {len(ids)} tokens of the same prompt again")
+        size = stored[0][1].block_size
+        expected = (len(ids) - 1) // size * size
+        text = f"{expected} tokens predicted for the same prompt again, {cached} reported"
+        return Finding("cached", cached == expected, text)
+
+    async def _salted(self, ids: Sequence[int]) -> Finding:
+        finding, usage = await self._ask("salt", {"prompt": list(ids), "cache_salt": self._salt})
+        if finding.ok is not True:
+            return Finding("salt", None, f"not taken: {finding.text}")
+        if _cached_tokens(usage):
+            text = "a prompt with another `cache_salt` was answered from the cache: tenants share one"
+            return Finding("salt", False, f"{text}, and hits are predicted too low")
+        return Finding("salt", True, "a prompt with a `cache_salt` of its own shares nothing")
+
+    async def _adapters(self, ids: Sequence[int], subscriber: Subscriber, bound: bool) -> AsyncIterator[Finding]:
+        """The first LoRA adapter, if there is one: its blocks must be told from the base model's."""
+        adapter = next((model for model in self._facts.models if model.lora is not None), None)
+        if adapter is None:
+            return
+        finding, usage = await self._ask("LoRA", {"prompt": list(ids), "model": adapter.name})
+        if finding.ok is not True:
+            yield finding
+            return
+        turned = [*ids[1:], ids[0]]  # a prompt that nobody else has announced
+        await self._ask("LoRA", {"prompt": turned, "model": adapter.name})
+        await self._listen(subscriber, turned, bound)
+        stored = self._heard.stored(turned)
+        if _cached_tokens(usage) or not all(_names_adapter(event, adapter.name) for _, event in stored):
+            text = f"blocks of {adapter.name} pass for the base model's: their hits are mistaken"
+            yield Finding("LoRA", False, text)
+        elif self._facts.sources and not stored:
+            yield Finding("LoRA", False, f"blocks of {adapter.name} are not announced")
+        else:
+            yield Finding("LoRA", True, f"blocks of {adapter.name} are told from the base model's")
+
+    async def _ask(self, step: str, fields: dict[str, Any]) -> tuple[Finding, dict[str, Any]]:
+        """A completion of one token: how it went, and its usage."""
+        body = {"model": self._model.name, "max_tokens": 1, "temperature": 0, **fields}
+        answer = await self._post("/v1/completions", msgspec.json.encode(body))
+        usage = answer.get("usage")
+        if not isinstance(usage, dict):
+            return Finding(step, False, f"/v1/completions says {_brief(answer)}"), {}
+        said = usage.get("prompt_tokens")
+        if said != len(fields["prompt"]):
+            return Finding(step, False, f"{len(fields['prompt'])} token ids were sent, the worker counts {said}"), usage
+        return Finding(step, True, f"answered, {said} prompt tokens"), usage
+
+    async def _post(self, path: str, body: bytes) -> dict[str, Any]:
+        """What was answered, or {"error": why not}."""
+        headers = {**self._headers, "Content-Type": "application/json"}
+        try:
+            status, answer = await ask(
+                self._session, self._flag.url + path, method="POST", headers=headers, data=body,
+                seconds=ANSWER_S_MAX, bytes_max=ANSWER_BYTES_MAX,
+            )  # fmt: skip
+            found = json.loads(answer)
+        except (Unanswered, ValueError, RecursionError) as error:
+            return {"error": str(error)}
+        return found if isinstance(found, dict) and status == 200 else {"error": f"{status}: {_brief(found)}"}
+
+
+def _bind(feed: EventFeed, deaf: Sequence[EventSource]) -> bool:
+    """Listen where nobody does, to hear a worker that connects. Works for addresses of this machine only."""
+    bound = False
+    for source in deaf:
+        try:
+            feed.bind(
+                source.endpoint,
+                lambda topic: StreamSource(f"bound {topic}", "", None, topic, StreamConfig(join=Join.LIVE)),
+            )
+        except zmq.ZMQError:
+            continue
+        bound = True
+    return bound
+
+
+def _cached_tokens(usage: dict[str, Any]) -> int | None:
+    details = usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return cached if isinstance(cached, int) else None
+
+
+def _names_adapter(event: BlockStored, name: str) -> bool:
+    return (
+        event.lora_name == name
+        or event.lora_id is not None
+        or any(name in keys for keys in event.extra_keys or () if keys)
+    )
+
+
+def _brief(answer: object) -> str:
+    text = answer.get("error", answer) if isinstance(answer, dict) else answer
+    if isinstance(text, dict):
+        text = text.get("message", text)
+    return str(text)[:200]
+
+
+async def check_all(config: ProcessConfig, flags: Sequence[WorkerFlag], report: Callable[[str, Finding], None]) -> bool:
+    """Check the workers one after the other; True where nothing is wrong with any."""
+    key = config.worker_api_key
+    headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+    sound = True
+    with ThreadPoolExecutor(1) as executor:
+        prompts = PromptReader(executor, override=config.tokenizer, chat_template=config.chat_template)
+        async with aiohttp.ClientSession(auto_decompress=False) as session:
+            for flag in flags:
+                async for finding in Check(flag, session, prompts, headers).findings():
+                    report(flag.worker_id, finding)
+                    sound &= finding.ok is not False
+    return sound

@@ -1,0 +1,199 @@
+"""`router check` names what was planted: a worker of aiohttp and a real publisher, with one fault each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from engine.tiny.tokenizer import write_tokenizer
+from events import BlockStored, EventPublisher, KVEventsConfig, block_hashes
+from events.sources import EventSource, encode_sources
+from prompts.routing import parse_routing
+from prompts.tokenizer import Tokenizer
+from router.app import check
+from router.app.check import Finding, check_all
+from router.app.config import ProcessConfig
+from router.prompting.encode import prompt_ids
+
+BLOCK = 16
+OTHER_TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Worker:
+    """Remembers prompts in blocks of BLOCK, by salt and adapter; `fault` makes it wrong in one way."""
+
+    def __init__(self, folder: Path, fault: str) -> None:
+        self.fault = fault
+        template = OTHER_TEMPLATE if fault == "template" else None
+        self.tokenizer = Tokenizer.load(folder, template)
+        self.folder = folder
+        self.held: set[tuple[str, tuple[int, ...]]] = set()
+        self.port = free_port()
+        self.publishers = [self._publisher()]
+
+    def _publisher(self) -> EventPublisher:
+        endpoint = f"tcp://127.0.0.1:{self.port}" if self.fault == "connects" else "tcp://*:*"
+        replay = None if self.fault == "no replay" else "tcp://127.0.0.1:*"
+        config = KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint, replay_endpoint=replay, topic="kv@a")
+        return EventPublisher(config, dp_rank=1 if self.fault == "rank" else 0)
+
+    def source(self) -> EventSource:
+        source = self.publishers[0].source()
+        endpoint = source.endpoint.replace("*", "127.0.0.1")
+        replay = source.replay_endpoint
+        if self.fault == "wrong address":
+            endpoint = f"tcp://127.0.0.1:{free_port()}"
+        if self.fault == "another worker's":
+            self.publishers.append(EventPublisher(self.publishers[0].config))
+            endpoint = self.publishers[1].source().endpoint.replace("*", "127.0.0.1")
+        if self.fault == "dead replay":
+            replay = f"tcp://127.0.0.1:{free_port()}"
+        return EventSource(
+            endpoint=endpoint,
+            replay_endpoint=replay,
+            topic="kv@b" if self.fault == "topic" else "kv@a",
+            block_size=32 if self.fault == "block size" else BLOCK,
+        )
+
+    async def models(self, request: web.Request) -> web.Response:
+        if self.fault == "key" and request.headers.get("Authorization") != "Bearer right":
+            raise web.HTTPUnauthorized
+        cards: list[dict[str, Any]] = [{"id": "m", "root": str(self.folder), "max_model_len": 4096}]
+        if self.fault in ("LoRA", "adapters"):
+            cards.append({"id": "tuned", "parent": "m"})
+        return web.json_response({"data": cards})
+
+    async def sources(self, request: web.Request) -> web.Response:
+        if self.fault == "events off":
+            raise web.HTTPNotFound
+        return web.Response(body=encode_sources([self.source()]), content_type="application/json")
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        path = "/v1/chat/completions" if b'"messages"' in body else "/v1/completions"
+        ids = list(prompt_ids(parse_routing(path, body), self.tokenizer) or ())
+        return web.json_response({"tokens": [*ids, 7] if self.fault == "tokenizer" else ids})
+
+    async def complete(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        ids, salt, adapter = body["prompt"], body.get("cache_salt"), body["model"] != "m"
+        name = "tuned" if adapter and self.fault != "LoRA" else None
+        world = f"{None if self.fault == 'salt' else salt} {name}"
+        keys = [tuple(ids[: end + BLOCK]) for end in range(0, len(ids) - BLOCK + 1, BLOCK)]
+        cached = sum((world, key) in self.held for key in keys if len(key) < len(ids)) * BLOCK
+        fresh = [key for key in keys if (world, key) not in self.held]
+        if fresh and self.fault != "no caching":
+            self.held.update((world, key) for key in keys)
+            tokens = ids[: len(keys) * BLOCK]
+            names = block_hashes(None, tokens, BLOCK, (world,))
+            self.publishers[0].publish([BlockStored(names, None, tokens, BLOCK, lora_name=name)])
+        details = None if self.fault == "reports" else {"cached_tokens": cached}
+        usage = {"prompt_tokens": len(ids), "completion_tokens": 1, "prompt_tokens_details": details}
+        return web.json_response({"choices": [{"text": "x"}], "usage": usage})
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        app = web.Application()
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/kv_event_sources", self.sources)
+        app.router.add_post("/tokenize", self.tokenize)
+        app.router.add_post("/v1/completions", self.complete)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+            for publisher in self.publishers:
+                publisher.close()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_tokenizer(folder, 1024, 4096)
+    return folder
+
+
+def findings(folder: Path, fault: str, **settings: Any) -> dict[str, Finding]:
+    async def scenario() -> dict[str, Finding]:
+        found: dict[str, Finding] = {}
+        async with Worker(folder, fault).serving() as url:
+            if fault == "nobody":
+                url = f"http://127.0.0.1:{free_port()}"
+            config = ProcessConfig(workers=(url,), **settings)
+            sound = await check_all(config, config.worker_flags, lambda _, one: found.__setitem__(one.step, one))
+        assert sound == all(finding.ok is not False for finding in found.values())
+        return found
+
+    return asyncio.run(scenario())
+
+
+PLANTED = {
+    # fault: (the step that must name it, words that must be in it)
+    "nobody": ("address", "is http://127.0.0.1"),
+    "key": ("key", "--worker-api-key"),
+    "events off": ("events", "publishes none"),
+    "wrong address": ("events", "nobody listens"),
+    "another worker's": ("events", "said nothing"),
+    "connects": ("events", "instead of listening"),
+    "topic": ("topic", "'kv@b'"),
+    "rank": ("rank", "rank 1, not of 0"),
+    "block size": ("block size", "32 tokens a block"),
+    "tokenizer": ("tokenizer", "read otherwise"),
+    "template": ("template", "--chat-template"),
+    "no caching": ("cached", "prefix caching is off"),
+    "reports": ("reports", "--enable-prompt-tokens-details"),
+    "salt": ("salt", "answered from the cache"),
+    "LoRA": ("LoRA", "base model's"),
+    "no replay": ("replay", "not offered"),
+    "dead replay": ("replay", "does not answer"),
+}
+SILENT = ("wrong address", "another worker's", "no caching", "dead replay")
+"""Nothing comes, however long one waits."""
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_what_was_planted_is_named(checkpoint: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault in SILENT:
+        monkeypatch.setattr(check, "EVENTS_S", 0.5)
+    step, words = PLANTED[fault]
+    found = findings(checkpoint, fault)
+    assert found[step].ok is False, found
+    assert words in found[step].text
+    others = {name for name, finding in found.items() if finding.ok is False} - {step}
+    allowed = {"tokenizer": {"template"}, "no caching": {"events"}, "connects": {"replay"}}
+    assert others <= allowed.get(fault, set()), found
+
+
+def test_a_sound_worker_has_no_problem(checkpoint: Path) -> None:
+    found = findings(checkpoint, "adapters")
+    assert [finding for finding in found.values() if finding.ok is not True] == []
+    assert {"address", "tokenizer", "template", "events", "cached", "salt", "LoRA", "replay"} <= found.keys()
+    assert "64 tokens predicted" in found["cached"].text
+    assert "64 reported" in found["cached"].text
+
+
+def test_the_key_that_is_given_is_used(checkpoint: Path) -> None:
+    assert "address" in findings(checkpoint, "key", worker_api_key="right")
+
+
+def test_findings_are_json(checkpoint: Path) -> None:
+    found = findings(checkpoint, "")
+    assert json.loads(json.dumps([finding.text for finding in found.values()]))
