@@ -179,6 +179,19 @@ def _compile(source: str) -> _Compiled:
     return _Compiled(source)
 
 
+@lru_cache(maxsize=64)
+def _needs_system_first(source: str) -> bool:
+    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    chat = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
+    try:
+        env.from_string(source).render(messages=chat, add_generation_prompt=False)
+    except Exception:  # noqa: BLE001  a template is a program
+        return True
+    return False
+
+
 class ChatTemplate:
     """The templates of one model: usually one, sometimes several by name (`default`, `tool_use`, `rag`).
 
@@ -209,6 +222,11 @@ class ChatTemplate:
     def content_format(self, override: str | None = None, *, has_tools: bool = False) -> ContentFormat:
         """Whether the template wants `content` as a string or loops over its parts."""
         return self._compiled(self.source(override, has_tools=has_tools)).content_format
+
+    def needs_system_first(self) -> bool:
+        """Whether a system message may stand only at the head, as vLLM finds out: by a bare rendering of a chat that
+        has one further on."""
+        return any(_needs_system_first(self.source(has_tools=has_tools)) for has_tools in (False, True))
 
     def render(
         self,

@@ -1,7 +1,8 @@
 """What a client did wrong, in one type, and the one place where error bodies are made for both programs.
 
-The body is OpenAI's: `{"error": {"message", "type", "param", "code"}}`. Knows nothing of HTTP servers: an edge turns
-`status` and `body()` into a response.
+The body is OpenAI's: `{"error": {"message", "type", "param", "code"}}`, or, under `/v1/messages`, Anthropic's:
+`{"type": "error", "error": {"type", "message"}}`. Knows nothing of HTTP servers: an edge turns `status` and `body()`
+into a response.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC = {**_TYPES, 404: "not_found_error", 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 
 
 class RequestError(Exception):
@@ -32,8 +34,11 @@ class RequestError(Exception):
         self.code = code
         self.status = status
 
-    def body(self) -> dict[str, Any]:
-        """The JSON body, in OpenAI's form."""
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The JSON body, in the form of the API that `path` belongs to."""
+        if path.startswith("/v1/messages"):
+            kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 

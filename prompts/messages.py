@@ -12,8 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from prompts.chat_template import ChatTemplate, ContentFormat, Message
-from prompts.routing import is_media
-from prompts.schemas import TEXT_PARTS
+from prompts.schemas import TEXT_PARTS, is_media
 
 MEDIA_MARKER = "\ue000\ue0ffmedia\ue0ff\ue000"
 """Private-use characters that no tokenizer and no sensible text holds; the prompt's text ends where it begins."""
@@ -58,6 +57,7 @@ def render_chat(template: ChatTemplate, request: ChatPrompt) -> str:
         variables.pop(name, None)
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
+        variables.setdefault("enable_thinking", request.reasoning_effort != "none")
     messages = [_message(message, form) for message in request.messages or []]
     if any(message["role"] == "developer" for message in messages):
         source = template.source(request.chat_template, has_tools=tools is not None)
@@ -148,8 +148,16 @@ def _content(content: Any, form: ContentFormat) -> str | list[Message]:
         return content if form == "string" else [{"type": "text", "text": content}]
     texts = [_part_text(part) for part in content] if isinstance(content, list) else []
     if form == "parts":
-        return [{"type": "text", "text": text} for text in texts]
+        return [
+            {"type": "tool_reference", "name": text} if _names_tool(part) else {"type": "text", "text": text}
+            for part, text in zip(content or (), texts)
+        ]
     return "\n".join(text for text in texts if text)
+
+
+def _names_tool(part: Any) -> bool:
+    """A template that knows tools loaded later looks it up."""
+    return isinstance(part, dict) and part.get("type") == "tool_reference"
 
 
 def _part_text(part: Any) -> str:

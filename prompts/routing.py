@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from prompts.errors import RequestError
-from prompts.schemas import MEDIA_PARTS, Message, Prompt, decode_json
+from prompts.schemas import Message, Prompt, decode_json, is_media
 
 Kind = Literal["chat", "completion", "other"]
 
@@ -163,9 +163,3 @@ def _has_media(messages: list[Message] | None) -> bool:
                 if isinstance(part, dict) and is_media(part):
                     return True
     return False
-
-
-def is_media(part: Message) -> bool:
-    """Whether a content part is something other than text."""
-    kind = part.get("type")
-    return (isinstance(kind, str) and kind in MEDIA_PARTS) or (kind is None and ("image_url" in part))

@@ -8,17 +8,18 @@ wrong is for the worker to say. Refuses to know about tokens, templates and mode
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec.inspect import ListType, LiteralType, StructType, UnionType, type_info
 
 from prompts.errors import RequestError, bad_value, show
 
 Json = Any
 Message = dict[str, Any]
-_ResponseFormat = Literal["text", "json_object", "json_schema", "structural_tag"]
-_RESPONSE_FORMATS = get_args(_ResponseFormat)
+_INDEX = re.compile(r"\[[^\]]*\]")
 
 # What a client may ask. Every number has two ends and every text a longest length, so that nothing that passes here can
 # overflow, or cost more than a request of its size may, further inside. Bounds that depend on the model (token ids,
@@ -53,8 +54,15 @@ MEDIA_PARTS = frozenset(
     {"image_url", "image", "input_image", "image_pil", "image_embeds", "audio_url", "input_audio", "audio", "video_url",
      "video", "input_video", "file", "input_file", "audio_embeds", "video_embeds"}
 )  # fmt: skip
-TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking",
+              "tool_reference": "name"}  # fmt: skip
 """Part type -> the field that holds its text."""
+
+
+def is_media(part: Message) -> bool:
+    """Whether a content part is something other than text."""
+    kind = part.get("type")
+    return (isinstance(kind, str) and kind in MEDIA_PARTS) or (kind is None and ("image_url" in part))
 
 
 class StreamOptions(Struct, frozen=True):
@@ -70,7 +78,7 @@ class JsonSchemaFormat(Struct, frozen=True):
 
 
 class ResponseFormat(Struct, frozen=True):
-    type: _ResponseFormat
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
     format: dict[str, Json] | None = None
     """Of a structural tag; or, in its older form, the next two."""
@@ -211,7 +219,7 @@ def decode_json(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
-        raise _field_error(str(error), data) from None
+        raise _field_error(str(error), data, decoder.type) from None
     except msgspec.DecodeError as error:
         where = f" after {len(data)} bytes" if "truncated" in str(error) else ""
         raise RequestError(f"the body is not valid JSON: {error}{where}", param=None) from None
@@ -229,7 +237,7 @@ def _utf8_reason(data: bytes, error: UnicodeDecodeError) -> str:
     return f"invalid UTF-8 at byte {error.start}"
 
 
-def _field_error(message: str, data: bytes) -> RequestError:
+def _field_error(message: str, data: bytes, body: Any) -> RequestError:
     """msgspec's "Expected `int`, got `str` - at `$.n`" with the value that was there."""
     expectation, _, path = message.partition(" - at ")
     is_key = path.startswith("`key` in ")
@@ -246,10 +254,22 @@ def _field_error(message: str, data: bytes) -> RequestError:
     found = _value_at(data, field)
     shown = "" if found is UNSET else f"got {show(found)}, "
     if expectation.startswith("Invalid enum value"):
-        expectation = f"expected one of {', '.join(_RESPONSE_FORMATS)}"
+        expectation = f"expected one of {', '.join(_choices(type_info(body), _INDEX.sub('', field).split('.')))}"
     # "Expected `int`, got `str`": the value says the second half better.
     wanted = expectation.split(", got")[0] if shown else expectation
     return RequestError(f"{field}: {shown}{_lower(wanted.replace('`', ''))}", param=field)
+
+
+def _choices(info: Any, names: list[str]) -> list[str]:
+    """What the field under these names may be."""
+    if isinstance(info, LiteralType) and not names:
+        return [str(value) for value in info.values]
+    if isinstance(info, UnionType):
+        return [value for one in info.types for value in _choices(one, names)]
+    if isinstance(info, ListType):
+        return _choices(info.item_type, names)
+    fields = info.fields if isinstance(info, StructType) and names else ()
+    return [value for field in fields if field.name == names[0] for value in _choices(field.type, names[1:])]
 
 
 def _lower(text: str) -> str:

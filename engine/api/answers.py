@@ -29,7 +29,7 @@ from engine.api.detokenizer import DetokenizerFactory
 from engine.api.generation import Generation
 from engine.api.logprobs import LogprobFormatter
 from engine.types import TokenLogprobs
-from prompts import ChatRequest, CompletionRequest
+from prompts import ChatRequest, CompletionRequest, RequestError
 
 DONE = b"data: [DONE]\n\n"
 _MARK = "\ue000text\ue000"
@@ -59,12 +59,16 @@ class _Answer:
         self._halves: dict[int, tuple[bytes, bytes]] = {}
         self._begun: set[int] = set()
 
-    def usage(self) -> bytes:
-        """The last chunk, where it was asked for."""
-        if not self._usage:
-            return b""
+    def end(self) -> bytes:
+        """What follows the last piece: the usage, where it was asked for."""
         generation = self._generation
-        return sse(self.envelope(**generation.head(), choices=[], usage=generation.usage()))
+        if not self._usage:
+            return DONE
+        return sse(self.envelope(**generation.head(), choices=[], usage=generation.usage())) + DONE
+
+    def failed(self, error: RequestError) -> bytes:
+        """What ends a stream that broke off."""
+        return sse(error.body()) + DONE
 
     def _chunk(self, choice: Choice, made: Any, **fields: Any) -> bytes:
         generation = self._generation

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from engine.api.anthropic import TokenCount
 from engine.api.params import ModelLimits, check_prompt
 from prompts import (
     ChatRequest,
@@ -21,6 +22,7 @@ from prompts import (
     parse_chat,
     parse_completion,
 )
+from prompts.anthropic import CountRequest, as_chat, parse_count, parse_messages
 
 MAX_CHOICES = 1024
 """Sequences that one HTTP request may ask for."""
@@ -37,7 +39,34 @@ class Reading(msgspec.Struct, frozen=True):
 
 def read_chat(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Reading:
     """Raises RequestError."""
-    body = parse_chat(data)
+    return _chat(parse_chat(data), tokenizer, limits)
+
+
+def read_messages(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Reading:
+    """A body of `/v1/messages`, as the chat that it stands for. Raises RequestError."""
+    asked = parse_messages(data)
+    _check_text_only(asked)
+    return _chat(ChatRequest(**as_chat(asked, tokenizer.chat_template)), tokenizer, limits)
+
+
+def read_count(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tuple[str | None, bytes]:
+    """(the model that is named, the answer), of `/v1/messages/count_tokens`. Raises RequestError."""
+    asked = parse_count(data)
+    _check_text_only(asked)
+    count = len(tokenizer.chat_ids(ChatRequest(**as_chat(asked, tokenizer.chat_template))))
+    return asked.model, msgspec.json.encode(TokenCount(count))
+
+
+def _check_text_only(asked: CountRequest) -> None:
+    for index, turn in enumerate(asked.messages):
+        for number, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
+            inside = block.content if isinstance(block.content, list) else ()
+            if block.type == "image" or any(part.get("type") == "image" for part in inside):
+                where = f"messages[{index}].content[{number}]"
+                raise RequestError(f"{where}: an image; this model reads text only", param=where)
+
+
+def _chat(body: ChatRequest, tokenizer: Tokenizer, limits: ModelLimits) -> Reading:
     check_supported(body)
     prompts = [_fitted("messages", tokenizer.chat_ids(body), body, limits)]
     last = {name: value for name, value in body.messages[-1].items() if name in ("role", "content")}

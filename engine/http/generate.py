@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` and `/v1/completions`: a body in, JSON or a stream of SSE chunks out.
+"""`/v1/chat/completions`, `/v1/completions` and `/v1/messages`: a body in, JSON or a stream of SSE chunks out.
 
 Response headers of a stream are sent with its first token, so that what fails before it has the right status. A
 client that leaves cancels the handler, which aborts its sequences. A client that reads slowly makes the core's
@@ -16,10 +16,11 @@ from typing import Any
 
 from aiohttp import web
 
-from engine.api.answers import DONE, ChatAnswer, CompletionAnswer, sse
+from engine.api.answers import ChatAnswer, CompletionAnswer
+from engine.api.anthropic import MessagesAnswer
 from engine.api.choice import Choice, Piece
 from engine.api.generation import Generation, plan_generation
-from engine.api.reading import Reading, read_chat, read_completion
+from engine.api.reading import Reading, read_chat, read_completion, read_messages
 from engine.config import ServerConfig
 from engine.http.apart import Work
 from engine.http.metrics import RequestClock
@@ -34,7 +35,7 @@ STATE = web.AppKey("state", ServerState)
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 LAST_WORDS_S = 1.0
 """For the error that ends a stream at its deadline."""
-Answer = ChatAnswer | CompletionAnswer
+Answer = ChatAnswer | CompletionAnswer | MessagesAnswer
 SMALL_WRITE_BYTES = 32 << 10
 """Less than what a transport buffers before it asks its writer to wait."""
 
@@ -47,6 +48,10 @@ async def completions(request: web.Request) -> web.StreamResponse:
     return await _answer(request, read_completion, "cmpl-")
 
 
+async def messages(request: web.Request) -> web.StreamResponse:
+    return await _answer(request, read_messages, "msg_")
+
+
 async def _answer(request: web.Request, work: Work[Reading], kind: str) -> web.StreamResponse:
     state = request.app[STATE]
     data = await state.body(request)
@@ -56,7 +61,9 @@ async def _answer(request: web.Request, work: Work[Reading], kind: str) -> web.S
         state.check_model(body.model)
         generation = _plan(state, request, body, reading.prompts, kind)
         answer: Answer
-        if isinstance(body, ChatRequest):
+        if kind == "msg_":
+            answer = MessagesAnswer(generation)
+        elif isinstance(body, ChatRequest):
             answer = ChatAnswer(generation, body, state.factory)
         else:
             answer = CompletionAnswer(generation, body, state.factory, reading.texts)
@@ -149,14 +156,14 @@ async def _stream(state: ServerState, writer: Writer, follower: PieceStream, ans
     try:
         async for pieces in follower:
             await writer.write(b"".join([answer.piece(choice, piece) for choice, piece in pieces]))
-        await writer.write(answer.usage() + DONE)
+        await writer.write(answer.end())
     except (RequestError, EngineDead) as error:
         if not writer.started:
             raise
         if isinstance(error, EngineDead):
             error = not_running(error)
         state.metrics.count_refusal(error.status)
-        await writer.write(sse(error.body()) + DONE)
+        await writer.write(answer.failed(error))
     return await writer.end()
 
 

@@ -12,11 +12,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from engine.api.anthropic import MessageAnswer, TokenCount
 from engine.api.bodies import ChatCompletion, Completion, DetokenizeAnswer, ModelCard, ModelList, TokenizeAnswer
 from engine.config import __version__
 from engine.http.routes import DetokenizeBody, TokenizeChat, TokenizePrompt
 from events.sources import EventSource, GroupInfo
 from prompts import ChatRequest, CompletionRequest, openapi
+from prompts.anthropic import Block, CountRequest, MessagesRequest, Role
 from prompts.openapi import Operation
 from prompts.schemas import COUNT_MAX, TokenIdField
 
@@ -104,6 +106,17 @@ _COMPLETION = _narrowed(
     CompletionRequest,
     _COMMON | {"prompt": _Prompt, "suffix": Literal["", None], "prompt_embeds": None},
 )
+_TEXT_BLOCK = Literal["text", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking"]
+_BLOCK = _narrowed(Block, {"type": _TEXT_BLOCK, "content": str | list[TextPart] | None, "tool": None, "source": None})
+_TURN = msgspec.defstruct("Turn", [("role", Role), ("content", str | list[_BLOCK])])  # type: ignore[valid-type]
+_CHOICE = msgspec.defstruct("ToolChoice", [("type", Literal["auto", "none"])])
+_MESSAGES_FIELDS: dict[str, Any] = {
+    "messages": Annotated[list[_TURN], Meta(min_length=1)],  # type: ignore[valid-type]
+    "tool_choice": _CHOICE | None,
+    "output_config": None,
+}
+_MESSAGES_BODY = _narrowed(MessagesRequest, _MESSAGES_FIELDS)
+_COUNT_BODY = _narrowed(CountRequest, _MESSAGES_FIELDS)
 _TOKENIZE = (TokenizePrompt, _narrowed(TokenizeChat, _MESSAGES))
 
 _READS = (400, 404, 408, 413)
@@ -111,6 +124,8 @@ _GENERATES = (*_READS, 429, 500, 503, 504)
 _OPERATIONS = (
     Operation("post", "/v1/chat/completions", "Continue a conversation", _CHAT, ChatCompletion, _GENERATES, True),
     Operation("post", "/v1/completions", "Continue texts or token ids", _COMPLETION, Completion, _GENERATES, True),
+    Operation("post", "/v1/messages", "Anthropic's Messages", _MESSAGES_BODY, MessageAnswer, _GENERATES, True),
+    Operation("post", "/v1/messages/count_tokens", "How long a prompt is", _COUNT_BODY, TokenCount, _READS),
     Operation("get", "/v1/models", "The served names of the model", None, ModelList, ()),
     Operation("get", "/v1/models/{model}", "One served name", None, ModelCard, (404,)),
     Operation("post", "/tokenize", "Ids of a text or a conversation", _TOKENIZE, TokenizeAnswer, _READS),

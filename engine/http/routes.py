@@ -10,6 +10,7 @@ from aiohttp import web
 
 from engine.api.bodies import DetokenizeAnswer, ModelCard, ModelList, TokenizeAnswer
 from engine.api.params import ModelLimits
+from engine.api.reading import read_count
 from engine.config import __version__
 from engine.http.apart import Work
 from engine.http.generate import STATE
@@ -116,6 +117,10 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 async def tokenize(request: web.Request) -> web.Response:
     return await _read(request, read_tokenize)
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    return await _read(request, read_count)
 
 
 async def detokenize(request: web.Request) -> web.Response:

@@ -21,9 +21,10 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from engine.config import EngineConfig, ServerConfig, is_loopback
-from engine.http.generate import STATE, chat_completions, completions
+from engine.http.generate import STATE, chat_completions, completions, messages
 from engine.http.openapi import document
 from engine.http.routes import (
+    count_tokens,
     detokenize,
     health,
     kv_cache_groups,
@@ -59,6 +60,8 @@ def build_app(state: ServerState) -> web.Application:
     app[STATE] = state
     app.router.add_post("/v1/chat/completions", chat_completions)
     app.router.add_post("/v1/completions", completions)
+    app.router.add_post("/v1/messages", messages)
+    app.router.add_post("/v1/messages/count_tokens", count_tokens)
     app.router.add_get("/v1/models", models)
     app.router.add_get("/v1/models/{model:.+}", model)
     app.router.add_get("/health", health)
@@ -82,29 +85,31 @@ async def openapi_json(request: web.Request) -> web.Response:
 
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Everything that goes wrong becomes OpenAI's error body."""
+    """Everything that goes wrong becomes an error body of the API that was asked."""
     state = request.app[STATE]
     try:
         if request.path not in OPEN_PATHS:
-            state.check_key(request.headers.get("Authorization"))
+            state.check_key(request.headers.get("Authorization"), request.headers.get("x-api-key"))
         return await handler(request)
     except RequestError as error:
-        return error_response(state, error)
+        return error_response(state, request, error)
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        return error_response(state, _http_error(request, error), allow=error.headers.get("Allow"))
+        return error_response(state, request, _http_error(request, error), allow=error.headers.get("Allow"))
     except EngineDead as error:
-        return error_response(state, not_running(error))
+        return error_response(state, request, not_running(error))
     except ConnectionError:
         return web.Response(status=499)  # the client has left: nobody reads it, and aiohttp logs no traceback
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
         error_body = RequestError("internal error", param=None, code="internal_error", status=500)
-        return error_response(state, error_body)
+        return error_response(state, request, error_body)
 
 
-def error_response(state: ServerState, error: RequestError, allow: str | None = None) -> web.Response:
+def error_response(
+    state: ServerState, request: web.Request, error: RequestError, allow: str | None = None
+) -> web.Response:
     state.metrics.count_refusal(error.status)
     headers = {}
     if error.status in (429, 503):
@@ -114,7 +119,10 @@ def error_response(state: ServerState, error: RequestError, allow: str | None = 
     if allow:
         headers["Allow"] = allow
     return web.Response(
-        body=msgspec.json.encode(error.body()), status=error.status, content_type="application/json", headers=headers
+        body=msgspec.json.encode(error.body(request.path)),
+        status=error.status,
+        content_type="application/json",
+        headers=headers,
     )
 
 

@@ -60,16 +60,17 @@ class ServerState:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def check_key(self, authorization: str | None) -> None:
-        """Compare a bearer token with the API keys in constant time. Raises RequestError 401."""
+    def check_key(self, authorization: str | None, x_api_key: str | None = None) -> None:
+        """Compare a bearer token, or without one Anthropic's header, with the API keys in constant time. Raises
+        RequestError 401."""
         if not self._api_keys:
             return
         scheme, _, given = (authorization or "").partition(" ")
-        token = given.strip().encode() if scheme.lower() == "bearer" else b""
+        token = (given if scheme.lower() == "bearer" else x_api_key or "").strip().encode()
         matches = [hmac.compare_digest(token, key) for key in self._api_keys]  # all, so that time tells nothing
         if not any(matches):
             raise RequestError(
-                "Incorrect or missing API key: expected the header Authorization: Bearer KEY",
+                "Incorrect or missing API key: expected the header Authorization: Bearer KEY, or x-api-key: KEY",
                 param=None,
                 code="invalid_api_key",
                 status=401,

@@ -21,6 +21,7 @@ import msgspec
 from events.codec import decode_batch, encode_batch
 from events.frames import parse_live, parse_reply, parse_request
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, DecodeError, EventBatch
+from prompts.anthropic import as_chat, parse_messages
 from prompts.chat_template import ChatTemplate, ChatTemplateError
 from prompts.errors import RequestError
 from prompts.routing import parse_routing
@@ -211,6 +212,7 @@ def _bodies(data: bytes) -> None:
         _unless(RequestError, parse_routing, path, data)
     _unless(RequestError, parse_chat, data)
     _unless(RequestError, parse_completion, data)
+    _unless(RequestError, lambda: as_chat(parse_messages(data), None))
 
 
 def _template(data: bytes) -> None:
@@ -225,6 +227,11 @@ def _examples() -> dict[str, tuple[bytes, ...]]:
     chat = (
         b'{"model":"m","stream":true,"max_tokens":9,"messages":[{"role":"user","content":[{"type":"text","text":"hi"}]}],'
         b'"tools":[{"type":"function","function":{"name":"f","parameters":{"type":"object"}}}],"stop":["a"]}'
+    )
+    turns = (
+        b'{"model":"m","max_tokens":9,"system":[{"type":"text","text":"s"}],"tools":[{"name":"f","input_schema":{}}],'
+        b'"messages":[{"role":"assistant","content":[{"type":"tool_use","id":"1","name":"f","input":{}}]},'
+        b'{"role":"user","content":[{"type":"tool_result","tool_use_id":"1","content":[{"type":"text","text":"r"}]}]}]}'
     )
     event = (
         b'data: {"id":"1","object":"chat.completion.chunk","created":1,"model":"m","prompt_token_ids":[1,2],'
@@ -254,6 +261,7 @@ def _examples() -> dict[str, tuple[bytes, ...]]:
         "events": (encode_batch(batch), encode_batch(batch, legacy=True)),
         "bodies": (
             chat,
+            turns,
             b'{"model":"m","prompt":[[1,2],[3]],"max_tokens":3}',
             b'{"prompt":"x","n":2,"logit_bias":{"1":2}}',
         ),

@@ -91,7 +91,11 @@ def test_prompt_forms(prompt):
         ({"stream": "yes"}, "stream", 'got "yes", expected bool'),
         ({"stream_options": {"include_usage": True}}, "stream_options", '"stream": true'),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "got 1"),
-        ({"response_format": {"type": "xml"}}, "response_format.type", 'got "xml", expected one of text, json_object'),
+        (
+            {"response_format": {"type": "xml"}},
+            "response_format.type",
+            'got "xml", expected one of json_object, json_schema',
+        ),
         ({"response_format": {}}, "response_format.type", "missing"),
         ({"cache_salt": ""}, "cache_salt", "length >= 1"),
         ({"cache_salt": 5}, "cache_salt", "got 5, expected str"),

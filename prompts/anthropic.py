@@ -1,0 +1,349 @@
+"""Anthropic's Messages: bodies as they are checked, and the chat that one stands for, by vLLM's rules.
+
+`parse_messages` and `parse_count` refuse what vLLM refuses; unknown fields pass. `as_chat` gives the fields of the chat
+that a worker renders: system texts joined (a coding agent's billing line left out), results of tools before the words
+that came with them, thinking as `reasoning`. Knows templates only by what two of these rules ask of them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+from msgspec import Meta, Struct
+
+from prompts.chat_template import ChatTemplate
+from prompts.errors import RequestError, bad_value
+from prompts.messages import BILLING_LINE, render_chat
+from prompts.schemas import (
+    COUNT_MAX,
+    MAX_STOPS,
+    ChatRequest,
+    JsonSchemaFormat,
+    Message,
+    ResponseFormat,
+    Salt,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+    decode_json,
+)
+
+BlockType = Literal[
+    "text", "image", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking", "tool_addition",
+    "tool_removal",
+]  # fmt: skip
+Role = Literal["user", "assistant", "system"]
+Effort = Literal["low", "medium", "high", "xhigh", "max"]
+ChoiceType = Literal["auto", "any", "tool", "none"]
+ThinkingType = Literal["enabled", "disabled", "adaptive"]
+
+
+class Block(Struct, frozen=True, kw_only=True):
+    """A block of any type: which fields it needs depends on that; one without them says nothing."""
+
+    type: BlockType
+    text: str | None = None
+    source: dict[str, Any] | None = None
+    id: str | None = None
+    tool_use_id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    content: str | list[dict[str, Any]] | None = None
+    is_error: bool | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    data: str | None = None
+    tool: dict[str, Any] | None = None
+
+
+class Turn(Struct, frozen=True):
+    role: Role
+    content: str | list[Block]
+
+
+class MessagesTool(Struct, frozen=True, kw_only=True):
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
+
+
+class ToolChoice(Struct, frozen=True):
+    type: ChoiceType
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Struct, frozen=True):
+    type: ThinkingType
+    budget_tokens: Annotated[int, Meta(ge=1024, le=COUNT_MAX)] | None = None
+
+
+class OutputFormat(Struct, frozen=True):
+    type: Literal["json_schema"] = "json_schema"
+    schema: dict[str, Any] | None = None
+
+
+class OutputConfig(Struct, frozen=True):
+    effort: Effort | None = None
+    format: OutputFormat | None = None
+
+
+class CountRequest(Struct, kw_only=True, frozen=True):
+    """A body of `/v1/messages/count_tokens`."""
+
+    messages: list[Turn]
+    model: str | None = None
+    system: str | list[Block] | None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class MessagesRequest(CountRequest, kw_only=True, frozen=True):
+    """A body of `/v1/messages`."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=COUNT_MAX)]
+    metadata: dict[str, Any] | None = None
+    stop_sequences: Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    cache_salt: Salt | None = None
+
+
+_messages_decoder = msgspec.json.Decoder(MessagesRequest)
+_count_decoder = msgspec.json.Decoder(CountRequest)
+
+
+def parse_messages(data: bytes) -> MessagesRequest:
+    """Read a body of `/v1/messages`. Raises RequestError that names field, value and expectation."""
+    request = decode_json(_messages_decoder, data)
+    _check(request)
+    thinking = request.thinking
+    if thinking is not None and thinking.type == "enabled" and (thinking.budget_tokens or 0) >= request.max_tokens:
+        raise bad_value("thinking.budget_tokens", thinking.budget_tokens, f"below max_tokens ({request.max_tokens})")
+    return request
+
+
+def parse_count(data: bytes) -> CountRequest:
+    """Read a body of `/v1/messages/count_tokens`. Raises RequestError."""
+    request = decode_json(_count_decoder, data)
+    _check(request)
+    return request
+
+
+def _check(request: CountRequest) -> None:
+    if not request.messages:
+        raise bad_value("messages", request.messages, "at least one message")
+    if request.thinking is not None and request.thinking.type == "enabled" and request.thinking.budget_tokens is None:
+        raise bad_value("thinking.budget_tokens", None, "a number of tokens")
+    choice = request.tool_choice
+    if choice is not None and choice.type == "tool" and not choice.name:
+        raise bad_value("tool_choice.name", choice.name, "the name of a tool")
+    for index, turn in enumerate(request.messages):
+        for number, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
+            if block.type in ("tool_addition", "tool_removal"):
+                _check_change(f"messages[{index}].content[{number}]", turn.role, block)
+
+
+def _check_change(where: str, role: str, block: Block) -> None:
+    if role != "system":
+        raise bad_value(f"{where}.type", block.type, "tools to change in messages of the role system only")
+    if block.tool is None or not isinstance(_changed(block.tool), str):
+        raise bad_value(f"{where}.tool", block.tool, "a tool_reference with a name, or a tool_definition")
+    if block.type == "tool_removal" and block.tool.get("type") != "tool_reference":
+        raise bad_value(f"{where}.tool.type", block.tool.get("type"), "tool_reference")
+
+
+# The chat -------------------------------------------------------------------------------------------------------------
+
+
+def as_chat(request: CountRequest, template: ChatTemplate | None) -> dict[str, Any]:
+    """Fields of the chat request that this one stands for: all that its prompt depends on, and what is to be sampled.
+
+    `template`: renders it; None where that is not here. Raises RequestError.
+    """
+    merges = template is None or template.needs_system_first()
+    fields: dict[str, Any] = {
+        "messages": _messages(request, merges),
+        "chat_template_kwargs": request.chat_template_kwargs,
+        "reasoning_effort": _effort(request, template),
+        "tools": _tools(request),
+        "tool_choice": "auto" if request.tools else None,
+    }
+    if request.tool_choice is not None:
+        kind = request.tool_choice.type
+        named = {"type": "function", "function": {"name": request.tool_choice.name}}
+        fields["tool_choice"] = named if kind == "tool" else "required" if kind == "any" else kind
+        fields["parallel_tool_calls"] = not request.tool_choice.disable_parallel_tool_use
+    form = request.output_config.format if request.output_config is not None else None
+    if form is not None and form.schema is not None:
+        schema = JsonSchemaFormat(name=form.type, schema=form.schema)
+        fields["response_format"] = ResponseFormat(type=form.type, json_schema=schema)
+    if isinstance(request, MessagesRequest):
+        for name in ("max_tokens", "temperature", "top_k", "top_p", "stream", "cache_salt", "model"):
+            fields[name] = getattr(request, name)
+        fields["stop"] = request.stop_sequences or None
+    return fields
+
+
+def has_system_inside(request: CountRequest) -> bool:
+    """Whether where its system texts go depends on the template."""
+    return any(turn.role == "system" for turn in request.messages)
+
+
+def _messages(request: CountRequest, merges: bool) -> list[Message]:
+    system = request.system or ""
+    if not isinstance(system, str):
+        system = _system_text(system)
+    if merges:
+        system += "".join(_system_text(turn.content) for turn in request.messages if turn.role == "system")
+    made: list[Message] = [{"role": "system", "content": system}] if system else []
+    for turn in request.messages:
+        if turn.role == "system":
+            text = "" if merges else _system_text(turn.content)
+            if text:
+                made.append({"role": "system", "content": text})
+        elif isinstance(turn.content, str):
+            made.append({"role": turn.role, "content": turn.content})
+        else:
+            _add_turn(made, turn.role, turn.content)
+    return made
+
+
+def _system_text(content: str | list[Block]) -> str:
+    """Without what changes with every request."""
+    if isinstance(content, str):
+        return "" if content.startswith(BILLING_LINE) else content
+    texts = [block.text for block in content if block.type == "text" and block.text]
+    return "".join(text for text in texts if not text.startswith(BILLING_LINE))
+
+
+def _add_turn(made: list[Message], role: str, blocks: list[Block]) -> None:
+    """A turn's message, after the results of tools that it brings."""
+    parts: list[Message] = []
+    calls: list[Message] = []
+    thoughts: list[str] = []
+    for block in blocks:
+        if block.type == "text" and block.text:
+            parts.append({"type": "text", "text": block.text})
+        elif block.type == "image" and block.source:
+            parts.append({"type": "image_url", "image_url": {}})
+        elif block.type == "thinking" and block.thinking is not None:
+            thoughts.append(block.thinking)
+        elif block.type == "tool_use":
+            function = {"name": block.name or "", "arguments": block.input or {}}
+            calls.append({"id": block.id or "", "type": "function", "function": function})
+        elif block.type == "tool_result" and role == "user":
+            _add_result(made, block)
+        elif block.type == "tool_result":
+            parts.append({"type": "text", "text": f"Tool result: {block.content or ''}"})
+    message: Message = {"role": role}
+    if thoughts:
+        message["reasoning"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    if parts:
+        message["content"] = parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
+    if role == "assistant" or parts:
+        made.append(message)
+
+
+def _add_result(made: list[Message], block: Block) -> None:
+    """The message of a tool's result, and, as templates expect only text there, its images in one of the user."""
+    text, images, references = "", [], []
+    if isinstance(block.content, str):
+        text = block.content
+    elif block.content:
+        items = block.content
+        text = "\n".join(_text_of(item) for item in items if item.get("type") == "text")
+        images = [{"type": "image_url", "image_url": {}} for item in items if item.get("type") == "image"]
+        names = [item.get("tool_name") or item.get("name") for item in items if item.get("type") == "tool_reference"]
+        references = [{"type": "tool_reference", "name": name} for name in names if name]
+    answer = {"role": "tool", "tool_call_id": block.tool_use_id or ""}
+    made.append({**answer, "content": text})
+    if images:
+        made.append({"role": "user", "content": images})
+    if references:
+        made.append({**answer, "content": references})
+
+
+def _text_of(item: dict[str, Any]) -> str:
+    text = item.get("text", "")
+    if not isinstance(text, str):
+        raise bad_value("messages: text of a tool_result", text, "a string")
+    return text
+
+
+def _tools(request: CountRequest) -> list[Message] | None:
+    """The tools in effect at the end of the conversation."""
+    changes = [
+        block
+        for turn in request.messages
+        for block in (turn.content if isinstance(turn.content, list) else ())
+        if block.type in ("tool_addition", "tool_removal")
+    ]
+    if not changes:
+        return None if request.tools is None else [_function(tool) for tool in request.tools]
+    tools = {tool.name: tool for tool in request.tools or ()}
+    removed: set[str] = set()
+    for block in changes:
+        assert block.tool is not None
+        name = _changed(block.tool)
+        if block.tool.get("type") == "tool_definition":
+            try:
+                tools[name] = msgspec.convert(block.tool["definition"], MessagesTool)
+            except msgspec.ValidationError as error:
+                raise RequestError(f"tool.definition: {error}", param="messages") from None
+        elif name not in tools:
+            raise RequestError(f"{block.type} names the tool {name!r}, which is not in tools", param="tools")
+        elif block.type == "tool_addition":
+            tools[name] = msgspec.structs.replace(tools[name], defer_loading=None)
+        (removed.add if block.type == "tool_removal" else removed.discard)(name)
+    return [_function(tool) for name, tool in tools.items() if name not in removed]
+
+
+def _changed(change: dict[str, Any]) -> Any:
+    """The name of the tool that a block changes."""
+    definition = change.get("definition")
+    return definition.get("name") if isinstance(definition, dict) else change.get("name")
+
+
+def _function(tool: MessagesTool) -> Message:
+    schema = tool.input_schema if "type" in tool.input_schema else {**tool.input_schema, "type": "object"}
+    function: Message = {"name": tool.name, "description": tool.description, "parameters": schema}
+    for name in ("strict", "defer_loading"):
+        if getattr(tool, name) is not None:
+            function[name] = getattr(tool, name)
+    return {"type": "function", "function": function}
+
+
+def _effort(request: CountRequest, template: ChatTemplate | None) -> str | None:
+    """Of thinking, as templates read it. Who does not want any gets the effort "none", or "low" where a template takes
+    that for one of the others."""
+    if request.thinking is not None and request.thinking.type == "disabled":
+        return "none" if template is None or _knows_none(template) else "low"
+    return None if request.output_config is None else request.output_config.effort
+
+
+@lru_cache(maxsize=64)
+def _knows_none(template: ChatTemplate) -> bool:
+    """Whether the effort "none" makes another prompt than every other one."""
+
+    def prompt(effort: str) -> str | None:
+        chat = ChatRequest(messages=[{"role": "user", "content": "Hi"}], reasoning_effort=effort)
+        try:
+            return render_chat(template, chat)
+        except RequestError:
+            return None
+
+    without = prompt("none")
+    return without is not None and all(prompt(effort) != without for effort in get_args(Effort))

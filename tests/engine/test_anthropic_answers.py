@@ -1,0 +1,94 @@
+"""What `/v1/messages` answers, made of a choice's pieces: events in their order, the same text, stop reasons."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from engine.api.anthropic import MessagesAnswer
+from engine.api.choice import Choice
+from engine.api.detokenizer import DetokenizerFactory
+from engine.api.generation import Generation, plan_generation
+from engine.api.params import ModelLimits
+from engine.types import FinishReason, SequenceOutput
+from prompts import RequestError
+from prompts.schemas import ChatRequest
+
+WORDS = ["one", " two", " STOP", ' "', "\u00e9"]
+LIMITS = ModelLimits(max_model_len=100, vocab_size=len(WORDS))
+
+
+def generation(stream: bool) -> Generation:
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="one"))
+    tokenizer.decoder = decoders.Fuse()
+    body = ChatRequest(messages=[{"role": "user"}], max_tokens=20, stop=["STOP"], stream=stream)
+    factory = DetokenizerFactory(tokenizer)
+    return plan_generation(body, [[1, 2, 3]], id="msg_1", unique="u", model="m", limits=LIMITS, factory=factory)
+
+
+def say(made: Generation, ids: list[int], finish: FinishReason | None, cuts: int) -> tuple[Choice, list[Any]]:
+    (choice,) = made.choices
+    pieces = []
+    for start in range(0, len(ids), cuts):
+        last = start + cuts >= len(ids)
+        output = SequenceOutput(
+            request_id="u-0", token_ids=ids[start : start + cuts], cached_tokens=2 if start == 0 else None,
+            finish_reason=finish if last else None,
+        )  # fmt: skip
+        pieces.append(choice.push(output))
+        if choice.finish_reason is not None:
+            break
+    return choice, pieces
+
+
+def events(data: bytes) -> list[dict[str, Any]]:
+    found = []
+    for block in data.decode().strip().split("\n\n"):
+        name, body = block.split("\n")
+        found.append(json.loads(body.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+@pytest.mark.parametrize("cuts", [1, 2, 9])
+@pytest.mark.parametrize(
+    ("ids", "finish", "reason", "sequence"),
+    [
+        ([0, 1, 3, 4], FinishReason.LENGTH, "max_tokens", None),
+        ([0, 1, 2, 4], FinishReason.LENGTH, "stop_sequence", "STOP"),
+        ([0, 4, 1], FinishReason.STOP, "end_turn", None),
+        ([1], FinishReason.STOP, "end_turn", None),
+    ],
+)
+def test_a_stream_is_the_message_in_the_order_of_events(
+    ids: list[int], finish: FinishReason, reason: str, sequence: str | None, cuts: int
+) -> None:
+    made = generation(stream=False)
+    say(made, ids, finish, cuts)
+    whole = json.loads(MessagesAnswer(made).whole())
+    assert (whole["type"], whole["role"], whole["id"], whole["model"]) == ("message", "assistant", "msg_1", "m")
+    assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, sequence)
+    assert whole["usage"]["cache_read_input_tokens"] == 2
+    assert whole["usage"]["input_tokens"] == 1
+
+    made = generation(stream=True)
+    answer = MessagesAnswer(made)
+    choice, pieces = say(made, ids, finish, cuts)
+    told = events(b"".join(answer.piece(choice, piece) for piece in pieces) + answer.end())
+    names = [event["type"] for event in told]
+    deltas = [event["delta"]["text"] for event in told if event["type"] == "content_block_delta"]
+    order = ["message_start", "content_block_start", *["content_block_delta"] * len(deltas), "content_block_stop"]
+    assert names == [*order, "message_delta", "message_stop"]
+    assert "".join(deltas) == whole["content"][0]["text"]
+    assert told[0]["message"]["content"] == []
+    assert told[0]["message"]["usage"]["cache_read_input_tokens"] == 2
+    assert told[-2]["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
+    assert told[-2]["usage"] == whole["usage"]
+
+
+def test_a_stream_that_breaks_off_ends_with_an_error_of_this_api() -> None:
+    said = MessagesAnswer(generation(stream=True)).failed(RequestError("late", param=None, status=504))
+    assert events(said) == [{"type": "error", "error": {"type": "timeout_error", "message": "late"}}]

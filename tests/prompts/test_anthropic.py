@@ -1,0 +1,167 @@
+"""Anthropic's bodies: what is refused and with which words, and the chats that they stand for."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prompts.anthropic import as_chat, parse_count, parse_messages
+from prompts.chat_template import ChatTemplate
+from prompts.errors import RequestError
+from prompts.schemas import ChatRequest
+
+EARLY = ChatTemplate("{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('x') }}"
+                     "{% endif %}{{ m.content }}{% endfor %}")  # fmt: skip
+ANYWHERE = ChatTemplate("{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}{{ reasoning_effort }}")
+BILLING = "x-anthropic-billing-header: cch=1;"
+
+
+def chat(template: ChatTemplate = ANYWHERE, **body: Any) -> dict[str, Any]:
+    body = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}], **body}
+    return as_chat(parse_messages(json.dumps(body).encode()), template)
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+def test_results_of_tools_come_before_the_words_that_came_with_them() -> None:
+    use = {"type": "tool_use", "id": "t", "name": "read", "input": {"b": 1, "a": [2.0, None]}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [text("one"), text("two")]}
+    thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
+    turns = [
+        {"role": "assistant", "content": [thought, text("I read"), use, {**thought, "thinking": "!"}]},
+        {"role": "user", "content": [text("and"), result, {"type": "redacted_thinking", "data": "?"}]},
+        {"role": "user", "content": [result]},
+        {"role": "assistant", "content": []},
+    ]
+    call = {"id": "t", "type": "function", "function": {"name": "read", "arguments": {"b": 1, "a": [2.0, None]}}}
+    told = {"role": "tool", "tool_call_id": "t", "content": "one\ntwo"}
+    assert chat(messages=turns)["messages"] == [
+        {"role": "assistant", "reasoning": "hm!", "tool_calls": [call], "content": "I read"},
+        told, {"role": "user", "content": "and"}, told, {"role": "assistant"},
+    ]  # fmt: skip
+
+
+def test_images_are_parts_and_those_of_results_the_users() -> None:
+    image = {"type": "image", "source": {"type": "url", "url": "http://x"}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [text("seen"), image]}
+    made = chat(messages=[{"role": "user", "content": [result, text("a"), image]}])["messages"]
+    shown = {"type": "image_url", "image_url": {}}
+    assert made == [
+        {"role": "tool", "tool_call_id": "t", "content": "seen"}, {"role": "user", "content": [shown]},
+        {"role": "user", "content": [text("a"), shown]},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("template", "made"),
+    [
+        (ANYWHERE, [("system", "rules"), ("user", "hi"), ("system", "now")]),
+        (EARLY, [("system", "rulesnow"), ("user", "hi")]),
+    ],
+)
+def test_system_texts_stand_where_the_template_takes_them(template: ChatTemplate, made: list[Any]) -> None:
+    turns = [
+        {"role": "user", "content": "hi"},
+        {"role": "system", "content": [text(BILLING), text("now")]},
+        {"role": "system", "content": BILLING},
+    ]
+    fields = chat(template, system=[text(BILLING), text("rules")], messages=turns)
+    assert [(m["role"], m["content"]) for m in fields["messages"]] == made
+
+
+def test_a_system_text_that_begins_with_the_billing_line_is_left_to_rendering() -> None:
+    assert chat(system=BILLING + "\nrules")["messages"][0] == {"role": "system", "content": BILLING + "\nrules"}
+
+
+def test_tools_have_types_and_can_change() -> None:
+    tools = [{"name": n, "input_schema": {"x": 1}} for n in ("a", "b")]
+    fields = chat(tools=tools)
+    assert fields["tool_choice"] == "auto"
+    function = {"name": "a", "description": None, "parameters": {"x": 1, "type": "object"}}
+    assert fields["tools"][0] == {"type": "function", "function": function}
+    new = {"type": "tool_definition", "definition": {"name": "c", "input_schema": {"type": "object"}, "strict": True}}
+    changes = [
+        {"type": "tool_addition", "tool": new},
+        {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "a"}},
+    ]
+    turns = [{"role": "user", "content": "x"}, {"role": "system", "content": changes}]
+    names = [tool["function"]["name"] for tool in chat(tools=tools, messages=turns)["tools"]]
+    assert names == ["b", "c"]
+    with pytest.raises(RequestError, match="'a', which is not in tools"):
+        chat(messages=turns)
+
+
+def test_choices_efforts_and_formats() -> None:
+    named = {"type": "function", "function": {"name": "a"}}
+    for choice, meant in (("any", "required"), ("none", "none"), ("auto", "auto"), ("tool", named)):
+        assert chat(tool_choice={"type": choice, "name": "a"})["tool_choice"] == meant
+    assert chat(tool_choice={"type": "auto", "disable_parallel_tool_use": True})["parallel_tool_calls"] is False
+    assert chat(thinking={"type": "disabled"})["reasoning_effort"] == "none"
+    assert chat(EARLY, thinking={"type": "disabled"})["reasoning_effort"] == "low"  # it renders no effort at all
+    assert chat(output_config={"effort": "max"}, thinking={"type": "adaptive"})["reasoning_effort"] == "max"
+    form = chat(output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}})["response_format"]
+    assert form.json_schema.schema == {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"messages": []}, "messages: got an empty array"),
+        ({"max_tokens": 0}, "max_tokens: got 0"),
+        ({"messages": [{"role": "bob", "content": ""}]}, 'messages[0].role: got "bob", expected one of assistant, sys'),
+        ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, 'messages[0].content[0].type: got "x"'),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_removal"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "system", "content": [{"type": "tool_addition"}]}]}, "messages[0].content[0].tool"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens: got null"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking.budget_tokens: got 2000, expected below"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tools": [{"name": "a"}]}, "tools[0].input_schema: missing"),
+    ],
+)
+def test_wrong_fields_are_named(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        chat(**fields)
+    assert words in raised.value.message
+    error = raised.value.body("/v1/messages")
+    assert error == {"type": "error", "error": {"type": "invalid_request_error", "message": raised.value.message}}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5000) | st.text("ab x-", max_size=9) | st.just("text"),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["type", "text", "name", "input", "content", "tool"]), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+KINDS = ["text", "image", "tool_use", "tool_result", "tool_reference", "thinking", "tool_addition", "tool_removal"]
+BLOCKS = st.fixed_dictionaries(
+    {"type": st.sampled_from(KINDS)},
+    optional={
+        "text": st.text(max_size=5), "thinking": st.text(max_size=5), "content": JSON, "id": st.text(max_size=3),
+        "input": st.dictionaries(st.text(max_size=3), JSON, max_size=2), "tool": JSON, "source": JSON,
+    },
+)  # fmt: skip
+TURNS = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["user", "assistant", "system"]),
+        "content": st.text(max_size=9) | st.lists(BLOCKS, max_size=3),
+    }
+)
+
+
+@given(turns=st.lists(TURNS | JSON, max_size=4), more=st.dictionaries(st.sampled_from(["system", "tools"]), JSON))
+def test_any_body_is_a_chat_or_an_error_of_the_clients(turns: Any, more: Any) -> None:
+    try:
+        request = parse_count(json.dumps({"messages": turns, **more}).encode())
+        chats = [ChatRequest(**as_chat(request, template)) for template in (EARLY, ANYWHERE)]
+    except RequestError:
+        return
+    for made in chats:
+        assert all(message["role"] in ("system", "user", "assistant", "tool") for message in made.messages)
