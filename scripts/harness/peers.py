@@ -43,7 +43,10 @@ def our_program() -> Path:
             digest.update(path.read_bytes())
     known = (HOME / "blockcast" / "bin" / "router").exists()
     what = ["--force-reinstall", "--no-deps", str(ROOT)] if known else [f"{ROOT}[router]"]
-    return _install("blockcast", what, digest.hexdigest()) / "router"
+    programs = _install("blockcast", what, digest.hexdigest())
+    if not list(programs.parent.glob("lib/python*/site-packages/router/decide/core.*.so")):
+        raise click.ClickException(f"what is installed in {programs.parent} was not compiled")
+    return programs / "router"
 
 
 def peer_command(name: str, urls: list[str]) -> tuple[list[str], int]:
@@ -70,8 +73,7 @@ def before_mocks(
             urls.append("http://127.0.0.1:" + mock.await_line(r"^(\d+)$"))
         own = ours("router") if checkout else [str(our_program())]
         command = [*own, "run", *urls, "--port", "0", *router_args]
-        # An installed package must not be shadowed by the checkout: it runs elsewhere.
-        router = Program(
-            command, folder / "router.log", env=path if checkout else None, cwd=None if checkout else folder
-        )
+        # An installed package must not be shadowed by the checkout: it runs elsewhere, and by no path of ours.
+        env = path if checkout else {"PYTHONPATH": ""}
+        router = Program(command, folder / "router.log", env=env, cwd=None if checkout else folder)
         yield stack.enter_context(router), router.await_line(), urls

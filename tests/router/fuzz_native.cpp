@@ -1,7 +1,7 @@
 // Fuzzes the native index: mutated, truncated and hostile payloads, and any order of calls between them. A program of its own, so
 // that AddressSanitizer, UBSan and the leak check see nothing but our code. Built and run by scripts/fuzz_native.
 //
-//     fuzz CORPUS SECONDS SEED      CORPUS: payloads, each behind its length as 4 bytes little-endian
+//     fuzz_native CORPUS SECONDS SEED      CORPUS: payloads, each behind its length as 4 bytes little-endian
 //
 // Besides what the sanitizers catch, it checks conservation (when every holder is gone, no node is left), that no payload costs
 // more work than its bytes pay for, and that a table takes any number of entries with one hash.
@@ -12,6 +12,7 @@
 #include <iterator>
 #include <random>
 
+#include "fuzz_work.hpp"
 #include "index.hpp"
 
 using namespace blockcast;
@@ -128,10 +129,12 @@ private:
         // An exact-size copy on the heap: one byte read too far is caught.
         const std::unique_ptr<u8[]> exact(new u8[payload.size() + 1]);
         std::copy(payload.begin(), payload.end(), exact.get() + 1);
-        const u64 before = extra_work;
+        const u64 before = extra_work, steps_before = work;
         const Report report = index_.ingest(any_holder(), exact.get() + 1, payload.size());
-        if (extra_work - before > 1000 + 4 * payload.size()) {
-            std::fprintf(stderr, "fuzz: %zu bytes cost %llu steps\n", payload.size(), (unsigned long long)(extra_work - before));
+        const u64 extra = extra_work - before, steps = work - steps_before;
+        if (extra > 1000 + 4 * payload.size() || steps > 20'000 + 100 * payload.size()) {
+            std::fprintf(stderr, "fuzz: %zu bytes cost %llu steps, %llu of them searching\n", payload.size(),
+                         (unsigned long long)steps, (unsigned long long)extra);
             std::exit(1);
         }
         ++(report.malformed.empty() ? accepted : rejected);
@@ -249,7 +252,7 @@ bool overflows() {
 
 int main(int argc, char** argv) {
     if (argc != 4) {
-        std::fprintf(stderr, "usage: fuzz CORPUS SECONDS SEED\n");
+        std::fprintf(stderr, "usage: fuzz_native CORPUS SECONDS SEED\n");
         return 2;
     }
     if (!overflows()) {

@@ -1,11 +1,14 @@
 #include "tokens.hpp"
 
+#include <algorithm>
+
 namespace blockcast {
 namespace {
 
 constexpr std::string_view kKey = "token_ids\"";
 constexpr std::string_view kPrompt = "prompt_";
 constexpr auto kNone = std::string_view::npos;
+constexpr std::size_t kBlankLine = 3;  // "\n\r\n", the longest end of an event
 
 bool contains(std::string_view text, std::string_view part) { return text.find(part) != kNone; }
 
@@ -60,22 +63,24 @@ void Tokens::feed(std::string_view content, std::string& out) {
         out.append(content);
         return;
     }
-    if (!pending_.empty()) {
+    const bool begun = !pending_.empty();
+    if (begun) {
         pending_.append(content);
         content = pending_;
     }
     std::size_t at = 0;
     while (!failed) {
-        const std::size_t end = event_end(content, at);
+        const std::size_t end = event_end(content, std::max(at, searched_));
         if (end == kNone) break;
         const std::string_view text = content.substr(at, end - at);
         failed = text.substr(0, 14) == "data: {\"error\"" || text.substr(0, 13) == "data:{\"error\"";
         if (failed) break;
         event(text, out);
         at = end;
+        searched_ = 0;
     }
-    std::string rest(content.substr(at));
-    pending_.swap(rest);
+    if (at > 0 || !begun) pending_ = std::string(content.substr(at));
+    searched_ = std::max(pending_.size(), kBlankLine) - kBlankLine;
     if (pending_.size() > kEventBytesMax) {
         odd = true;
         out += release();
@@ -93,6 +98,7 @@ std::string Tokens::release() {
 void Tokens::rewind(bool exact) {
     if (exact) answer.resize(spoken);
     pending_.clear();
+    searched_ = 0;
     failed = false;
 }
 
@@ -134,7 +140,9 @@ bool Tokens::take_ids(std::string_view text, std::string& kept) {
             odd = true;  // not what was asked for: nobody goes on from here
             continue;
         }
-        if (!of_prompt) {
+        if (answer.size() + ids.size() > kIdsMax) {
+            odd = true;
+        } else if (!of_prompt) {
             answer.insert(answer.end(), ids.begin(), ids.end());
         } else if (!knows_prompt) {
             prompt.swap(ids);

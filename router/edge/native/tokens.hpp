@@ -15,6 +15,8 @@ namespace blockcast {
 
 // An event that has not ended by then is passed on as it comes, and nothing is noted any more.
 constexpr std::size_t kEventBytesMax = 16 << 20;
+// Ids noted of a prompt, and of an answer; nobody goes on with a longer one.
+constexpr std::size_t kIdsMax = 2 << 20;
 
 class Tokens {
 public:
@@ -46,7 +48,8 @@ private:
 
     bool hide_;
     bool passes_ = false;
-    std::string pending_;
+    std::string pending_;       // of an event that has not ended
+    std::size_t searched_ = 0;  // no end of an event begins before it
 };
 
 }  // namespace blockcast

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
+from router.edge._relay import Tokens
 from router.edge.continuation import continuation
 from router.http.headers import HeaderBlock
 from router.http.request import HttpRequest
-
-Tokens = pytest.importorskip("router.edge._relay").Tokens
 
 WORDS = ["The ", "stream ", "goes ", "on ", "else", "where", ".", ""]
 PROMPT = [5, 6, 7]
@@ -133,6 +132,15 @@ def test_a_failure_told_in_the_middle_is_kept_back() -> None:
     assert tokens.release() == error + b"more"
     assert tokens.feed(b"x") == b"x"
     assert not tokens.failed
+
+
+def test_who_streams_more_ids_than_are_kept_is_not_continued() -> None:
+    tokens = Tokens(True)
+    many = event(choices=[{"index": 0, "text": "a", "token_ids": [7] * (1 << 20)}])
+    for expected in (1 << 20, 2 << 20, 2 << 20):
+        assert b"token_ids" not in tokens.feed(many)
+        assert len(tokens.answer) == 4 * expected
+    assert tokens.odd
 
 
 # ---------------------------------------------------------------- through the router

@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.edge import _relay as native
 from router.edge import relay
 from router.edge.config import Timeouts
 from router.http.chunked import BETWEEN_CHUNKS, ChunkedBody
 from router.http.headers import ProtocolError
-
-native = pytest.importorskip("router._relay")
 
 STREAM = b'{"model":"tiny","prompt":"x","stream":true}'
 PATH = b"/v1/completions"
@@ -156,7 +155,7 @@ def test_a_stream_that_is_taken_out_leaves_no_socket() -> None:
     gc.disable()  # what it closes is counted too
     try:
         before = len(os.listdir("/proc/self/fd"))
-        stream = relay_.add(pairs[0][0].fileno(), pairs[1][0].fileno(), BETWEEN_CHUNKS)
+        stream = relay_.add(pairs[0][0].fileno(), pairs[1][0].fileno(), BETWEEN_CHUNKS, None)
         assert len(os.listdir("/proc/self/fd")) == before + 2
         pairs[0][1].send(chunk(b"word"))
         assert relay_.run() == []

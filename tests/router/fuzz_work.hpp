@@ -1,0 +1,4 @@
+// See fuzz_work.cpp.
+#pragma once
+
+extern unsigned long long work;
