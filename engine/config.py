@@ -21,6 +21,8 @@ Count = Annotated[int, Meta(ge=1, le=10**9, title="N")]
 Tokens = Annotated[int, Meta(ge=1, le=10**9, title="TOKENS")]
 Bytes = Annotated[int, Meta(ge=1, le=10**15, title="BYTES"), Size()]
 Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$", title="DEVICE", examples=["auto", "cpu", "cuda:0"])]
+CallParserName = Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "granite"]
+ThoughtParserName = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral", "granite"]
 Backend = Literal["auto", "triton", "flash-attn", "fla", "torch", "cpu", "reference"]
 
 EVENTS_HELP = (
@@ -100,6 +102,12 @@ class ServerConfig:
         "Require Authorization: Bearer KEY. May be repeated; or set ENGINE_API_KEY."] = field(default=(), repr=False)
     chat_template: Annotated[str | None, Flag(metavar="FILE"),
         "Jinja template (or its text) instead of the model's own."] = None
+    tool_call_parser: Annotated[CallParserName, Flag(),
+        "How the model writes tool calls (docs/agents.md). auto: as its chat template shows; none: calls are text."
+    ] = "auto"
+    reasoning_parser: Annotated[ThoughtParserName, Flag(),
+        "How the model encloses its thought. auto: as its chat template shows; none: it is told as any other text."
+    ] = "auto"
     max_queue: Annotated[int, Meta(ge=0, le=10**9, title="N"), Flag(),
         "Sequences inside, running and waiting, before new ones get 429. 0: no limit."] = 1024
     max_body_bytes: Annotated[Bytes, "Of a request; longer ones are answered 413."] = 64 << 20

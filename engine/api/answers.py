@@ -1,7 +1,7 @@
 """From finished or growing choices to the bytes of an answer: whole bodies, and SSE chunks made for speed.
 
-A chunk that carries nothing but text, the usual one, is two constant halves around a JSON string. The halves come
-from encoding the same struct that every other chunk uses, so both ways give the same shape. Pure.
+A chunk that carries nothing but text, the usual one, is a JSON string between constant parts. The parts come from
+encoding the same struct that every other chunk uses, so both ways give the same shape. Pure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from engine.api.bodies import (
     CompletionChoice,
     CompletionLogprobs,
     Delta,
+    Function,
+    ToolCall,
 )
+from engine.api.calls import CallPiece
 from engine.api.choice import Choice, Piece
 from engine.api.detokenizer import DetokenizerFactory
 from engine.api.generation import Generation
@@ -56,7 +59,7 @@ class _Answer:
         self._usage = bool(options and options.include_usage)
         self._continuous = self._usage and bool(options and options.continuous_usage_stats)
         self._is_plain = not (scored or self._shows_ids or self._continuous)
-        self._halves: dict[int, tuple[bytes, bytes]] = {}
+        self._parts: dict[tuple[int, bool], list[bytes]] = {}
         self._begun: set[int] = set()
 
     def end(self) -> bytes:
@@ -75,17 +78,16 @@ class _Answer:
         usage = generation.usage_of(choice) if self._continuous else UNSET
         return sse(self.envelope(**generation.head(), choices=[made], usage=usage, **fields))
 
-    def _plain(self, choice: Choice, text: str) -> bytes:
+    def _plain(self, choice: Choice, text: str, *, thought: bool = False) -> bytes:
         """The chunk of a text, the empty one's being empty."""
         if not text:
             return b""
-        if choice.index not in self._halves:
-            before, after = self._chunk(choice, self._text(choice, _MARK)).split(_encoder.encode(_MARK))
-            self._halves[choice.index] = before, after
-        before, after = self._halves[choice.index]
-        return before + _encoder.encode(text) + after
+        key = (choice.index, thought)
+        if key not in self._parts:
+            self._parts[key] = self._chunk(choice, self._text(choice, _MARK, thought)).split(_encoder.encode(_MARK))
+        return _encoder.encode(text).join(self._parts[key])
 
-    def _text(self, choice: Choice, text: str) -> ChatChunkChoice | CompletionChoice:
+    def _text(self, choice: Choice, text: str, thought: bool) -> ChatChunkChoice | CompletionChoice:
         raise NotImplementedError
 
     def _begins(self, choice: Choice) -> bool:
@@ -103,20 +105,24 @@ class ChatAnswer(_Answer):
     envelope = ChatChunk
 
     def __init__(self, generation: Generation, body: ChatRequest, factory: DetokenizerFactory) -> None:
+        plan = generation.plan
+        self._hides = plan.thought is not None and not plan.shows_thought
+        """Tokens and their logprobs would show the thought."""
         super().__init__(generation, body, factory, bool(body.logprobs))
+        self._shows_ids = self._shows_ids and not self._hides
         self._body = body
         self._role, self._echo = _chat_role(body)
 
     def piece(self, choice: Choice, piece: Piece) -> bytes:
         """The chunks that one piece becomes; empty while its text is held back."""
         head = self._first(choice) if self._begins(choice) else b""
-        if self._is_plain and piece.finish_reason is None:
-            return head + self._plain(choice, piece.text)
+        if self._is_plain and piece.finish_reason is None and not piece.calls:
+            return head + self._plain(choice, piece.thought, thought=True) + self._plain(choice, piece.text)
         made = ChatChunkChoice(
             index=choice.index,
-            delta=Delta(content=piece.text),
+            delta=_delta(piece, choice),
             logprobs=self._scores(piece.logprobs),
-            finish_reason=piece.finish_reason,
+            finish_reason=_reason(piece.finish_reason, choice),
             stop_reason=UNSET if piece.finish_reason is None else piece.stop_reason,
             token_ids=self._ids(piece.token_ids),
         )
@@ -138,22 +144,34 @@ class ChatAnswer(_Answer):
         assert choice.finish_reason is not None
         return ChatChoice(
             index=choice.index,
-            message=ChatMessage(self._role, self._echo + choice.text),
+            message=self._message(choice),
             logprobs=self._scores(choice.logprobs),
-            finish_reason=choice.finish_reason,
+            finish_reason=_reason(choice.finish_reason, choice) or "",
             stop_reason=choice.stop_reason,
             token_ids=self._ids(choice.token_ids),
+        )
+
+    def _message(self, choice: Choice) -> ChatMessage:
+        content, told = self._echo + choice.text, self._generation.plan.thought is not None
+        thought = choice.thought or None
+        return ChatMessage(
+            role=self._role,
+            content=None if not content and (told or choice.calls) else content,
+            tool_calls=[_call(call, whole=True) for call in choice.calls] or UNSET,
+            reasoning=thought if told else UNSET,
+            reasoning_content=thought if told else UNSET,
         )
 
     def _first(self, choice: Choice) -> bytes:
         made = ChatChunkChoice(index=choice.index, delta=Delta(role=self._role, content=self._echo))
         return self._chunk(choice, made, prompt_token_ids=self._ids(self._generation.prompts[0]))
 
-    def _text(self, choice: Choice, text: str) -> ChatChunkChoice:
-        return ChatChunkChoice(index=choice.index, delta=Delta(content=text))
+    def _text(self, choice: Choice, text: str, thought: bool) -> ChatChunkChoice:
+        delta = Delta(reasoning=text, reasoning_content=text) if thought else Delta(content=text)
+        return ChatChunkChoice(index=choice.index, delta=delta)
 
     def _scores(self, positions: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
-        if not self._body.logprobs:
+        if not self._body.logprobs or self._hides:
             return None
         return self._logprobs.chat(positions, self._body.top_logprobs or 0)
 
@@ -218,7 +236,7 @@ class CompletionAnswer(_Answer):
         generation = self._generation
         return self._prompt_texts[choice.index // generation.n] + ("" if generation.echo_only else text)
 
-    def _text(self, choice: Choice, text: str) -> CompletionChoice:
+    def _text(self, choice: Choice, text: str, thought: bool) -> CompletionChoice:
         return CompletionChoice(index=choice.index, text=text)
 
     def _scores(
@@ -246,3 +264,30 @@ def _chat_role(body: ChatRequest) -> tuple[str, str]:
     if body.echo and last["role"] == role and isinstance(content, str):
         return role, content
     return role, ""
+
+
+def _delta(piece: Piece, choice: Choice) -> Delta:
+    other = piece.thought or piece.calls or (choice.speech is not None and piece.finish_reason is not None)
+    return Delta(
+        content=UNSET if other and not piece.text else piece.text,
+        reasoning=piece.thought or UNSET,
+        reasoning_content=piece.thought or UNSET,
+        tool_calls=[_call(call, whole=False) for call in piece.calls] or UNSET,
+    )
+
+
+def _call(call: CallPiece, *, whole: bool) -> ToolCall:
+    begins = call.name is not None
+    return ToolCall(
+        index=UNSET if whole else call.index,
+        id=call.id or UNSET,
+        type="function" if begins else UNSET,
+        function=Function(name=call.name or UNSET, arguments=call.arguments),
+    )
+
+
+def _reason(reason: str | None, choice: Choice) -> str | None:
+    """OpenAI's: an answer that ends after calls ends for them, unless the function was named in the request."""
+    speech = choice.speech
+    called = speech is not None and speech.has_called and not speech.plan.is_named
+    return "tool_calls" if called and reason == "stop" else reason

@@ -6,8 +6,6 @@ OpenAI's own answers always hold is always there.
 
 from __future__ import annotations
 
-from typing import Any
-
 from msgspec import UNSET, Struct, UnsetType
 
 
@@ -15,16 +13,26 @@ class PromptTokensDetails(Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct, frozen=True):
+    reasoning_tokens: int
+
+
 class Usage(Struct, frozen=True):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, thought_tokens: int | None) -> Usage:
+    """`thought_tokens`: None where no thought is told apart."""
     return Usage(
-        prompt_tokens, prompt_tokens + completion_tokens, completion_tokens, PromptTokensDetails(cached_tokens)
+        prompt_tokens,
+        prompt_tokens + completion_tokens,
+        completion_tokens,
+        PromptTokensDetails(cached_tokens),
+        UNSET if thought_tokens is None else CompletionTokensDetails(thought_tokens),
     )
 
 
@@ -62,11 +70,30 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 StopReason = str | int | None
 
 
-class ChatMessage(Struct, frozen=True):
+class Function(Struct, frozen=True):
+    """Of a call; in a stream the name comes first, then the arguments in pieces."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCall(Struct, frozen=True, kw_only=True):
+    """A whole one has no index."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: Function
+
+
+class ChatMessage(Struct, frozen=True, kw_only=True):
     role: str
-    content: str
+    content: str | None
     refusal: str | None = None
-    tool_calls: list[Any] = []
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning: str | UnsetType | None = UNSET
+    """The thought, under vLLM's name; the next is DeepSeek's and older vLLMs'."""
+    reasoning_content: str | UnsetType | None = UNSET
 
 
 class ChatChoice(Struct, frozen=True, kw_only=True):
@@ -97,6 +124,9 @@ class ChatCompletion(_Answer, frozen=True, kw_only=True):
 class Delta(Struct, frozen=True, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, frozen=True, kw_only=True):

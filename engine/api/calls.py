@@ -48,6 +48,11 @@ class Format:
     short_ids: bool = False
     """Templates of the family take ids of nine letters and digits only."""
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Its markup that a tokenizer may have as special tokens."""
+        return (*self.opens, self.close, "[ARGS]", "[CALL_ID]")
+
 
 def _object(sink: Sink, types: Types) -> Reader:
     return ObjectCall(sink)

@@ -1,14 +1,16 @@
 """One sequence of an answer while it grows: outputs of the core in, text and logprobs that are final out.
 
-Owns detokenising, stop strings, token counts and the finish reason of one choice. Pure: what it decides (a stop string
-ended it, so the core should be told) it returns; the server acts.
+Owns detokenising, token counts and the finish reason of one choice; its `speech` reads the text. Pure: what it decides
+(a stop string ended it, so the core should be told) it returns; the server acts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.api.detokenizer import Detokenizer, DetokenizerFactory, StopStrings
+from engine.api.calls import CallPiece
+from engine.api.detokenizer import Detokenizer, DetokenizerFactory
+from engine.api.speech import Said, Speech, SpeechPlan
 from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 
 
@@ -21,22 +23,30 @@ class Piece:
     logprobs: list[TokenLogprobs]
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    thought: str = ""
+    calls: list[CallPiece] = field(default_factory=list)
     aborts: bool = False
     """A stop string ended the choice: the core still runs it and must be told."""
 
 
 @dataclass(slots=True)
 class Choice:
-    """`text`, `token_ids`, `logprobs` hold the whole answer so far where `keep` is set, for answers sent at the end."""
+    """`text`, `thought`, `calls`, `token_ids`, `logprobs` hold the whole answer so far where `keep` is set, for answers
+    sent at the end."""
 
     index: int
     params: SamplingParams
     detokenizer: Detokenizer
     keep: bool
-    stops: StopStrings | None = None
+    speech: Speech | None = None
+    """None: all is text, and no string stops it."""
     completion_tokens: int = 0
+    thought_tokens: int = 0
     cached_tokens: int = 0
     texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[CallPiece] = field(default_factory=list)
+    """Whole ones."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -47,10 +57,14 @@ class Choice:
     def text(self) -> str:
         return "".join(self.texts)
 
+    @property
+    def thought(self) -> str:
+        return "".join(self.thoughts)
+
     def go_on(self, token_ids: list[int]) -> None:
         """Begin where an answer that began with `token_ids` stands: what they said already is not said again."""
         self.push(SequenceOutput(request_id="", token_ids=token_ids))
-        self.texts, self.token_ids = [], []
+        self.texts, self.thoughts, self.calls, self.token_ids = [], [], [], []
 
     def push(self, output: SequenceOutput) -> Piece:
         """Take one output of this choice's sequence. Must not be called after it has finished."""
@@ -65,6 +79,12 @@ class Choice:
             self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
         if self.keep:
             self.texts.append(piece.text)
+            self.thoughts.append(piece.thought)
+            for call in piece.calls:
+                if call.name is not None:
+                    self.calls.append(call)
+                else:
+                    self.calls[-1].arguments += call.arguments
             self.token_ids.extend(piece.token_ids)
             self.logprobs.extend(piece.logprobs)
         return piece
@@ -72,26 +92,40 @@ class Choice:
     def _decode(self, output: SequenceOutput) -> Piece:
         ids, logprobs, reason = output.token_ids, output.logprobs or [], output.finish_reason
         spoken = self._spoken(output)
-        if self.stops is None:
+        if self.speech is None:
             text = self.detokenizer.push(spoken)
             if reason is not None:
                 text += self.detokenizer.flush()
-        else:
-            text = ""
-            for i, token_id in enumerate(ids):  # those after the one that completes a stop string are not counted
-                piece = self.detokenizer.push([token_id]) if i < len(spoken) else ""
-                if reason is not None and i == len(ids) - 1:
-                    piece += self.detokenizer.flush()
-                if self.completion_tokens + i + 1 <= self.params.min_tokens:
-                    text += piece
-                    continue
-                final, stop = self.stops.push(piece)
-                text += final
-                if stop is not None:
-                    return Piece(text, ids[: i + 1], logprobs[: i + 1], "stop", stop, aborts=reason is None)
-            if reason is not None:
-                text += ("" if ids else self.detokenizer.flush()) + self.stops.release()
-        return Piece(text, ids, logprobs, None if reason is None else reason.value, output.stop_token_id)
+            return Piece(text, ids, logprobs, None if reason is None else reason.value, output.stop_token_id)
+        said = Said()
+        for i, token_id in enumerate(ids):  # those after the one that completes a stop string are not counted
+            thinks = self.speech.thinks
+            text = self.detokenizer.push([token_id]) if i < len(spoken) else ""
+            if reason is not None and i == len(ids) - 1:
+                text += self.detokenizer.flush()
+            self.speech.push(text, said, stops=self.completion_tokens + i + 1 > self.params.min_tokens)
+            self.thought_tokens += thinks and self.speech.thinks
+            if said.stop is not None:
+                self.speech.finish(said)
+                return self._piece(said, ids[: i + 1], logprobs[: i + 1], "stop", said.stop, aborts=reason is None)
+        if reason is not None:
+            if not ids:
+                self.speech.push(self.detokenizer.flush(), said, stops=False)
+            self.speech.finish(said)
+        return self._piece(said, ids, logprobs, None if reason is None else reason.value, output.stop_token_id)
+
+    def _piece(
+        self,
+        said: Said,
+        ids: list[int],
+        logprobs: list[TokenLogprobs],
+        reason: str | None,
+        stop_reason: str | int | None,
+        aborts: bool = False,
+    ) -> Piece:
+        assert self.speech is not None
+        thought = "".join(said.thought) if self.speech.plan.shows_thought else ""
+        return Piece("".join(said.text), ids, logprobs, reason, stop_reason, thought, said.calls, aborts)
 
     def _spoken(self, output: SequenceOutput) -> list[int]:
         """The ids that become text: not the token that ended the sequence, unless it was asked for."""
@@ -101,13 +135,23 @@ class Choice:
         return output.token_ids
 
 
+NO_SPEECH = SpeechPlan()
+
+
 def new_choice(
-    index: int, params: SamplingParams, factory: DetokenizerFactory, *, keep: bool, skip_special_tokens: bool = True
+    index: int,
+    params: SamplingParams,
+    factory: DetokenizerFactory,
+    *,
+    keep: bool,
+    skip_special_tokens: bool = True,
+    plan: SpeechPlan = NO_SPEECH,
 ) -> Choice:
+    """`plan`: how its text is read."""
     return Choice(
         index=index,
         params=params,
-        detokenizer=factory.new(skip_special_tokens),
+        detokenizer=factory.new(skip_special_tokens, plan.marks),
         keep=keep,
-        stops=StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None,
+        speech=Speech(plan, params) if params.stop or plan.thought or plan.calls else None,
     )

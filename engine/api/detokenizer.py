@@ -37,16 +37,14 @@ class TokenBytes(dict[int, bytes]):
     Ids that the tokenizer does not know, and special tokens where they are skipped, are empty, as in its own decode.
     """
 
-    def __init__(self, tokenizer: HFTokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: HFTokenizer, hidden: frozenset[int]) -> None:
+        """`hidden`: ids that are skipped."""
         super().__init__()
         self._tokenizer = tokenizer
-        self._special: frozenset[int] = frozenset()
-        if skip_special_tokens:
-            added = tokenizer.get_added_tokens_decoder()
-            self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._hidden = hidden
 
     def __missing__(self, token_id: int) -> bytes:
-        token = None if token_id in self._special else self._tokenizer.id_to_token(token_id)
+        token = None if token_id in self._hidden else self._tokenizer.id_to_token(token_id)
         value = b"" if token is None else _byte_level_bytes(token)
         self[token_id] = value
         return value
@@ -116,23 +114,33 @@ class DetokenizerFactory:
 
     def __init__(self, tokenizer: HFTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._tables = {skips_special: TokenBytes(tokenizer, skips_special) for skips_special in (False, True)}
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = {token.content: token_id for token_id, token in added.items() if token.special}
+        self._tables: dict[frozenset[int], TokenBytes] = {}
         self.is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
 
-    def new(self, skip_special_tokens: bool = True) -> Detokenizer:
+    def new(self, skip_special_tokens: bool = True, shown: frozenset[str] = frozenset()) -> Detokenizer:
+        """`shown`: special tokens that are not skipped."""
+        hidden = frozenset(self._special[text] for text in self._special if skip_special_tokens and text not in shown)
         if self.is_byte_level:
-            return ByteLevelDetokenizer(self._tables[skip_special_tokens])
+            return ByteLevelDetokenizer(self._table(hidden))
         tokenizer = self._tokenizer
 
         def decode(token_ids: list[int]) -> str:
-            return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            return tokenizer.decode([i for i in token_ids if i not in hidden], skip_special_tokens=False)
 
         return WindowDetokenizer(decode)
+
+    def _table(self, hidden: frozenset[int]) -> TokenBytes:
+        """One for all sequences that skip the same: of the marks of a few formats there are few sets."""
+        if hidden not in self._tables:
+            self._tables[hidden] = TokenBytes(self._tokenizer, hidden)
+        return self._tables[hidden]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for by itself, special tokens spelled out: what logprobs show."""
         if self.is_byte_level:
-            return self._tables[False][token_id]
+            return self._table(frozenset())[token_id]
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
 

@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 
 from engine.api.bodies import Usage, usage
-from engine.api.choice import Choice, new_choice
+from engine.api.choice import NO_SPEECH, Choice, new_choice
 from engine.api.detokenizer import DetokenizerFactory
 from engine.api.params import ModelLimits, check_answered, echoes_only, sampling_params
+from engine.api.speech import SpeechPlan
 from engine.types import Request, SamplingParams
 from prompts import ChatRequest, CompletionRequest
 from prompts.errors import bad_value
@@ -34,6 +35,7 @@ class Generation:
     requests: list[Request]
     created: int = field(default_factory=lambda: int(time.time()))
     echo_only: bool = False
+    plan: SpeechPlan = NO_SPEECH
     by_id: dict[str, Choice] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -52,11 +54,13 @@ class Generation:
             sum(map(len, self.prompts)),
             0 if self.echo_only else sum(choice.completion_tokens for choice in self.choices),
             sum(choice.cached_tokens for choice in self.choices[:: self.n]),
+            sum(choice.thought_tokens for choice in self.choices) if self.plan.thought else None,
         )
 
     def usage_of(self, choice: Choice) -> Usage:
         """Of one choice, for `continuous_usage_stats`."""
-        return usage(len(self.prompt_of(choice)), choice.completion_tokens, choice.cached_tokens)
+        thought = choice.thought_tokens if self.plan.thought else None
+        return usage(len(self.prompt_of(choice)), choice.completion_tokens, choice.cached_tokens, thought)
 
 
 def plan_generation(
@@ -68,6 +72,7 @@ def plan_generation(
     model: str,
     limits: ModelLimits,
     factory: DetokenizerFactory,
+    plan: SpeechPlan = NO_SPEECH,
 ) -> Generation:
     """Check the parameters against the model and lay out the sequences of prompts that fit it. Raises RequestError.
 
@@ -80,7 +85,7 @@ def plan_generation(
         params = sampling_params(body, limits, len(prompt) - answered)
         requests += samples(unique, len(requests), prompt, params, body.cache_salt, body.priority or 0, answered)
     choices = [
-        new_choice(index, request.params, factory, keep=not body.stream, skip_special_tokens=skips_special)
+        new_choice(index, request.params, factory, keep=not body.stream, skip_special_tokens=skips_special, plan=plan)
         for index, request in enumerate(requests)
     ]
     if answered:
@@ -90,7 +95,7 @@ def plan_generation(
         prompts = [prompts[0][:-answered]]
     return Generation(
         id=id, model=model, body=body, prompts=prompts, n=body.n or 1, choices=choices, requests=requests,
-        echo_only=echoes_only(body),
+        echo_only=echoes_only(body), plan=plan,
     )  # fmt: skip
 
 

@@ -27,6 +27,10 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     default_sampling: Mapping[str, float | int] = {}
+    calls: str | None = None
+    """How it writes tool calls, a name of `calls.FORMATS`; None: they are text."""
+    thought: str | None = None
+    """How it encloses its thought, a name of `thought.THOUGHTS`; None: it is told as any other text."""
 
 
 def sampling_params(

@@ -11,7 +11,11 @@ from typing import Any
 import msgspec
 
 from engine.api.anthropic import TokenCount
+from engine.api.calls import parameter_types
+from engine.api.choice import NO_SPEECH
 from engine.api.params import ModelLimits, check_prompt
+from engine.api.speech import SpeechPlan
+from engine.api.thought import THOUGHTS, Place, place_after
 from prompts import (
     ChatRequest,
     CompletionRequest,
@@ -35,6 +39,8 @@ class Reading(msgspec.Struct, frozen=True):
     prompts: list[list[int]]
     texts: list[str]
     """Of the prompts, where they are echoed; else empty."""
+    plan: SpeechPlan = NO_SPEECH
+    """How the answers' text is to be read."""
 
 
 def read_chat(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Reading:
@@ -68,11 +74,32 @@ def _check_text_only(asked: CountRequest) -> None:
 
 def _chat(body: ChatRequest, tokenizer: Tokenizer, limits: ModelLimits) -> Reading:
     check_supported(body)
-    prompts = [_fitted("messages", tokenizer.chat_ids(body), body, limits)]
+    text = tokenizer.chat_text(body)
+    ids = tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    prompts = [_fitted("messages", ids, body, limits)]
+    plan = speech_plan(body, text, limits)
     last = {name: value for name, value in body.messages[-1].items() if name in ("role", "content")}
     if not (body.echo and isinstance(last.get("content"), str)):
         last.pop("content", None)
-    return Reading(_trimmed(body, messages=[last]), prompts, [""])
+    return Reading(_trimmed(body, messages=[last]), prompts, [""], plan)
+
+
+def speech_plan(body: ChatRequest, prompt: str, limits: ModelLimits) -> SpeechPlan:
+    """How the text that answers a chat with this prompt is to be read."""
+    place: Place = "after"
+    if limits.thought is not None:
+        last = body.messages[-1].get("content") if body.continue_final_message else None
+        place = place_after(THOUGHTS[limits.thought], prompt, last if isinstance(last, str) else None)
+    tools = body.tools if body.tools and body.tool_choice != "none" else None
+    return SpeechPlan(
+        thought=limits.thought,
+        place=place,
+        shows_thought=body.include_reasoning is not False,
+        calls=limits.calls if tools else None,
+        types=parameter_types(tools) if tools and limits.calls == "qwen3_coder" else {},
+        one_call=body.parallel_tool_calls is False,
+        is_named=isinstance(body.tool_choice, dict) and body.tool_choice.get("type") != "allowed_tools",
+    )
 
 
 def read_completion(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Reading:

@@ -27,7 +27,7 @@ from engine.http.metrics import RequestClock
 from engine.http.state import ServerState, not_running, random_id
 from engine.process.client import EngineDead, OutputStream
 from engine.types import FinishReason, SequenceOutput
-from prompts import ChatRequest, CompletionRequest, RequestError
+from prompts import ChatRequest, RequestError
 
 log = logging.getLogger("engine.server")
 
@@ -59,7 +59,7 @@ async def _answer(request: web.Request, work: Work[Reading], kind: str) -> web.S
         reading = await state.reader.read(work, data)
         body = reading.body
         state.check_model(body.model)
-        generation = _plan(state, request, body, reading.prompts, kind)
+        generation = _plan(state, request, reading, kind)
         answer: Answer
         if kind == "msg_":
             answer = MessagesAnswer(generation)
@@ -71,18 +71,18 @@ async def _answer(request: web.Request, work: Work[Reading], kind: str) -> web.S
     return await _serve(state, request, generation, stream, answer)
 
 
-def _plan(
-    state: ServerState, request: web.Request, body: ChatRequest | CompletionRequest, prompts: list[list[int]], kind: str
-) -> Generation:
+def _plan(state: ServerState, request: web.Request, reading: Reading, kind: str) -> Generation:
+    body = reading.body
     wanted = body.request_id or request.headers.get("X-Request-Id") or ""
     return plan_generation(
         body,
-        prompts,
+        reading.prompts,
         id=kind + (wanted if _ID.fullmatch(wanted) else random_id()),
         unique=state.unique_id(),
         model=body.model or state.names[0],
         limits=state.limits,
         factory=state.factory,
+        plan=reading.plan,
     )
 
 

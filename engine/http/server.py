@@ -257,6 +257,7 @@ def announce(engine_config: EngineConfig, config: ServerConfig, state: ServerSta
         print(f"          simulated: nothing is computed, steps take the time of {info.device}{scale}")
     elif engine_config.model is None:
         print("          no MODEL was given: this is the built-in random model, its text means nothing")
+    print(f"answers   tool calls: {state.limits.calls or 'none'}, reasoning: {state.limits.thought or 'none'}")
     print(f"cache     {info.num_blocks} blocks of {info.block_size} tokens")
     for source in info.event_sources:
         replay = f", replay {source.replay_endpoint}" if source.replay_endpoint else ""

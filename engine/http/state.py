@@ -17,6 +17,7 @@ from aiohttp import web
 
 from engine.api.detokenizer import DetokenizerFactory
 from engine.api.params import ModelLimits
+from engine.api.speech import chosen
 from engine.config import ServerConfig
 from engine.http.apart import Reader
 from engine.http.metrics import MetricsPage, ServerMetrics
@@ -42,8 +43,13 @@ class ServerState:
         self.tokenizer = tokenizer
         self.factory = DetokenizerFactory(tokenizer.hf)
         self.names = config.served_model_names or (info.model_name,)
+        calls, thought = chosen(config.tool_call_parser, config.reasoning_parser, tokenizer.chat_template)
         self.limits = ModelLimits(
-            max_model_len=info.max_model_len, vocab_size=info.vocab_size, default_sampling=info.default_sampling
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            default_sampling=info.default_sampling,
+            calls=calls,
+            thought=thought,
         )
         self.reader = Reader(tokenizer, self.limits, folder, config.chat_template)
         self.metrics = ServerMetrics()

@@ -1,0 +1,353 @@
+"""Thought, answer and calls of choices, from token ids: whole and streamed, cut anywhere, gone on with elsewhere."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from engine.api.answers import ChatAnswer
+from engine.api.calls import FORMATS
+from engine.api.choice import Choice, new_choice
+from engine.api.detokenizer import DetokenizerFactory
+from engine.api.generation import Generation, plan_generation
+from engine.api.params import ModelLimits
+from engine.api.reading import speech_plan
+from engine.api.speech import SpeechPlan, chosen
+from engine.api.thought import THOUGHTS, Thought, end_token, place_after
+from engine.config import CallParserName, ThoughtParserName
+from engine.tiny.tokenizer import build_tokenizer, cached_tokenizer
+from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
+from prompts import ChatTemplate, parse_chat
+from prompts import Tokenizer as PromptTokenizer
+
+TINY = build_tokenizer()
+FACTORY = DetokenizerFactory(TINY)
+LIMITS = ModelLimits(max_model_len=2000, vocab_size=4096, calls="hermes", thought="qwen3")
+TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "é🙂"}}\n</tool_call>'
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL]}
+
+
+def ids_of(text: str) -> list[int]:
+    return list(TINY.encode(text, add_special_tokens=False).ids)
+
+
+def outputs(ids: list[int], cuts: Sequence[int], reason: FinishReason | None) -> list[SequenceOutput]:
+    made = [
+        SequenceOutput(request_id="r", token_ids=ids[a:b], logprobs=[TokenLogprobs(i, -1.0, 1, []) for i in ids[a:b]])
+        for a, b in zip([0, *cuts], [*cuts, len(ids)])
+        if a < b
+    ] or [SequenceOutput(request_id="r", token_ids=[])]
+    made[-1].finish_reason = reason
+    return made
+
+
+def generate(ids: list[int], cuts: Sequence[int], body: dict[str, Any], reason: FinishReason = FinishReason.LENGTH,
+             prompt: str = "", limits: ModelLimits = LIMITS) -> tuple[Generation, ChatAnswer, bytes]:  # fmt: skip
+    """An answer of these tokens, and the bytes of its stream."""
+    request = parse_chat(json.dumps({**BODY, **body}).encode())
+    plan = speech_plan(request, prompt, limits)
+    generation = plan_generation(
+        request, [[1, 2]], id="x", unique="u", model="m", limits=limits, factory=FACTORY, plan=plan
+    )
+    answer = ChatAnswer(generation, request, FACTORY)
+    (choice,), sent = generation.choices, b""
+    for output in outputs(ids, cuts, reason):
+        if choice.finish_reason is None:
+            sent += answer.piece(choice, choice.push(output))
+    return generation, answer, sent + answer.usage()
+
+
+def whole(ids: list[int], cuts: Sequence[int] = (), reason: FinishReason = FinishReason.LENGTH, prompt: str = "",
+          limits: ModelLimits = LIMITS, **body: Any) -> dict[str, Any]:  # fmt: skip
+    _, answer, _ = generate(ids, cuts, body, reason, prompt, limits)
+    found: dict[str, Any] = json.loads(answer.whole())
+    return found
+
+
+def streamed(sent: bytes) -> dict[str, Any]:
+    """The whole that a client makes of a stream, by the rules of OpenAI's clients."""
+    made: dict[str, Any] = {"content": "", "reasoning": "", "tool_calls": [], "finish_reason": None}
+    for event in filter(None, sent.split(b"\n\n")):
+        chunk = json.loads(event.removeprefix(b"data: "))
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            assert delta.get("reasoning") == delta.get("reasoning_content")
+            made["content"] += delta.get("content") or ""
+            made["reasoning"] += delta.get("reasoning") or ""
+            for call in delta.get("tool_calls", ()):
+                if call["index"] == len(made["tool_calls"]):
+                    assert call["id"]
+                    assert call["type"] == "function"
+                    made["tool_calls"].append({"name": call["function"]["name"], "arguments": ""})
+                else:
+                    assert set(call) == {"index", "function"}
+                    assert set(call["function"]) == {"arguments"}
+                made["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+            made["finish_reason"] = choice["finish_reason"] or made["finish_reason"]
+    return made
+
+
+def message(answer: dict[str, Any]) -> dict[str, Any]:
+    """The same of a whole answer."""
+    (choice,) = answer["choices"]
+    told = choice["message"]
+    return {
+        "content": told["content"] or "",
+        "reasoning": told["reasoning"] or "",
+        "tool_calls": [call["function"] for call in told.get("tool_calls", [])],
+        "finish_reason": choice["finish_reason"],
+    }
+
+
+ANSWERS = [
+    f"<think>\nLet me see.\n</think>\n\nI ask.\n{CALL}\n{CALL}",
+    "Plainly so.",
+    "<think>\nNo end of it",
+    f"<think>A call at once{CALL}",
+    "<think>\n\n</think>\n\nNo.",
+    f"{CALL} and <think>this</think> is text",
+    "<tool_call>\n{'no': 'call'}\n</tool_call>",
+    "\n <thin> <tool",
+    " \n<think>é</think>é🙂",
+]
+
+
+@pytest.mark.parametrize("text", ANSWERS)
+@pytest.mark.parametrize("prompt", ["", "assistant\n<think>\n", "assistant\n<think>\n\n</think>\n\n"])
+def test_streams_concatenate_to_the_whole_wherever_they_are_cut(text: str, prompt: str) -> None:
+    ids, rng = ids_of(text), random.Random(text)
+    for reason in (FinishReason.STOP, FinishReason.LENGTH):
+        tokens = [*ids, 3] if reason is FinishReason.STOP else ids
+        wanted = message(whole(tokens, reason=reason, prompt=prompt))
+        cuts = [list(range(len(ids))), [], *([rng.randrange(len(ids))] for _ in range(5))]
+        for more in ({}, {"return_token_ids": True}, {"logprobs": True, "top_logprobs": 0}):
+            for cut in cuts:
+                body = {"stream": True, **more}
+                assert streamed(generate(tokens, cut, body, reason, prompt)[2]) == wanted
+                assert message(whole(tokens, cut, reason, prompt, **more)) == wanted
+
+
+def test_what_a_thinking_model_that_calls_says() -> None:
+    answer = whole([*ids_of(ANSWERS[0]), 3], reason=FinishReason.STOP)
+    (choice,) = answer["choices"]
+    told = choice["message"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert (told["reasoning"], told["reasoning_content"]) == ("\nLet me see.\n", "\nLet me see.\n")
+    assert told["content"] == "\n\nI ask."
+    assert [call["function"] for call in told["tool_calls"]] == [{"arguments": '{"zone": "é🙂"}', "name": "now"}] * 2
+    assert len({call["id"] for call in told["tool_calls"]}) == 2
+    assert {call["type"] for call in told["tool_calls"]} == {"function"}
+    count = len(ids_of("\nLet me see.\n"))
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
+
+
+def test_messages_have_nothing_that_was_not_asked_for() -> None:
+    plain = ModelLimits(max_model_len=2000, vocab_size=4096)
+    answer = whole([*ids_of("<think>x</think>" + CALL), 3], reason=FinishReason.STOP, limits=plain)
+    (choice,) = answer["choices"]
+    assert set(choice["message"]) == {"role", "content", "refusal"}
+    assert choice["message"]["content"] == "<think>x</think>" + CALL
+    assert choice["finish_reason"] == "stop"
+    assert "completion_tokens_details" not in answer["usage"]
+    only_thought = whole(ids_of("<think>x"))["choices"][0]["message"]
+    assert (only_thought["content"], only_thought["reasoning"]) == (None, "x")
+
+
+@pytest.mark.parametrize(
+    "choice", ["none", None, "auto", "required", {"type": "function", "function": {"name": "now"}}]
+)
+def test_tool_choice_decides_whether_calls_are_read(choice: Any) -> None:
+    found = message(whole([*ids_of(CALL), 3], reason=FinishReason.STOP, tool_choice=choice))
+    if choice == "none":
+        assert found["content"] == CALL
+        assert found["finish_reason"] == "stop"
+    else:
+        assert len(found["tool_calls"]) == 1
+        assert found["finish_reason"] == ("stop" if isinstance(choice, dict) else "tool_calls")
+    assert message(whole(ids_of(CALL), tools=None))["content"] == CALL
+
+
+def test_one_call_is_told_where_more_were_not_wanted() -> None:
+    for stream in (False, True):
+        body = {"parallel_tool_calls": False, "stream": stream}
+        _, answer, sent = generate(ids_of(CALL + CALL + "."), [3, 9, 30], body)
+        found = streamed(sent) if stream else message(json.loads(answer.whole()))
+        assert len(found["tool_calls"]) == 1
+        assert found["content"] == "."
+
+
+def test_thoughts_may_be_left_out_and_their_tokens_with_them() -> None:
+    body = {"include_reasoning": False, "return_token_ids": True, "logprobs": True}
+    answer = whole(ids_of("<think>secret</think>told"), **body)
+    assert "secret" not in json.dumps(answer)
+    assert message(answer)["content"] == "told"
+    _, _, sent = generate(ids_of("<think>secret</think>told"), [2, 4], {**body, "stream": True})
+    assert b"secret" not in sent
+    assert b'token_ids":[' not in sent.replace(b"prompt_token_ids", b"")
+    assert streamed(sent)["content"] == "told"
+
+
+def test_stop_strings_are_looked_for_after_the_thought() -> None:
+    text = "<think>a stop here</think>no stop here"
+    for stream in (False, True):
+        generation, answer, sent = generate(ids_of(text), list(range(40)), {"stop": ["stop"], "stream": stream})
+        found = streamed(sent) if stream else message(json.loads(answer.whole()))
+        assert (found["reasoning"], found["content"], found["finish_reason"]) == ("a stop here", "no ", "stop")
+        assert generation.choices[0].stop_reason == "stop"
+    cut = message(whole(ids_of(CALL), stop=["zone"]))
+    assert cut["tool_calls"] == [{"name": "now", "arguments": '{"'}]
+    assert cut["finish_reason"] == "tool_calls"
+    assert message(whole(ids_of(CALL), stop=["name"]))["content"] == '<tool_call>\n{"'
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_an_answer_goes_on_from_any_token(data: st.DataObject) -> None:
+    """What a choice says that was told the first tokens is what another one says after them."""
+    scraps = ["<think>", "</think>", CALL, "<tool_call>", '{"name": "now", ', "é🙂", " ", "\n", "stop", "s", "x"]
+    ids = ids_of("".join(data.draw(st.lists(st.sampled_from(scraps), min_size=1, max_size=8))))
+    at = data.draw(st.integers(0, len(ids) - 1))
+    stops = ("stop",) if data.draw(st.booleans()) else ()
+    plan = SpeechPlan(thought="qwen3", place=data.draw(st.sampled_from(["before", "inside", "after"])), calls="hermes")
+
+    def choice() -> Choice:
+        return new_choice(0, SamplingParams(stop=stops), FACTORY, keep=True, plan=plan)
+
+    def tell(one: Choice, tokens: list[int]) -> tuple[Any, ...]:
+        for output in outputs(tokens, list(range(1, len(tokens))), FinishReason.LENGTH):
+            if one.finish_reason is None:
+                one.push(output)
+        return (
+            one.text, one.thought, [(c.name, c.arguments) for c in one.calls], one.finish_reason,
+            one.completion_tokens, one.thought_tokens,
+        )  # fmt: skip
+
+    first = choice()
+    for token in ids[:at]:
+        if first.finish_reason is None:
+            first.push(SequenceOutput(request_id="r", token_ids=[token]))
+    if first.finish_reason is not None:
+        return
+    begun = (first.text, first.thought, [[c.name, c.arguments] for c in first.calls])
+    second = choice()
+    second.keep = False
+    second.go_on(ids[:at])
+    text, thought, calls = begun
+    for output in outputs(ids[at:], list(range(1, len(ids) - at)), FinishReason.LENGTH):
+        if second.finish_reason is None:
+            piece = second.push(output)
+            text, thought = text + piece.text, thought + piece.thought
+            for call in piece.calls:
+                if call.name is not None:
+                    assert call.index == len(calls)
+                    calls.append([call.name, ""])
+                calls[call.index][1] += call.arguments
+    assert (
+        text, thought, [tuple(call) for call in calls], second.finish_reason, second.completion_tokens,
+        second.thought_tokens,
+    ) == tell(choice(), ids)  # fmt: skip
+
+
+def test_marks_that_are_special_tokens_are_read_and_others_stay_hidden() -> None:
+    tokenizer = Tokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<s>", "[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"]
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
+    text = "<s>[THINK]why[/THINK]Well[TOOL_CALLS]now[ARGS]{}<s>"
+    for decoder in (decoders.ByteLevel(), decoders.Fuse()):
+        tokenizer.decoder = decoder
+        factory = DetokenizerFactory(tokenizer)
+        ids = tokenizer.encode(text).ids
+        plan = SpeechPlan(thought="mistral", place="before", calls="mistral")
+        for skips in (True, False):
+            one = new_choice(0, SamplingParams(), factory, keep=True, skip_special_tokens=skips, plan=plan)
+            for output in outputs(ids, list(range(1, len(ids))), FinishReason.LENGTH):
+                one.push(output)
+            assert [(call.name, call.arguments) for call in one.calls] == [("now", "{}")]
+            assert [len(call.id or "") for call in one.calls] == [9]
+            if skips:
+                assert (one.thought, one.text) == ("why", "Well")
+            else:
+                assert one.text == "<s>[THINK]why[/THINK]Well<s>"
+        plain = new_choice(0, SamplingParams(), factory, keep=True)
+        plain.push(outputs(ids, [], FinishReason.LENGTH)[0])
+        assert plain.text == "whyWellnow{}"
+
+
+# ---------------------------------------------------------------- thoughts
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "continued", "place"),
+    [
+        ("qwen3", "<|im_start|>assistant\n", None, "before"), ("qwen3", "assistant\n<think>\n", None, "inside"),
+        ("qwen3", "assistant\n<think>\n\n</think>\n\n", None, "after"),
+        ("deepseek_r1", "<|Assistant|>", None, "inside"),
+        ("deepseek_r1", "<think>\n\n</think>", None, "after"), ("qwen3", "x", "<think>so", "inside"),
+        ("qwen3", "x", "<think>so</think>and", "after"), ("qwen3", "x", "and", "after"), ("qwen3", "x", "", "before"),
+        ("qwen3", "What is <think>?<|im_end|>\nassistant\n", None, "before"), ("deepseek_r1", "x", "so", "inside"),
+    ],
+)  # fmt: skip
+def test_where_an_answer_begins(name: str, prompt: str, continued: str | None, place: str) -> None:
+    assert place_after(THOUGHTS[name], prompt, continued) == place
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "text", "thought", "rest"),
+    [
+        ("qwen3", "before", "<think>a</think>b", "a", "b"),
+        ("qwen3", "before", "b<think>a</think>", "", "b<think>a</think>"),
+        ("qwen3", "before", "\n" * 65 + "<think>", "", "\n" * 65 + "<think>"),
+        ("qwen3", "before", "<thi", "", "<thi"),
+        ("qwen3", "inside", "a</think>b</think>", "a", "b</think>"),
+        ("qwen3", "inside", "a<tool_call>b", "a", "<tool_call>b"),
+        ("qwen3", "inside", "</thi", "</thi", ""),
+        ("qwen3", "inside", "\n<think>a<think></think>b", "a<think>", "b"),
+        ("qwen3", "after", "</think>", "", "</think>"),
+        ("deepseek_r1", "inside", "a<tool_call>b", "a<tool_call>b", ""),
+        ("deepseek_r1", "inside", "<think>a</think>b", "a", "b"),
+        ("granite", "before", "Here's my thought process: a Here is my response: b", " a ", " b"),
+        ("granite", "before", "Here we go", "", "Here we go"),
+        ("mistral", "before", "\n[THINK]a[/THINK]", "a", ""),
+    ],
+)  # fmt: skip
+def test_thoughts_wherever_the_text_is_cut(name: str, place: Any, text: str, thought: str, rest: str) -> None:
+    for cut in range(len(text) + 1):
+        one = Thought(THOUGHTS[name], place, ("<tool_call>",))
+        told = [*map(one.push, [text[:cut], text[cut:]]), one.release()]
+        assert ("".join(t for t, _ in told), "".join(r for _, r in told)) == (thought, rest)
+    one = Thought(THOUGHTS[name], place, ("<tool_call>",))
+    told = [*map(one.push, text), one.release()]
+    assert ("".join(t for t, _ in told), "".join(r for _, r in told)) == (thought, rest)
+
+
+def test_the_token_that_ends_a_thought() -> None:
+    tokenizer = PromptTokenizer.load(cached_tokenizer())
+    qwen3 = THOUGHTS["qwen3"]
+    assert (
+        end_token(qwen3, "inside", tokenizer) == end_token(qwen3, "before", tokenizer) == TINY.token_to_id("</think>")
+    )
+    assert end_token(qwen3, "after", tokenizer) is None
+    assert end_token(THOUGHTS["granite"], "inside", tokenizer) is None
+
+
+def test_parsers_are_chosen_by_flag_or_by_template() -> None:
+    qwen = ChatTemplate("{{ '<think>' }}<tool_call>\n{\"name\"")
+    assert chosen("auto", "auto", qwen) == ("hermes", "qwen3")
+    assert chosen("none", "none", qwen) == (None, None)
+    assert chosen("pythonic", "deepseek_r1", qwen) == ("pythonic", "deepseek_r1")
+    assert chosen("auto", "auto", None) == (None, None)
+    assert chosen("auto", "auto", ChatTemplate({"rag": "<think>"})) == (None, None)
+    assert chosen("auto", "auto", ChatTemplate("{{ x.split('</think>') }}")) == (None, "deepseek_r1")
+    assert {"auto", "none", *FORMATS} == set(get_args(CallParserName))
+    assert {"auto", "none", *THOUGHTS} == set(get_args(ThoughtParserName))
