@@ -52,7 +52,8 @@ def read_messages(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Rea
     """A body of `/v1/messages`, as the chat that it stands for. Raises RequestError."""
     asked = parse_messages(data)
     _check_text_only(asked)
-    return _chat(ChatRequest(**as_chat(asked, tokenizer.chat_template)), tokenizer, limits)
+    reading = _chat(ChatRequest(**as_chat(asked, tokenizer.chat_template)), tokenizer, limits)
+    return msgspec.structs.replace(reading, plan=NO_SPEECH)  # its answers have blocks of text only
 
 
 def read_count(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tuple[str | None, bytes]:
