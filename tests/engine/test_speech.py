@@ -62,7 +62,7 @@ def generate(ids: list[int], cuts: Sequence[int], body: dict[str, Any], reason: 
     for output in outputs(ids, cuts, reason):
         if choice.finish_reason is None:
             sent += answer.piece(choice, choice.push(output))
-    return generation, answer, sent + answer.usage()
+    return generation, answer, sent + answer.end()
 
 
 def whole(ids: list[int], cuts: Sequence[int] = (), reason: FinishReason = FinishReason.LENGTH, prompt: str = "",
@@ -75,7 +75,7 @@ def whole(ids: list[int], cuts: Sequence[int] = (), reason: FinishReason = Finis
 def streamed(sent: bytes) -> dict[str, Any]:
     """The whole that a client makes of a stream, by the rules of OpenAI's clients."""
     made: dict[str, Any] = {"content": "", "reasoning": "", "tool_calls": [], "finish_reason": None}
-    for event in filter(None, sent.split(b"\n\n")):
+    for event in sent.removesuffix(b"data: [DONE]\n\n").split(b"\n\n")[:-1]:
         chunk = json.loads(event.removeprefix(b"data: "))
         for choice in chunk["choices"]:
             delta = choice["delta"]
