@@ -47,7 +47,7 @@ def dense(block_size: int = 4) -> CacheSpec:
 
 
 def answers(
-    family: str, overlap: bool, token_count: int, kernels: str = "cpu", device: torch.device = CPU
+    family: str, overlap: bool, token_count: int, kernels: str = "cpu", device: torch.device = CPU, count: int = 14
 ) -> tuple[dict[str, Any], EngineCore]:
     """What a few requests that come one after the other get, in a cache of about so many tokens."""
     model, dtype = load_model(cached_model(RECIPES[family]), device=device)
@@ -65,7 +65,7 @@ def answers(
     rng = random.Random(family)
     shared = [rng.randrange(2048) for _ in range(30)]
     waiting = []
-    for i in range(14):
+    for i in range(count):
         tokens = shared[: rng.randrange(1, 30)] + [rng.randrange(2048) for _ in range(rng.randrange(1, 20))]
         params = SamplingParams(**PARAMS[i % len(PARAMS)], max_tokens=rng.randrange(3, 25))
         waiting.append(Request(request_id=str(i), token_ids=tokens, params=params))
@@ -98,7 +98,8 @@ def test_the_same_answers_as_without(family: str, token_count: int) -> None:
 
 
 def test_the_same_answers_on_kernels_that_keep_their_tables() -> None:
-    assert answers("qwen3", True, 1000, "triton")[0] == answers("qwen3", False, 1000, "triton")[0]
+    on, off = (answers("qwen3", overlap, 1000, "triton", count=6)[0] for overlap in (True, False))  # interpreted: slow
+    assert on == off
 
 
 @pytest.mark.gpu

@@ -58,12 +58,15 @@ def test_requests_hits_and_events_without_torch(start_engine: Any, no_torch: Non
     blocks = (first["usage"]["prompt_tokens"] - 1) // 16
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 16 * blocks
-    body = {"model": "simulated", "prompt": TEXT, "max_tokens": 5, "stream": True, "ignore_eos": True}
+    body = {"model": "simulated", "prompt": TEXT, "max_tokens": 5, "stream": True, "ignore_eos": True,
+            "stream_options": {"include_usage": True}}  # fmt: skip
     request = urllib.request.Request(
         f"{engine.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=30) as answer:
-        assert answer.read().count(b"data: ") == 5 + 1
+        *_, last, done = answer.read().split(b"\n\n")[:-1]
+    assert json.loads(last.removeprefix(b"data: "))["usage"]["completion_tokens"] == 5
+    assert done == b"data: [DONE]"
     for pid in (engine.process.pid, engine.core_pid()):
         assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
         assert "numpy" not in Path(f"/proc/{pid}/maps").read_text()
