@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ import msgspec
 from engine.config import SCHEMA, EngineConfig, ServeConfig, __version__, default_kv_events
 from options import Loaded
 from options.command import config_command, load_given, with_flags
+from options.logs import configure_logging
 
 NEEDED_TO_SIMULATE = ("aiohttp", "tokenizers", "jinja2")
 NEEDED = ("torch", "numpy", "safetensors", *NEEDED_TO_SIMULATE)
@@ -58,11 +58,7 @@ def serve_command(dry_run: bool, **given: Any) -> None:
     if missing is not None:
         raise click.ClickException(f"the package `{missing}` is missing: install blockcast[engine]")
     engine_config = config.engine
-    logging.basicConfig(
-        level=engine_config.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    configure_logging(engine_config.log_level, as_json=engine_config.log_json)
     if dry_run:
         try:
             click.echo(describe(engine_config))

@@ -83,6 +83,7 @@ class EngineConfig:
     check_invariants: Annotated[bool, Flag(hidden=True), "Verify scheduler and pool after every step: slow."] = False
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Flag("--log-level", "--uvicorn-log-level"),
         "How much is logged, to stderr."] = "info"
+    log_json: Annotated[bool, Flag(), "One JSON object a line."] = False
 
     def __post_init__(self) -> None:
         check(self)

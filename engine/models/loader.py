@@ -8,6 +8,7 @@ that names the tensors, before anything is served.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from engine.models.weights import Part, Weight
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 NAMES_SHOWN = 8
+
+log = logging.getLogger("engine.loader")
 
 
 def resolve_dtype(wanted: str, config: HfConfig) -> torch.dtype:
@@ -57,7 +60,9 @@ def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torc
             wanted.setdefault(part.name, []).append((weight, part))
     missing = set(wanted)
     unexpected: list[str] = []
-    for path in _shards(folder):
+    shards = _shards(folder)
+    for number, path in enumerate(shards, 1):
+        log.info("loading %s (%d of %d, %.1f GB)", path.name, number, len(shards), path.stat().st_size / 1e9)
         try:
             with safe_open(path, framework="pt") as tensors:
                 for stored in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping

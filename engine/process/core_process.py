@@ -27,6 +27,7 @@ from engine.assembly import Assembled, assemble
 from engine.config import EngineConfig
 from engine.messages import Abort, Add, Command, Failed, FrameReader, Outputs, Ready, Report, ResetDone, frame
 from engine.types import FinishReason, RunnerLost, SequenceOutput
+from options.logs import configure_logging
 
 STATS_PERIOD_S = 0.1
 LAST_WORDS_S = 5.0
@@ -163,7 +164,7 @@ def main(fd: int) -> int:
     config = _receive_config(sock)
     if config is None:
         return 0
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logging(config.log_level, as_json=config.log_json)
     link = CoreSocket(sock)
     try:
         assembled = assemble(config)

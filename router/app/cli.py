@@ -7,7 +7,6 @@ import json
 import logging
 import secrets
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -17,6 +16,7 @@ import click
 
 from options import ConfigError
 from options.command import config_command, load_given, with_flags
+from options.logs import configure_logging
 from router.app.config import SCHEMA, ProcessConfig
 from router.app.process import run_process
 from router.app.supervise import supervise
@@ -121,32 +121,6 @@ def check(urls: tuple[str, ...], yes: bool, as_json: bool, **given: Any) -> None
 
 
 cli.add_command(config_command(SCHEMA, ProcessConfig.verified))
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object a line: ts, level, logger, message, and the fields of `extra={"fields": {...}}`."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "ts": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        line.update(getattr(record, "fields", {}))
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
-
-
-def configure_logging(level: str, *, as_json: bool) -> None:
-    """Log to stderr; stdout carries only what the router says of itself: address, admin key."""
-    handler = logging.StreamHandler(sys.stderr)
-    plain = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
-    handler.setFormatter(JsonFormatter() if as_json else plain)
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(level.upper())
 
 
 def main(args: Sequence[str] | None = None) -> None:
