@@ -58,6 +58,7 @@ def render_chat(template: ChatTemplate, request: ChatPrompt) -> str:
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
         variables.setdefault("enable_thinking", request.reasoning_effort != "none")
+        variables.setdefault("enable_thinking", request.reasoning_effort != "none")
     messages = [_message(message, form) for message in request.messages or []]
     if any(message["role"] == "developer" for message in messages):
         source = template.source(request.chat_template, has_tools=tools is not None)

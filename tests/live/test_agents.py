@@ -1,0 +1,153 @@
+"""The official client's tool loop against a scripted model: an engine alone, and two of them behind a router."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from programs import Program, call, until
+
+pytestmark = pytest.mark.live
+
+SPEC = {"prefill_s_per_token": 1e-5, "step_s": 0.001, "kv_tokens": 65536, "max_model_len": 8192}
+SAYS = [  # what the model says to a prompt is one of these; which one is the prompt's to decide, and always the same
+    '<think>I must look.</think><tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>',
+    'Both at once. <tool_call>{"name": "get_weather", "arguments": {"city": "Bonn"}}</tool_call> '
+    '<tool_call>{"name": "now", "arguments": {}}</tool_call>',
+    "<think>I know it all.</think>It is sunny.",
+    "It rains <tool_call> nowhere.",
+]
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": {
+        "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}},
+    {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Program], Program]]:
+    folder: Path = tmp_path_factory.mktemp("agents")
+    (folder / "script.txt").write_text("\n".join(SAYS))
+    spec = json.dumps({**SPEC, "script": str(folder / "script.txt")})
+    flags = ("engine", "serve", "--port", "0", "--served-model-name", "m", "--simulate", spec, "--log-level", "warning")
+    engines = [Program(folder / f"e{i}.log", *flags, "--reasoning-parser", "qwen3") for i in range(2)]
+    started = list(engines)
+    try:
+        urls = [engine.await_ready().url for engine in engines]
+        router = Program(folder / "router.log", "router", "run", "--port", "0", *urls)
+        started.append(router)
+        router.await_ready()
+        until(lambda: [w["state"] for w in call(router.url + "/workers")[2]["workers"]] == ["up"] * 2, "two workers")
+        yield engines, router
+    finally:
+        for program in started:
+            program.close()
+
+
+def run_tool(name: str, arguments: str) -> str:
+    given = json.loads(arguments)
+    return {"get_weather": lambda: f"sunny in {given['city']}", "now": lambda: "noon"}[name]()
+
+
+def loop(client: openai.OpenAI, question: str, *, stream: bool, turns_max: int = 6) -> list[Any]:
+    """Ask, call what is to be called, tell the results, until the model calls no more; the messages."""
+    messages: list[Any] = [{"role": "user", "content": question}]
+    for _ in range(turns_max):
+        if stream:
+            with client.chat.completions.stream(model="m", messages=messages, tools=TOOLS, max_tokens=200) as events:
+                choice: Any = events.get_final_completion().choices[0]
+        else:
+            choice = client.chat.completions.create(model="m", messages=messages, tools=TOOLS, max_tokens=200).choices[
+                0
+            ]
+        said = choice.message
+        assert (choice.finish_reason == "tool_calls") == bool(said.tool_calls)
+        messages.append(said.model_dump(exclude_none=True))
+        if not said.tool_calls:
+            break
+        for one in said.tool_calls:
+            result = run_tool(one.function.name, one.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": one.id, "content": result})
+    return messages
+
+
+def shown(messages: list[Any]) -> list[Any]:
+    """Without what is chance's, a call's id, and what only one of the two ways gives."""
+    return [
+        (m["role"], m.get("content") or None, m.get("reasoning"), m.get("reasoning_content"),
+         [(c["function"]["name"], c["function"]["arguments"]) for c in m.get("tool_calls", ())])
+        for m in messages
+    ]  # fmt: skip
+
+
+def test_the_official_clients_tool_loop(agents: tuple[list[Program], Program]) -> None:
+    engines, router = agents
+    clients = [
+        openai.OpenAI(base_url=f"{program.url}/v1", api_key="none", max_retries=0, timeout=60)
+        for program in (engines[0], router)
+    ]
+    said: set[Any] = set()
+    for number in range(12):
+        talks = [
+            shown(loop(client, f"Question {number}?", stream=stream)) for client in clients for stream in (False, True)
+        ]
+        assert all(talk == talks[0] for talk in talks), talks
+        said |= {(content, thought, tuple(calls)) for role, content, _, thought, calls in talks[0] if role == "assistant"}
+    weather, now = ("get_weather", '{"city": "Rome"}'), ("now", "{}")
+    assert {
+        (None, "I must look.", (weather,)),
+        ("Both at once.", None, (("get_weather", '{"city": "Bonn"}'), now)),
+        ("It is sunny.", "I know it all.", ()),
+        ("It rains <tool_call> nowhere.", None, ()),
+    } == said
+    for client in clients:
+        client.close()
+
+
+def test_turns_with_calls_are_routed_to_the_token(agents: tuple[list[Program], Program]) -> None:
+    """What the router predicts of each turn's hits is what the engine reports."""
+    engines, router = agents
+
+    def settled() -> bool:
+        """The router has applied what the engines have published."""
+        workers = call(f"{router.url}/workers")[2]["workers"]
+        seqs = {w["worker_id"]: s["last_seq"] for w in workers for s in w["events"]["streams"]}
+        for engine in engines:
+            published = metric(engine, "engine:kv_event_batches_total")
+            seq = seqs[engine.url.removeprefix("http://")]
+            if (0 if seq is None else seq + 1) != published:
+                return False
+        return True
+
+    turns = called = 0
+    for number in range(6):
+        messages: list[Any] = [{"role": "user", "content": f"A long question {number}? " * 12}]
+        for _ in range(5):
+            until(settled, "the router has applied what was published")
+            body = {"model": "m", "messages": messages, "tools": TOOLS, "max_tokens": 200, "reasoning_effort": "low"}
+            status, headers, answer = call(f"{router.url}/v1/chat/completions", body)
+            assert status == 200, answer
+            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert int(headers["x-blockcast-predicted-cached-tokens"]) == cached
+            assert cached > 0 or len(messages) == 1
+            turns += 1
+            said = answer["choices"][0]["message"]
+            messages.append(said)
+            if not said.get("tool_calls"):
+                break
+            called += 1
+            for one in said["tool_calls"]:
+                result = run_tool(one["function"]["name"], one["function"]["arguments"])
+                messages.append({"role": "tool", "tool_call_id": one["id"], "content": result})
+    assert turns > called > 3
+
+
+def metric(engine: Program, name: str) -> float:
+    with urllib.request.urlopen(engine.url + "/metrics", timeout=10) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if line.startswith(name)]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
