@@ -202,6 +202,16 @@ def test_template_kwargs_and_reasoning_effort_reach_the_template():
     assert render_chat(template, request) == "low 3 True"
 
 
+@pytest.mark.parametrize(
+    ("effort", "kwargs", "thinks"),
+    [(None, {}, ""), ("low", {}, "True"), ("none", {}, "False"), ("none", {"enable_thinking": True}, "True")],
+)
+def test_an_effort_switches_thinking_as_in_vllm(effort, kwargs, thinks):
+    """Unless the request says itself whether the model is to think."""
+    request = chat([{"role": "user"}], reasoning_effort=effort, chat_template_kwargs=kwargs)
+    assert render_chat(ChatTemplate("{{ enable_thinking }}"), request) == thinks
+
+
 @pytest.mark.parametrize("name", ["chatml", "gemma"])
 def test_the_text_before_the_first_image_is_kept(name):
     template = ChatTemplate(ALL[name], VARIABLES)
