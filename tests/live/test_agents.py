@@ -97,7 +97,9 @@ def test_the_official_clients_tool_loop(agents: tuple[list[Program], Program]) -
             shown(loop(client, f"Question {number}?", stream=stream)) for client in clients for stream in (False, True)
         ]
         assert all(talk == talks[0] for talk in talks), talks
-        said |= {(content, thought, tuple(calls)) for role, content, _, thought, calls in talks[0] if role == "assistant"}
+        said |= {
+            (content, thought, tuple(calls)) for role, content, _, thought, calls in talks[0] if role == "assistant"
+        }
     weather, now = ("get_weather", '{"city": "Rome"}'), ("now", "{}")
     assert {
         (None, "I must look.", (weather,)),
