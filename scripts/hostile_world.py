@@ -27,6 +27,7 @@ CLOSED_S_MAX = 10.0
 QUIET_S = 0.5
 """Where more bytes would be needed to make a request: how long they are not sent before the end of sending is."""
 ENDED, AT_EOF, STAYS_OPEN = "ended", "at EOF", "stays open"
+NOBODY = (0.0, 0.0, 0, "", 0.0, 0.0)
 TRACEBACK = "Traceback (most recent call last)"
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})[ \r]")
 
@@ -62,7 +63,7 @@ class World:
             await self._warm()
             self._file = self._folder / "victim"
             self._file.touch()
-            command = [sys.executable, "-m", "harness.victim", self.url, urls[0], str(self._file)]
+            command = [sys.executable, "-m", "harness.victim", self.url, urls[0], str(self._file), str(self.router.pid)]
             path = {"PYTHONPATH": f"{ROOT}:{ROOT}/scripts"}
             self._victim = self._stack.enter_context(Program(command, self._folder / "victim.log", env=path))
             self._sampling = asyncio.create_task(self._sample())
@@ -145,8 +146,11 @@ class World:
             end_s = window.get("end", time.monotonic())
             inside = [line for line in lines if window["begun"] <= line[0] <= end_s]
             for name, key in (("router", ""), ("direct", "direct_")):
-                delays = [ms for _, ms, status, who in inside if who == name and status > 0] or [0.0]
+                answered = [line for line in inside if line[3] == name and line[2] > 0] or [NOBODY]
+                delays = [line[1] for line in answered]
                 window[f"{key}worst_ms"], window[f"{key}p99_ms"] = max(delays), rank(delays, 0.99)
+                worst = max(answered, key=lambda line: line[1])
+                window |= {} if key else {"ran_ms": worst[4], "waited_ms": worst[5]}
             sizes = [mib for at_s, mib in self._samples if window["begun"] <= at_s <= end_s]
             window["mib_most"] = round(max(sizes, default=0))
             if window in self.attacks and "end" in window:

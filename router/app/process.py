@@ -29,7 +29,7 @@ from router.app.guard import AdminGuard, Guard, anybody
 from router.app.reading import Reading
 from router.app.server import TICK_S, RouterApp
 from router.app.siblings import Siblings
-from router.app.system import naming, raise_file_limit, settle_heap, tls_context
+from router.app.system import Heap, naming, raise_file_limit, settle_heap, tls_context
 from router.app.tenants import Tenants
 from router.counters import Metrics
 from router.decide.core import RouterCore
@@ -66,6 +66,7 @@ class RouterProcess:
         self._executor = ThreadPoolExecutor(
             config.tokenize_threads or min(8, os.cpu_count() or 1), thread_name_prefix="tokenize"
         )
+        self._heap = Heap(self._executor)
         self._admin_key = config.admin_api_key or secrets.token_urlsafe(24)
         seed, self._snapshot_urls = ask_seed(config.snapshot_from, self._admin_key)
         self._index = make_index(seed)
@@ -280,7 +281,7 @@ class RouterProcess:
         if now - self._swept_s < self._config.edge.timeouts.sweep_s:
             return
         self._swept_s = now
-        idle = (self._pool.close_idle, self._helpers.close_idle)
+        idle = (self._pool.close_idle, self._helpers.close_idle, self._heap.beat)
         for step in (self._proxy.sweep, *idle, self._dashboard.beat, self._look_at_workers):
             self._guarded("sweep", step, now)
         for listener in self._listeners:

@@ -1,16 +1,68 @@
-"""What a process asks of Python and of the operating system before it serves."""
+"""What a process asks of Python and of the operating system: before it serves, and of its memory while it does."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
+import os
 import resource
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from pathlib import Path
 
 import zmq
 
 from options import ConfigError
+
+
+_MMAP_THRESHOLD, _MMAPPED_BYTES = -3, 256 << 10
+"""Larger pieces have a mapping of their own, which ends with them (M_MMAP_THRESHOLD of mallopt)."""
+TRIM_S, TRIM_S_MAX, WORTH_BYTES = 5.0, 320.0, 4 << 20
+
+
+class Heap:
+    """Memory that was freed goes back to the system: glibc keeps it, so after one attack a process would stay large.
+
+    Asks glibc every TRIM_S while the process is larger than it was at the start; half as often each time that gives
+    little back, and again at once when it has grown. In a thread, as it may take tens of milliseconds. Does nothing with
+    another C library.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        library = ctypes.CDLL(None)
+        self._trim: Callable[[int], int] | None = getattr(library, "malloc_trim", None)
+        if self._trim is not None:
+            library.mallopt(_MMAP_THRESHOLD, _MMAPPED_BYTES)
+        self._least = self._last = resident_bytes() if self._trim is not None else 0
+        """Bytes, of all times, and after the last trim."""
+        self._pause_s = self._looked_s = self._trimmed_s = 0.0
+
+    def beat(self, now: float) -> None:
+        """Call often. `now`: of `time.monotonic`."""
+        if self._trim is None or now < self._looked_s + TRIM_S:
+            return
+        self._looked_s = now
+        resident = resident_bytes()
+        self._least = min(self._least, resident)
+        if resident > self._last + WORTH_BYTES:
+            self._pause_s = 0.0
+        if resident > self._least + WORTH_BYTES and now >= self._trimmed_s + self._pause_s:
+            self._trimmed_s = now
+            self._executor.submit(self._give_back, self._trim, resident)
+
+    def _give_back(self, trim: Callable[[int], int], before: int) -> None:
+        trim(0)
+        self._last = resident_bytes()
+        worth = before - self._last > WORTH_BYTES
+        self._pause_s = TRIM_S if worth else min(max(2 * self._pause_s, TRIM_S), TRIM_S_MAX)
+
+
+def resident_bytes() -> int:
+    """Of this process (Linux)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def settle_heap() -> None:

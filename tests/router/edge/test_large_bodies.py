@@ -6,7 +6,10 @@ import asyncio
 import gc
 import json
 import os
+import platform
 import signal
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ from router.prompting.pool import Helpers, Order
 in_sources = pytest.mark.skipif(
     not request_module.__file__.endswith(".py"), reason="looks into classes that are closed when they are compiled"
 )
+ROOT = Path(__file__).resolve().parents[3]
 WORDS = "one two three four five " * 6000
 
 
@@ -344,3 +348,30 @@ def test_long_names_are_cut() -> None:
     fields = envelope(b'{"model":"%b","user":%b,"priority":%b}' % (b"m" * 10**6, b"[" * 500 + b"]" * 500, b"9" * 10**6))
     assert len(fields["model"]) <= encode.NAME_BYTES_MAX + 1
     assert fields["user"] is None
+
+
+HEAP = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from router.app.system import Heap, TRIM_S, resident_bytes
+before = resident_bytes()
+with ThreadPoolExecutor(1) as threads:
+    heap = Heap(threads)
+    pieces = [bytes(5000) for _ in range(20_000)]
+    last = bytes(5000)
+    heap.beat(100.0)
+    threads.submit(int).result()
+    del pieces
+    kept = resident_bytes()
+    heap.beat(100.1)  # too early to look again
+    heap.beat(100.2 + TRIM_S)
+print(before, kept, resident_bytes())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library, which is not asked")
+def test_memory_that_was_freed_goes_back_to_the_system() -> None:
+    done = subprocess.run([sys.executable, "-c", HEAP], capture_output=True, text=True, cwd=ROOT, check=True)
+    before, kept, after = map(int, done.stdout.split())
+    assert kept > before + (64 << 20)
+    assert after < before + (8 << 20)
