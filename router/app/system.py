@@ -16,7 +16,6 @@ import zmq
 
 from options import ConfigError
 
-
 _MMAP_THRESHOLD, _MMAPPED_BYTES = -3, 256 << 10
 """Larger pieces have a mapping of their own, which ends with them (M_MMAP_THRESHOLD of mallopt)."""
 TRIM_S, TRIM_S_MAX, WORTH_BYTES = 5.0, 320.0, 4 << 20
@@ -26,8 +25,8 @@ class Heap:
     """Memory that was freed goes back to the system: glibc keeps it, so after one attack a process would stay large.
 
     Asks glibc every TRIM_S while the process is larger than it was at the start; half as often each time that gives
-    little back, and again at once when it has grown. In a thread, as it may take tens of milliseconds. Does nothing with
-    another C library.
+    little back, and again at once when it has grown. In a thread, as it may take tens of milliseconds. Does nothing
+    with another C library.
     """
 
     def __init__(self, executor: Executor) -> None:
