@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import MAMBA, CacheSpec
 from engine.config import EngineConfig
 from engine.core import EngineCore, Executor
+from engine.grammars import Grammars, Words, why_not
 from engine.messages import CoreInfo
 from engine.model_files import default_sampling
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -31,6 +33,7 @@ class Assembled:
     info: CoreInfo
     publisher: EventPublisher | None
     executor: Executor
+    grammars: Grammars | None
 
     def close(self) -> None:
         """Flush and free the publisher's addresses, and end what the executor needs. Idempotent."""
@@ -38,6 +41,8 @@ class Assembled:
             self.publisher.close()
             self.publisher = None
         self.executor.close()
+        if self.grammars is not None:
+            self.grammars.close()
 
 
 def model_files(config: EngineConfig) -> tuple[str, Path]:
@@ -51,8 +56,8 @@ def model_files(config: EngineConfig) -> tuple[str, Path]:
     return tokenizer_folder(config.model)
 
 
-def assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None = None) -> Assembled:
-    """Load the model, or what simulates one, and build everything. `eos_token_ids`: of a tokenizer already loaded.
+def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assembled:
+    """Load the model, or what simulates one, and build everything. `tokenizer`: the model's, where it is loaded.
 
     Raises ConfigError, ModelError, TokenizerError (all ValueErrors or with a clear message), MemoryError,
     RunnerLost where another rank ends.
@@ -63,9 +68,14 @@ def assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None = None)
     else:
         from engine.simulation.executor import load
     executor = load(config, folder)
+    grammars = None
     try:
-        if eos_token_ids is None:
-            eos_token_ids = Tokenizer.load(config.tokenizer or folder, cache_bytes=0).eos_token_ids
+        if tokenizer is None:
+            tokenizer = Tokenizer.load(config.tokenizer or folder, cache_bytes=0)
+        eos_token_ids = tokenizer.eos_token_ids
+        unconstrained = executor.unconstrained or why_not(tokenizer)
+        if unconstrained is None:
+            grammars = Grammars(partial(Words, tokenizer, executor.vocab_size))
         spec = executor.spec
         cache = KVCache(
             spec,
@@ -81,7 +91,7 @@ def assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None = None)
             enough_prompt_tokens=executor.enough_prompt_tokens,
         )
         scheduler = Scheduler(scheduler_config, cache)
-        runner = executor.runner(tuple(eos_token_ids))
+        runner = executor.runner(tuple(eos_token_ids), grammars)
         groups = group_infos(spec)
         publisher = None
         if config.kv_events.enabled:
@@ -94,6 +104,8 @@ def assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None = None)
             )
     except BaseException:
         executor.close()
+        if grammars is not None:
+            grammars.close()
         raise
     info = CoreInfo(
         model_name=name,
@@ -109,10 +121,11 @@ def assemble(config: EngineConfig, eos_token_ids: tuple[int, ...] | None = None)
         event_sources=[] if publisher is None else [publisher.source()],
         prefix_caching=config.enable_prefix_caching,
         default_sampling=default_sampling(folder) if config.generation_config == "auto" else {},
+        unconstrained=unconstrained,
     )
     publish = _discard if publisher is None else publisher.publish
-    core = EngineCore(scheduler, runner, publish, overlap=executor.overlap)
-    return Assembled(core, info, publisher, executor)
+    core = EngineCore(scheduler, runner, publish, overlap=executor.overlap, grammars=grammars)
+    return Assembled(core, info, publisher, executor, grammars)
 
 
 def group_infos(spec: CacheSpec) -> list[GroupInfo]:

@@ -11,21 +11,26 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
 from engine.cache.spec import CacheSpec
-from engine.scheduler import Scheduler
-from engine.types import Request, RunnerLost, SequenceOutput, StepPlan, StepResult
+from engine.grammars import Grammars
+from engine.scheduler import RequestRefusedError, Scheduler
+from engine.types import FinishReason, Request, RunnerLost, SequenceOutput, StepPlan, StepResult
 from events import Event
 
 log = logging.getLogger(__name__)
 
 FAILURES_MAX = 10
 """Steps that fail one after the other before the engine ends: what no request can mend, a new process may."""
+
+COMPILE_WAIT_S = 0.01
+"""How long a step waits for a grammar where there is nothing else to do: commands are read between steps."""
 
 Publish = Callable[[Collection[Event]], None]
 """Takes what a step changed. The events are made when it is iterated, on whatever thread that is."""
@@ -60,8 +65,9 @@ class Executor:
     vocab_size: int
     dtype: str
     device: str
-    runner: Callable[[tuple[int, ...]], Runner]
-    """From the token ids that end an answer. Called once, after the cache is made."""
+    runner: Callable[[tuple[int, ...], Grammars | None], Runner]
+    """From the token ids that end an answer, and what constrained answers match. Called once, after the cache is made.
+    """
     close: Callable[[], None]
     """End what the steps need besides this process; idempotent."""
     watch: Callable[[Callable[[str], None]], None]
@@ -71,6 +77,8 @@ class Executor:
     """Whether the runner is `Overlapping`, and shall be used so."""
     enough_prompt_tokens: int | None = None
     """As `SchedulerConfig` has it."""
+    unconstrained: str | None = None
+    """Why no answer can be made to match anything; None: it can."""
 
 
 class Lateness(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,8 +116,19 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 class EngineCore:
     """The step loop over a scheduler and a runner."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, publish: Publish, *, overlap: bool = False) -> None:
-        """`overlap`: the runner is `Overlapping`; a step is planned and begun while the one before is computed."""
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        publish: Publish,
+        *,
+        overlap: bool = False,
+        grammars: Grammars | None = None,
+    ) -> None:
+        """`overlap`: the runner is `Overlapping`; a step is planned and begun while the one before is computed.
+
+        `grammars`: what constrained answers match; None: no request may have a constraint.
+        """
         self.scheduler = scheduler
         self._submit: Callable[[StepPlan], Callable[[], StepResult]] = lambda plan: partial(runner.execute, plan)
         if overlap:
@@ -119,6 +138,9 @@ class EngineCore:
         self._out: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
         """Steps that were begun, oldest first, and what waits for the result of each."""
         self._publish = publish
+        self._grammars = grammars
+        self._compiling: dict[str, tuple[Request, float, Future[Any]]] = {}
+        """Requests whose grammar is being compiled, when they came, and what ends with that."""
         self._steps = 0
         self._failed_steps = 0
         self._failures = 0
@@ -127,21 +149,37 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._compiling)
 
     def add(self, request: Request, now: float) -> None:
-        """Queue a request. Raises RequestRefusedError, a ValueError, for one that can never be served."""
+        """Queue a request. Raises RequestRefusedError, a ValueError, for one that can never be served.
+
+        One whose grammar must be compiled is queued when that is done; no step waits for it.
+        """
+        constraint = request.params.constraint
+        if constraint is not None:
+            if self._grammars is None:
+                raise RequestRefusedError(f"{constraint.param}: this engine has no grammars")
+            if (compiling := self._grammars.prepare(constraint.lark)) is not None:
+                self._compiling[request.request_id] = request, now, compiling
+                return
         self.scheduler.add(request, now)
 
     def abort(self, request_ids: Iterable[str]) -> list[SequenceOutput]:
         """End requests; their last outputs (finish_reason ABORT). Unknown or finished ids are passed over."""
-        outputs = (self.scheduler.abort(request_id) for request_id in request_ids)
+        outputs = (self._abort(request_id) for request_id in request_ids)
         return [output for output in outputs if output is not None]
+
+    def _abort(self, request_id: str) -> SequenceOutput | None:
+        if self._compiling.pop(request_id, None) is None:
+            return self.scheduler.abort(request_id)
+        return SequenceOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
 
     def step(self, now: float) -> list[SequenceOutput]:
         """Plan and begin a step, then wait for the oldest that is out, if as many are out as may be or there was
         nothing to begin; what that one added to each request. Raises RunnerLost.
         """
+        refused = self._add_compiled() if self._compiling else []
         plan = self.scheduler.schedule()
         if plan is not None and plan.chunks:
             self._begin(plan)
@@ -150,21 +188,38 @@ class EngineCore:
             waits = bool(self._out)
         outputs = self._finish() if waits else []
         self._publish_events()
-        return outputs
+        return refused + outputs
+
+    def _add_compiled(self) -> list[SequenceOutput]:
+        """Queue the requests whose grammar is compiled; the last outputs of those that cannot be served."""
+        if not self.scheduler.has_work:
+            wait({compiling for _, _, compiling in self._compiling.values()}, COMPILE_WAIT_S, FIRST_COMPLETED)
+        done = [name for name, (_, _, compiling) in self._compiling.items() if compiling.done()]
+        refused = []
+        for name in done:
+            request, came_s, compiling = self._compiling.pop(name)
+            try:
+                compiling.result()
+                self.scheduler.add(request, came_s)
+            except ValueError as error:
+                output = SequenceOutput(request_id=name, token_ids=[], error=str(error))
+                output.finish_reason = FinishReason.ERROR
+                refused.append(output)
+        return refused
 
     def _begin(self, plan: StepPlan) -> None:
         self._steps += 1
         try:
-            wait = self._submit(plan)
+            read = self._submit(plan)
         except Exception as error:  # noqa: BLE001 - whatever it is: it is told after those of the steps before
-            wait = partial(_raise, error)
-        self._out.append((plan, wait))
+            read = partial(_raise, error)
+        self._out.append((plan, read))
 
     def _finish(self) -> list[SequenceOutput]:
         """Take in the result of the oldest step that is out."""
-        plan, wait = self._out.popleft()
+        plan, read = self._out.popleft()
         try:
-            result = wait()
+            result = read()
         except RunnerLost:
             raise
         except Exception as error:
@@ -188,7 +243,7 @@ class EngineCore:
         usage, totals = self.scheduler.cache.usage, self.scheduler.totals
         return EngineStats(
             running=self.scheduler.running,
-            waiting=self.scheduler.waiting,
+            waiting=self.scheduler.waiting + len(self._compiling),
             kv_cache_usage=usage.live_units / usage.units,
             token_limit=self.scheduler.token_limit,
             prefix_cache_queries=totals.prefix_queried_tokens,

@@ -107,7 +107,7 @@ class LLM:
         _, folder = model_files(config)
         self._tokenizer = Tokenizer.load(config.tokenizer or folder, chat_template=chat_template)
         self._factory = DetokenizerFactory(self._tokenizer.hf)
-        self._assembled: Assembled | None = assemble(config, self._tokenizer.eos_token_ids)
+        self._assembled: Assembled | None = assemble(config, self._tokenizer)
         self._core = self._assembled.core
         self.info = self._assembled.info
         self._limits = ModelLimits(

@@ -10,6 +10,7 @@ import torch
 from engine.config import EngineConfig
 from engine.core import Executor, Runner
 from engine.execution.sizing import make_runner, overlaps, rank_device, resolve_max_len, sequences_max, size_cache
+from engine.grammars import Grammars
 from engine.model_files import locate
 from engine.models import HfConfig, Shard, build_model
 from engine.models.loader import load_model
@@ -65,10 +66,10 @@ def _load(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor
     unit_count = size_cache(config, model, spec, dtype=dtype, device=device, agree=agree)
     made: list[ModelRunner] = []
 
-    def runner(eos_token_ids: tuple[int, ...]) -> Runner:
+    def runner(eos_token_ids: tuple[int, ...], grammars: Grammars | None) -> Runner:
         own = make_runner(
-            config, model, spec, unit_count,
-            dtype=dtype, device=device, max_model_len=max_model_len, eos_token_ids=eos_token_ids,
+            config, model, spec, unit_count, dtype=dtype, device=device, max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids, grammars=grammars,
         )  # fmt: skip
         leading: Runner = own if leader is None else leader.lead(own, unit_count, max_model_len)
         own.record_decode_steps(sequences_max(config))

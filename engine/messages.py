@@ -39,6 +39,8 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
     default_sampling: dict[str, float | int] = {}
     """Sampling parameters of the model's generation_config.json, under their request names."""
+    unconstrained: str | None = None
+    """Why no answer can be made to match anything; None: it can."""
 
 
 # HTTP -> core

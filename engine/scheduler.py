@@ -222,6 +222,9 @@ class Scheduler:
                 entry.prompt_logprobs += result.prompt_logprobs.get(index, ())
             if not chunk.samples:
                 continue
+            if result.failed and (why := result.failed.get(index)) is not None:
+                outputs.append(self._give_up(entry, why))
+                continue
             assert token is not None, f"chunk {index} samples, but the result holds no token for it"
             seq = entry.seq
             seq.token_ids.append(token)
@@ -233,7 +236,7 @@ class Scheduler:
             outputs.append(output)
             if result.logprobs and (logprobs := result.logprobs.get(index)) is not None:
                 output.logprobs = [logprobs]
-        self.totals.generated_tokens += len(outputs)
+        self.totals.generated_tokens += len(outputs) - len(result.failed)
         return outputs
 
     def fail(self, plan: StepPlan, message: str) -> list[SequenceOutput]:
@@ -409,6 +412,13 @@ class Scheduler:
         output.cached_tokens = entry.seq.cached_tokens
         if entry.seq.request.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *entry.prompt_logprobs]
+
+    def _give_up(self, entry: _Entry, message: str) -> SequenceOutput:
+        """End a request whose answer cannot go on."""
+        name = entry.seq.request.request_id
+        del self._entries[name]
+        self._end(entry)
+        return SequenceOutput(request_id=name, token_ids=[], finish_reason=FinishReason.ERROR, error=message)
 
     def _finish(self, entry: _Entry, token: int, output: SequenceOutput) -> None:
         """End a request if its last token does so: a token to stop at comes before the length."""

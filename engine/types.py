@@ -60,8 +60,10 @@ class Constraint(msgspec.Struct, frozen=True):
     """Its grammar."""
     param: str
     """The field that asked for it, for errors."""
+    opens: TokenIdField | None = None
+    """The token with which a thought may begin that comes first; None: one has begun, or none comes."""
     after: TokenIdField | None = None
-    """The token that ends what comes before, a thought: up to it the answer is free. None: nothing comes before."""
+    """The token that ends it: up to there the answer is free. None: no thought comes."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,3 +197,5 @@ class StepResult:
     """Chunk index -> logprobs of its sampled token, for sequences that asked."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """Chunk index -> logprobs of the prompt tokens start + 1 .. end (those that exist), for sequences that asked."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """Chunk index -> why its answer cannot go on; its token means nothing."""

@@ -25,12 +25,9 @@ def _check_common(request: CommonRequest) -> None:
         raise bad_value("best_of", request.best_of, f"n ({request.n or 1}): choosing the best is not supported")
     if request.use_beam_search:
         raise bad_value("use_beam_search", True, "false: beam search is not supported")
-    form = request.response_format
-    if form is not None and form.type != "text":
-        raise bad_value("response_format.type", form.type, '"text": constrained output is not supported')
-    for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
+    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
         if getattr(request, name) is not None:
-            raise RequestError(f"{name}: constrained output is not supported", param=name)
+            raise RequestError(f"{name}: not supported, expected structured_outputs", param=name)
     for name in ("allowed_token_ids", "bad_words", "logits_processors"):
         if getattr(request, name):
             raise RequestError(f"{name}: not supported", param=name)
@@ -43,8 +40,5 @@ def _check_chat(request: ChatRequest) -> None:
             if isinstance(part, dict) and part.get("type") in MEDIA_PARTS:
                 where = f"messages[{index}].content[{number}]"
                 raise bad_value(f"{where}.type", part["type"], '"text": this model reads text only')
-    choice = request.tool_choice
-    if choice is not None and choice not in ("none", "auto"):
-        raise bad_value("tool_choice", choice, '"none" or "auto": a forced tool call is not supported')
     if request.chat_template is not None:  # a template is a program, and could be made to run long
         raise RequestError("chat_template: this server does not take templates from requests", param="chat_template")

@@ -17,7 +17,7 @@ from engine.api.choice import NO_SPEECH, Choice, new_choice
 from engine.api.detokenizer import DetokenizerFactory
 from engine.api.params import ModelLimits, check_answered, echoes_only, sampling_params
 from engine.api.speech import SpeechPlan
-from engine.types import Request, SamplingParams
+from engine.types import Constraint, Request, SamplingParams
 from prompts import ChatRequest, CompletionRequest
 from prompts.errors import bad_value
 
@@ -73,6 +73,7 @@ def plan_generation(
     limits: ModelLimits,
     factory: DetokenizerFactory,
     plan: SpeechPlan = NO_SPEECH,
+    constraint: Constraint | None = None,
 ) -> Generation:
     """Check the parameters against the model and lay out the sequences of prompts that fit it. Raises RequestError.
 
@@ -82,7 +83,7 @@ def plan_generation(
     requests: list[Request] = []
     answered = check_answered(body, prompts)
     for prompt in prompts:
-        params = sampling_params(body, limits, len(prompt) - answered)
+        params = sampling_params(body, limits, len(prompt) - answered, constraint)
         requests += samples(unique, len(requests), prompt, params, body.cache_salt, body.priority or 0, answered)
     choices = [
         new_choice(index, request.params, factory, keep=not body.stream, skip_special_tokens=skips_special, plan=plan)

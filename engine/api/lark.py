@@ -15,8 +15,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine.api.constraint import Asked, Format
-from prompts import RequestError, bad_value
+from engine.api.constraint import Asked, Format, asked_format
+from engine.api.params import ModelLimits
+from engine.types import Constraint
+from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer, bad_value
 from prompts.schemas import Json
 
 WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,64}"
@@ -28,6 +30,25 @@ DEPTH_MAX = 64
 _ANY = "/(?s:.*)/"
 _PYTHON = {"json_allowed_escapes": 'nrbtf\\"'}
 """Of a JSON string: then Python reads it alike."""
+
+
+def constraint_of(
+    body: ChatRequest | CompletionRequest,
+    tokenizer: Tokenizer,
+    limits: ModelLimits,
+    thought: tuple[int | None, int | None] = (None, None),
+) -> Constraint | None:
+    """What the answer to a body must match; None: it is free. Raises RequestError.
+
+    `thought`: as in Constraint, the token that opens one and the one that ends it.
+    """
+    asked = asked_format(body, limits.calls)
+    if asked is None:
+        return None
+    if limits.unconstrained is not None:
+        raise RequestError(f"{asked.param}: {limits.unconstrained}", param=asked.param)
+    tokens = {token.content: token_id for token_id, token in tokenizer.hf.get_added_tokens_decoder().items()}
+    return Constraint(write_lark(asked, tokens), asked.param, *thought)
 
 
 def write_lark(asked: Asked, tokens: Mapping[str, int]) -> str:

@@ -31,6 +31,8 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How it writes tool calls, a name of `calls.FORMATS`; None: they are text."""
     thought: str | None = None
     """How it encloses its thought, a name of `thought.THOUGHTS`; None: it is told as any other text."""
+    unconstrained: str | None = None
+    """Why no answer can be made to match anything; None: it can."""
 
 
 def sampling_params(

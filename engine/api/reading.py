@@ -13,9 +13,11 @@ import msgspec
 from engine.api.anthropic import TokenCount
 from engine.api.calls import parameter_types
 from engine.api.choice import NO_SPEECH
+from engine.api.lark import constraint_of
 from engine.api.params import ModelLimits, check_prompt
 from engine.api.speech import SpeechPlan
-from engine.api.thought import THOUGHTS, Place, place_after
+from engine.api.thought import THOUGHTS, Place, end_token, place_after
+from engine.types import Constraint
 from prompts import (
     ChatRequest,
     CompletionRequest,
@@ -27,6 +29,7 @@ from prompts import (
     parse_completion,
 )
 from prompts.anthropic import CountRequest, as_chat, parse_count, parse_messages
+from prompts.schemas import ResponseFormat, StructuredOutputs
 
 MAX_CHOICES = 1024
 """Sequences that one HTTP request may ask for."""
@@ -41,6 +44,8 @@ class Reading(msgspec.Struct, frozen=True):
     """Of the prompts, where they are echoed; else empty."""
     plan: SpeechPlan = NO_SPEECH
     """How the answers' text is to be read."""
+    constraint: Constraint | None = None
+    """What the answers must match: written, not checked."""
 
 
 def read_chat(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Reading:
@@ -82,7 +87,18 @@ def _chat(body: ChatRequest, tokenizer: Tokenizer, limits: ModelLimits) -> Readi
     last = {name: value for name, value in body.messages[-1].items() if name in ("role", "content")}
     if not (body.echo and isinstance(last.get("content"), str)):
         last.pop("content", None)
-    return Reading(_trimmed(body, messages=[last]), prompts, [""], plan)
+    constraint = constraint_of(body, tokenizer, limits, thought_tokens(plan, tokenizer))
+    return Reading(_trimmed(body, messages=[last]), prompts, [""], plan, constraint)
+
+
+def thought_tokens(plan: SpeechPlan, tokenizer: Tokenizer) -> tuple[int | None, int | None]:
+    """The tokens that may open the thought of an answer, where it need not have one, and that end it."""
+    if plan.thought is None:
+        return None, None
+    row = THOUGHTS[plan.thought]
+    end = end_token(row, plan.place, tokenizer)
+    opens = next((i for i in map(tokenizer.token_to_id, row.opens) if i is not None), None)
+    return (opens if plan.place == "before" and end is not None else None), end
 
 
 def speech_plan(body: ChatRequest, prompt: str, limits: ModelLimits) -> SpeechPlan:
@@ -122,7 +138,7 @@ def read_completion(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> R
             text if isinstance(text, str) else tokenizer.decode(ids, skip_special_tokens=False)
             for text, ids in zip(given, prompts)
         ]
-    return Reading(_trimmed(body, prompt=""), prompts, texts)
+    return Reading(_trimmed(body, prompt=""), prompts, texts, constraint=constraint_of(body, tokenizer, limits))
 
 
 def _fitted(param: str, prompt: list[int], body: ChatRequest | CompletionRequest, limits: ModelLimits) -> list[int]:
@@ -138,5 +154,6 @@ def _fitted(param: str, prompt: list[int], body: ChatRequest | CompletionRequest
 
 def _trimmed(body: ChatRequest | CompletionRequest, **left: Any) -> ChatRequest | CompletionRequest:
     fields = msgspec.structs.asdict(body)
-    dropped = [name for name, value in fields.items() if isinstance(value, (dict, list)) and name not in _KEPT]
+    large = (dict, list, ResponseFormat, StructuredOutputs)
+    dropped = [name for name, value in fields.items() if isinstance(value, large) and name not in _KEPT]
     return msgspec.structs.replace(body, **{**dict.fromkeys(dropped), **left})

@@ -22,7 +22,9 @@ from engine.cache.spec import CacheSpec
 from engine.execution.block_tables import BlockTables, Seats
 from engine.execution.decode_graphs import Capture, DecodeGraphs
 from engine.execution.logprobs import TENSORS, read_logprobs, token_logprobs
+from engine.execution.masks import Masks
 from engine.execution.sampler import Draft, Sampler
+from engine.grammars import Grammars
 from engine.models import CausalLM
 from engine.models.layers import Step
 from engine.types import BlockId, Chunk, RunnerLost, StepPlan, StepResult, UnitId
@@ -71,6 +73,8 @@ class _Step:
     """[chunks + 1]: where each chunk's begin among the wanted."""
     drawn: list[int]
     """Chunks that a token is drawn for."""
+    rows: list[int]
+    """Where what is kept of each of these lies."""
     last: Tensor | None
     """Where their last tokens are among the wanted; None: they are all of them."""
     draft: Draft | None
@@ -98,10 +102,13 @@ class ModelRunner:
         seed: int = 0,
         capture: Capture | None = None,
         overlap: bool = False,
+        grammars: Grammars | None = None,
+        mask_threads: int = 1,
     ) -> None:
         """`capture`: how decode steps are recorded, where the kernels allow it; None: they are not.
 
         `overlap`: steps may have tokens that the step before draws. Where no device queues steps, a thread does them.
+        `grammars`: of constrained answers; None: there are none. `mask_threads`: for what they allow.
         """
         if num_units < 1:
             raise ValueError(f"num_units {num_units}: expected at least 1")
@@ -111,7 +118,9 @@ class ModelRunner:
         self.device = device
         self.dtype = dtype
         self._ops = select(device) if kernels is None else kernels
-        self._sampler = Sampler(model.config.vocab_size, device, eos_token_ids, seed, self._ops.draw)
+        vocab_size = model.config.vocab_size
+        self._masks = None if grammars is None else Masks(grammars, vocab_size, device, mask_threads)
+        self._sampler = Sampler(vocab_size, device, eos_token_ids, seed, self._ops.draw, self._masks)
         self._ropes = model.rope_tables(max_model_len, dtype, device)
         self._windows = model.windows
         stride = unit_stride_bytes(spec)
@@ -131,6 +140,8 @@ class ModelRunner:
 
         self._last = torch.zeros(0, dtype=torch.int64, device=device) if overlap else None
         """[rows]: the token drawn last for the sequence in each row."""
+        self._before: Callable[[], dict[int, int]] = dict
+        """What waits for the tokens that the last step that was begun has drawn, by row."""
         self._fixed = self._ops if isinstance(self._ops, FixedPlans) else None
         # Kept tables are read when a step is queued on their device: in the order of the steps, on this thread.
         self._worker = ThreadPoolExecutor(1, "step") if overlap and self._fixed is None else None
@@ -231,6 +242,7 @@ class ModelRunner:
             wanted=None if wanted is None else to_device(wanted, self.device),
             starts=starts.tolist(),
             drawn=drawn,
+            rows=[row_list[i] for i in drawn],
             last=to_device(starts[1:][drawn] - 1, self.device) if len(drawn) < starts[-1] else None,
             draft=draft,
             row_count=self._seats.count,
@@ -241,6 +253,8 @@ class ModelRunner:
     def _compute(self, step: _Step) -> Callable[[], list[list[Any]]]:
         """Have the device do it; what waits for what there is to read."""
         plan = step.plan
+        if step.draft is not None:
+            self._sampler.begin(step.draft, self._before)
         for group, source, target in plan.block_moves:
             self._move_block(group, source, target)
         self._prepare_states(plan)
@@ -259,7 +273,10 @@ class ModelRunner:
                     found += self._prompt_logprobs(hidden[step.starts[i] :], chunk)
         for source_unit, target_unit in plan.state_checkpoints:
             self._copy_unit(source_unit, target_unit)
-        return to_host(found)
+        read = to_host(found)
+        if self._last is not None:
+            self._before = lambda: dict(zip(step.rows, read()[0])) if step.rows else {}
+        return read
 
     @torch.inference_mode()
     def record_decode_steps(self, sequences_max: int) -> None:
@@ -272,6 +289,8 @@ class ModelRunner:
         self._graphs = None
         if self._worker is not None:
             self._worker.shutdown()
+        if self._masks is not None:
+            self._masks.close()
 
     def _forward(self, step: _Step) -> Tensor:
         """Hidden states of the wanted rows, [wanted, hidden]."""
@@ -346,6 +365,7 @@ class ModelRunner:
         if step.draft is not None:
             for i, token in zip(step.drawn, found.pop(0), strict=True):
                 result.sampled[order[i]] = token
+            result.failed = {order[step.drawn[i]]: why for i, why in self._sampler.failed(step.draft).items()}
             if rows := step.draft.batch.logprobs:
                 entries = read_logprobs(found[:TENSORS], step.draft.batch.logprob_counts)
                 result.logprobs = {order[step.drawn[row]]: entry for row, entry in zip(rows, entries, strict=True)}

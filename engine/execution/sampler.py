@@ -4,7 +4,8 @@ A random token is drawn by inverting the cumulative distribution at one uniform 
 request's seed and the output position (splitmix64, Steele et al., 2014). So a seeded request draws the same numbers
 in whatever company it is computed; its tokens differ only where the logits themselves do.
 
-Order of operations is vLLM's: bias and min_tokens, penalties, (greedy rows end here) temperature, min_p, top_k, top_p.
+Order of operations is vLLM's: bias and min_tokens, penalties, what a constraint allows, (greedy rows end here)
+temperature, min_p, top_k, top_p.
 Logprobs are of the model's raw logits. A row of NaN logits yields some token of the vocabulary, never an error.
 
 The kernels draw (`kernels.sampling`): on a GPU everything is queued, and nothing here waits for it.
@@ -13,8 +14,9 @@ The kernels draw (`kernels.sampling`): on a GPU everything is queued, and nothin
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Rows
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.logprobs import token_logprobs
+from engine.execution.masks import Allowed, Masks, Wanted
 from engine.execution.penalties import Penalties, PenaltyRows, PenaltyStep, penalises
 from engine.types import Request, SamplingParams, Sequence
 from kernels.sampling import Draws, Kinds, draw
@@ -56,7 +59,9 @@ class Batch:
     bias: tuple[Tensor, Tensor] | None
     """(places in the flat logits, amounts) of logit_bias."""
     least: list[tuple[int, int, npt.NDArray[np.int64]]]
-    """(row, min_tokens, places of the tokens that are banned so long) of each row with min_tokens."""
+    """(row, min_tokens, places of the tokens that are banned so long) of each row with min_tokens and no constraint."""
+    constrained: list[int]
+    """Rows whose answer must match something."""
     penalised: list[int]
     penalties: PenaltyRows | None
     """Of the rows `penalised`."""
@@ -84,6 +89,10 @@ class Draft:
     banned: Tensor | None
     """Places in the flat logits."""
     penalties: PenaltyStep | None
+    wanted: list[Wanted]
+    """Of the constrained rows."""
+    allowed: Future[Allowed] | None = None
+    """What these may draw, once it is being made."""
 
 
 class Sampler:
@@ -96,8 +105,12 @@ class Sampler:
         eos_token_ids: Iterable[int] = (),
         seed: int = 0,
         draw: Callable[[Tensor, Draws], Tensor] = draw,
+        masks: Masks | None = None,
     ) -> None:
-        """`eos_token_ids`: the files of a checkpoint may name some that have no logit. `draw`: `Kernels.draw`."""
+        """`eos_token_ids`: the files of a checkpoint may name some that have no logit. `draw`: `Kernels.draw`.
+
+        `masks`: None where no answer is constrained.
+        """
         self._vocab_size = vocab_size
         self._device = device
         self._eos = tuple(sorted(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size))
@@ -105,12 +118,15 @@ class Sampler:
         self._draw = draw
         self._batch: Batch | None = None
         self._penalties = Penalties(device)
+        self._masks = masks
         self._banned: tuple[list[int], Tensor | None] = ([], None)
         """The rows that min_tokens banned tokens of last, and the places of these."""
 
     def forget(self, rows: Rows[int] | None = None) -> None:
         """What is kept in these rows (None: in all) is not of the sequences that come there next."""
         self._penalties.forget(rows)
+        if self._masks is not None:
+            self._masks.forget(rows)
         self._batch = None if rows is None else self._batch
 
     def draft(self, sequences: list[Sequence], ends: Rows[int], rows: list[int], row_count: int) -> Draft:
@@ -137,7 +153,26 @@ class Sampler:
             penalties = self._penalties.draft(
                 [rows[i] for i in batch.penalised], [sequences[i] for i in batch.penalised], row_count
             )
-        return Draft(batch, at, self._banned[1], penalties)
+        return Draft(batch, at, self._banned[1], penalties, self._want(batch, ends, positions))
+
+    def _want(self, batch: Batch, ends: Rows[int], positions: npt.NDArray[np.int64]) -> list[Wanted]:
+        wanted = []
+        for i in batch.constrained:
+            assert self._masks is not None, "an answer is constrained, and there are no grammars"
+            seq = batch.sequences[i]
+            banned = self._ends(seq.request.params) if positions[i] < seq.request.params.min_tokens else []
+            wanted.append(self._masks.want(i, batch.rows[i], seq, ends[i], banned))
+        return wanted
+
+    def begin(self, draft: Draft, drawn: Callable[[], Mapping[int, int]]) -> None:
+        """Make what constrained rows may draw, on a thread. `drawn`: row -> the token of the step before."""
+        if draft.wanted:
+            assert self._masks is not None
+            draft.allowed = self._masks.begin(draft.wanted, drawn)
+
+    def failed(self, draft: Draft) -> dict[int, str]:
+        """Row -> why its answer cannot go on, after `sample`."""
+        return {} if draft.allowed is None else draft.allowed.result().failed
 
     def sample(self, logits: Tensor, draft: Draft) -> tuple[Tensor, list[Tensor]]:
         """(the next token of each row, [rows] int64; `token_logprobs` of the rows `draft.batch.logprobs`).
@@ -168,12 +203,13 @@ class Sampler:
             sequences=sequences,
             rows=rows,
             prompt_lens=np.array([seq.prompt_len for seq in sequences]),
-            adjusted=any(p.logit_bias or p.min_tokens or penalises(p) for p in params),
+            adjusted=any(p.logit_bias or p.min_tokens or penalises(p) or p.constraint for p in params),
             bias=self._bias(params),
             least=[
-                (i, p.min_tokens, self._places(i, [*self._eos, *p.stop_token_ids]))
-                for i, p in enumerate(params) if p.min_tokens
+                (i, p.min_tokens, self._places(i, self._ends(p)))
+                for i, p in enumerate(params) if p.min_tokens and p.constraint is None
             ],
+            constrained=[i for i, p in enumerate(params) if p.constraint is not None],
             penalised=penalised,
             penalties=PenaltyRows.of(params, penalised, [rows[i] for i in penalised], self._device)
             if penalised else None,
@@ -198,6 +234,10 @@ class Sampler:
         places = np.concatenate([self._places(i, list(bias)) for i, bias in biased])
         amounts = np.array([amount for _, bias in biased for amount in bias.values()], np.float32)
         return to_device(places, self._device), to_device(amounts, self._device)
+
+    def _ends(self, params: SamplingParams) -> list[int]:
+        """Tokens that min_tokens bans."""
+        return [*self._eos, *params.stop_token_ids]
 
     def _places(self, row: int, tokens: list[int]) -> npt.NDArray[np.int64]:
         """Of the row's tokens in the flat logits."""
@@ -239,4 +279,7 @@ class Sampler:
         if batch.penalties is not None:
             assert draft.penalties is not None
             self._penalties.apply(changed, batch.penalties, draft.penalties)
+        if draft.allowed is not None:
+            assert self._masks is not None
+            self._masks.apply(changed, draft.allowed.result())
         return changed

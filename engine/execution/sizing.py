@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.execution.decode_graphs import CudaCapture
 from engine.execution.profiling import peak_step_bytes
 from engine.execution.runner import ModelRunner, units_for_memory
+from engine.grammars import Grammars
 from engine.models import CausalLM
 from kernels import select
 from options import ConfigError
@@ -28,6 +29,7 @@ GPU_STEP_BYTES = 1 << 30
 """What a step on a GPU is taken to need where it is not measured: in a dry run."""
 GPU_GRAPH_BYTES = 1 << 29
 """Left for recorded decode steps."""
+MASK_THREADS_MAX = 8
 
 
 def sequences_max(config: EngineConfig) -> int:
@@ -87,14 +89,22 @@ def make_runner(
     device: torch.device,
     max_model_len: int,
     eos_token_ids: tuple[int, ...],
+    grammars: Grammars | None = None,
 ) -> ModelRunner:
-    """The runner of this process's model; made alike on every rank."""
+    """The runner of this process's model; made alike on every rank, but for `grammars`: only the leader samples."""
     return ModelRunner(
         model, spec, unit_count, kernels=select(device, config.attention_backend or "auto"), dtype=dtype,
         device=device, max_model_len=max_model_len, eos_token_ids=eos_token_ids, seed=config.seed,
         capture=CudaCapture(device) if device.type == "cuda" and not config.enforce_eager else None,
-        overlap=overlaps(config),
+        overlap=overlaps(config), grammars=grammars, mask_threads=mask_threads(config, device),
     )  # fmt: skip
+
+
+def mask_threads(config: EngineConfig, device: torch.device) -> int:
+    """Threads that make masks: beside a GPU the host has little else to do."""
+    if device.type == "cpu":
+        return config.num_threads
+    return max(config.num_threads, min(MASK_THREADS_MAX, (os.cpu_count() or 1) // 2))
 
 
 def overlaps(config: EngineConfig) -> bool:

@@ -7,11 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
+import signal
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
 from typing import TypeVar
 
+import msgspec
+
 from engine.api.params import ModelLimits
+from engine.grammars import GrammarError, Words, check
+from engine.types import Constraint
 from prompts import RequestError, Tokenizer
 from prompts.apart import Ended, Processes
 
@@ -27,6 +35,16 @@ PROCESSES = 2
 READ_S_MAX = 30.0
 MEMORY_BYTES_MAX = 4 << 30
 """Of a process."""
+GRAMMAR_CHARS_MAX = 1 << 20
+GRAMMAR_CPU_S_MAX = 2
+"""Of the process that checks one."""
+GRAMMAR_S_MAX = 60.0
+"""With the start of that process, on a machine that has much else to do."""
+GRAMMAR_BYTES_MAX = 1 << 30
+GRAMMAR_STACK_BYTES_MAX = 1 << 20
+"""Less than any thread of the core has: what is too deep for that one is too deep here."""
+CHECKED_MAX = 4096
+"""Grammars that are known to be good."""
 
 log = logging.getLogger("engine.server")
 
@@ -40,6 +58,9 @@ class Reader:
         self._limits = limits
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="read")
         self._processes = Processes((_load, (folder, chat_template, limits)), PROCESSES, MEMORY_BYTES_MAX)
+        self._compilers = Processes((_load_words, (folder, limits.vocab_size)), 1, GRAMMAR_BYTES_MAX)
+        self._checked: OrderedDict[bytes, str] = OrderedDict()
+        """Digest of a grammar that is good -> as it is to be compiled."""
 
     async def read(self, work: Work[T], data: bytes) -> T:
         """What `work` makes of a body. Raises RequestError."""
@@ -59,8 +80,36 @@ class Reader:
             log.warning("a body of %d bytes could not be read: %s", len(data), error)
             raise RequestError("the body takes more time or memory to read than it may", param=None) from error
 
+    async def check(self, constraint: Constraint) -> Constraint:
+        """The constraint as the core wants it. Raises RequestError where it cannot be compiled, or not in time."""
+        digest = blake2b(constraint.lark.encode(), digest_size=16).digest()
+        lark = self._checked.get(digest)
+        if lark is None:
+            checking = asyncio.ensure_future(self._check_apart(constraint))
+            checking.add_done_callback(lambda done: done.cancelled() or done.exception())
+            lark = self._checked[digest] = await asyncio.shield(checking)
+            if len(self._checked) > CHECKED_MAX:
+                self._checked.popitem(last=False)
+        self._checked.move_to_end(digest)
+        return msgspec.structs.replace(constraint, lark=lark)
+
+    async def _check_apart(self, constraint: Constraint) -> str:
+        lark, param = constraint.lark, constraint.param
+        if len(lark) > GRAMMAR_CHARS_MAX:
+            raise RequestError(f"{param}: too long, expected at most {GRAMMAR_CHARS_MAX} characters", param=param)
+        try:
+            checked: str = await self._compilers.use(
+                b"", lambda process: process.call(GRAMMAR_S_MAX, _check, lark, param)
+            )
+        except Ended as error:
+            log.warning("a grammar of %d characters could not be compiled: %s", len(lark), error)
+            message = f"{param}: takes more time or memory to compile than it may"
+            raise RequestError(message, param=param) from error
+        return checked
+
     def close(self) -> None:
         self._processes.close()
+        self._compilers.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -69,6 +118,21 @@ class Reader:
 
 def _load(folder: str, chat_template: str | None, limits: ModelLimits) -> tuple[Tokenizer, ModelLimits]:
     return Tokenizer.load(folder, chat_template=chat_template), limits
+
+
+def _load_words(folder: str, vocab_size: int) -> Words:
+    resource.setrlimit(resource.RLIMIT_STACK, (GRAMMAR_STACK_BYTES_MAX, GRAMMAR_STACK_BYTES_MAX))
+    return Words(Tokenizer.load(folder, cache_bytes=0), vocab_size)
+
+
+def _check(words: Words, lark: str, param: str) -> str:
+    signal.setitimer(signal.ITIMER_PROF, GRAMMAR_CPU_S_MAX)  # nobody handles its signal: it ends the process
+    try:
+        return check(words, lark)
+    except GrammarError as error:
+        raise RequestError(f"{param}: {error}", param=param) from error
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _read(loaded: tuple[Tokenizer, ModelLimits], work: Work[T], data: bytes) -> T:

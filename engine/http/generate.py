@@ -26,7 +26,7 @@ from engine.http.apart import Work
 from engine.http.metrics import RequestClock
 from engine.http.state import ServerState, not_running, random_id
 from engine.process.client import EngineDead, OutputStream
-from engine.types import FinishReason, SequenceOutput
+from engine.types import Constraint, FinishReason, SequenceOutput
 from prompts import ChatRequest, RequestError
 
 log = logging.getLogger("engine.server")
@@ -59,7 +59,8 @@ async def _answer(request: web.Request, work: Work[Reading], kind: str) -> web.S
         reading = await state.reader.read(work, data)
         body = reading.body
         state.check_model(body.model)
-        generation = _plan(state, request, reading, kind)
+        constraint = None if reading.constraint is None else await state.reader.check(reading.constraint)
+        generation = _plan(state, request, reading, kind, constraint)
         answer: Answer
         if kind == "msg_":
             answer = MessagesAnswer(generation)
@@ -71,7 +72,9 @@ async def _answer(request: web.Request, work: Work[Reading], kind: str) -> web.S
     return await _serve(state, request, generation, stream, answer)
 
 
-def _plan(state: ServerState, request: web.Request, reading: Reading, kind: str) -> Generation:
+def _plan(
+    state: ServerState, request: web.Request, reading: Reading, kind: str, constraint: Constraint | None
+) -> Generation:
     body = reading.body
     wanted = body.request_id or request.headers.get("X-Request-Id") or ""
     return plan_generation(
@@ -83,6 +86,7 @@ def _plan(state: ServerState, request: web.Request, reading: Reading, kind: str)
         limits=state.limits,
         factory=state.factory,
         plan=reading.plan,
+        constraint=constraint,
     )
 
 

@@ -39,13 +39,13 @@ class TextPart(Struct, tag_field="type", tag="text"):
     text: str
 
 
-class TextFormat(Struct, tag_field="type", tag="text"):
-    pass
-
-
 class FunctionCall(Struct):
     name: str
     arguments: str | UnsetType = UNSET
+
+
+class FunctionName(Struct):
+    name: str
 
 
 class ToolCall(Struct):
@@ -58,6 +58,22 @@ class Message(Struct):
     role: Annotated[str, Meta(min_length=1, examples=["system", "user", "assistant", "tool"])]
     content: str | list[TextPart] | None = None
     tool_calls: list[ToolCall] | None = None
+
+
+class NamedTool(Struct):
+    function: FunctionName
+    type: Literal["function"] = "function"
+
+
+class AllowedTools(Struct):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class ToolChoice(Struct):
+    type: Literal["function", "allowed_tools"] = "function"
+    function: FunctionName | UnsetType = UNSET
+    allowed_tools: AllowedTools | UnsetType = UNSET
 
 
 class Function(Struct):
@@ -84,9 +100,8 @@ _MESSAGES = {"messages": Annotated[list[Message], Meta(min_length=1)], "tools": 
 _COMMON = {
     "best_of": Annotated[None, Meta(description="Accepted where it equals n.")],
     "use_beam_search": Annotated[bool | None, Meta(extra_json_schema={"enum": [False, None]})],
-    "response_format": TextFormat | None,
     **dict.fromkeys(
-        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "allowed_token_ids",
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "allowed_token_ids",
          "bad_words", "logits_processors"),
         None,
     ),
@@ -96,7 +111,7 @@ _CHAT = _narrowed(
     _COMMON
     | _MESSAGES
     | {
-        "tool_choice": Literal["none", "auto", None],
+        "tool_choice": Literal["none", "auto", "required", None] | ToolChoice,
         "chat_template": Annotated[None, Meta(description="Only the server's own, or its --chat-template.")],
         "max_tokens": _Positive | None,
         "max_completion_tokens": _Positive | None,

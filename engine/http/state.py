@@ -50,6 +50,7 @@ class ServerState:
             default_sampling=info.default_sampling,
             calls=calls,
             thought=thought,
+            unconstrained=info.unconstrained,
         )
         self.reader = Reader(tokenizer, self.limits, folder, config.chat_template)
         self.metrics = ServerMetrics()

@@ -9,6 +9,7 @@ from pathlib import Path
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
 from engine.config import EngineConfig
 from engine.core import Executor, Runner
+from engine.grammars import Grammars
 from engine.model_files import locate
 from engine.simulation.runner import Answers, SimulatedRunner
 from engine.simulation.spec import SimulationSpec, read_spec
@@ -38,7 +39,7 @@ def load(config: EngineConfig, folder: Path) -> Executor:
     words, script = some_words(tokenizer), _script(spec, tokenizer)
     runners: list[SimulatedRunner] = []
 
-    def runner(eos_token_ids: tuple[int, ...]) -> Runner:
+    def runner(eos_token_ids: tuple[int, ...], grammars: Grammars | None) -> Runner:
         if not eos_token_ids and (script or spec.answer_tokens):
             raise ConfigError(f"{folder}: the tokenizer names no token that ends an answer")
         answers = Answers(words, eos_token_ids[0] if eos_token_ids else 0, spec.answer_tokens, script)
@@ -65,6 +66,7 @@ def load(config: EngineConfig, folder: Path) -> Executor:
         close=close,
         watch=lambda lost: None,
         lateness=lambda: runners[0].lateness if runners else None,
+        unconstrained="a simulated engine (--simulate) says words that match nothing",
     )
 
 

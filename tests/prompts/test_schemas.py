@@ -200,10 +200,7 @@ def test_what_is_not_json_is_said_with_its_position(data, words):
         ({"best_of": 2}, "best_of"),
         ({"n": 2, "best_of": 3}, "best_of"),
         ({"use_beam_search": True}, "use_beam_search"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.type"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type"),
         ({"guided_json": {}}, "guided_json"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"allowed_token_ids": [1]}, "allowed_token_ids"),
         ({"bad_words": ["x"]}, "bad_words"),
         ({"logits_processors": ["x"]}, "logits_processors"),
@@ -223,8 +220,6 @@ def test_unsupported_by_one_endpoint():
     }
     for fields, param in (
         ({"messages": [USER, image]}, "messages[1].content[1].type"),
-        ({"tools": [{"function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"chat_template": "x"}, "chat_template"),
     ):
         with pytest.raises(RequestError) as raised:

@@ -1,0 +1,206 @@
+"""Which tokens constrained rows may draw next: made on a thread beside the forward, applied before a draw.
+
+Of each constrained sequence in a row (see `Seats`) its matcher is kept, with how much of its answer it has read. A row
+whose answer is not constrained yet (`Constraint.after`), or not at all, costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Rows
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.grammars import GrammarError, Grammars, story
+from engine.types import Constraint, Sequence
+from kernels.transfer import to_device
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+Words = npt.NDArray[np.uint32]
+
+
+@dataclass(slots=True)
+class _Follower:
+    """A matcher and how far it is."""
+
+    constraint: Constraint
+    matcher: LLMatcher | None = None
+    """None: it has not begun."""
+    read: int = 0
+    """Tokens of the answer that it has seen."""
+    failed: str | None = None
+    thinks: bool | None = None
+    """None: its first token will say."""
+
+
+@dataclass(slots=True)
+class Wanted:
+    """What a row's mask is made of, as far as the host knows it when the step is drafted."""
+
+    place: int
+    """Of the row among the logits."""
+    row: int
+    """Of what is kept."""
+    follower: _Follower
+    new: list[int]
+    """Tokens of the answer that the matcher has not seen."""
+    fed: bool
+    """One more comes from the step before."""
+    banned: list[int]
+    """Tokens that min_tokens bans now: what the grammar needs it gets all the same."""
+
+
+@dataclass(slots=True)
+class Allowed:
+    """The masks of a step."""
+
+    places: list[int]
+    """Rows of logits that have one."""
+    bits: Words
+    """[places, words]: a bit for each token, set where it may be drawn."""
+    failed: dict[int, str]
+    """Place -> why its matcher cannot go on; what is drawn there means nothing."""
+
+
+class Masks:
+    """Of all rows. `close` it."""
+
+    def __init__(self, grammars: Grammars, vocab_size: int, device: torch.device, threads: int) -> None:
+        self._grammars = grammars
+        self._vocab_size = vocab_size
+        self._device = device
+        self._threads = threads
+        self._thread = ThreadPoolExecutor(1, "masks")
+        self._executor: LLExecutor | None = None
+        self._followers: dict[int, _Follower] = {}
+
+    def forget(self, rows: Rows[int] | None = None) -> None:
+        """These rows (None: all) belong to others now."""
+        for row in list(self._followers) if rows is None else rows:
+            self._followers.pop(row, None)
+
+    def want(self, place: int, row: int, seq: Sequence, end: int, banned: list[int]) -> Wanted:
+        """What is known of the mask for the token at `end`."""
+        constraint = seq.request.params.constraint
+        assert constraint is not None
+        follower = self._followers.get(row)
+        if follower is None:
+            thinks = False if constraint.after is None else None if constraint.opens is not None else True
+            follower = self._followers[row] = _Follower(constraint, thinks=thinks)
+        known = min(end, len(seq.token_ids))
+        new = seq.token_ids[seq.prompt_len + follower.read : known]
+        follower.read += len(new) + (end - known)
+        return Wanted(place, row, follower, new, known < end, banned)
+
+    def begin(self, wanted: list[Wanted], drawn: Callable[[], Mapping[int, int]]) -> Future[Allowed]:
+        """Make the masks. `drawn`: row -> the token that the step before drew there; it may wait."""
+        return self._thread.submit(self._make, wanted, drawn)
+
+    def apply(self, logits: Tensor, allowed: Allowed) -> None:
+        """Set the logits [rows, vocab] of what may not be drawn to -inf, in place."""
+        if not allowed.places:
+            return
+        packed = allowed.bits.view(np.uint8)
+        if self._device.type == "cpu":
+            bits = torch.from_numpy(np.unpackbits(packed, axis=1, bitorder="little"))
+            for place, free in zip(allowed.places, bits[:, : self._vocab_size].logical_not_().view(torch.bool)):
+                logits[place].masked_fill_(free, float("-inf"))
+            return
+        there = to_device(packed, self._device)
+        bit = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=self._device)
+        barred = ((there[:, :, None] & bit) == 0).flatten(1)[:, : self._vocab_size]
+        places = to_device(np.array(allowed.places, np.int64), self._device)
+        logits.index_copy_(0, places, logits.index_select(0, places).masked_fill_(barred, float("-inf")))
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    # On the thread --------------------------------------------------------------------------------------------------
+
+    def _make(self, wanted: list[Wanted], drawn: Callable[[], Mapping[int, int]]) -> Allowed:
+        tokens: Mapping[int, int] = drawn() if any(one.fed for one in wanted) else {}
+        masked = []
+        for one in wanted:
+            new = [*one.new, tokens[one.row]] if one.fed else one.new
+            if self._read(one.follower, new) or one.banned:
+                masked.append(one)
+        bits = np.full((len(masked), -(-self._grammars.words.count // 32)), 0xFFFFFFFF, np.uint32)
+        self._fill([(one.follower.matcher, at) for at, one in enumerate(masked) if _lives(one.follower)], bits)
+        failed: dict[int, str] = {}
+        for at, one in enumerate(masked):
+            follower = one.follower
+            if follower.failed is None and follower.matcher is not None and follower.matcher.is_error():
+                follower.failed = story(follower.matcher)
+            if follower.failed is not None:
+                failed[one.place] = follower.failed
+                bits[at] = 0xFFFFFFFF
+                continue
+            if one.banned:
+                _ban(bits[at], one.banned)
+            if follower.thinks is None and follower.constraint.opens is not None:
+                _set(bits[at], follower.constraint.opens)
+        return Allowed([one.place for one in masked], bits, failed)
+
+    def _read(self, follower: _Follower, new: list[int]) -> bool:
+        """Advance the matcher over these; whether the row has a mask."""
+        if follower.failed is not None:
+            return True
+        constraint = follower.constraint
+        if follower.thinks is None and new:
+            follower.thinks = constraint.opens is None or new[0] == constraint.opens
+        if follower.thinks:
+            if constraint.after not in new:
+                return False
+            new = new[new.index(constraint.after) + 1 :]
+            follower.thinks = False
+        if follower.matcher is None:
+            try:
+                follower.matcher = self._grammars.matcher(constraint.lark)
+            except GrammarError as error:
+                follower.failed = str(error)
+                return True
+        for token in new:
+            if follower.matcher.is_stopped():
+                break  # whoever ignores the end repeats it
+            if not follower.matcher.consume_token(token):
+                follower.failed = f"the answer so far does not match: {story(follower.matcher)}"
+                break
+        return True
+
+    def _fill(self, matchers: list[Any], bits: Words) -> None:
+        if not matchers:
+            return
+        if len(matchers) == 1 or self._threads == 1:
+            for matcher, at in matchers:
+                matcher.unsafe_compute_mask_ptr(bits[at].ctypes.data, bits[at].nbytes)
+            return
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(self._threads)
+        self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
+
+
+def _lives(follower: _Follower) -> bool:
+    return follower.failed is None and follower.matcher is not None
+
+
+def _set(bits: Words, token: int) -> None:
+    bits[token // 32] |= np.uint32(1 << token % 32)
+
+
+def _ban(bits: Words, tokens: list[int]) -> None:
+    """Take these out, unless nothing is left."""
+    without = bits.copy()
+    for token in tokens:
+        without[token // 32] &= ~np.uint32(1 << token % 32)
+    if without.any():
+        bits[:] = without

@@ -1,0 +1,171 @@
+"""Grammars that answers must match, compiled by llguidance: off the step, bounded, kept for who asks again.
+
+A client's grammar is a program: it may be too large, too slow, or make its compiler crash. So `check` runs first, in a
+process that may die (`engine.http.apart`): it compiles the grammar and walks through it for a while. What has passed is
+compiled once more in the core, on a thread, by `Grammars`. While an answer grows every mask has limits too, and a
+matcher that breaks one fails for good; who asked for it is told. Knows no torch.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from importlib.util import find_spec
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from prompts import Tokenizer
+from prompts.errors import show
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+KEPT_MAX = 256
+KEPT_CHARS_MAX = 16 << 20
+"""Compiled grammars that are kept, and of their texts together; the ones used last."""
+_PLACE = re.compile(r"^at \d+\(\d+\): ")
+"""Where in a grammar that no client has written."""
+WALK_TOKENS = 96
+WALK_S_MAX = 1.0
+"""CPU time of the thread for a walk of so many tokens: a hundred times what a slow schema of the field takes."""
+
+
+def why_not(tokenizer: Tokenizer) -> str | None:
+    """Why no answer can be made to match anything here; None where one can."""
+    if find_spec("llguidance") is None:
+        return "the package `llguidance` is missing on the server: install blockcast[engine]"
+    if not tokenizer.eos_token_ids:
+        return "this model's tokenizer names no token that ends an answer"
+    return None
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be compiled or followed; the message says why, for its client."""
+
+
+class Words:
+    """A model's vocabulary as the compiler wants it: seconds of work and tens of megabytes where it is large."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        """`vocab_size`: the logits of a token."""
+        from llguidance import LLParserLimits, LLTokenizer
+
+        slices = LLTokenizer.json_slices()  # a third of the time of the default ones, for JSON
+        self.count = max(vocab_size, tokenizer.vocab_size)
+        """Bits of a mask."""
+        ends = [token for token in tokenizer.eos_token_ids if token < self.count]
+        self.tokens: LLTokenizer = LLTokenizer(tokenizer.hf.to_str(), n_vocab=self.count, eos_token=ends, slices=slices)
+        self._limits = LLParserLimits(
+            initial_lexer_fuel=500_000,
+            step_lexer_fuel=50_000,
+            step_max_items=10_000,
+            max_items_in_row=1_000,
+            max_lexer_states=50_000,
+            max_grammar_size=200_000,
+            verbose_errors=False,
+        )
+
+    def compile(self, lark: str) -> LLMatcher:
+        """Raises GrammarError."""
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self.tokens, lark, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise GrammarError(story(matcher))
+        return matcher
+
+
+class Grammars:
+    """Of one core. `close` it."""
+
+    def __init__(self, load: Callable[[], Words]) -> None:
+        """`load`: makes the words, on the thread of these."""
+        self._threads = ThreadPoolExecutor(1, "grammar")
+        self._lock = Lock()
+        self._load = load
+        self._compiling: dict[str, Future[LLMatcher]] = {}
+        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._chars = 0
+
+    @cached_property
+    def words(self) -> Words:
+        """Made for the first answer that must match something."""
+        return self._load()
+
+    def prepare(self, lark: str) -> Future[LLMatcher] | None:
+        """None where `matcher` need not compile; else what ends when that is so, with GrammarError where it cannot."""
+        if lark in self._kept:
+            return None
+        if lark not in self._compiling or self._compiling[lark].done():
+            self._compiling = {text: doing for text, doing in self._compiling.items() if not doing.done()}
+            self._compiling[lark] = self._threads.submit(self._compile, lark)
+        return self._compiling[lark]
+
+    def matcher(self, lark: str) -> LLMatcher:
+        """One of its own for an answer that begins. Raises GrammarError."""
+        with self._lock:
+            kept = self._kept.get(lark)
+            if kept is not None:
+                self._kept.move_to_end(lark)
+        if kept is None:  # what was prepared has been pushed out meanwhile
+            kept = self._compile(lark)
+        return kept.deep_copy()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, lark: str) -> LLMatcher:
+        matcher = self.words.compile(lark)
+        matcher.compute_bitmask()  # the first one costs most: now, not in a step
+        with self._lock:
+            if lark not in self._kept:
+                self._kept[lark] = matcher
+                self._chars += len(lark)
+            while len(self._kept) > KEPT_MAX or (self._chars > KEPT_CHARS_MAX and len(self._kept) > 1):
+                self._chars -= len(self._kept.popitem(last=False)[0])
+        return matcher
+
+
+def check(words: Words, text: str) -> str:
+    """The grammar as it is to be compiled. Raises GrammarError for what no answer can be asked to match.
+
+    May crash, or take long: see above. A grammar in GBNF becomes one in Lark.
+    """
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        lark = any_to_lark(text)
+    except Exception as error:
+        raise GrammarError(f"not a grammar in GBNF: {error}") from error
+    matcher = words.compile(lark)
+    rng = random.Random(0)
+    begin_s = time.thread_time()
+    for _ in range(WALK_TOKENS):
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            raise GrammarError(story(matcher))
+        if time.thread_time() - begin_s > WALK_S_MAX:
+            raise GrammarError(f"too slow to follow: {WALK_TOKENS} tokens take more than {WALK_S_MAX:g} s")
+        if matcher.is_stopped():
+            break
+        matcher.consume_token(_drawn(mask, rng))
+    return lark
+
+
+def story(matcher: LLMatcher) -> str:
+    """What is wrong with it, in a line."""
+    lines = [line.strip() for line in matcher.get_error().splitlines() if line.strip()]
+    return show(_PLACE.sub("", lines[0]) if lines else "unknown error").strip('"')
+
+
+def _drawn(mask: bytes, rng: random.Random) -> int:
+    """A token that the mask, a bit each, allows."""
+    begin = rng.randrange(len(mask))
+    turned = mask[begin:] + mask[:begin]
+    at = (begin + len(turned) - len(turned.lstrip(b"\0"))) % len(mask)
+    return 8 * at + rng.choice([bit for bit in range(8) if mask[at] >> bit & 1])

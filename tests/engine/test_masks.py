@@ -1,0 +1,375 @@
+"""What constrained rows may draw: as the grammar says, in whatever company, however the answer came about."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher
+
+from engine import LLM, SamplingParams
+from engine.execution.masks import Masks
+from engine.execution.sampler import Sampler
+from engine.grammars import GrammarError, Grammars, Words, check
+from engine.tiny.model import PRESETS, cached_model
+from engine.types import Constraint, Request, Sequence
+from prompts import Tokenizer
+
+CPU = torch.device("cpu")
+TOKENIZER = Tokenizer.load(cached_model(PRESETS["tiny"]), cache_bytes=0)
+EOS = TOKENIZER.eos_token_ids[0]
+ENDS = set(TOKENIZER.eos_token_ids)
+VOCAB = TOKENIZER.vocab_size + 40
+"""Models have logits that no token belongs to."""
+WORDS = Words(TOKENIZER, VOCAB)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "kind": {"enum": ["cat", "dog", None]},
+        "ages": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+        "id": {"type": "string", "pattern": "^[a-f0-9]{4}$"},
+    },
+    "required": ["name", "kind", "ages"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_pattern": " "},
+}
+LARKS = {
+    "json": f"start: %json {json.dumps(SCHEMA)}",
+    "any json": 'start: %json {"type": "object"}',
+    "regex": "start: /[a-z]{1,3}(-[0-9]+)*/",
+    "choice": 'start: "yes" | "no" | "yesterday"',
+    "tags": f'start: free <[{TOKENIZER.token_to_id("<tool_call>")}]> "x"+ free\nfree: /(?s:.*)/',
+}
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[Grammars]:
+    made = Grammars(lambda: WORDS)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def masks(grammars: Grammars) -> Iterator[Masks]:
+    made = Masks(grammars, VOCAB, CPU, threads=1)
+    yield made
+    made.close()
+
+
+def sequence(lark: str | None, answer: list[int] | None = None, name: str = "s", **params: Any) -> Sequence:
+    thought = {key: params.pop(key) for key in ("opens", "after") if key in params}
+    constraint = None if lark is None else Constraint(lark, "structured_outputs.grammar", **thought)
+    prompt = [1, 2, 3]
+    request = Request(request_id=name, token_ids=prompt, params=SamplingParams(constraint=constraint, **params))
+    return Sequence(request, [*prompt, *(answer or [])], len(prompt), 0.0)
+
+
+def walk(lark: str, seed: int, length: int) -> list[int]:
+    """A beginning of an answer, drawn."""
+    matcher, rng, found = WORDS.compile(lark), random.Random(seed), list[int]()
+    while len(found) < length and not matcher.is_stopped():
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        token = rng.choice([int(i) for i in bits.nonzero()[0] if i not in ENDS] or [EOS])
+        assert matcher.consume_token(token)
+        found.append(token)
+    return found
+
+
+def allowed(masks: Masks, seq: Sequence, row: int = 0, banned: list[int] | None = None) -> set[int]:
+    """The tokens that are left of a row of logits."""
+    logits = torch.zeros(1, VOCAB)
+    wanted = [masks.want(0, row, seq, len(seq.token_ids), banned or [])]
+    masks.apply(logits, masks.begin(wanted, dict).result())
+    return set(logits[0].isfinite().nonzero()[:, 0].tolist())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(sorted(LARKS)), seed=st.integers(0, 10**6), length=st.integers(0, 25), more=st.integers(0, 4)
+)
+def test_what_is_left_is_what_the_matcher_takes(name: str, seed: int, length: int, more: int) -> None:
+    """Also for a row that has read a part before. Nothing is forced here: else only a text's usual tokens are left."""
+    lark = '%llguidance {"no_forcing": true}\n' + LARKS[name]
+    answer = walk(lark, seed, length + more)
+    grammars = Grammars(lambda: WORDS)
+    masks = Masks(grammars, VOCAB, CPU, threads=1)
+    try:
+        seq = sequence(lark, answer[:length])
+        for seen in (length, len(answer)):
+            seq.token_ids = [1, 2, 3, *answer[:seen]]
+            matcher = WORDS.compile(lark)
+            assert matcher.consume_tokens(answer[:seen])
+            takes = {token for token in range(VOCAB) if matcher.validate_tokens([token])}
+            takes |= ENDS if matcher.is_accepting() else set()
+            assert allowed(masks, seq) == takes
+    finally:
+        masks.close()
+        grammars.close()
+
+
+def test_the_end_is_allowed_only_where_the_answer_is_whole_and_then_again_and_again(masks: Masks) -> None:
+    yes = TOKENIZER.encode("yes")
+    assert not ENDS & allowed(masks, sequence(LARKS["choice"]), row=0)
+    assert allowed(masks, sequence(LARKS["choice"], yes), row=1) >= ENDS
+    assert allowed(masks, sequence(LARKS["choice"], TOKENIZER.encode("no")), row=2) == ENDS
+    assert allowed(masks, sequence(LARKS["choice"], [*yes, EOS]), row=3) == ENDS
+    assert allowed(masks, sequence(LARKS["choice"], [*yes, EOS, EOS]), row=4) == ENDS
+
+
+def test_min_tokens_bans_the_end_unless_nothing_else_is_left(masks: Masks) -> None:
+    yes = TOKENIZER.encode("yes")
+    assert not ENDS & allowed(masks, sequence(LARKS["choice"], yes), row=0, banned=list(ENDS))
+    assert allowed(masks, sequence(LARKS["choice"], TOKENIZER.encode("no")), row=1, banned=list(ENDS)) == ENDS
+
+
+def test_a_thought_is_free(masks: Masks) -> None:
+    end = TOKENIZER.token_to_id("</think>")
+    assert end is not None
+    seq = sequence(LARKS["choice"], TOKENIZER.encode("I think"), after=end)
+    assert allowed(masks, seq) == set(range(VOCAB))
+    assert allowed(masks, seq, banned=list(ENDS)) == set(range(VOCAB)) - ENDS
+    seq.token_ids += [end]
+    first = allowed(masks, seq)
+    assert first
+    assert first < set(range(VOCAB))
+    seq.token_ids += TOKENIZER.encode("no")
+    assert allowed(masks, seq) == ENDS
+    again = sequence(LARKS["choice"], seq.token_ids[3:], after=end)
+    assert allowed(masks, again, row=1) == ENDS
+
+
+def test_a_thought_need_not_come(masks: Masks) -> None:
+    begin, end = (TOKENIZER.token_to_id(mark) for mark in ("<think>", "</think>"))
+    assert begin is not None
+    first = allowed(masks, sequence(LARKS["choice"]), row=9)
+    assert begin not in first
+    seq = sequence(LARKS["choice"], opens=begin, after=end)
+    assert allowed(masks, seq) == first | {begin}
+    seq.token_ids += TOKENIZER.encode("no")
+    assert allowed(masks, seq) == ENDS
+    seq = sequence(LARKS["choice"], [begin], opens=begin, after=end)
+    assert allowed(masks, seq, row=1) == set(range(VOCAB))
+    seq.token_ids += [5, 6, end or 0]
+    assert allowed(masks, seq, row=1) == first
+
+
+def test_an_answer_that_cannot_go_on_says_why_and_leaves_the_others_alone(masks: Masks) -> None:
+    wrong = sequence(LARKS["choice"], TOKENIZER.encode("maybe"))
+    right = sequence(LARKS["choice"])
+    wanted = [masks.want(0, 0, wrong, len(wrong.token_ids), []), masks.want(1, 1, right, 3, [])]
+    found = masks.begin(wanted, dict).result()
+    assert list(found.failed) == [0]
+    assert "does not match" in found.failed[0]
+    logits = torch.zeros(2, VOCAB)
+    masks.apply(logits, found)
+    assert 0 < int(logits[1].isfinite().sum()) < VOCAB
+
+
+def test_several_threads_make_the_same_masks(grammars: Grammars) -> None:
+    one, many = (Masks(grammars, VOCAB, CPU, threads=threads) for threads in (1, 3))
+    rows = [sequence(lark, walk(lark, seed, 7)) for seed, lark in enumerate([*LARKS.values()] * 3)]
+    bits = []
+    for masks in (one, many):
+        wanted = [masks.want(i, i, seq, len(seq.token_ids), []) for i, seq in enumerate(rows)]
+        bits.append(masks.begin(wanted, dict).result().bits)
+        masks.close()
+    assert (bits[0] == bits[1]).all()
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6), constrained=st.lists(st.booleans(), min_size=4, max_size=4))
+def test_free_neighbours_draw_what_they_draw_without(seed: int, constrained: list[bool]) -> None:
+    grammars = Grammars(lambda: WORDS)
+    masks = Masks(grammars, VOCAB, CPU, threads=1)
+    params: list[dict[str, Any]] = [
+        {"temperature": 0.0}, {"temperature": 0.8, "seed": 1}, {"temperature": 1.0, "top_p": 0.9, "seed": 2},
+        {"temperature": 0.7, "seed": 3, "repetition_penalty": 1.2, "logit_bias": {7: 2.0}, "min_tokens": 3},
+    ]  # fmt: skip
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    before = logits.clone()
+    drawn = []
+    try:
+        for some in (False, True):
+            sampler = Sampler(VOCAB, CPU, (EOS,), 0, masks=masks)
+            rows = [
+                sequence(LARKS["json"] if some and constrained[i] else None, name=str(i), **params[i]) for i in range(4)
+            ]
+            draft = sampler.draft(rows, [3] * 4, [0, 1, 2, 3], 4)
+            sampler.begin(draft, dict)
+            drawn.append(sampler.sample(logits, draft)[0].tolist())
+            sampler.forget()
+    finally:
+        masks.close()
+        grammars.close()
+    assert torch.equal(logits, before)
+    for i in range(4):
+        assert constrained[i] or drawn[0][i] == drawn[1][i]
+        assert not constrained[i] or TOKENIZER.decode([drawn[1][i]]).startswith("{")
+
+
+def test_greedy_constrained_rows_take_the_likeliest_of_what_is_allowed_and_logprobs_are_the_models(
+    masks: Masks,
+) -> None:
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+    seq = sequence(LARKS["choice"], temperature=0.0, logprobs=1)
+    left = allowed(masks, seq)
+    masks.forget()
+    sampler = Sampler(VOCAB, CPU, (EOS,), 0, masks=masks)
+    draft = sampler.draft([seq], [3], [0], 1)
+    sampler.begin(draft, dict)
+    tokens, logprobs = sampler.sample(logits, draft)
+    assert int(tokens[0]) == max(left, key=lambda token: float(logits[0, token]))
+    assert float(logprobs[1][0]) == pytest.approx(float(logits.log_softmax(-1)[0, int(tokens[0])]), abs=1e-5)
+
+
+# In an engine ---------------------------------------------------------------------------------------------------------
+
+
+def answers(requests: list[Request], **settings: Any) -> tuple[dict[str, list[int]], dict[str, str | None], LLM]:
+    """Tokens and errors of requests that come together."""
+    with LLM(max_model_len=512, **settings) as llm:
+        core = llm._core
+        for request in requests:
+            core.add(request, 0.0)
+        tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+        errors: dict[str, str | None] = {}
+        while core.has_work:
+            for output in core.step(0.0):
+                tokens[output.request_id] += output.token_ids
+                if output.finish_reason is not None:
+                    errors[output.request_id] = output.error
+            core.check_invariants()
+        return tokens, errors, llm
+
+
+def requests(count: int = 10, **more: Any) -> list[Request]:
+    """Constrained ones and free ones; all of them end."""
+    prompt = TOKENIZER.encode("Tell me, in JSON, of a pet and of whatever else comes to your mind.")
+    made = []
+    for i in range(count):
+        constraint = Constraint(LARKS["json"], "response_format") if i % 2 else None
+        params = SamplingParams(
+            temperature=i % 3 / 2, seed=i, max_tokens=300 if constraint else 60, constraint=constraint, **more
+        )
+        made.append(Request(request_id=str(i), token_ids=prompt[: 3 + i], params=params))
+    return made
+
+
+def assert_valid(tokens: dict[str, list[int]]) -> None:
+    for name, ids in tokens.items():
+        if int(name) % 2:
+            assert ids[-1] in ENDS, name
+            jsonschema.validate(json.loads(TOKENIZER.decode(ids)), SCHEMA)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_constrained_answers_parse_beside_free_ones(overlap: bool) -> None:
+    tokens, errors, _ = answers(requests(), num_gpu_blocks_override=200, overlap=overlap)
+    assert set(errors.values()) == {None}
+    assert_valid(tokens)
+
+
+def test_preempted_answers_parse() -> None:
+    tokens, errors, llm = answers(requests(), num_gpu_blocks_override=20)
+    assert llm._core.stats().preemptions > 0
+    assert set(errors.values()) == {None}
+    assert_valid(tokens)
+
+
+def test_an_answer_goes_on_where_another_engine_left_it() -> None:
+    (request,) = requests(2)[1:]
+    prompt, params = request.token_ids, request.params
+    whole = answers([request], num_gpu_blocks_override=64)[0]["1"]
+    for cut in (1, len(whole) // 2, len(whole) - 1):
+        later = Request(request_id="1", token_ids=[*prompt, *whole[:cut]], params=params, answered=cut)
+        rest = answers([later], num_gpu_blocks_override=64)[0]["1"]
+        assert_valid({"1": whole[:cut] + rest})
+
+
+def test_an_answer_that_was_begun_otherwise_ends_with_an_error() -> None:
+    right, wrong = requests(4)[1::2]
+    wrong = Request(
+        request_id="3", token_ids=[*wrong.token_ids, *TOKENIZER.encode("No")], params=wrong.params, answered=1
+    )
+    tokens, errors, _ = answers([right, wrong], num_gpu_blocks_override=64)
+    assert errors["1"] is None
+    assert "does not match" in (errors["3"] or "")
+    assert tokens["3"] == []
+    assert_valid({"1": tokens["1"]})
+
+
+def test_a_grammar_that_does_not_compile_ends_its_request_only() -> None:
+    bad = requests(2)[1]
+    bad = Request(
+        request_id="bad", token_ids=bad.token_ids, params=SamplingParams(constraint=Constraint("start: (", "x"))
+    )
+    tokens, errors, _ = answers([bad, *requests(2)], num_gpu_blocks_override=64)
+    assert errors.pop("bad")
+    assert set(errors.values()) == {None}
+    assert tokens.pop("bad") == []
+    assert_valid(tokens)
+
+
+def test_a_request_that_waits_for_its_grammar_can_be_aborted() -> None:
+    with LLM(max_model_len=512, num_gpu_blocks_override=64) as llm:
+        request = requests(2)[1]
+        llm._core.add(request, 0.0)
+        assert llm._core.has_work
+        assert llm._core.stats().waiting == 1
+        (output,) = llm._core.abort(["1"])
+        assert output.finish_reason == "abort"
+        assert not llm._core.has_work
+
+
+# Grammars -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_grammar_is_compiled_once_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.grammars.KEPT_MAX", 2)
+    compiled: list[str] = []
+
+    class Counting(Words):
+        def compile(self, lark: str) -> LLMatcher:
+            compiled.append(lark)
+            return WORDS.compile(lark)
+
+    grammars = Grammars(partial(Counting, TOKENIZER, VOCAB))
+    texts = [f'start: "{i}"' for i in range(3)]
+    for text in [*texts, *texts[1:], texts[1]]:
+        if (compiling := grammars.prepare(text)) is not None:
+            compiling.result()
+    assert compiled == texts
+    assert grammars.prepare(texts[1]) is None
+    assert grammars.prepare(texts[0]) is not None
+    grammars.matcher(texts[2])  # whether it is kept or not
+    grammars.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("start: /(/", "regex"),
+        ('start: %json {"not": {}}', "not"),
+        ('start: %json {"enum": []}', "nsatisfiable"),
+        ('start: %json {"$ref": "#"}', "."),
+        ("root ::= (", "GBNF"),
+    ],
+)  # fmt: skip
+def test_what_no_answer_can_be_asked_to_match(text: str, says: str) -> None:
+    with pytest.raises(GrammarError, match=says):
+        check(WORDS, text)
+
+
+def test_gbnf_becomes_lark() -> None:
+    assert "::=" not in check(WORDS, 'root ::= "a" [0-9]+')
+    assert check(WORDS, 'start: "::="') == 'start: "::="'
