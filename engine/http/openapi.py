@@ -70,7 +70,7 @@ class AllowedTools(Struct):
     tools: list[NamedTool]
 
 
-class ToolChoice(Struct):
+class ChatToolChoice(Struct):
     type: Literal["function", "allowed_tools"] = "function"
     function: FunctionName | UnsetType = UNSET
     allowed_tools: AllowedTools | UnsetType = UNSET
@@ -111,7 +111,7 @@ _CHAT = _narrowed(
     _COMMON
     | _MESSAGES
     | {
-        "tool_choice": Literal["none", "auto", "required", None] | ToolChoice,
+        "tool_choice": Literal["none", "auto", "required", None] | ChatToolChoice,
         "chat_template": Annotated[None, Meta(description="Only the server's own, or its --chat-template.")],
         "max_tokens": _Positive | None,
         "max_completion_tokens": _Positive | None,
@@ -124,7 +124,7 @@ _COMPLETION = _narrowed(
 _TEXT_BLOCK = Literal["text", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking"]
 _BLOCK = _narrowed(Block, {"type": _TEXT_BLOCK, "content": str | list[TextPart] | None, "tool": None, "source": None})
 _TURN = msgspec.defstruct("Turn", [("role", Role), ("content", str | list[_BLOCK])])  # type: ignore[valid-type]
-_CHOICE = msgspec.defstruct("ToolChoice", [("type", Literal["auto", "none"])])
+_CHOICE = msgspec.defstruct("ChatToolChoice", [("type", Literal["auto", "none"])])
 _MESSAGES_FIELDS: dict[str, Any] = {
     "messages": Annotated[list[_TURN], Meta(min_length=1)],  # type: ignore[valid-type]
     "tool_choice": _CHOICE | None,
