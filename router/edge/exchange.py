@@ -214,6 +214,10 @@ class Exchange:
         if self._paused:
             connection.pause_reading()
 
+    @property
+    def in_turns(self) -> bool:
+        return self._head is None or self._head.chunked
+
     def upstream_data(self, data: bytes) -> None:
         """Bytes from the worker."""
         prefix = b""

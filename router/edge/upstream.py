@@ -18,6 +18,8 @@ from router.http.response import HeadParser
 
 JOIN_BYTES_MAX = 64 * 1024
 """Up to this size a copy is cheaper than a vectored write."""
+TURN_BYTES = 64 * 1024
+"""Of one read that is handed over before others get their turn, where a byte may cost much: chunks of a byte or two."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +61,10 @@ class UpstreamUser(Protocol):
 
     def crash(self, error: Exception) -> None: ...
 
+    @property
+    def in_turns(self) -> bool:
+        """Long reads are handed over in parts, between the turns of others."""
+
     def upstream_lost(self, reason: str) -> None:
         """The connection ended; the user no longer holds it."""
 
@@ -66,7 +72,7 @@ class UpstreamUser(Protocol):
 class UpstreamConnection(asyncio.Protocol):
     """One TCP connection to a worker. Its callbacks are a boundary: what raises behind one ends its user's request."""
 
-    __slots__ = ("_pool", "_socket", "heads", "idle_since_s", "target", "transport", "user", "uses")
+    __slots__ = ("_paused", "_pool", "_rest", "_socket", "heads", "idle_since_s", "target", "transport", "user", "uses")
 
     def __init__(self, pool: UpstreamPool, target: Endpoint) -> None:
         self._pool = pool
@@ -78,6 +84,10 @@ class UpstreamConnection(asyncio.Protocol):
         self.uses = 0
         """Requests sent over it: a connection that breaks on its second use may just have timed out idle."""
         self._socket = -1
+        self._rest = b""
+        """Of a long read; meanwhile nothing more is read."""
+        self._paused = False
+        """By the user."""
         self.idle_since_s = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -92,14 +102,32 @@ class UpstreamConnection(asyncio.Protocol):
             self.close()  # a worker speaks only when asked: what comes now could be taken for the next answer
             return
         try:
+            if len(data) > TURN_BYTES and user.in_turns and self.transport is not None:
+                self._rest = data[TURN_BYTES:]
+                self.transport.pause_reading()
+                asyncio.get_running_loop().call_soon(self._next_turn)
+                data = data[:TURN_BYTES]
             user.upstream_data(data)
         except Exception as error:  # noqa: BLE001  a boundary
             user.crash(error)
+
+    def _next_turn(self) -> None:
+        data = self._rest
+        if not data or self._paused:
+            return
+        self._rest = b""
+        self.data_received(data)
+        if not self._rest and not self._paused:
+            self.resume_reading()
 
     def eof_received(self) -> bool:
         return False
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        rest, self._rest = self._rest, b""
+        if rest and self.user is not None:
+            self.transport = None  # so that it is handed over at once
+            self.data_received(rest)
         self.transport = None
         self._pool.forget(self)
         user, self.user = self.user, None
@@ -120,20 +148,32 @@ class UpstreamConnection(asyncio.Protocol):
             self.transport.writelines((head, *body))
 
     def plain_socket(self) -> int:
-        """Its number, for reading past the connection; -1 where it is encrypted or closing."""
-        return -1 if self.transport is None or self.transport.is_closing() else self._socket
+        """Its number, for reading past the connection; -1 where it is encrypted or closing, or more was read."""
+        return -1 if self._rest or self.transport is None or self.transport.is_closing() else self._socket
+
+    @property
+    def has_more(self) -> bool:
+        """More was read than its user was given."""
+        return bool(self._rest)
 
     def pause_reading(self) -> None:
+        self._paused = True
         if self.transport is not None and not self.transport.is_closing():
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        if self.transport is not None and not self.transport.is_closing():
+        self._paused = False
+        if self.transport is None or self.transport.is_closing():
+            return
+        if self._rest:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+        else:
             self.transport.resume_reading()
 
     def close(self) -> None:
         """Give up the connection, and with it whatever the worker is still computing for it."""
         self.user = None
+        self._rest = b""
         if self.transport is not None:
             self.transport.abort()
 
@@ -197,6 +237,9 @@ class UpstreamPool:
         connection.user = None
         transport = connection.transport
         if transport is None or transport.is_closing():
+            return
+        if connection.has_more:
+            connection.close()
             return
         idle = self._idle.setdefault(connection.target, [])
         if len(idle) >= self._idle_max:

@@ -19,7 +19,7 @@ from router.decide.core import RouterCore
 from router.edge.exchange import Exchange
 from router.edge.progress import Progress
 from router.edge.proxy import Proxy
-from router.edge.upstream import UpstreamConnection, UpstreamPool
+from router.edge.upstream import TURN_BYTES, Endpoint, UpstreamConnection, UpstreamPool
 from router.http.connection import ClientConnection
 
 CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
@@ -342,3 +342,127 @@ def test_deep_nesting_is_an_answer(edge: Any, make_post: Any, tmp_path: Path, na
         assert not edge.metrics.crashes
 
     edge.run(scenario())
+
+
+# Turns of long reads --------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Whoever a connection reads for: what it gets, and what else ran between."""
+
+    def __init__(self, in_turns: bool = True) -> None:
+        self.in_turns = in_turns
+        self.got: list[bytes] = []
+        self.events: list[str] = []
+
+    def upstream_data(self, data: bytes) -> None:
+        self.got.append(data)
+        self.events.append("data")
+
+    def upstream_lost(self, reason: str) -> None:
+        self.events.append("lost")
+
+    def crash(self, error: Exception) -> None:
+        raise error
+
+
+class Transport:
+    def __init__(self) -> None:
+        self.reads, self.aborted = True, False
+
+    def get_extra_info(self, _: str) -> None:
+        return None
+
+    def is_closing(self) -> bool:
+        return self.aborted
+
+    def pause_reading(self) -> None:
+        self.reads = False
+
+    def resume_reading(self) -> None:
+        self.reads = True
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+LONG = bytes(range(256)) * (4 * TURN_BYTES // 256) + b"end"
+
+
+def reading(scenario: Any, **how: Any) -> None:
+    async def run() -> None:
+        pool = UpstreamPool()
+        reader, transport = Reader(**how), Transport()
+        connection = UpstreamConnection(pool, Endpoint.parse("http://127.0.0.1:1"))
+        connection.connection_made(transport)  # type: ignore[arg-type]
+        connection.user = reader
+        await scenario(pool, connection, reader, transport)
+
+    asyncio.run(run())
+
+
+def test_a_long_read_leaves_turns_to_others() -> None:
+    async def scenario(pool: Any, connection: Any, reader: Any, transport: Any) -> None:
+        connection.data_received(LONG)
+        assert not transport.reads
+        while not transport.reads:
+            reader.events.append("others")
+            await asyncio.sleep(0)
+        assert b"".join(reader.got) == LONG
+        assert max(map(len, reader.got)) == TURN_BYTES
+        assert reader.events[:9] == ["data", "others"] * 4 + ["data"]
+
+    reading(scenario)
+
+
+def test_what_costs_little_is_not_cut() -> None:
+    async def scenario(pool: Any, connection: Any, reader: Any, transport: Any) -> None:
+        connection.data_received(LONG)
+        assert (reader.got, transport.reads) == ([LONG], True)
+
+    reading(scenario, in_turns=False)
+
+
+def test_a_client_that_is_slow_in_the_middle_of_a_long_read_loses_nothing() -> None:
+    async def scenario(pool: Any, connection: Any, reader: Any, transport: Any) -> None:
+        connection.data_received(LONG)
+        connection.pause_reading()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert (len(reader.got), transport.reads) == (1, False)
+        connection.resume_reading()
+        assert not transport.reads
+        while not transport.reads:
+            await asyncio.sleep(0)
+        assert b"".join(reader.got) == LONG
+
+    reading(scenario)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_worker_that_leaves_in_the_middle_of_a_long_read_is_heard_to_the_end(paused: bool) -> None:
+    async def scenario(pool: Any, connection: Any, reader: Any, transport: Any) -> None:
+        connection.data_received(LONG)
+        if paused:
+            connection.pause_reading()
+        connection.connection_lost(None)
+        assert b"".join(reader.got) == LONG
+        assert reader.events == ["data", "data", "lost"]
+        await asyncio.sleep(0)
+        assert len(reader.got) == 2
+
+    reading(scenario)
+
+
+def test_what_was_read_beyond_an_answer_is_nobodys() -> None:
+    """The connection is not used again: the next one who asks would get it."""
+
+    async def scenario(pool: Any, connection: Any, reader: Any, transport: Any) -> None:
+        connection.data_received(LONG)
+        pool.release(connection, 0.0)
+        assert transport.aborted
+        assert pool.take(connection.target) is None
+        await asyncio.sleep(0)
+        assert len(reader.got) == 1
+
+    reading(scenario)
