@@ -124,7 +124,7 @@ _COMPLETION = _narrowed(
 _TEXT_BLOCK = Literal["text", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking"]
 _BLOCK = _narrowed(Block, {"type": _TEXT_BLOCK, "content": str | list[TextPart] | None, "tool": None, "source": None})
 _TURN = msgspec.defstruct("Turn", [("role", Role), ("content", str | list[_BLOCK])])  # type: ignore[valid-type]
-_CHOICE = msgspec.defstruct("ChatToolChoice", [("type", Literal["auto", "none"])])
+_CHOICE = msgspec.defstruct("ToolChoice", [("type", Literal["auto", "none"])])
 _MESSAGES_FIELDS: dict[str, Any] = {
     "messages": Annotated[list[_TURN], Meta(min_length=1)],  # type: ignore[valid-type]
     "tool_choice": _CHOICE | None,
