@@ -14,6 +14,11 @@ costs. Figures are then relative to an oracle that knows the engines' state and 
 
     benchmarks/routing.py --workload chat --system-prompts 1 --system-tokens 1000 --output-tokens 1000 --rate 20
 
+`--grid` plays a fixed sample of many such settings and says where ours is not the best. A file named by --json is added
+to: what is in it is not played again, but for policies that are named.
+
+    benchmarks/routing.py --grid --sample 60 --jobs 2 --json grid.json
+
 Traces: Mooncake's FAST25 release (github.com/kvcache-ai/Mooncake) and kv-cache-tester's agent sessions
 (github.com/callanjfox/kv-cache-tester), plain or gzipped. Without --trace, generated tool-use traffic is played.
 The service model is assumed, not measured: see --help for its parameters and docs/routing.md for what it leaves out.
@@ -22,6 +27,7 @@ The service model is assumed, not measured: see --help for its parameters and do
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import sys
@@ -32,6 +38,7 @@ from typing import Any
 
 import _path  # noqa: F401
 from harness.figures import in_words, machine, markdown, write_json
+from routing_sim import grid
 from routing_sim.engine import EngineLimits
 from routing_sim.runs import (
     BOUNDS,
@@ -84,6 +91,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for name, value in asdict(StepTimes()).items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=type(value), default=value, help=f"service model (default {value})")
+    parser.add_argument("--grid", action="store_true", help="settings in which decoding costs; see routing_sim/grid.py")
+    parser.add_argument("--sample", type=int, help="so many of the grid's settings (default: all)")
     parser.add_argument("--workload", choices=["traces", "chat"], default="traces")
     chats = parser.add_argument_group("--workload chat")
     chats.add_argument("--system-prompts", type=int, default=1, help="how many, all asked equally often")
@@ -118,6 +127,9 @@ def _floats(text: str) -> list[float]:
 def main(argv: list[str] | None = None) -> None:
     """Calibrate, run the grid, print, write."""
     arguments = parse_arguments(argv)
+    if arguments.grid:
+        run_grid(arguments)
+        return
     service = StepTimes(**{name: getattr(arguments, name) for name in asdict(StepTimes())})
     talks = arguments.workload == "chat"
     options = Options(
@@ -201,6 +213,45 @@ def run_chat(arguments: argparse.Namespace, options: Options) -> dict[str, Any]:
         "settings": [{"workers": s.workers, **asdict(shape), "policies": as_json(scores[s])} for s in settings],
         "options": {**asdict(options), "workload": workload.note},
     }
+
+
+def run_grid(arguments: argparse.Namespace) -> None:
+    """What the file does not have yet of the grid, and the named policies anew; a line for each setting, then the sum."""
+    started, host = time.time(), machine()
+    print(in_words(host))
+    known: dict[str, dict[str, Any]] = {}
+    if arguments.json is not None and arguments.json.exists():
+        known = json.loads(arguments.json.read_text())["settings"]
+    done: dict[str, dict[str, Any]] = {}
+    work = []
+    for point in grid.points(arguments.sample):
+        kept = {name: row for name, row in known.get(str(point), {}).items() if name not in (arguments.policy or ())}
+        missing = [name for name in [*CHAT_POLICIES, grid.BASE] if name not in kept]
+        if missing:
+            work.append((point, kept, missing, arguments.seed))
+        else:
+            done[str(point)] = kept
+    count = len(work) + len(done)
+    print(f"{count} settings, {len(done)} known")
+    with multiprocessing.get_context("fork").Pool(arguments.jobs) as pool:
+        for name, policies, seconds in pool.imap_unordered(_play, work):
+            done[name] = policies
+            ratios = grid.verdict(policies)["ratios"].items()
+            found = ", ".join(f"{key} {value:.3f} ({who})" for key, (value, who) in ratios)
+            print(f"{len(done)}/{count} {name}: over the best {found}; {seconds:.0f} s", flush=True)
+            document = {**grid.summary(done), "settings": {**known, **done}, "seed": arguments.seed, "machine": host}
+            write_json(arguments.json, document)
+    report = grid.summary(done)
+    print(markdown(report.pop("relative"), {key: (key, "{:.3f}") for key in grid.FIGURES}, "policy"))
+    print("\n".join(f"{key}: {json.dumps(value)}" for key, value in report.items()))
+    print(f"{time.time() - started:.0f} s")
+
+
+def _play(work: tuple[grid.Point, dict[str, Any], list[str], int]) -> tuple[str, dict[str, Any], float]:
+    point, kept, missing, seed = work
+    started = time.time()
+    played = {**kept, **grid.play(point, missing, seed)}
+    return str(point), {name: played[name] for name in [*CHAT_POLICIES, grid.BASE]}, time.time() - started
 
 
 def as_json(scores: dict[str, Score]) -> dict[str, dict[str, Any]]:

@@ -41,9 +41,9 @@ class BlockScaled:
         keys = self._inner.chunk_keys(token_ids, scope, max(chunk_tokens // self._block, 1))
         return [key for key in keys for _ in range(max(self._block // chunk_tokens, 1))]  # a block of several chunks
 
-    def match(self, token_ids: Tokens, scope: Scope) -> list[Match]:
+    def match(self, token_ids: Tokens, scope: Scope, *few: Any) -> list[Match]:
         found = []
-        for m in self._inner.match(token_ids, scope):
+        for m in self._inner.match(token_ids, scope, *few):
             tokens, gpu, pinned = (count * self._block for count in (m.tokens, m.gpu_tokens, m.pinned_tokens))
             found.append(Match(m.holder, tokens, gpu, (gpu, 0, 0, 0), pinned))
         return found

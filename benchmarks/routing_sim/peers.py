@@ -83,6 +83,13 @@ class LeastRequests(Residency):
         return argmin(self.in_flight, self.rng)
 
 
+class PowerOfTwo(Residency):
+    """The fewer requests in flight of two workers drawn at random (Mitzenmacher 2001)."""
+
+    def choose(self, request: SimRequest, now: float) -> int:
+        return min(self.rng.sample(range(self.count), 2), key=self.in_flight.__getitem__)
+
+
 class LongestPrefix(Residency):
     """Exact longest cached prefix, no load term; ties to the fewest requests."""
 

@@ -88,6 +88,7 @@ Factory = Callable[[Options], Router]
 POLICIES: dict[str, Factory] = {
     "round_robin": lambda o: peers.RoundRobin(),
     "least_requests": lambda o: peers.LeastRequests(o.seed),
+    "power_of_two": lambda o: peers.PowerOfTwo(o.seed),
     "longest_prefix": lambda o: peers.LongestPrefix(o.seed),
     "bounded_hash": lambda o: peers.BoundedHash(),
     "session_sticky": lambda o: peers.SessionSticky(o.seed),
@@ -103,7 +104,9 @@ EXTRA: dict[str, Factory] = {
     "blockcast_told": lambda o: Ours(CoreConfig(), seed=o.seed, told=True),
 }
 """Run only where asked for: what knows the lengths of the answers; `blockcast` with the true constants told."""
-CHAT_POLICIES = ["round_robin", "least_requests", "sglang_tree", "dynamo_w1", "dynamo_w16", "llm_d", "blockcast"]
+CHAT_POLICIES = [
+    *("round_robin", "least_requests", "power_of_two", "sglang_tree", "dynamo_w1", "dynamo_w16", "llm_d", "blockcast")
+]
 """What is compared where decoding costs."""
 BOUNDS = ("INF", "POOL")
 

@@ -23,6 +23,8 @@ from router.index.protocol import HolderId, Match, PinId, PrefixIndex, Prompt, S
 
 HOT_RUNNING = 2
 """So many running requests with one beginning make it hot."""
+HOT_S = 10.0
+"""A copy of it is good for so long at least."""
 CHUNK_TOKENS = 64
 """Histories are kept in chunks of so many tokens."""
 
@@ -64,6 +66,8 @@ class CacheBook:
         """Of live requests: the chunks of their prompts."""
         self._running_chunks: dict[int, int] = {}
         """How many of them have each."""
+        self._copies: dict[int, int] = {}
+        """On how many targets they run."""
         self._grace: deque[tuple[float, HolderId, PinId]] = deque()
         """(release, ...) of ended requests, in the order of release."""
 
@@ -179,20 +183,25 @@ class CacheBook:
     def _hold(self, target: Target, keys: Sequence[int], more: int) -> None:
         """One request more (or less: -1) runs there with these chunks; what several have is in memory once."""
         _count(self._running_chunks, keys, more)
-        shared = self._chunk_tokens * _count(target.held_chunks, keys, more)
+        shared = self._chunk_tokens * _count(target.held_chunks, keys, more, self._copies)
         target.shared_tokens += shared
         target.room_tokens += shared
 
-    def hot(self, prompt: AskedPrompt) -> tuple[int, float]:
-        """(tokens of its beginning that HOT_RUNNING or more running requests have too, n / (n + 1) where n have it):
-        what is computed of that serves those who come next too, so that is the part that is not laid to this one."""
-        tokens, share = 0, 0.0
+    def hot(self, prompt: AskedPrompt, life_s: float) -> tuple[int, float]:
+        """(tokens of its beginning that HOT_RUNNING or more running requests have too, k / (k + 1)): what one target
+        more computes of that serves k others too, so that is the part that is not laid to this one. Where n run for
+        `life_s` each, n / life_s come in a second (Little's law); those of HOT_S, or of a life, are shared among the m
+        targets on which they run and the one more."""
+        tokens, last = 0, None
         for key in prompt.keys(self._chunk_tokens):
-            count = self._running_chunks.get(key, 0)
-            if count < HOT_RUNNING:
+            if self._running_chunks.get(key, 0) < HOT_RUNNING:
                 break
-            tokens, share = tokens + self._chunk_tokens, count / (count + 1)
-        return tokens, share
+            tokens, last = tokens + self._chunk_tokens, key
+        if last is None:
+            return 0, 0.0
+        coming = self._running_chunks[last] * max(1.0, HOT_S / life_s)
+        users = coming / (1 + self._copies[last])
+        return tokens, users / (users + 1.0)
 
     def memory_seconds(self, prompt: AskedPrompt, target: Target, needed_tokens: float) -> float:
         """How long such a request would wait for room in the KV memory, or make others wait that are preempted for it:
@@ -222,18 +231,23 @@ class CacheBook:
             beside = sum(count - 1 for count in target.held_chunks.values())
             assert target.shared_tokens == self._chunk_tokens * beside
         assert self._running_chunks == Counter(key for _, keys in self._running.values() for key in keys)
+        holders = {target.name: target for target, _ in self._running.values()}.values()
+        assert self._copies == Counter(key for target in holders for key in target.held_chunks)
         self.working_sets.check_invariants()
 
 
-def _count(chunks: dict[int, int], keys: Sequence[int], more: int) -> int:
-    """Add one of each, or take one away (`more` -1); how many more (or, negative, less) are there beside another."""
-    beside = 0
+def _count(chunks: dict[int, int], keys: Sequence[int], more: int, copies: dict[int, int] | None = None) -> int:
+    """Add one of each, or take one away (`more` -1); how many more (or, negative, less) are there beside another. Where
+    it is the first, or was the last, that is one more (or less) of the `copies`."""
+    beside, ends = 0, 1 if more > 0 else 0
     for key in keys:
         count = chunks[key] = chunks.get(key, 0) + more
         if not count:
             del chunks[key]
         elif count > 1 or more < 0:
             beside += more
+        if count == ends and copies is not None:
+            _count(copies, (key,), more)
     return beside
 
 

@@ -152,7 +152,8 @@ class Chooser:
             pool=pool,
         )
         if prompt is not None:
-            cost.hot_tokens, cost.hot_share = self._book.hot(prompt)
+            life_s = expected_tokens * sum(target.step_now_s for target in targets) / len(targets)
+            cost.hot_tokens, cost.hot_share = self._book.hot(prompt, life_s)
             needed = prompt.tokens + 0.5 * expected_tokens
             for i in [i for i, target in enumerate(targets) if target.room_tokens < needed]:
                 cost.memory[i] = self._book.memory_seconds(prompt, targets[i], needed)

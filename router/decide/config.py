@@ -54,7 +54,6 @@ class LearnConfig:
 
     enabled: Annotated[bool, "Learn how fast each worker is."] = True
     half_life: Annotated[Positive, "First tokens after which an observation weighs half."] = 300.0
-    prior_weight: Annotated[NotNegative, "What the rest of the pool is like counts as so many observations."] = 8.0
     err_low: Annotated[float, Meta(gt=0, le=1), "The prefill rate used is this part of the estimate."] = 0.9
     """Half of the true rate costs 2 %, twice it 9 %."""
 

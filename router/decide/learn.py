@@ -7,7 +7,7 @@ The time between two first tokens of a busy worker is modelled as
 u: uncached prompt tokens; q: sum of L^2 - h^2; s: engine steps (uncached / step budget, at least one); z: what running
 decodes add to s steps by the prior's constants. Each term is scaled by its prior, so the unknowns are four ratios that
 are 1 on a worker which is exactly as assumed. They are found by least squares with exponential forgetting, ridge terms
-that tie the first to the pool's and the lesser three to the first (a worker of half speed is slower in everything),
+that tie the first to the prior's and the lesser three to the first (a worker of half speed is slower in everything),
 lower bounds, and weights that trust a fast observation more than a slow one: an interval can be long for reasons that
 are not the worker's speed.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from router.decide.config import LearnConfig, ServiceModel
 
@@ -27,15 +27,19 @@ _SHARE_MIN = 0.1
 """No ratio is less than this part of the typical one: some prefill rate and some step time there must be."""
 _POOL_MEMORY = 8.0
 """The pool's half-life, in those of a worker."""
-_JUDGED_AFTER = 12
+_MEMBER_RECENT, _JUDGED_AFTER = 41, 20
+"""Intervals of a worker that its factor is the median of, at most and at least."""
 _DIFFERENT, _ALIKE = math.log(1.25), math.log(1.12)
 """A worker leaves the pool's model beyond the first factor and returns to it below the second."""
+_FADES_AFTER, _PROBES = 64, 3
+"""After so many of the pool's observations for each of its workers without one of its own, a worker is like the pool
+again until so many tell otherwise."""
 _FASTER_MAX = 3.0
 """A worker is not taken to be more times as fast as its pool."""
 _REFRESH = math.log(1.02)
 """The pool's model in use is renewed when it is off by more."""
-_ALONE_WEIGHT = 0.3
-"""Observations that the prior counts as where there is no pool to be pulled to: it may be off by any factor."""
+_PRIOR_WEIGHT = 0.3
+"""Observations that the prior counts as: it may be off by any factor."""
 _RECENT = 15
 """Intervals, relative to what the model expected, whose median is what outliers are measured from."""
 
@@ -63,6 +67,8 @@ class Lesson:
 
     features: Ratios
     elapsed_s: float
+    expected_s: float
+    """What had been expected."""
     weight: float
     number: int
 
@@ -73,21 +79,13 @@ class SpeedEstimate:
     def __init__(self, prior: ServiceModel, config: LearnConfig) -> None:
         self._prior = prior
         self._config = config
-        self._centre: Ratios = (1.0, 1.0, 1.0, 1.0)
         self._keep = 0.5 ** (1.0 / config.half_life)
         self._a = [[0.0] * 4 for _ in range(4)]
         self._b = [0.0] * 4
         self._recent: deque[float] = deque(maxlen=_RECENT)
-        self._pull = _ALONE_WEIGHT
         self._typical_ratio = 1.0
         self.ratios = [1.0] * 4
         self.observations = 0
-
-    def recentre(self, centre: Ratios, *, firmly: bool) -> None:
-        """What the pool is like: where this worker is pulled to while little is known of it. Not `firmly`: it is known
-        to be different."""
-        self._centre = centre
-        self._pull = self._config.prior_weight if firmly else _ALONE_WEIGHT
 
     def observe(self, seen: Observation) -> Lesson | None:
         """Take in one interval and solve again: about 30 us. What it returns can be given to `revise`."""
@@ -96,7 +94,7 @@ class SpeedEstimate:
         if not self._config.enabled or seen.elapsed_s <= 0.0 or expected_prior <= 0.0:
             return None
         self.observations += 1
-        expected = sum(r * f for r, f in zip(self.ratios, features))
+        known = expected = sum(r * f for r, f in zip(self.ratios, features))
         self._recent.append(seen.elapsed_s / expected)
         # Outliers are judged against what is usual lately, not against a model that may still be far off.
         typical = sorted(self._recent)[len(self._recent) // 2]
@@ -114,7 +112,7 @@ class SpeedEstimate:
         weight = trust / (scale * scale)
         self._add(features, seen.elapsed_s, weight, keep=self._keep)
         self._solve()
-        return Lesson(features, seen.elapsed_s, weight, self.observations)
+        return Lesson(features, seen.elapsed_s, known, weight, self.observations)
 
     def revise(self, lesson: Lesson, seen: Observation) -> None:
         """The interval's work was other than was thought: put the truth in the lesson's place, faded as much."""
@@ -162,17 +160,16 @@ class SpeedEstimate:
         """The ridge problem's normal equations, solved exactly; what falls below its bound is fixed there."""
         # An observation adds about half of 1 / ratio^2 to the diagonal, so that strengths count observations.
         unit = 0.5 / self._typical_ratio**2
-        centre = self._centre
         matrix = [row[:] for row in self._a]
         right = self._b[:]
-        matrix[0][0] += unit * self._pull
-        right[0] += unit * self._pull * centre[0]
-        for j in range(1, 4):  # strength * (ratio_j - shape * ratio_0)^2
-            strength, shape = unit * _COUPLING[j], centre[j] / centre[0]
+        matrix[0][0] += unit * _PRIOR_WEIGHT
+        right[0] += unit * _PRIOR_WEIGHT
+        for j in range(1, 4):  # strength * (ratio_j - ratio_0)^2
+            strength = unit * _COUPLING[j]
             matrix[j][j] += strength
-            matrix[0][0] += strength * shape * shape
-            matrix[0][j] -= strength * shape
-            matrix[j][0] -= strength * shape
+            matrix[0][0] += strength
+            matrix[0][j] -= strength
+            matrix[j][0] -= strength
         floor = [max(_RATIO_MIN, _SHARE_MIN * self._typical_ratio)] * 4
         fixed: dict[int, float] = {}
         while True:
@@ -187,84 +184,106 @@ class SpeedEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Taught:
-    """What one interval taught the pool and the worker it was seen on."""
+    """What one interval taught the pool, and the factor of the worker it was seen on."""
 
-    in_pool: Lesson | None
-    own: SpeedEstimate
-    in_own: Lesson | None
+    lesson: Lesson
+    factor: float
+
+
+@dataclass(slots=True)
+class _Member:
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_MEMBER_RECENT))
+    """Of its last intervals: how many times as long as by the pool's model."""
+    factor: float = 1.0
+    """So many times as long as the pool it is taken to need for everything."""
+    observations: int = 0
+    heard: int = 0
+    """The pool's count of observations when one was its."""
 
 
 class PoolSpeeds:
     """The speeds of the workers that serve one model.
 
-    All intervals go into one estimate for the pool; each worker has one of its own, pulled to the pool's. A worker is
-    taken to be like the pool until its own estimate differs clearly: the price compares workers, with prefill weighed
-    up under load, so a few per cent of noise between equal workers would send everything to the luckiest.
+    All intervals go into one estimate for the pool. A worker is taken to be like the pool until the median of its own
+    intervals differs clearly, and then to be slower or faster in everything by that factor: one number can be told from
+    noise where four cannot, and the price compares workers, so a few per cent of noise between equal ones would send
+    everything to the luckiest. Who is thought slow gets little and shows little: what was known of him fades.
     """
 
     def __init__(self, prior: ServiceModel, config: LearnConfig) -> None:
-        self._prior = prior
-        self._config = config
         self._pool = SpeedEstimate(prior, replace(config, half_life=config.half_life * _POOL_MEMORY))
         self._pool_model = self._pool.model()
-        self._members: dict[str, SpeedEstimate] = {}
-        self._different: set[str] = set()
+        self._members: dict[str, _Member] = {}
+        self._turns: deque[str] = deque()
 
     def join(self, name: str) -> None:
         """A worker has come; it is like the pool until it shows otherwise."""
-        self._members[name] = SpeedEstimate(self._prior, self._config)
+        self.leave(name)
+        self._members[name] = _Member(heard=self._pool.observations)
+        self._turns.append(name)
 
     def leave(self, name: str) -> None:
         """A worker has gone."""
-        self._members.pop(name, None)
-        self._different.discard(name)
+        if self._members.pop(name, None) is not None:
+            self._turns.remove(name)
 
     def model(self, name: str) -> ServiceModel:
-        """What to predict this worker with: its own speed where that is clearly another, but never much better than the
-        pool's, or one that counts wrongly would be sent everything."""
-        if name not in self._different:
-            return self._pool_model
-        own, pool = self._members[name].model(), self._pool_model
+        """What to predict this worker with."""
+        factor, pool = self._members[name].factor, self._pool_model
+        if factor == 1.0:
+            return pool
         names = ("prefill_s_per_token", "step_s", "decode_request_s", "decode_context_s")
-        return replace(own, **{name: max(getattr(own, name), getattr(pool, name) / _FASTER_MAX) for name in names})
+        return replace(pool, **{name: factor * getattr(pool, name) for name in names})
 
     def observations(self, name: str) -> int:
         """Intervals seen of this worker."""
         return self._members[name].observations
 
-    def observe(self, name: str, seen: Observation) -> tuple[list[str], Taught]:
+    def observe(self, name: str, seen: Observation) -> tuple[list[str], Taught | None]:
         """Take in one interval of one worker; (those whose model changed, what to give to `correct`)."""
-        own = self._members[name]
-        in_pool = self._pool.observe(seen)
-        a, b, o, k = self._pool.ratios
-        own.recentre((a, b, o, k), firmly=name not in self._different)
-        taught = Taught(in_pool, own, own.observe(seen))
-        return self._judge(name), taught
+        member = self._members[name]
+        lesson = self._pool.observe(replace(seen, elapsed_s=seen.elapsed_s / member.factor))
+        if lesson is None:
+            return [], None
+        member.observations += 1
+        member.heard = self._pool.observations
+        member.recent.append(seen.elapsed_s / lesson.expected_s)
+        taught = Taught(lesson, member.factor)
+        changed = self._renewed()
+        changed |= {name for name in (name, self._next()) if self._judge(self._members[name])}
+        return sorted(changed), taught
 
-    def correct(self, name: str, taught: Taught, seen: Observation) -> list[str]:
+    def correct(self, taught: Taught, seen: Observation) -> list[str]:
         """An interval turned out to be of other work than was thought; returns those whose model changed."""
-        if taught.in_pool is not None:
-            self._pool.revise(taught.in_pool, seen)
-        if taught.in_own is not None and self._members.get(name) is taught.own:
-            taught.own.revise(taught.in_own, seen)
-        return self._judge(name) if name in self._members else []
+        self._pool.revise(taught.lesson, replace(seen, elapsed_s=seen.elapsed_s / taught.factor))
+        return sorted(self._renewed())
 
-    def _judge(self, name: str) -> list[str]:
-        own = self._members[name]
-        changed = set()
-        apart = abs(math.log(_reference_s(own.model()) / _reference_s(self._pool.model())))
-        was_different = name in self._different
-        if own.observations >= _JUDGED_AFTER and apart > (_ALIKE if was_different else _DIFFERENT):
-            self._different.add(name)
-            changed.add(name)
-        elif was_different:
-            self._different.discard(name)
-            changed.add(name)
+    def _next(self) -> str:
+        """Each in turn is looked at, also who is not heard of."""
+        self._turns.rotate(-1)
+        return self._turns[0]
+
+    def _judge(self, member: _Member) -> bool:
+        """Whether its factor changed."""
+        recent, before = member.recent, member.factor
+        if before != 1.0 and self._pool.observations - member.heard > _FADES_AFTER * len(self._members):
+            while len(recent) > _JUDGED_AFTER - _PROBES:
+                recent.popleft()
+        member.factor = 1.0
+        if len(recent) >= _JUDGED_AFTER:
+            apart = sorted(recent)[len(recent) // 2]
+            if abs(math.log(apart)) > (_DIFFERENT if before == 1.0 else _ALIKE):
+                apart = max(apart, 1.0 / _FASTER_MAX)
+                member.factor = before if abs(math.log(apart / before)) < _REFRESH else apart
+        return member.factor != before
+
+    def _renewed(self) -> set[str]:
+        """Put the pool's latest model to use where it is another; all of them then."""
         latest = self._pool.model()
-        if abs(math.log(_reference_s(latest) / _reference_s(self._pool_model))) > _REFRESH:
-            self._pool_model = latest
-            changed.update(self._members.keys() - self._different)
-        return sorted(changed)
+        if abs(math.log(_reference_s(latest) / _reference_s(self._pool_model))) <= _REFRESH:
+            return set()
+        self._pool_model = latest
+        return set(self._members)
 
 
 def _reference_s(model: ServiceModel) -> float:

@@ -114,6 +114,9 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     """The rest of the answer there, and what it costs the answers beside it; counts `decode_weight` times."""
     hot_s: float = 0.0
     """The part of `prefill_s` that is laid to others who run now and begin alike: the price is without it."""
+    stall_s: float = 0.0
+    """For how long those who decode there stand still, all together, while this request's share of what several begin
+    with is computed once more; counts `decode_weight` times."""
 
 
 class Decision(msgspec.Struct):

@@ -56,8 +56,8 @@ class KvCost:
     seconds that will be computed again for want of room there, or None where there is room everywhere; `memory[i]` the
     wait for KV memory, where there is one; `held_s` seconds
     of prefill that the router holds in all: they wait like what the targets were sent; `hot_tokens` is the beginning
-    that `hot_share` / (1 - `hot_share`) running requests have in common with this one; `pool`: what the targets are the
-    shortlist of.
+    that running requests have in common with this one, `hot_share` the part of its prefill that is laid to others;
+    `pool`: what the targets are the shortlist of.
     """
 
     def __init__(
@@ -123,8 +123,11 @@ class KvCost:
         # The formula of `terms`, written out: see above.
         for i, (target, hit, wait) in enumerate(zip(self.targets, self.cached, self.waits)):
             prefill = target.prefill_rate * (length - hit) + target.quadratic_rate * (square - hit * hit)
+            stall = 0.0
             if hit < hot:
-                prefill -= hot_share * target.prefill_seconds(hot, hit)
+                part = target.prefill_seconds(hot, hit)
+                prefill -= hot_share * part
+                stall = decode_weight * (1.0 - hot_share) * part * target.sharers
             cost = weight * prefill + wait
             if ahead is not None:
                 cost += ahead[i]
@@ -142,7 +145,7 @@ class KvCost:
                         shared *= 2.0 * left / (left + expected)
                     decode_s += shared * (target.sharing_s + sharers * context_s)
                 cost += decode_weight * decode_s
-            cost += target.seat_s
+            cost += target.seat_s + stall
             if memory:
                 cost += memory.get(i, 0.0)
             if loads is not None:
@@ -169,12 +172,13 @@ class KvCost:
             decoding += target.peer.decode_requests
         load_s = self.loads[i] if self.loads is not None else 0.0
         crowding_s = self.crowding[i] if self.crowding is not None else 0.0
-        hot_s = self.hot_share * target.prefill_seconds(self.hot_tokens, hit) if hit < self.hot_tokens else 0.0
+        part = target.prefill_seconds(self.hot_tokens, hit) if hit < self.hot_tokens else 0.0
+        hot_s, stall_s = self.hot_share * part, (1.0 - self.hot_share) * part * target.sharers
         cost = target.slow * (waiting + held + (1.0 + self.beta) * (prefill - hot_s))
         cost += config.utilisation_weight * utilisation + load_s + crowding_s
         seat_s, memory_s = target.seat_s, self.memory.get(i, 0.0)
         decode_s = target.decode_seconds(self.prompt_tokens, self.expected_tokens)
-        cost += seat_s + memory_s + config.decode_weight * decode_s
+        cost += seat_s + memory_s + config.decode_weight * (decode_s + stall_s)
         return Terms(
             worker=target.name,
             cached_tokens=hit,
@@ -193,6 +197,7 @@ class KvCost:
             memory_s=memory_s,
             decode_s=decode_s,
             hot_s=hot_s,
+            stall_s=stall_s,
             ttft_s=target.slow * (waiting + held + prefill) + seat_s + memory_s + load_s,
             cost=cost,
         )

@@ -14,6 +14,7 @@ Where the index says who is unbeaten; here is only the order. Refuses to know re
 from __future__ import annotations
 
 import bisect
+from array import array
 from collections.abc import Sequence
 
 from router.decide.config import CostConfig
@@ -44,7 +45,7 @@ class LoadOrder:
         """Place all anew: as at first, or after the scale of utilisation changed."""
         self._moved: set[HolderId] = set()
         self._order = sorted((self._key(target, factor), holder) for holder, target in self.targets.items())
-        self.holders = [holder for _, holder in self._order]
+        self.holders = array("Q", [holder for _, holder in self._order])
         self._keys = {holder: key for key, holder in self._order}
         self._parts = {holder: _parts(target) for holder, target in self.targets.items()}
         self.work, self.arrivals, self.peers = (sum(column) for column in zip(*self._parts.values()))
@@ -83,7 +84,7 @@ class LoadOrder:
     def _key(self, target: Target, factor: float) -> float:
         """Seconds."""
         prefill_s = target.prefill_seconds(TYPICAL_TOKENS, 0)
-        key = target.slow * (target.waiting_s - target.progress_max_s + prefill_s) + target.seat_s
+        key = target.slow * (target.waiting_s - 0.5 * target.progress_max_s + prefill_s) + target.seat_s
         key += self._config.utilisation_weight * target.utilisation_scaled * factor
         if target.peer is not None:
             key += self._config.utilisation_weight * target.peer.utilisation
@@ -94,7 +95,7 @@ class LoadOrder:
     def check_invariants(self) -> None:
         """The order is sorted and whole, the sums are what they sum."""
         assert self._order == sorted((key, holder) for holder, key in self._keys.items())
-        assert self.holders == [holder for _, holder in self._order]
+        assert list(self.holders) == [holder for _, holder in self._order]
         for total, column in zip((self.work, self.arrivals, self.peers), zip(*self._parts.values())):
             assert abs(total - sum(column)) <= 1e-6 * (1.0 + sum(column))
 

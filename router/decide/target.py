@@ -299,6 +299,8 @@ class Interval:
     decode_requests: float
     decode_context: float
     usable: bool
+    steps_before: float = 0.0
+    """Who comes while others decode waits for half a step, on average, before its own."""
     taught: Taught | None = None
     """What was learned from it, once it was."""
 
@@ -308,7 +310,7 @@ class Interval:
             elapsed_s=self.end_s - self.start_s,
             uncached_tokens=self.uncached_tokens,
             quadratic=self.quadratic,
-            steps=max(1.0, self.uncached_tokens / step_tokens),
+            steps=max(1.0, self.uncached_tokens / step_tokens) + self.steps_before,
             decode_requests=self.decode_requests,
             decode_context=self.decode_context,
         )

@@ -279,6 +279,7 @@ class LoadTracker:
             return
         self.learn_pending(target)
         since = target.head_since_s if target.peer is None else max(target.head_since_s, target.peer.head_since_s)
+        joined = target.decode_requests > 0 and flight.routed_s > since
         flight.interval = target.open_interval = Interval(
             start_s=max(since, flight.routed_s),
             end_s=now,
@@ -287,6 +288,7 @@ class LoadTracker:
             decode_requests=target.decode_requests,
             decode_context=target.context_tokens,
             usable=oldest and alone,
+            steps_before=0.5 if joined else 0.0,
         )
 
     def answered(self, request_id: str, reported_tokens: int | None, now: float) -> int:
@@ -329,7 +331,7 @@ class LoadTracker:
         target = flight.target
         if interval.taught is not None and self.targets.get(target.name) is target:
             seen = interval.seen(target.service.step_tokens)
-            self._renew(target, target.speeds.correct(target.name, interval.taught, seen))
+            self._renew(target, target.speeds.correct(interval.taught, seen))
             interval.taught = None  # a lesson is corrected once; steps of several corrected requests are rare
 
     def _renew(self, target: Target, names: list[str]) -> None:

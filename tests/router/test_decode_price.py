@@ -98,12 +98,19 @@ def test_what_has_ended_is_not_hot() -> None:
     core = pool(2)
     prompt = core.book.ask([7] * 3000, SCOPE, 3000)
     for name in "abc":
-        assert core.book.hot(prompt) == ((0, 0.0) if name in "ab" else (2816, 2 / 3))
-        send(core, RouteRequest(name, "m", SCOPE, [7] * 3000, 3000), 0.0)
+        assert core.book.hot(prompt, 10.0) == ((0, 0.0) if name in "ab" else (2816, 1 / 2)), (
+            "two on one: one on each of two"
+        )
+        send(core, RouteRequest(name, "m", SCOPE, [7] * 3000, 3000, worker="w0"), 0.0)
+    send(core, RouteRequest("d", "m", SCOPE, [7] * 3000, 3000, worker="w1"), 0.0)
+    assert core.book.hot(prompt, 10.0) == (2816, (4 / 3) / (4 / 3 + 1))
+    assert core.book.hot(prompt, 1.0) == (2816, (40 / 3) / (40 / 3 + 1)), "ten times as many come while a copy is good"
+    core.check_invariants()
+    core.aborted("d", 0.5)
     core.failed("a", FailureKind.OVERLOADED, 1.0)
     core.aborted("a", 1.0)
     core.finished("b", None, 1.0)
-    assert core.book.hot(prompt) == (0, 0.0)
+    assert core.book.hot(prompt, 10.0) == (0, 0.0)
     core.check_invariants()
 
 

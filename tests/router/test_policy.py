@@ -114,6 +114,17 @@ def test_a_hot_beginning_is_laid_to_all_who_share_it() -> None:
     assert terms.prefill_s == pytest.approx(whole)
     assert terms.cost == pytest.approx(targets[1].slow * (1 + cost.beta) * (whole - 0.75 * part))
     assert terms.ttft_s == pytest.approx(targets[1].slow * whole), "it takes its time all the same"
+    assert (cost.terms(0, 0).stall_s, terms.stall_s) == (0.0, 0.0), "nobody is there to stand still"
+    for name in "xyz":
+        tracker.route(name, targets[1], prompt_tokens=1, cached_tokens=0, stream=True, now=0.0)
+    cost = price(tracker, targets, [1024, 500], 2000, 0.0)
+    cost.hot_tokens, cost.hot_share = 1024, 3 / 4
+    stalled = cost.terms(1, 0)
+    assert stalled.stall_s == pytest.approx(0.25 * part * 3)
+    without = price(tracker, targets, [1024, 500], 2000, 0.0)
+    without.hot_tokens, without.hot_share = 1024, 1.0
+    hot_s = targets[1].slow * (1 + cost.beta) * 0.25 * part
+    assert stalled.cost - without.terms(1, 0).cost == pytest.approx(hot_s + 0.2 * stalled.stall_s)
 
 
 def test_all_seats_taken_is_a_wait() -> None:

@@ -23,7 +23,7 @@ from router.decide.config import CoreConfig
 def sim() -> Any:
     folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
     sys.path.append(folder)  # last: benchmarks/ has files named like modules of the standard library
-    names = ("workload", "engine", "cluster", "peers", "ours", "runs")
+    names = ("workload", "engine", "cluster", "peers", "ours", "runs", "grid")
     yield SimpleNamespace(**{name: importlib.import_module(f"routing_sim.{name}") for name in names})
     sys.path.remove(folder)
 
@@ -305,3 +305,42 @@ def test_a_new_worker_gets_its_share_of_new_sessions_and_nobody_waits_longer(sim
     means = [sum(windows[i]) / len(windows[i]) for i in sorted(windows)]
     before = max(means[1 : int(joins_s // 30)])
     assert max(means[int(joins_s // 30) :]) <= before, means
+
+
+def test_the_grid_draws_the_same_settings_and_loads_them_as_they_say(sim: Any) -> None:
+    points = sim.grid.points(60)
+    assert points == sim.grid.points(60)
+    assert len(set(points)) == 60
+    assert points[:6] == sim.grid.HEAD
+    assert {p.workers for p in points[6:]} == {4, 8, 16, 64}
+    every = sim.grid.points(None)
+    assert len(every) == 6 + 4 * 3 * 4 * 4 * 4
+    for point in every[6:]:
+        rate, running = point.busy()
+        times, each = sim.grid.SERVICE, running / point.workers
+        context = point.system_tokens + point.own_tokens + point.output_tokens
+        step = times.decode_s(each, each * context)
+        own = rate / point.workers * times.prefill_s(point.own_tokens, 0)
+        assert rate * point.output_tokens * step <= running * (1.0 - own) * 1.001, "steps keep up with what comes"
+        shape, skip = point.chat()
+        assert shape.count - skip >= 1500
+        assert shape.rate == rate
+
+
+def test_the_grid_says_where_ours_is_not_the_best(sim: Any) -> None:
+    def row(ttft: float, tpot: float, e2e: float) -> dict[str, float]:
+        return {"ttft_mean": ttft, "ttft_p99": 2.0, "tpot_mean": tpot, "tpot_p99": 2.0, "e2e": e2e, "seat_waits_vain": 0}
+
+    others = {name: row(2.0, 2.0, 8.0) for name in sim.runs.CHAT_POLICIES}
+    good = {**others, "blockcast": row(1.0, 1.0, 4.0), "oracle": row(0.5, 1.0, 4.0)}
+    bad = {**others, "blockcast": row(3.0, 2.2, 8.4), "oracle": row(1.0, 1.0, 4.0), "llm_d": row(2.0, 2.5, 8.0)}
+    said = sim.grid.summary({"good": good, "bad": bad})
+    assert list(said["e2e_not_within"]) == ["bad"]
+    assert said["e2e_not_within"]["bad"][0] == pytest.approx(1.05)
+    assert sorted(said["better_in_both"]["bad"]) == sorted(set(others) - {"blockcast", "llm_d"})
+    assert "good" not in said["better_in_both"]
+    assert (said["worst"][0], said["worst"][2:]) == (1.5, ("ttft_mean", "bad"))
+    assert set(said["over_worst"]) == {"bad"}
+    assert said["over_worst"]["bad"]["ttft_mean"][0] == 1.5
+    assert said["relative"]["blockcast"]["ttft_mean"] == pytest.approx((2.0 * 3.0) ** 0.5)
+    assert said["relative"]["oracle"]["e2e"] == 1.0

@@ -230,3 +230,46 @@ def test_equal_workers_get_one_model_and_a_different_one_its_own() -> None:
     for _ in range(600):
         speeds.observe("w0", observation(rng, ServiceModel(), noise=0.15))
     assert speeds.model("w0") == speeds.model("w1"), "it was repaired"
+
+
+def test_who_is_thought_slow_and_not_asked_is_like_the_others_again() -> None:
+    """Else a worker that was slow once, or unlucky, would never get the requests that show what it can do."""
+    rng = random.Random(11)
+    speeds = PoolSpeeds(ServiceModel(), LearnConfig())
+    names = [f"w{i}" for i in range(4)]
+    for name in names:
+        speeds.join(name)
+    slow = ServiceModel(prefill_s_per_token=3e-4, step_s=0.036, decode_request_s=1.5e-4, decode_context_s=7.5e-8)
+    for _ in range(40):
+        for name in names:
+            speeds.observe(name, observation(rng, slow if name == "w0" else ServiceModel(), noise=0.1))
+    assert speeds.model("w0").step_s > 2 * speeds.model("w1").step_s
+    rounds = 0
+    while speeds.model("w0") != speeds.model("w1"):
+        rounds += 1
+        assert rounds < 200, "it never faded"
+        for name in names[1:]:
+            speeds.observe(name, observation(rng, ServiceModel(), noise=0.1))
+    for _ in range(4):  # and a few requests are enough to know it again
+        speeds.observe("w0", observation(rng, slow, noise=0.1))
+    assert speeds.model("w0").step_s > 2 * speeds.model("w1").step_s
+
+
+def test_equal_workers_are_not_told_apart_by_when_their_requests_come() -> None:
+    """Short prompts between decoding steps: the wait for the step that runs is no worker's slowness."""
+    tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
+    targets = [tracker.add_target(f"w{i}", None, HolderId(i)) for i in range(8)]
+    truth, rng, now = ServiceModel(step_s=0.01, decode_request_s=2e-5), random.Random(12), 0.0
+    for i in range(4000):
+        target = targets[i % 8]
+        now += 0.004
+        tracker.route(f"r{i}", target, prompt_tokens=1050, cached_tokens=1000, stream=True, now=now)
+        step = truth.step_s + truth.decode_request_s * target.decode_requests
+        wait = rng.random() * step if target.decode_requests else 0.0
+        own = 50 * truth.prefill_s_per_token * (1 + 1025 / truth.quadratic_tokens)
+        tracker.first_token(f"r{i}", now + wait + step + own)
+        if i >= 80:
+            tracker.end(f"r{i - 80}", now + 0.03)
+    services = {target.service for target in targets}
+    assert len(services) == 1, services
+    assert targets[0].service.step_s == pytest.approx(truth.step_s, rel=0.15)

@@ -49,6 +49,7 @@ void Index::remove_holder(u64 id) {
     }
     holder->leave();
     const auto model = models_.find(holder->model->name);
+    model->second->place(holder, true);
     auto& holders = model->second->holders;
     holders.erase(std::remove(holders.begin(), holders.end(), holder), holders.end());
     const bool last = holders.empty();
@@ -61,11 +62,13 @@ void Index::clear(u64 holder) {
     const std::unique_lock lock(mutex_);
     get(holder)->clear();
     move_pins(*get(holder));
+    place(get(holder));
 }
 
 void Index::declare_groups(u64 holder, const std::vector<Group>& groups) {
     const std::unique_lock lock(mutex_);
     get(holder)->declare(groups);
+    place(get(holder));
 }
 
 void Index::set_reannounces(u64 holder, bool reannounces) {
@@ -95,6 +98,7 @@ bool Index::step(Ingest& ingest) {
     const Seat seat = holder->seat;
     holder->apply(batch_, first, report);
     if (holder->seat != seat) move_pins(*holder);
+    place(holder);
     seats_.settle_some();
     return !ingest.cursor.done;
 }
@@ -162,7 +166,7 @@ u64 Index::pin(u64 id, const Tokens& prompt, const ScopeView& scope) {
     const u64 last = prompt.count == 0 ? 0 : (prompt.count - 1) / cut;
     if (last > 0) pin.checkpoint = pin.boundaries[last - 1];
     promise(pin);
-    ++static_cast<ModelHolders*>(holder->model)->pins[holder];
+    if (++static_cast<ModelHolders*>(holder->model)->pins[holder] == 1) place(holder);
     const u64 number = next_pin_++;
     pins_.emplace(number, std::move(pin));
     return number;
@@ -200,8 +204,12 @@ void Index::move_pins(const Holder& holder) {
 void Index::release(const Pin& pin) {
     withdraw(pin);
     auto& pins = static_cast<ModelHolders*>(pin.holder->model)->pins;
-    if (--pins[pin.holder] == 0) pins.erase(pin.holder);
+    if (--pins[pin.holder] != 0) return;
+    pins.erase(pin.holder);
+    place(pin.holder);
 }
+
+void Index::place(const Holder* holder) { static_cast<ModelHolders*>(holder->model)->place(holder); }
 
 Stats Index::stats() const {
     const std::shared_lock lock(mutex_);

@@ -100,6 +100,7 @@ private:
     void promise(const Pin& pin);
     void withdraw(const Pin& pin);
     void release(const Pin& pin);
+    void place(const Holder* holder);
     // The holder has taken a fresh seat (it forgot its blocks): its pins go with it.
     void move_pins(const Holder& holder);
 

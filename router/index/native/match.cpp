@@ -2,9 +2,6 @@
 //
 // What the planes cannot do is a chain of blocks of several lengths back through a window: how far it reaches is a number
 // for each holder, and no bit.
-#include <map>
-#include <optional>
-
 #include "match.hpp"
 
 namespace blockcast {
@@ -31,7 +28,7 @@ std::vector<u32> lengths_of(const Holder& holder, u32 ordinal, u32 cut) {
 std::vector<u32> lengths_in_use(const ModelHolders& model) {
     std::vector<u32> lengths;
     for (const auto& [length, users] : model.lengths) lengths.push_back(length);
-    for (const auto& [holder, pins] : model.pins) lengths.push_back(holder->cut());
+    for (const auto& [length, holders] : model.cuts) lengths.push_back(length);
     std::sort(lengths.begin(), lengths.end());
     lengths.erase(std::unique(lengths.begin(), lengths.end()), lengths.end());
     return lengths;
@@ -212,6 +209,50 @@ void AnyMatcher::count_tiers(const Holder& holder, const std::vector<u32>& deman
 
 }  // namespace
 
+void ModelHolders::place(const Holder* holder, bool leaves) {
+    const Standing standing = leaves ? Standing() : standing_of(*holder, pins.count(holder) != 0);
+    const auto known = standings_.find(holder);
+    if (known != standings_.end()) {
+        if (!leaves && known->second == standing) return;
+        stand(holder, known->second, false);
+    }
+    stand(holder, standing, true);
+    if (leaves) {
+        standings_.erase(holder);
+    } else {
+        standings_[holder] = standing;
+    }
+}
+
+void ModelHolders::stand(const Holder* holder, const Standing& standing, bool on) {
+    const auto list = [&](std::vector<const Holder*>& among) {
+        const auto at = std::lower_bound(among.begin(), among.end(), holder,
+                                         [](const Holder* a, const Holder* b) { return a->id < b->id; });
+        on ? among.insert(at, holder) : among.erase(at);
+    };
+    const auto mark = [&](Words& words) {
+        const std::size_t word = standing.seat / 64;
+        const u64 bit = u64{1} << (standing.seat % 64);
+        if (words.size() <= word) words.resize(word + 1);
+        words[word] = on ? words[word] | bit : words[word] & ~bit;
+    };
+    if (standing.cut != 0 && (cuts[standing.cut] += on ? 1 : u64(-1)) == 0) cuts.erase(standing.cut);
+    if (standing.other) list(others);
+    if (standing.length == 0) return;
+    Alike& among = alike[standing.length];
+    list(among.holders);
+    if (among.holders.empty()) {
+        alike.erase(standing.length);
+        return;
+    }
+    if (standing.cut != 0) mark(among.pinning);
+    Words& members = among.layouts[standing.layout];
+    mark(members);
+    if (std::all_of(members.begin(), members.end(), [](u64 word) { return word == 0; })) {
+        among.layouts.erase(standing.layout);
+    }
+}
+
 std::vector<Match> match_all(const Query& query, const ModelHolders& model, const Digester& digester, const Nodes& nodes,
                              const Seats& seats, const Promises& boundaries, const Promises& checkpoints) {
     const std::vector<u32> lengths = lengths_in_use(model);
@@ -220,27 +261,17 @@ std::vector<Match> match_all(const Query& query, const ModelHolders& model, cons
     for (u32 length : lengths) unit = std::gcd(unit, u64{length});
     Prefixes prefixes(query, digester, unit);
     const Context context{query, model, nodes, seats, boundaries, checkpoints, lengths, unit, query.count - 1, prefixes};
-    std::map<u32, std::vector<const Holder*>> alike;
-    std::vector<const Holder*> others;
-    for (const Holder* holder : model.holders) {
-        const std::optional<u32> length = planes_length(context, *holder);
-        if (length) {
-            alike[*length].push_back(holder);
-        } else if (holder->entries() != 0 || model.pins.count(holder) != 0) {
-            others.push_back(holder);
-        }
-    }
     std::vector<Match> matches;
-    for (const auto& [length, holders] : alike) {
-        const std::vector<Match> found = match_planes(context, length, holders);
+    for (const auto& [length, alike] : model.alike) {
+        const std::vector<Match> found = match_planes(context, length, alike);
         matches.insert(matches.end(), found.begin(), found.end());
     }
     AnyMatcher any(context);
-    for (const Holder* holder : others) {
+    for (const Holder* holder : model.others) {
         const Match match = any.match(*holder);
         if (match.tokens != 0 || match.pinned_tokens != 0) matches.push_back(match);
     }
-    if (alike.size() + others.size() > 1) {
+    if (model.alike.size() + model.others.size() > 1) {
         std::sort(matches.begin(), matches.end(), [](const Match& a, const Match& b) { return a.holder < b.holder; });
     }
     return matches;

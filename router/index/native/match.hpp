@@ -3,7 +3,9 @@
 #pragma once
 
 #include <algorithm>
+#include <map>
 #include <numeric>
+#include <tuple>
 #include <vector>
 
 #include "holder.hpp"
@@ -15,9 +17,55 @@ struct Match {
     u64 holder, tokens, gpu_tokens, tier_tokens[kTiers], pinned_tokens;
 };
 
+using Words = std::vector<u64>;
+
+// One group's demand on a prefix of n blocks.
+struct Demand {
+    u32 ordinal;
+    Role role;
+    u64 blocks;   // window or chunk in blocks
+    bool sparse;  // a prompt in flight leaves only its checkpoint behind
+    auto tied() const { return std::tie(ordinal, role, blocks, sparse); }
+    bool operator<(const Demand& other) const { return tied() < other.tied(); }
+    bool operator==(const Demand& other) const { return tied() == other.tied(); }
+};
+
+using Layout = std::vector<Demand>;
+
+// The holders that cut all their blocks alike; bits are by seat.
+struct Alike {
+    std::vector<const Holder*> holders;  // by id
+    std::map<Layout, Words> layouts;     // who has each
+    Words pinning;                       // who has prompts in flight
+};
+
+// Where a holder stands among those of its model.
+struct Standing {
+    u32 length = 0;  // of all its blocks; 0: it is none of the alike ones
+    u32 cut = 0;     // block length of its prompts in flight; 0: it has none
+    bool other = false;
+    Seat seat = 0;
+    Layout layout;
+    bool operator==(const Standing& to) const {
+        return std::tie(length, cut, other, seat, layout) == std::tie(to.length, to.cut, to.other, to.seat, to.layout);
+    }
+};
+
+// A fleet changes rarely and is asked often: who is matched how is kept, not found out by every match.
 struct ModelHolders : Model {
-    std::vector<const Holder*> holders;                     // in the order they were added
-    std::unordered_map<const Holder*, u64> pins;            // holders with prompts in flight, and how many
+    std::vector<const Holder*> holders;           // in the order they were added
+    std::unordered_map<const Holder*, u64> pins;  // holders with prompts in flight, and how many
+    std::map<u32, Alike> alike;                   // by block length
+    std::vector<const Holder*> others;            // that have anything; by id
+    std::map<u32, u64> cuts;                      // block lengths of prompts in flight: of how many holders
+
+    // After every change of a holder's groups, seat, entries or pins. `leaves`: it stands nowhere any more.
+    void place(const Holder* holder, bool leaves = false);
+
+private:
+    void stand(const Holder* holder, const Standing& standing, bool on);
+
+    std::unordered_map<const Holder*, Standing> standings_;
 };
 
 struct KeyMemo;
@@ -62,8 +110,6 @@ std::vector<Match> match_all(const Query& query, const ModelHolders& model, cons
 
 
 // -- what the ways of matching share --
-
-using Words = std::vector<u64>;
 
 template <class Visit>
 void each_bit(u64 bits, std::size_t word, Visit visit) {
@@ -113,8 +159,6 @@ struct Context {
     Prefixes& prefixes;
 };
 
-inline void set_seat(Words& words, Seat seat) { words[seat / 64] |= u64{1} << (seat % 64); }
-
 inline u32 fastest_tier(const Nodes& nodes, u32 id, Seat seat, u32 ordinal) {
     for (u32 tier = 0; tier + 1 < kTiers; ++tier) {
         if (nodes[id].presence.test(seat, ordinal * kTiers + tier)) return tier;
@@ -122,9 +166,8 @@ inline u32 fastest_tier(const Nodes& nodes, u32 id, Seat seat, u32 ordinal) {
     return kTiers - 1;
 }
 
-// match_planes.cpp: the holders that cut all their blocks alike, 64 at a time. `planes_length` gives that length, or nothing
-// where the holder does not fit; the holders of one call have the same.
-std::optional<u32> planes_length(const Context& context, const Holder& holder);
-std::vector<Match> match_planes(const Context& context, u32 length, const std::vector<const Holder*>& holders);
+// match_planes.cpp: the holders that cut all their blocks to `length`, 64 at a time. `standing_of` says who fits.
+Standing standing_of(const Holder& holder, bool pinned);
+std::vector<Match> match_planes(const Context& context, u32 length, const Alike& alike);
 
 }  // namespace blockcast

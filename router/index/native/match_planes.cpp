@@ -3,9 +3,6 @@
 //
 // Why a walk and no jumps: a holder may have holes (a block evicted under its children), and then holding block n says
 // nothing about the blocks before it. Reading on along a run costs a few nanoseconds a block (Nodes::find_after).
-#include <map>
-#include <tuple>
-
 #include "match.hpp"
 
 namespace blockcast {
@@ -13,19 +10,6 @@ namespace blockcast {
 namespace {
 
 enum View { kAll, kGpu, kPinned, kViews };
-
-// One group's demand on a prefix of n blocks.
-struct Demand {
-    u32 ordinal;
-    Role role;
-    u64 blocks;   // window or chunk in blocks
-    bool sparse;  // a prompt in flight leaves only its checkpoint behind
-    bool operator<(const Demand& other) const {
-        return std::tie(ordinal, role, blocks, sparse) < std::tie(other.ordinal, other.role, other.blocks, other.sparse);
-    }
-};
-
-using Layout = std::vector<Demand>;
 
 // Who holds block n (counted from 1) in one group, by step.
 struct Plane {
@@ -50,16 +34,11 @@ Layout layout_of(const Holder& holder, u64 length) {
 
 class Planes {
 public:
-    Planes(const Context& context, u32 length, const std::vector<const Holder*>& holders)
-        : c_(context), length_(length), words_((context.seats.count() + 63) / 64),
-          pins_(!context.model.pins.empty()) {
-        pinning_.assign(words_, 0);
-        for (const Holder* holder : holders) {
-            Words& members = layouts_[layout_of(*holder, length_)];
-            if (members.empty()) members.assign(words_, 0);
-            set_seat(members, holder->seat);
-            if (pins_ && context.model.pins.count(holder) != 0) set_seat(pinning_, holder->seat);
-        }
+    Planes(const Context& context, u32 length, const Alike& alike)
+        : c_(context), length_(length), words_((context.seats.count() + 63) / 64), pins_(!context.model.pins.empty()),
+          layouts_(alike.layouts), pinning_(alike.pinning) {
+        pinning_.resize(words_);
+        for (auto& [layout, members] : layouts_) members.resize(words_);
         for (const auto& [layout, members] : layouts_) {
             for (const Demand& demand : layout) planes_.resize(std::max<std::size_t>(planes_.size(), demand.ordinal + 1));
         }
@@ -312,8 +291,8 @@ private:
     const std::size_t words_;
     const bool pins_;
     std::map<Layout, Words> layouts_;  // members by seat
-    std::vector<Plane> planes_;        // by ordinal
     Words pinning_;                    // who has prompts in flight
+    std::vector<Plane> planes_;        // by ordinal
     Words checkpoint_, boundary_;      // where prompts in flight will land (by step); what they leave of this step
     std::vector<u64> found_[kViews];   // by seat
     std::vector<u32> path_;            // node of each step
@@ -321,25 +300,32 @@ private:
 
 }  // namespace
 
-std::optional<u32> planes_length(const Context& context, const Holder& holder) {
-    u32 length = context.model.pins.count(&holder) != 0 ? holder.cut() : 0;
+Standing standing_of(const Holder& holder, bool pinned) {
+    Standing standing;
+    standing.seat = holder.seat;
+    standing.cut = pinned ? holder.cut() : 0;
+    standing.other = pinned || holder.entries() != 0;
+    u32 length = standing.cut;
     bool full = holder.groups.empty();
     for (const Group& group : holder.groups) {
         for (const auto& [own, names] : group.lengths) {
-            if (length != 0 && length != own) return std::nullopt;
+            if (length != 0 && length != own) return standing;
             length = own;
         }
         full = full || (holder.demands(group) && group.role() == Role::Full);
     }
-    if (!full || length == 0) return std::nullopt;
+    if (!full || length == 0) return standing;
     for (const Group& group : holder.groups) {
-        if (holder.demands(group) && group.role() == Role::Chunk && *group.window % length != 0) return std::nullopt;
+        if (holder.demands(group) && group.role() == Role::Chunk && *group.window % length != 0) return standing;
     }
-    return length;
+    standing.length = length;
+    standing.other = false;
+    standing.layout = layout_of(holder, length);
+    return standing;
 }
 
-std::vector<Match> match_planes(const Context& context, u32 length, const std::vector<const Holder*>& holders) {
-    return Planes(context, length, holders).run(holders);
+std::vector<Match> match_planes(const Context& context, u32 length, const Alike& alike) {
+    return Planes(context, length, alike).run(alike.holders);
 }
 
 }  // namespace blockcast

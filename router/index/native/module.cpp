@@ -201,14 +201,25 @@ private:
     std::vector<Media> media_;
 };
 
+// Holders from any sequence; an array of unsigned 64 bit integers is copied as it is.
+std::vector<u64> holders_of(nb::handle source) {
+    Py_buffer view{};
+    if (PyObject_CheckBuffer(source.ptr()) == 0) return nb::cast<std::vector<u64>>(source);
+    if (PyObject_GetBuffer(source.ptr(), &view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) != 0) throw nb::python_error();
+    std::vector<u64> holders;
+    const bool fits = view.format != nullptr && std::string_view(view.format) == "Q";
+    if (fits) holders.assign(static_cast<const u64*>(view.buf), static_cast<const u64*>(view.buf) + view.len / 8);
+    PyBuffer_Release(&view);
+    if (!fits) throw nb::value_error("order: a buffer, expected one of type Q");
+    return holders;
+}
+
 // Of holders in the caller's order of preference: the matches that fewer than `keep` earlier holders reach or exceed.
-std::vector<Match> unbeaten(std::vector<Match> matches, nb::handle order, std::size_t keep) {
+std::vector<Match> unbeaten(const std::vector<Match>& matches, const std::vector<u64>& order, std::size_t keep) {
     if (keep == 0) throw nb::value_error("keep is 0: expected at least 1");
-    std::sort(matches.begin(), matches.end(), [](const Match& a, const Match& b) { return a.holder < b.holder; });
     std::vector<Match> kept;
     std::vector<u64> longest;  // of those so far, `keep` at most: a heap, the shortest in front
-    for (nb::handle item : order) {
-        const u64 holder = nb::cast<u64>(item);
+    for (const u64 holder : order) {
         const auto at = std::lower_bound(matches.begin(), matches.end(), holder,
                                          [](const Match& match, u64 wanted) { return match.holder < wanted; });
         const bool found = at != matches.end() && at->holder == holder;
@@ -229,7 +240,7 @@ nb::list match(const Index& index, nb::handle token_ids, nb::handle of, nb::hand
     const Given prompt(token_ids);
     const Scope scope(index, of);
     std::vector<Match> matches = prompt.with([&](const Tokens& tokens) { return index.match(tokens, scope.view()); });
-    if (!order.is_none()) matches = unbeaten(std::move(matches), order, keep);
+    if (!order.is_none()) matches = unbeaten(matches, holders_of(order), keep);
     nb::list out;
     for (const Match& match : matches) out.append(nb::cast(match, nb::rv_policy::copy));
     return out;
