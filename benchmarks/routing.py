@@ -216,7 +216,7 @@ def run_chat(arguments: argparse.Namespace, options: Options) -> dict[str, Any]:
 
 
 def run_grid(arguments: argparse.Namespace) -> None:
-    """What the file does not have yet of the grid, and the named policies anew; a line for each setting, then the sum."""
+    """What the file does not have yet of the grid, and named policies anew; a line for each setting, then the sum."""
     started, host = time.time(), machine()
     print(in_words(host))
     known: dict[str, dict[str, Any]] = {}
