@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import bisect
 from array import array
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
+from typing import cast
 
 from router.decide.config import CostConfig
 from router.decide.target import Target
@@ -45,7 +46,8 @@ class LoadOrder:
         """Place all anew: as at first, or after the scale of utilisation changed."""
         self._moved: set[HolderId] = set()
         self._order = sorted((self._key(target, factor), holder) for holder, target in self.targets.items())
-        self.holders = array("Q", [holder for _, holder in self._order])
+        # An array, which the index reads as it is.
+        self.holders = cast("MutableSequence[HolderId]", array("Q", [holder for _, holder in self._order]))
         self._keys = {holder: key for key, holder in self._order}
         self._parts = {holder: _parts(target) for holder, target in self.targets.items()}
         self.work, self.arrivals, self.peers = (sum(column) for column in zip(*self._parts.values()))
