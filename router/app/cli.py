@@ -61,7 +61,7 @@ def run(urls: tuple[str, ...], **given: Any) -> None:
     configure_logging(config.log_level, as_json=config.log_json)
     if not (config.workers or config.worker_dns or config.workers_file or config.admin):
         log.warning("no workers yet: add them with POST /workers")
-    if config.admin_api_key is None:
+    if config.admin_api_key is None and config.processes > 1:
         config = replace(config, admin_api_key=secrets.token_urlsafe(24))
         print(f"router admin key: {config.admin_api_key}", flush=True)
     try:

@@ -60,6 +60,9 @@ class ProcessConfig:
     ] = field(default=None, repr=False)
     admin_hosts: Annotated[tuple[HostName, ...], Flag("--admin-host", metavar="NAME"),
         "A name by which the admin routes may be asked for, besides addresses and localhost. May be repeated."] = ()
+    hand_over: Annotated[str | None, Flag(metavar="PATH"),
+        "A Unix socket. A router that is started with the PATH of one that runs takes its ports, workers and knowledge "
+        "over, and the other one ends what it has. [default: no]"] = None
     tokenizer: Annotated[str | None, FOLDER, Flag(metavar="FOLDER"),
         "Tokenizer files for every model. [default: where each worker has them]"] = None
     chat_template: Annotated[str | None, Flag(metavar="FILE"), "Instead of the model's own, as the workers do."] = None
@@ -103,6 +106,8 @@ class ProcessConfig:
             raise ConfigError(f"--admin: got {self.admin!r}, expected HOST:PORT with a port of at most 65535")
         if self.share is None and self.processes > 1 and (self.peers or self.peer_bind or self.bind_events):
             raise ConfigError("--processes: cannot be combined with --peer, --peer-bind or --bind-events")
+        if self.share is None and self.processes > 1 and self.hand_over is not None:
+            raise ConfigError("--processes: cannot be combined with --hand-over")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key: expected both or neither")
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -26,6 +27,7 @@ from router.app.admin import Admin
 from router.app.config import ProcessConfig
 from router.app.dashboard import Dashboard
 from router.app.guard import AdminGuard, Guard, anybody
+from router.app.hand_over import VERSION, HandOver, Predecessor, Will, http_path
 from router.app.reading import Reading
 from router.app.server import TICK_S, RouterApp
 from router.app.siblings import Siblings
@@ -34,6 +36,7 @@ from router.app.tenants import Tenants
 from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind
+from router.decide.workers import WorkerState
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
 from router.edge.relay import make_relay
@@ -53,6 +56,8 @@ from router.prompting.sessions import SessionNames
 
 log = logging.getLogger("router")
 
+PREDECESSOR = "http://predecessor"
+
 
 class RouterProcess:
     """`await RouterProcess(config, version).run()` serves until SIGTERM or SIGINT."""
@@ -67,8 +72,13 @@ class RouterProcess:
             config.tokenize_threads or min(8, os.cpu_count() or 1), thread_name_prefix="tokenize"
         )
         self._heap = Heap(self._executor)
-        self._admin_key = config.admin_api_key or secrets.token_urlsafe(24)
-        seed, self._snapshot_urls = ask_seed(config.snapshot_from, self._admin_key)
+        self._predecessor = None if config.hand_over is None else Predecessor.find(Path(config.hand_over))
+        self._taken_over = False
+        self._admin_key = config.admin_api_key or self._new_key()
+        asked = () if self._predecessor is not None else config.snapshot_from
+        seed, self._snapshot_urls = ask_seed(asked, self._admin_key)
+        if self._predecessor is not None:
+            seed = self._predecessor.will.seed
         self._index = make_index(seed)
         self._core = RouterCore(self._index, config.core, seed=config.seed)
         self._metrics = Metrics()
@@ -104,9 +114,20 @@ class RouterProcess:
         self._peers: PeerSockets | None = None
         self._loop = asyncio.get_running_loop()
         self._swept_s = 0.0
+        self._named: list[str] = []
+        """The listeners that an heir takes, of all the first ones."""
         self._fleet: Fleet
+        self._others: PeerClient
         self._admin: Admin
         self._dashboard: Dashboard
+
+    def _new_key(self) -> str:
+        """Of the admin routes, where none was given: the predecessor's, or a new one, which is printed."""
+        if self._predecessor is not None:
+            return self._predecessor.will.admin_key
+        key = secrets.token_urlsafe(24)
+        print(f"router admin key: {key}", flush=True)
+        return key
 
     async def run(self) -> None:
         """Raises OSError where an address cannot be had, ConfigError for a bad workers file."""
@@ -123,13 +144,21 @@ class RouterProcess:
                 stack.push_async_callback(siblings.close)
             self._assemble(session, siblings)
             stack.push_async_callback(self._fleet.close)
-            port = await self._listen()
-            self._start_fleet()
+            if self._predecessor is None:
+                port = await self._listen()
+                self._start_fleet()
+            else:
+                await self._inherit(self._predecessor, stack)
+                port = await self._listen()
             self._peers = self._meet_peers()
             if self._peers is not None:
                 stack.callback(self._peers.close)
             beat = self._loop.create_task(self._beat())
             stack.callback(beat.cancel)
+            if self._predecessor is not None:
+                await self._predecessor.take()
+            if self._config.hand_over is not None:
+                stack.callback((await self._offer(Path(self._config.hand_over))).close)
             settle_heap()
             self._announce(port)
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -155,7 +184,7 @@ class RouterProcess:
         headers = {"Authorization": f"Bearer {key}"} if key is not None else None
         prober = Prober(session, headers=headers)
         self._prompts.remote = RemoteTokenizer(session, headers)
-        others = PeerClient(session, self._snapshot_urls, self._admin_key)
+        others = self._others = PeerClient(session, self._snapshot_urls, self._admin_key)
         self._fleet = Fleet(
             self._core, prober, self._feed, self._prompts, proxy.perform, config.fleet, now=self._now, peers=others
         )
@@ -195,12 +224,18 @@ class RouterProcess:
         admin = config.admin_address
         named = [config.host] if admin is None else [config.host, admin[0]]
         guard = AdminGuard(self._admin_key, [*config.admin_hosts, *named])
+        heir = self._predecessor
         main = self._listener(guard.loopback_only if admin is None else guard.elsewhere)
+        self._named.append("main")
         with naming("--host and --port", f"{config.host}:{config.port}"):
-            port = await main.start(config.host, config.port, tls, reuse_port=shared)
+            given = () if heir is None else heir.of("main")
+            port = await main.start(config.host, config.port, tls, reuse_port=shared, inherited=given)
         if admin is not None:
+            self._named.append("admin")
             with naming("--admin", config.admin or ""):
-                admin_port = await self._listener(guard.admin_address).start(*admin, tls, reuse_port=shared)
+                given = () if heir is None else heir.of("admin")
+                other = self._listener(guard.admin_address)
+                admin_port = await other.start(*admin, tls, reuse_port=shared, inherited=given)
             log.info("admin routes on %s:%d", admin[0], admin_port)
         if config.share is not None:
             await self._listener(anybody).start_unix(config.share.control(config.share.index))
@@ -219,6 +254,53 @@ class RouterProcess:
         listener = Listener(app, self._config.edge.client_timeouts, self._config.edge.connections_max)
         self._listeners.append(listener)
         return listener
+
+    # Taking over, and being taken over from ------------------------------------------------------------------------
+
+    async def _inherit(self, predecessor: Predecessor, stack: contextlib.AsyncExitStack) -> None:
+        """Know what the router that runs knows, before the first request comes here."""
+        will = predecessor.will
+        path = http_path(Path(self._config.hand_over or ""))
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))))
+        self._others.ask_first(session, PREDECESSOR)
+        self._start_fleet()
+        for flag in will.workers:
+            self._fleet.watch(flag, origin="operator")
+        deadline_s = self._now() + self._config.edge.ready_s
+        while (reason := self._admin.not_ready()) is not None and self._now() < deadline_s:
+            await asyncio.sleep(0.02)
+        for worker_id in will.drained:
+            await self._fleet.drain(worker_id, on=True)
+        self._others.forget(PREDECESSOR)
+        log.info("taking over%s", f"; {reason}" if reason else ": every cache is known")
+
+    async def _offer(self, path: Path) -> HandOver:
+        """Let another router take over. Raises OSError."""
+        with naming("--hand-over", str(path)):
+            offer = HandOver(path, self._will, self._offered, self._left)
+            await self._listener(anybody).start_unix(http_path(path))
+            http_path(path).chmod(0o600)
+            offer.start()
+        return offer
+
+    def _offered(self) -> list[Any]:
+        return [sock for listener in self._listeners[: len(self._named)] for sock in listener.sockets]
+
+    def _will(self) -> Will:
+        listeners = zip(self._named, self._listeners)
+        return Will(
+            VERSION,
+            self._index.seed,
+            self._admin_key,
+            [name for name, listener in listeners for _ in listener.sockets],
+            self._fleet.named(),
+            [worker.worker_id for worker in self._core.workers.values() if worker.state is WorkerState.DRAINING],
+        )
+
+    def _left(self) -> None:
+        log.info("another router has taken over")
+        self._taken_over = True
+        self._stop.set()
 
     def _start_fleet(self) -> None:
         for flag in self._config.worker_flags:
@@ -334,25 +416,32 @@ class RouterProcess:
 
     async def _drain(self) -> None:
         """For `unready_s` only what asks for readiness is told; then no new requests, and those in flight have
-        `shutdown_s` to end."""
-        if self._config.edge.unready_s > 0:
-            log.info("shutting down in %g s; until then requests are taken", self._config.edge.unready_s)
-            waiting = self._loop.create_task(self._hurry.wait())
-            await asyncio.wait({waiting}, timeout=self._config.edge.unready_s)
-            waiting.cancel()
-        for listener in self._listeners:
-            listener.stop_listening()
+        `shutdown_s` to end. Where another router has taken over, connections end in their own time."""
+        if self._taken_over:
+            for listener in self._listeners:
+                listener.retire()
+        else:
+            await self._leave_rotation()
+            for listener in self._listeners:
+                listener.stop_listening()
         deadline_s = self._now() + self._config.edge.shutdown_s
         if self._proxy.exchanges:
             log.info("shutting down: %d requests in flight", len(self._proxy.exchanges))
-        while any(listener.busy for listener in self._listeners):
-            if self._now() > deadline_s:
+        while any(listener.connections if self._taken_over else listener.busy for listener in self._listeners):
+            if self._now() > deadline_s or self._hurry.is_set():
                 log.warning("%d requests were not done in time and are cut off", len(self._proxy.exchanges))
                 break
             await asyncio.sleep(0.02)
         for listener in self._listeners:
             listener.abort()
         await asyncio.sleep(0)
+
+    async def _leave_rotation(self) -> None:
+        if self._config.edge.unready_s > 0:
+            log.info("shutting down in %g s; until then requests are taken", self._config.edge.unready_s)
+            waiting = self._loop.create_task(self._hurry.wait())
+            await asyncio.wait({waiting}, timeout=self._config.edge.unready_s)
+            waiting.cancel()
 
 
 def run_process(config: ProcessConfig, version: str) -> None:

@@ -23,6 +23,8 @@ from router.http.request import BadRequest, HttpRequest, RequestParser
 
 WRITE_BUFFER_BYTES = 256 * 1024
 """Answer bytes that wait for a slow client before its worker is not read any more."""
+RETIRED_S = 5.0
+"""A connection that is to end is closed after so long without a request."""
 LINGER_S = 2.0
 """How long an early error stays readable while the client is still sending."""
 AHEAD_BYTES_MAX = 64 * 1024
@@ -63,8 +65,8 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_app", "_body_bytes", "_busy", "_head_only", "_held", "_keep_alive", "_lingers", "_parser", "_party",
-        "_paused_reading", "_registry", "_since_s", "_socket", "_stepping", "_transport", "_unread", "answering",
-        "peer", "tls", "work",
+        "_paused_reading", "_registry", "_retiring", "_since_s", "_socket", "_stepping", "_transport", "_unread",
+        "answering", "peer", "tls", "work",
     )  # fmt: skip
 
     def __init__(self, app: Application, registry: set[ClientConnection]) -> None:
@@ -90,6 +92,7 @@ class ClientConnection(asyncio.Protocol):
         """The current request is a HEAD."""
         self._stepping = False
         self._keep_alive = True
+        self._retiring = False
         self._paused_reading = False
         self._unread = False
         """The client may still be sending what will not be read."""
@@ -246,7 +249,7 @@ class ClientConnection(asyncio.Protocol):
             if waited > timeouts.request_s:
                 message = f"the request was not complete within {timeouts.request_s:g} s"
                 self._reject(RequestError(message, param=None, code="bad_http", status=408))
-        elif waited > timeouts.keep_alive_s:
+        elif waited > (RETIRED_S if self._retiring else timeouts.keep_alive_s):
             self._transport.close()
 
     def close_when_idle(self) -> None:
@@ -254,6 +257,11 @@ class ClientConnection(asyncio.Protocol):
         self._keep_alive = False
         if not self._busy and self._transport is not None:
             self._transport.close()
+
+    def retire(self) -> None:
+        """Somebody else takes new connections: the next answer is told to be the last, and nobody who begins a request
+        now is cut off."""
+        self._retiring = True
 
     def abort(self) -> None:
         if self._transport is not None:
@@ -290,6 +298,8 @@ class ClientConnection(asyncio.Protocol):
         self._busy = True
         self.answering = False
         self._head_only = request.method == "HEAD"
+        if self._retiring:
+            request.keep_alive = False  # so that its answer says so
         if not request.keep_alive:
             self._keep_alive = False
         self._body_bytes = request.body_bytes + len(request.headers.raw)
