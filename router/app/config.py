@@ -89,6 +89,10 @@ class ProcessConfig:
         "Share of requests that get a line in the log, with worker, prediction and outcome."] = 0.0
     log_decisions: Annotated[Part, Flag(),
         "Share of requests whose decisions get a line with every candidate's terms, as JSON."] = 0.0
+    otlp_endpoint: Annotated[Url | None, Flag(metavar="URL"),
+        "Send traces there: OpenTelemetry, OTLP over HTTP, such as http://127.0.0.1:4318. [default: no traces]"] = None
+    trace_share: Annotated[Part, Flag(),
+        "Share of requests that are traced, besides those whose traceparent says so."] = 0.01
     log_json: Annotated[bool, Flag(), "One JSON object a line."] = False
     announce: bool = True
     """Print the address on stdout once requests are taken."""

@@ -33,6 +33,7 @@ from router.app.server import TICK_S, RouterApp
 from router.app.siblings import Siblings
 from router.app.system import Heap, naming, raise_file_limit, settle_heap, tls_context
 from router.app.tenants import Tenants
+from router.app.tracing import Tracing
 from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind
@@ -114,6 +115,8 @@ class RouterProcess:
         self._peers: PeerSockets | None = None
         self._loop = asyncio.get_running_loop()
         self._swept_s = 0.0
+        endpoint = config.otlp_endpoint
+        self._tracing = None if endpoint is None else Tracing(endpoint, config.trace_share, version)
         self._named: list[str] = []
         """The listeners that an heir takes, of all the first ones."""
         self._fleet: Fleet
@@ -135,6 +138,8 @@ class RouterProcess:
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self._executor.shutdown, wait=False, cancel_futures=True)
             stack.callback(self._helpers.processes.close)
+            if self._tracing is not None:
+                stack.callback(self._tracing.close)
             stack.callback(self._pool.close)
             stack.callback(self._feed.close)
             self._start_feed()
@@ -215,6 +220,10 @@ class RouterProcess:
         proxy.on_worker_lost.append(self._feed.lost)
         proxy.on_failure.append(self._attempt_failed)
         proxy.on_end.append(self._ended)
+        if self._tracing is not None:
+            tracing = self._tracing
+            proxy.tracer = tracing.begin
+            proxy.on_end.append(lambda exchange: tracing.end(exchange, self._now()))
 
     async def _listen(self) -> int:
         """Open every address; the main one's port."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prompts.errors import RequestError
 from router.decide.messages import Decision, FailureKind, ReportedUsage, RouteRequest
@@ -41,7 +41,7 @@ class Exchange:
     __slots__ = (
         "_connecting", "_connection", "_head", "_head_buffer", "_paused", "_payload", "_proxy", "_resent", "_stream",
         "client", "decision", "done", "first_byte_s", "in_core", "outcome", "progress", "request", "request_id",
-        "route", "sampled", "sent_s", "started_s", "trace_id", "usage",
+        "route", "sampled", "sent_s", "span", "started_s", "trace_id", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -57,6 +57,8 @@ class Exchange:
         self.started_s = proxy.now()
         self.route: RouteRequest | None = None
         """What the core was asked, once the prompt was read."""
+        self.span: tuple[Any, bytes] | None = None
+        """Where it is traced: whatever the tracer keeps, and what the worker is told in `traceparent`."""
         self.sampled = False
         """Its decisions are logged with every candidate's terms."""
         self.in_core = False
@@ -207,8 +209,9 @@ class Exchange:
                 return
             body, path = asked, COMPLETIONS if stream.goes_on else None
         head = request_head(
-            self.request, connection.target, self.trace_id, self.decision.rank, authorization, body, path
-        )
+            self.request, connection.target, self.trace_id, self.decision.rank, authorization, body, path,
+            traceparent=None if self.span is None else self.span[1],
+        )  # fmt: skip
         self.sent_s = self.progress.last_byte_s = self._proxy.now()
         connection.send(head, body)
         if self._paused:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 
@@ -49,6 +50,8 @@ class Proxy(Carrier):
         """Keep every candidate's terms in decisions: while somebody watches."""
         self.log_share = 0.0
         """Share of requests whose decisions are logged with every candidate's terms."""
+        self.tracer: Callable[[Exchange, float], tuple[Any, bytes] | None] | None = None
+        """Called with every exchange that begins, and the time; what it returns is the exchange's `span`."""
         self.exchanges: dict[str, Exchange] = {}
         self.on_end: list[Callable[..., None]] = []
         """Called with every exchange that ended."""
@@ -65,6 +68,8 @@ class Proxy(Carrier):
         self._count += 1
         exchange = Exchange(self, client, request, f"r{self._count}", trace_id)
         self.exchanges[exchange.request_id] = exchange
+        if self.tracer is not None:
+            exchange.span = self.tracer(exchange, self.now())
         return exchange
 
     def route(self, exchange: Exchange, route: RouteRequest) -> None:

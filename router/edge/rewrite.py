@@ -12,8 +12,14 @@ from router.http.request import HttpRequest
 from router.http.response import ResponseHead
 
 _NOT_FORWARDED = (*HOP_BY_HOP, b"host", b"content-length", b"expect", b"x-request-id", b"x-data-parallel-rank")
-_DROPPED = Dropping(_NOT_FORWARDED)
-_DROPPED_WITH_KEY = Dropping((*_NOT_FORWARDED, b"authorization"))
+_DROPPED = {
+    (keyed, traced): Dropping(
+        (*_NOT_FORWARDED, *((b"authorization",) if keyed else ()), *((b"traceparent",) if traced else ()))
+    )
+    for keyed in (False, True)
+    for traced in (False, True)
+}
+"""By whether the client's key, and its `traceparent`, are replaced."""
 _NOT_RETURNED = Dropping((*HOP_BY_HOP, b"x-request-id", b"x-blockcast-worker", b"x-blockcast-predicted-cached-tokens"))
 
 
@@ -25,9 +31,10 @@ def request_head(
     authorization: bytes | None,
     body: tuple[bytes, ...],
     path: bytes | None = None,
+    traceparent: bytes | None = None,
 ) -> bytes:
     """The head of `request` for a worker that is sent `body`, at `path` instead of the client's own unless None.
-    `authorization` stands in for the client's own, unless None; an empty one is none."""
+    `authorization` and `traceparent` stand in for the client's own, unless None; an empty authorization is none."""
     parts = [
         request.method.encode(),
         b" ",
@@ -38,8 +45,10 @@ def request_head(
         b"\r\nx-request-id: ",
         trace_id,
         b"\r\n",
-        request.headers.without(_DROPPED if authorization is None else _DROPPED_WITH_KEY),
+        request.headers.without(_DROPPED[authorization is not None, traceparent is not None]),
     ]
+    if traceparent is not None:
+        parts += (b"traceparent: ", traceparent, b"\r\n")
     if authorization:
         parts += (b"authorization: ", authorization, b"\r\n")
     if rank is not None:

@@ -1,0 +1,118 @@
+"""OpenTelemetry: a span for each request that is traced, with one for reading the prompt, deciding, and the answer.
+
+Off, nothing of it is loaded or called. On, a request that is not drawn costs a look for its `traceparent`; of one that
+is traced, the span is begun when it is complete (its id goes to the worker in `traceparent`) and the rest is made of
+the times that the exchange keeps anyway, after its end. Sending is the SDK's: a thread, in batches, bounded.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from typing import Any
+
+from options import ConfigError
+from router.edge.exchange import Exchange
+
+_TRACEPARENT = re.compile(rb"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})\Z")
+
+
+class Tracing:
+    """`begin` and `end` of every exchange."""
+
+    def __init__(self, endpoint: str, share: float, version: str, exporter: Any = None) -> None:
+        """`endpoint`: of OTLP over HTTP, `/v1/traces` is added where it is missing. `share`: of requests that bring no
+        `traceparent` of their own. `exporter` stands in for OTLP. Raises ConfigError where the packages are missing.
+        """
+        try:
+            from opentelemetry import trace
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError as error:
+            raise ConfigError(f"--otlp-endpoint: {error}; install blockcast[otel]") from None
+        self._api: Any = trace
+        self._share = share
+        if not endpoint.endswith("/v1/traces"):
+            endpoint = endpoint.rstrip("/") + "/v1/traces"
+        resource = Resource.create({"service.name": "blockcast-router", "service.version": version})
+        self._provider = TracerProvider(resource=resource)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter(endpoint=endpoint)))
+        self._tracer = self._provider.get_tracer("blockcast.router", version)
+
+    def begin(self, exchange: Exchange, now: float) -> tuple[Any, bytes] | None:
+        """The span of a request, and what its worker is told in `traceparent`; None where it is not traced."""
+        request, parent = exchange.request, None
+        given = request.header(b"traceparent")
+        found = _TRACEPARENT.match(given) if given is not None else None
+        if found is not None:
+            if not int(found[3], 16) & 1:
+                return None  # whoever began the trace drew that it is not recorded
+            parent = self._context(found)
+        elif random.random() >= self._share:
+            return None
+        clock_ns = time.time_ns() - int(now * 1e9)
+        span = self._tracer.start_span(
+            f"POST {request.path}", context=parent, kind=self._api.SpanKind.SERVER,
+            start_time=clock_ns + int(exchange.started_s * 1e9),
+        )  # fmt: skip
+        told = span.get_span_context()
+        return (span, clock_ns), b"00-%032x-%016x-01" % (told.trace_id, told.span_id)
+
+    def _context(self, found: re.Match[bytes]) -> Any:
+        context = self._api.SpanContext(
+            int(found[1], 16), int(found[2], 16), is_remote=True, trace_flags=self._api.TraceFlags(1)
+        )
+        return self._api.set_span_in_context(self._api.NonRecordingSpan(context))
+
+    def end(self, exchange: Exchange, now: float) -> None:
+        """Say what became of a request, and of what its time was made."""
+        if exchange.span is None:
+            return
+        (span, clock_ns), _ = exchange.span
+
+        def at(moment_s: float) -> int:
+            return int(clock_ns + int(moment_s * 1e9))
+
+        span.set_attribute("blockcast.outcome", exchange.outcome)
+        span.set_attribute("blockcast.request_id", exchange.trace_id.decode("latin-1"))
+        inside = self._api.set_span_in_context(span)
+        route, decision = exchange.route, exchange.decision
+        if route is not None:
+            span.set_attribute("gen_ai.request.model", route.model)
+            span.set_attribute("blockcast.prompt_tokens", route.prompt_tokens)
+        if decision is not None:
+            self._decided(exchange, span, inside, at)
+        if exchange.sent_s is not None:
+            answer = self._tracer.start_span("answer", context=inside, start_time=at(exchange.sent_s),
+                                             kind=self._api.SpanKind.CLIENT)  # fmt: skip
+            if exchange.first_byte_s is not None:
+                answer.add_event("first byte", timestamp=at(exchange.first_byte_s))
+            answer.end(at(now))
+        if exchange.usage is not None and exchange.usage.cached_tokens is not None:
+            span.set_attribute("blockcast.cached_tokens", exchange.usage.cached_tokens)
+        if not exchange.outcome.startswith("status_2"):
+            span.set_status(self._api.StatusCode.ERROR, exchange.outcome)
+        span.end(at(now))
+
+    def _decided(self, exchange: Exchange, span: Any, inside: Any, at: Any) -> None:
+        decision = exchange.decision
+        assert decision is not None
+        decided_s = min(decision.decided_s, exchange.sent_s or decision.decided_s)
+        span.set_attribute("blockcast.worker", decision.worker)
+        span.set_attribute("blockcast.attempts", decision.attempt + 1)
+        span.set_attribute("blockcast.predicted_cached_tokens", decision.predicted_cached_tokens)
+        read = self._tracer.start_span("read and decide", context=inside, start_time=at(exchange.started_s))
+        read.set_attribute("blockcast.predicted_ttft_seconds", decision.predicted_ttft_s)
+        for name in decision.terms.__struct_fields__:
+            value = getattr(decision.terms, name)
+            if isinstance(value, (str, int, float, bool)):
+                read.set_attribute(f"blockcast.terms.{name}", value)
+        read.end(at(decided_s))
+
+    def close(self) -> None:
+        """Send what waits, a few seconds at most."""
+        self._provider.force_flush(2000)
+        self._provider.shutdown()

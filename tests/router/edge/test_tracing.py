@@ -1,0 +1,117 @@
+"""Spans of requests: whose child they are, what they say, what the worker is told; and that they are sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+pytest.importorskip("opentelemetry.sdk")
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from router.app.tracing import Tracing
+
+CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "x"}]}).encode()
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+def trace(edge: Any, share: float, exporter: Any = None, endpoint: str = "http://127.0.0.1:9") -> Tracing:
+    tracing = Tracing(endpoint, share, "1.2.3", exporter)
+    edge.proxy.tracer = tracing.begin
+    edge.proxy.on_end.append(lambda exchange: tracing.end(exchange, edge.proxy.now()))
+    return tracing
+
+
+def test_a_traced_request_and_its_worker(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        worker = await edge.worker(edge.reply())
+        exporter = InMemorySpanExporter()
+        tracing = trace(edge, 0.0, exporter)
+        given = b"traceparent: 00-%b-%b-01" % (TRACE.encode(), PARENT.encode())
+        await edge.exchange(make_post(CHAT, headers=[given]))
+        tracing._provider.force_flush()
+        spans = {span.name: span for span in exporter.get_finished_spans()}
+        root = spans["POST /v1/chat/completions"]
+        assert f"{root.context.trace_id:032x}" == TRACE
+        assert root.parent is not None
+        assert f"{root.parent.span_id:016x}" == PARENT
+        (told,) = worker.received[-1].all(b"traceparent")
+        assert told.decode() == f"00-{TRACE}-{root.context.span_id:016x}-01"
+        assert root.attributes is not None
+        assert root.attributes["blockcast.outcome"] == "status_200"
+        assert root.attributes["blockcast.worker"] == "w0"
+        for name in ("read and decide", "answer"):
+            child = spans[name]
+            assert child.parent is not None
+            assert child.parent.span_id == root.context.span_id
+            assert root.start_time <= child.start_time <= child.end_time <= root.end_time  # type: ignore[operator]
+        assert any(name.startswith("blockcast.terms.") for name in spans["read and decide"].attributes or {})
+        assert [event.name for event in spans["answer"].events] == ["first byte"]
+        tracing.close()
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("share", "header", "spans"),
+    [
+        (0.0, b"", 0),
+        (1.0, b"", 3),
+        (1.0, b"traceparent: 00-%b-%b-00" % (TRACE.encode(), PARENT.encode()), 0),
+        (0.0, b"traceparent: 00-%b-01" % TRACE.encode(), 0),
+        (1.0, b"traceparent: \xff\xfe" + b"0" * 9000, 3),
+    ],
+)
+def test_what_is_traced(edge: Any, make_post: Any, share: float, header: bytes, spans: int) -> None:
+    """What is not traced passes as it came; what is no traceparent is none."""
+
+    async def scenario() -> None:
+        await edge.start()
+        worker = await edge.worker(edge.reply())
+        exporter = InMemorySpanExporter()
+        tracing = trace(edge, share, exporter)
+        await edge.exchange(make_post(CHAT, headers=[header] if header else []))
+        tracing._provider.force_flush()
+        assert len(exporter.get_finished_spans()) == spans
+        passed = worker.received[-1].all(b"traceparent")
+        if spans:
+            assert len(passed) == 1
+            assert passed[0].startswith(b"00-")
+        else:
+            assert passed == ([header.split(b": ", 1)[1]] if header else [])
+        tracing.close()
+
+    edge.run(scenario())
+
+
+def test_spans_reach_a_collector(edge: Any, make_post: Any) -> None:
+    received: list[ExportTraceServiceRequest] = []
+
+    async def take(request: web.Request) -> web.Response:
+        received.append(ExportTraceServiceRequest.FromString(await request.read()))
+        return web.Response(body=b"", content_type="application/x-protobuf")
+
+    async def scenario() -> None:
+        app = web.Application()
+        app.router.add_post("/v1/traces", take)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        await edge.start()
+        tracing = trace(edge, 1.0, endpoint=f"http://127.0.0.1:{runner.addresses[0][1]}")
+        await edge.exchange(make_post(CHAT))  # no worker: 503
+        await asyncio.to_thread(tracing.close)
+        await runner.cleanup()
+
+    edge.run(scenario())
+    (resource,) = received[0].resource_spans
+    assert "blockcast-router" in {each.value.string_value for each in resource.resource.attributes}
+    (span,) = resource.scope_spans[0].spans
+    assert span.status.code == 2
