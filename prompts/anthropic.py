@@ -195,9 +195,10 @@ def as_chat(request: CountRequest, template: ChatTemplate | None) -> dict[str, A
     return fields
 
 
-def has_system_inside(request: CountRequest) -> bool:
-    """Whether where its system texts go depends on the template."""
-    return any(turn.role == "system" for turn in request.messages)
+def depends_on_template(request: CountRequest) -> bool:
+    """Whether another template would be given another chat."""
+    disabled = request.thinking is not None and request.thinking.type == "disabled"
+    return disabled or any(turn.role == "system" for turn in request.messages)
 
 
 def _messages(request: CountRequest, merges: bool) -> list[Message]:

@@ -12,16 +12,27 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from prompts.anthropic import CountRequest, MessagesRequest, as_chat, depends_on_template, parse_messages
+from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
+from prompts.responses import ResponsesRequest, parse_response
+from prompts.responses import as_chat as response_as_chat
 from prompts.schemas import Message, Prompt, decode_json, is_media
 
-Kind = Literal["chat", "completion", "other"]
+Kind = Literal["chat", "completion", "messages", "responses", "other"]
+KINDS: dict[str, Kind] = {
+    "/v1/chat/completions": "chat", "/v1/completions": "completion", "/v1/messages": "messages",
+    "/v1/responses": "responses",
+}  # fmt: skip
+"""Routes whose prompts are read."""
 
 
 class RoutingRequest(Struct, kw_only=True, frozen=True):
     """The routing view of a body. `messages` is None where the body has none that could be rendered."""
 
     kind: Kind
+    source: CountRequest | ResponsesRequest | None = None
+    """A body of another API, which is the chat that `chat_of` makes of it; None where the worker will refuse it."""
     model: str | None = None
     messages: list[Message] | None = None
     prompt: Prompt | None = None
@@ -43,6 +54,8 @@ class RoutingRequest(Struct, kw_only=True, frozen=True):
     prompt_cache_key: str | None = None
     metadata_user_id: str | None = None
     """`metadata.user_id`."""
+    stored: str | None = None
+    """Name of the response that it goes on from: the worker that holds it knows the rest of the prompt."""
     scores_prompt: bool = False
     """True where every prompt token gets a logprob: engines then compute the whole prompt and reuse nothing of it."""
     has_media: bool = False
@@ -79,20 +92,26 @@ class _Body(Struct):
     top_logprobs: Any = 0
 
 
+_RENDERED = ("messages", "tools", "chat_template_kwargs", "reasoning_effort", "continue_final_message")
 _OBJECT = re.compile(rb"[ \t\r\n]*\{")
 _decoder = msgspec.json.Decoder(_Body)
 
 
 def parse_routing(path: str, data: bytes) -> RoutingRequest:
     """Read what routing needs of a body sent to `path`. Raises RequestError only where the body is no JSON object."""
+    return read_routing(KINDS.get(path, "other"), data)
+
+
+def read_routing(kind: Kind, data: bytes) -> RoutingRequest:
+    """The same of a body whose kind is known."""
     check_object(data)
+    if kind in ("messages", "responses"):
+        try:
+            return _of_messages(parse_messages(data)) if kind == "messages" else _of_response(parse_response(data))
+        except RequestError:
+            pass  # the worker will say what is wrong
     body = decode_json(_decoder, data)
     messages = _dicts(body.messages)
-    kind: Kind = "other"
-    if path.endswith("/chat/completions"):
-        kind = "chat"
-    elif path.endswith("/completions"):
-        kind = "completion"
     limit = _int(body.max_completion_tokens)
     if limit is None:
         limit = _int(body.max_tokens)
@@ -121,6 +140,52 @@ def parse_routing(path: str, data: bytes) -> RoutingRequest:
         scores_prompt=body.prompt_logprobs is not None or (body.echo is True and _int(scored) is not None),
         has_media=_has_media(messages),
     )
+
+
+def _of_messages(source: MessagesRequest) -> RoutingRequest:
+    return RoutingRequest(
+        kind="messages",
+        source=source,
+        model=source.model,
+        cache_salt=source.cache_salt,
+        stream=source.stream is True,
+        output_max=source.max_tokens,
+        metadata_user_id=_str(source.metadata.get("user_id")) if source.metadata is not None else None,
+    )
+
+
+def _of_response(source: ResponsesRequest) -> RoutingRequest:
+    return RoutingRequest(
+        kind="responses",
+        source=source,
+        model=source.model,
+        cache_salt=source.cache_salt,
+        priority=source.priority or 0,
+        stream=source.stream is True,
+        output_max=source.max_output_tokens or 0,
+        truncate_prompt_tokens=-1 if source.truncation == "auto" else None,
+        user=source.user,
+        prompt_cache_key=source.prompt_cache_key,
+        metadata_user_id=_str(source.metadata.get("user_id")) if source.metadata is not None else None,
+        stored=source.previous_response_id,
+    )
+
+
+def chat_of(parsed: RoutingRequest, template: ChatTemplate | None) -> RoutingRequest:
+    """The chat that a body of another API stands for. `template`: renders it; without one, what hangs on it must not be
+    there. Raises RequestError."""
+    source = parsed.source
+    if isinstance(source, ResponsesRequest):
+        if source.previous_response_id is not None:
+            raise RequestError("only the worker knows what was said before", param="previous_response_id")
+        fields = response_as_chat(source)
+    else:
+        assert source is not None
+        if template is None and depends_on_template(source):
+            raise RequestError("what this prompt is depends on the model's chat template", param=None)
+        fields = as_chat(source, template)
+    read = {name: fields[name] for name in _RENDERED if name in fields}
+    return msgspec.structs.replace(parsed, kind="chat", source=None, has_media=_has_media(read["messages"]), **read)
 
 
 def check_object(data: bytes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from router.app.reading import COMPLETIONS
+from prompts.routing import KINDS
 from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.workers import Worker, WorkerState
@@ -15,7 +15,7 @@ log = logging.getLogger("router")
 
 def count_end(core: RouterCore, metrics: Metrics, exchange: Exchange, now: float) -> None:
     """Add an ended exchange to the counters."""
-    path = exchange.request.path if exchange.request.path in COMPLETIONS else "other"
+    path = exchange.request.path if exchange.request.path in KINDS else "other"
     route, decision, usage = exchange.route, exchange.decision, exchange.usage
     # Names that clients make up must not become labels.
     model = route.model if route is not None and core.resolve_model(route.model) is not None else "unknown"

@@ -41,6 +41,18 @@ class Completion(_Routed, kw_only=True):
     prompt: _NonEmpty | _Ids
 
 
+class Messages(Struct, kw_only=True):
+    messages: Annotated[list[RoutedMessage], Meta(min_length=1)]
+    max_tokens: _Positive
+    model: str | UnsetType = UNSET
+    stream: bool | UnsetType = UNSET
+    cache_salt: _NonEmpty | UnsetType = UNSET
+
+
+class Responses(_Routed, kw_only=True):
+    input: _NonEmpty | Annotated[list[RoutedMessage], Meta(min_length=1)]
+
+
 class Worker(Struct, forbid_unknown_fields=True):
     url: str
     id: str | UnsetType = UNSET
@@ -62,6 +74,10 @@ _OPERATIONS = (
     Operation("post", "/v1/chat/completions", "Chat completion, by the worker that will answer soonest", Chat, _Object,
               streams=True),
     Operation("post", "/v1/completions", "Completion, by the worker that will answer soonest", Completion, _Object,
+              streams=True),
+    Operation("post", "/v1/messages", "Anthropic's Messages, by the worker that will answer soonest", Messages, _Object,
+              streams=True),
+    Operation("post", "/v1/responses", "OpenAI's Responses, by the worker that will answer soonest", Responses, _Object,
               streams=True),
     Operation("get", "/v1/models", "Models of all workers", None, _Object, is_open=True),
     Operation("get", "/health", "Whether a worker is up", None, _Object, is_open=True),

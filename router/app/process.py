@@ -109,6 +109,7 @@ class RouterProcess:
         )
         names = SessionNames(config.edge.session_headers)
         self._reading = Reading(self._core, self._prompts, self._helpers, names)
+        self._proxy.on_end.append(self._reading.stored.ended)
         self._tenants = Tenants(config.edge, self._metrics)
         self._feed = IndexFeed(self._index, on_connection=self._stream_changed)
         self._listeners: list[Listener] = []

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from prompts.errors import bad_value
-from prompts.routing import Kind, RoutingRequest, parse_routing
+from prompts.routing import KINDS, Kind, RoutingRequest, read_routing
+from router.app.stored import StoredResponses
 from router.decide.core import RouterCore
 from router.decide.messages import RouteRequest
 from router.http.request import HttpRequest
@@ -23,7 +24,6 @@ from router.prompting.pool import Helpers, Order
 from router.prompting.reader import INLINE_BYTES_MAX, PromptReader, Read
 from router.prompting.sessions import SessionNames
 
-COMPLETIONS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 ESTIMATE_MAX = 131_072
 """Tokens, of a prompt for a model that does not tell how many it takes."""
 BYTES_A_TOKEN = 4
@@ -40,9 +40,10 @@ class Asked:
     )  # fmt: skip
 
     def __init__(
-        self, request: HttpRequest, parsed: RoutingRequest, names: SessionNames, model: str, base: str, lora: str | None
-    ) -> None:
-        """Raises RequestError naming the header that cannot be read."""
+        self, request: HttpRequest, parsed: RoutingRequest, names: SessionNames, holder: str | None,
+        model: str, base: str, lora: str | None,
+    ) -> None:  # fmt: skip
+        """`holder`: the worker that alone can answer. Raises RequestError naming the header that cannot be read."""
         self.parsed = parsed
         self.model = model
         self.base = base
@@ -52,7 +53,7 @@ class Asked:
         self.priority = parsed.priority if priority is None else priority
         self.deadline_ms = _integer(request, b"x-blockcast-deadline-ms", 1, 86_400_000)
         """How long the router may hold the request."""
-        self.worker = _text(request.header(b"x-blockcast-worker"))
+        self.worker = holder or _text(request.header(b"x-blockcast-worker"))
         self.role = _text(request.header(b"x-blockcast-role"))
         self.session = names.of(request.header, parsed)
 
@@ -67,6 +68,7 @@ class Reading:
         self._prompts = prompts
         self.helpers = helpers
         self._names = names or SessionNames()
+        self.stored = StoredResponses()
         self._scopes: dict[tuple[str, str | None], Scope] = {}
 
     def is_light(self, request: HttpRequest, path: str | None) -> bool:
@@ -75,13 +77,15 @@ class Reading:
 
     def asked(self, request: HttpRequest, path: str | None = None) -> Asked:
         """What a request sent to `path` (None: told by its body) asks for. Raises RequestError."""
-        parsed = parse_routing("", request.body) if self._is_json(request, path) else _NOTHING_READ
         kind = _kind(request, path)
+        parsed = read_routing(kind or "other", request.body) if self._is_json(request, path) else _NOTHING_READ
         if kind is None:
-            kind = "completion" if parsed.messages is None else "chat"
-        if kind != "other":
-            parsed = msgspec.structs.replace(parsed, kind=kind)
-        return Asked(request, parsed, self._names, *self._model(parsed.model))
+            parsed = msgspec.structs.replace(parsed, kind="completion" if parsed.messages is None else "chat")
+        return self._asked(request, parsed)
+
+    def _asked(self, request: HttpRequest, parsed: RoutingRequest) -> Asked:
+        holder = self.stored.holder(request, parsed.stored)
+        return Asked(request, parsed, self._names, holder, *self._model(parsed.model))
 
     def tokens(self, asked: Asked) -> Read | asyncio.Future[Read]:
         """The prompt's token ids: at once where that is quick, else later."""
@@ -110,7 +114,7 @@ class Reading:
 
         started = time.perf_counter()
         parsed, result = await self.helpers.read(request.pieces, _kind(request, path), order, wanted)
-        asked = Asked(request, parsed, self._names, *self._model(parsed.model))
+        asked = self._asked(request, parsed)
         ids: Sequence[int] | None
         if isinstance(result, bytes):
             remote = self._prompts.remote
@@ -178,7 +182,7 @@ def _kind(request: HttpRequest, path: str | None) -> Kind | None:
     """What a request to this path is; None where the body tells."""
     if path is None:
         return None
-    return COMPLETIONS.get(path, "other") if request.method == "POST" else "other"
+    return KINDS.get(path, "other") if request.method == "POST" else "other"
 
 
 def _integer(request: HttpRequest, name: bytes, low: int, high: int) -> int | None:

@@ -16,7 +16,7 @@ from typing import Any
 from prompts.errors import RequestError
 from router.app.guard import Guard, bearer
 from router.app.reading import Asked, Reading
-from router.app.tenants import UNSALTED, Tenants, name_of
+from router.app.tenants import Tenants, name_of
 from router.counters import Metrics
 from router.edge.config import EdgeConfig
 from router.edge.exchange import Exchange
@@ -33,9 +33,9 @@ TRACE_ID_BYTES_MAX = 128
 PASSED_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 """To workers. What remains asks about servers, and the one that was asked is this."""
 PASSED = (
-    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
-    "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/moderations", "/v1/audio/transcriptions",
-    "/v1/audio/translations", "/v1/audio/speech", "/v1/images/generations", "/v1/models/*",
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/*", "/v1/messages",
+    "/v1/messages/count_tokens", "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/moderations",
+    "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech", "/v1/images/generations", "/v1/models/*",
 )  # fmt: skip
 """What workers serve to clients. Other routes under /v1 of theirs change them (adapters) or keep what only one has."""
 TICK_S = 0.02
@@ -69,7 +69,7 @@ class RouterApp:
         self._keys = [key.encode() for key in config.api_keys]
         self._own = routes
         self._guard = guard
-        self._passed = frozenset(PASSED + config.pass_routes) - (UNSALTED if config.tenant_salts else frozenset())
+        self._passed = frozenset(PASSED + config.pass_routes)
         self._passed_below = tuple(path[:-1] for path in self._passed if path.endswith("/*"))
         self._trace_prefix = os.urandom(6).hex()
         self._traces = 0
@@ -88,7 +88,8 @@ class RouterApp:
         party = self._key_of(request) if self._keys else connection.peer
         if party is None:
             raise RequestError(
-                "a valid API key is needed: Authorization: Bearer KEY", param=None, code="invalid_api_key", status=401,
+                "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY", param=None,
+                code="invalid_api_key", status=401,
             )  # fmt: skip
         if request.method not in PASSED_METHODS:
             raise MethodNotAllowed(request, PASSED_METHODS)
@@ -196,6 +197,6 @@ class RouterApp:
     def _key_of(self, request: HttpRequest) -> str | None:
         """A name for the key that the request brings; None where it brings none of ours. Every key is compared, each in
         constant time."""
-        token = bearer(request)
+        token = bearer(request) or (request.header(b"x-api-key") or b"").strip()
         matches = [name_of(number) for number, key in enumerate(self._keys) if hmac.compare_digest(token, key)]
         return matches[0] if matches else None

@@ -20,10 +20,8 @@ from router.counters import Metrics
 from router.edge.config import EdgeConfig
 from router.http.request import HttpRequest
 
-SALTED = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses"))
+SALTED = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"))
 """Routes whose bodies take a `cache_salt`."""
-UNSALTED = frozenset(("/v1/messages", "/v1/messages/count_tokens"))
-"""Routes that use the prefix cache and take none: not passed on where tenants are to share nothing."""
 _OBJECT = re.compile(rb"[ \t\r\n]*\{")
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 PROGRESS_EVERY = 32
 """Chunks of a stream between two reports of progress to the core."""
+RESPONSES = "/v1/responses"
 _LAST_CHUNK = b"0\r\n\r\n"
 
 
@@ -116,7 +117,7 @@ class Exchange:
             if code == "unknown_model":
                 param = "model"
             elif code == "context_length_exceeded":
-                param = "messages" if self.request.path.endswith("/chat/completions") else "prompt"
+                param = {"/v1/completions": "prompt", RESPONSES: "input"}.get(self.request.path, "messages")
             self.client.refuse(status, code, message, retry_after_s, param=param)
 
     def reject(self, error: RequestError) -> None:
@@ -298,9 +299,10 @@ class Exchange:
         surplus = taken != len(data)
         if surplus:
             data = data[:taken]
-        if data and not self.progress.began:
+        if data and self.first_byte_s is None:
+            self.first_byte_s = now
+        if data and not self.progress.began and self._speaks(data):
             self.progress.began = True
-            self.first_byte_s = self.first_byte_s or now
             if self.in_core and self.route is not None and self.route.stream and head.status == 200:
                 proxy.perform(proxy.core.first_token(self.request_id, now))
         if content is not None:
@@ -324,9 +326,13 @@ class Exchange:
             proxy.core.progress(self.request_id, progress.reads)
         connection = self._connection
         ours = payload is not None or self._paused or (stream is not None and stream.goes_on)
-        if progress.may_leave and connection is not None and not ours:
+        if progress.may_leave and progress.began and connection is not None and not ours:
             tokens = stream.tokens if stream is not None else None
             progress.hand_over(self, connection, self.client.plain_socket(), body, tokens)
+
+    def _speaks(self, data: bytes) -> bool:
+        """Whether the model has begun: a stream of Responses begins with events that say only that it was asked."""
+        return self.request.path != RESPONSES or b"response.output" in data or b"event: response." not in data
 
     def _complete(self, head: ResponseHead, *, reusable: bool) -> None:
         connection = self._connection

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 TAIL_BYTES = 2048
 TAIL_READS = 4
 """How much of the end of an answer is kept to find its `usage`: so many reads, so much of each."""
+BEGINNING_BYTES = 512
 PYTHON_READS = 2
 """Reads of a stream before it is handed to the native relay: an answer of one or two is not worth it."""
 STINT_READS = 16
@@ -29,6 +30,8 @@ STINT_READS = 16
 # A quotation mark inside a JSON string is escaped, so generated text can never look like this key.
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _COUNTS = (b'"prompt_tokens"', b'"cached_tokens"', b'"completion_tokens"')
+_OTHER_COUNTS = (b'"input_tokens"', b'"cache_read_input_tokens"', b'"output_tokens"', b'"cache_creation_input_tokens"')
+"""Of Anthropic's Messages, whose first does not hold the second and the last."""
 _NUMBER = re.compile(rb"\s*:\s*(\d{1,9})\s*[,}]")
 """A count of more digits is not believed."""
 
@@ -36,7 +39,17 @@ _NUMBER = re.compile(rb"\s*:\s*(\d{1,9})\s*[,}]")
 class Progress:
     """Of one answer."""
 
-    __slots__ = ("_before", "_native", "_stream", "_tail", "_wanted_reads", "began", "last_byte_s", "reads")
+    __slots__ = (
+        "_before",
+        "_native",
+        "_stream",
+        "_tail",
+        "_wanted_reads",
+        "began",
+        "beginning",
+        "last_byte_s",
+        "reads",
+    )
 
     def __init__(self, native: StreamRelay | None, now: float) -> None:
         self._native = native
@@ -50,7 +63,9 @@ class Progress:
         self.reads = 0
         """Reads that were passed on: about as many as there were chunks."""
         self.began = False
-        """A byte of the answer has come from the worker that is at it."""
+        """The worker that is at it has begun to speak."""
+        self.beginning = b""
+        """Of the answer: its name is there."""
         self.last_byte_s = now
 
     def begin_again(self) -> None:
@@ -61,6 +76,8 @@ class Progress:
         """The exchange passed on `data`."""
         self.last_byte_s = now
         self.reads += 1
+        if len(self.beginning) < BEGINNING_BYTES:
+            self.beginning += data[:BEGINNING_BYTES]
         self._tail.append(data if len(data) <= TAIL_BYTES else data[-TAIL_BYTES:])
 
     def usage(self) -> ReportedUsage | None:
@@ -123,8 +140,12 @@ def find_usage(tail: bytes) -> ReportedUsage | None:
         at = tail.rfind(b'"usage"', 0, at)
     if at < 0 or found is None:
         return None
-    begin = found.end()
-    return ReportedUsage(*(_count(tail, begin, key) for key in _COUNTS))
+    prompt, cached, completion = (_count(tail, found.end(), key) for key in _COUNTS)
+    if prompt is None:
+        new, read, said, kept = (_count(tail, found.end(), key) for key in _OTHER_COUNTS)
+        if new is not None:
+            return ReportedUsage(new + (read or 0) + (kept or 0), cached if read is None else read, said)
+    return ReportedUsage(prompt, cached, completion)
 
 
 def _count(tail: bytes, at: int, key: bytes) -> int | None:

@@ -12,10 +12,9 @@ from router.http.request import HttpRequest
 from router.http.response import ResponseHead
 
 _NOT_FORWARDED = (*HOP_BY_HOP, b"host", b"content-length", b"expect", b"x-request-id", b"x-data-parallel-rank")
+_KEYS = (b"authorization", b"x-api-key")
 _DROPPED = {
-    (keyed, traced): Dropping(
-        (*_NOT_FORWARDED, *((b"authorization",) if keyed else ()), *((b"traceparent",) if traced else ()))
-    )
+    (keyed, traced): Dropping((*_NOT_FORWARDED, *(_KEYS if keyed else ()), *((b"traceparent",) if traced else ())))
     for keyed in (False, True)
     for traced in (False, True)
 }

@@ -65,7 +65,8 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_app", "_body_bytes", "_busy", "_head_only", "_held", "_keep_alive", "_lingers", "_parser", "_party",
-        "_paused_reading", "_registry", "_retiring", "_since_s", "_socket", "_stepping", "_transport", "_unread",
+        "_path", "_paused_reading", "_registry", "_retiring", "_since_s", "_socket", "_stepping", "_transport",
+        "_unread",
         "answering", "peer", "tls", "work",
     )  # fmt: skip
 
@@ -90,6 +91,8 @@ class ClientConnection(asyncio.Protocol):
         """Bytes of the current answer were sent."""
         self._head_only = False
         """The current request is a HEAD."""
+        self._path = ""
+        """Of the current request: its API says what an error looks like."""
         self._stepping = False
         self._keep_alive = True
         self._retiring = False
@@ -213,14 +216,13 @@ class ClientConnection(asyncio.Protocol):
         self.finish(keep_alive=keep_alive)
 
     def respond_error(self, error: RequestError, headers: Collection[Header] = ()) -> None:
-        self.respond(
-            error.status, msgspec.json.encode(error.body()), headers=[*headers, *error_headers(error, headers)]
-        )
+        body = msgspec.json.encode(error.body(self._path))
+        self.respond(error.status, body, headers=[*headers, *error_headers(error, headers)])
 
     def refuse(
         self, status: int, code: str, message: str, retry_after_s: float | None, *, param: str | None = None
     ) -> None:
-        """Answer with an OpenAI-style error of the router's own. `param`: the field of the body that it is about."""
+        """Answer with an error of the router's own. `param`: the field of the body that it is about."""
         if code == "unknown_model":
             code = "model_not_found"  # OpenAI's word
         headers = [] if retry_after_s is None else [(b"retry-after", b"%d" % max(1, round(retry_after_s)))]
@@ -297,7 +299,7 @@ class ClientConnection(asyncio.Protocol):
     def _begin(self, request: HttpRequest) -> None:
         self._busy = True
         self.answering = False
-        self._head_only = request.method == "HEAD"
+        self._head_only, self._path = request.method == "HEAD", request.path
         if self._retiring:
             request.keep_alive = False  # so that its answer says so
         if not request.keep_alive:
@@ -338,7 +340,7 @@ class ClientConnection(asyncio.Protocol):
         """Of a request that has begun. Raises RequestError where there is no use in waiting."""
         begun = self._parser.begun()
         if begun is not None:
-            self._head_only = begun.method == "HEAD"
+            self._head_only, self._path = begun.method == "HEAD", begun.path
             self._admit(begun)
         self._hold()
         transport = self._transport

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 from prompts.errors import RequestError
-from prompts.routing import RoutingRequest, check_object
+from prompts.routing import RoutingRequest, chat_of, check_object
 from prompts.schemas import decode_json
 from prompts.tokenizer import Tokenizer
 
@@ -48,6 +48,7 @@ class _Envelope(msgspec.Struct):
     prompt_cache_key: msgspec.Raw = msgspec.Raw(b"null")
     metadata: msgspec.Raw = msgspec.Raw(b"null")
     truncate_prompt_tokens: msgspec.Raw = msgspec.Raw(b"null")
+    previous_response_id: msgspec.Raw = msgspec.Raw(b"null")
 
 
 _envelopes = msgspec.json.Decoder(_Envelope)
@@ -73,6 +74,7 @@ def envelope(body: bytes) -> dict[str, Any]:
     model, salt, priority = _value(fields.model), _value(fields.cache_salt), _value(fields.priority)
     user, keep = _value(fields.user), _value(fields.truncate_prompt_tokens)
     cache_key, metadata = _value(fields.prompt_cache_key), _value(fields.metadata)
+    previous = _value(fields.previous_response_id)
     user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
     return {
         "model": model if isinstance(model, str) else None,
@@ -83,6 +85,7 @@ def envelope(body: bytes) -> dict[str, Any]:
         "prompt_cache_key": cache_key if isinstance(cache_key, str) else None,
         "metadata_user_id": user_id if isinstance(user_id, str) else None,
         "truncate_prompt_tokens": keep if type(keep) is int and -(2**63) <= keep < 2**63 else None,
+        "stored": previous if isinstance(previous, str) else None,
         "chats": bytes(memoryview(fields.messages)[:1]) == b"[",
     }
 
@@ -115,6 +118,8 @@ def cut(ids: Sequence[int] | None, parsed: RoutingRequest, tokens_max: int | Non
 def _ids(parsed: RoutingRequest, tokenizer: Tokenizer | None, most: int) -> Sequence[int] | None:
     if parsed.scores_prompt:
         return None
+    if parsed.source is not None and tokenizer is not None:
+        parsed = chat_of(parsed, tokenizer.chat_template)
     if parsed.kind == "chat":
         if tokenizer is None or parsed.messages is None or tokenizer.chat_template is None:
             return None
@@ -148,6 +153,11 @@ def _encoded(
 
 def question(parsed: RoutingRequest, model: str) -> bytes | None:
     """What to ask a worker's `/tokenize`; None where there is no text to tokenise, or what cannot be asked (images)."""
+    if parsed.source is not None:
+        try:
+            parsed = chat_of(parsed, None)
+        except RequestError:
+            return None
     if parsed.scores_prompt or parsed.has_media:
         return None
     if parsed.kind == "chat":

@@ -19,7 +19,7 @@ import msgspec
 
 from prompts.apart import Ended, Process, Processes
 from prompts.errors import RequestError
-from prompts.routing import Kind, RoutingRequest, parse_routing
+from prompts.routing import Kind, RoutingRequest, read_routing
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer, TokenizerError
 from router.prompting.config import PoolConfig
@@ -166,7 +166,7 @@ def _made(order: Order, body: bytes, tokenizer: Tokenizer | TokenizerError | Non
         raise tokenizer
     if not is_within_bounds(body):
         raise RequestError("more values than are read here", param=None)
-    parsed = msgspec.structs.replace(parse_routing("", body), kind=order.kind)
+    parsed = read_routing(order.kind, body)
     ids = prompt_ids(parsed, tokenizer, order.tokens_max)
     if ids is None:
         return None if order.asks is None else question(parsed, order.asks)

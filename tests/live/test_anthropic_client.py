@@ -1,4 +1,4 @@
-"""`engine serve` as the official `anthropic` client sees it: answers, streams, errors, keys."""
+"""`engine serve`, and `router run` in front of it, as the official `anthropic` client sees them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from programs import call
+from programs import Program, call, until
 
 pytestmark = pytest.mark.live
 
@@ -24,8 +24,25 @@ EVENTS = ["message_start", "content_block_start", "content_block_stop", "message
 
 
 @pytest.fixture(scope="module")
-def client(engine: Any) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=engine.url, api_key="EMPTY", max_retries=0, timeout=60) as client:
+def router(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    log = tmp_path_factory.mktemp("router") / "router.log"
+    program = Program(log, "router", "run", engine.url, "--port", "0", "--api-key", "k1")
+    try:
+        program.await_ready()
+        until(
+            lambda: call(f"{program.url}/workers")[2]["workers"][0].get("tokenizer") == {"tiny": "loaded"},
+            "a tokenizer",
+        )
+        until(lambda: call(f"{program.url}/readyz")[0] == 200, "the cache's view")
+        yield program
+    finally:
+        program.close()
+
+
+@pytest.fixture(scope="module", params=["engine", "router"])
+def client(request: pytest.FixtureRequest) -> Iterator[anthropic.Anthropic]:
+    url = request.getfixturevalue(request.param).url
+    with anthropic.Anthropic(base_url=url, api_key="k1", max_retries=0, timeout=60) as client:
         yield client
 
 
@@ -78,6 +95,8 @@ def test_errors_have_the_form_of_this_api(client: anthropic.Anthropic, engine: A
     image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
     with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[1\]"):
         ask(client, messages=[{"role": "user", "content": [{"type": "text", "text": "?"}, image]}])
+    if str(client.base_url).rstrip("/") != engine.url:
+        return
     status, _, body = call(engine.url + "/v1/messages", {"max_tokens": 3, "messages": [{"role": "bob", "content": ""}]})
     assert status == 400
     assert body == {"type": "error", "error": {"type": "invalid_request_error", "message": body["error"]["message"]}}
@@ -92,3 +111,44 @@ def test_the_key_may_come_in_the_header_of_this_api(start_engine: Any) -> None:
     with wrong, pytest.raises(anthropic.AuthenticationError) as refused:
         wrong.messages.count_tokens(model="tiny", messages=TURNS)
     assert refused.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+
+
+def test_the_router_predicts_what_the_engine_reports(router: Program) -> None:
+    turns: list[Any] = [{"role": "user", "content": "First " + SYSTEM}]
+    with anthropic.Anthropic(base_url=router.url, api_key="k1", max_retries=0) as client:
+        for turn in range(4):
+            if turn == 2:
+                turns.insert(1, {"role": "system", "content": "Be short."})
+            raw = client.messages.with_raw_response.create(
+                model="tiny", system=f"x-anthropic-billing-header: {turn}\n{SYSTEM}", messages=turns, tools=TOOLS,
+                max_tokens=6, stream=False,
+            )  # fmt: skip
+            answer = raw.parse()
+            assert int(raw.headers["x-blockcast-predicted-cached-tokens"]) == answer.usage.cache_read_input_tokens
+            if turn in (1, 3):
+                assert answer.usage.cache_read_input_tokens > 0
+            blocks = [{"type": "text", "text": block.text} for block in answer.content if block.type == "text"]
+            turns += [{"role": "assistant", "content": blocks}, {"role": "user", "content": "And then?"}]
+            until(
+                lambda: figures(router)["reported_cached_tokens"] == figures(router)["predicted_cached_tokens"], "equal"
+            )
+    _, _, explained = call(
+        f"{router.url}/route?path=%2Fv1%2Fmessages", {"model": "tiny", "messages": turns, "max_tokens": 4}
+    )
+    assert explained["tokenized"] is True
+
+
+def figures(router: Program) -> dict[str, Any]:
+    found: dict[str, Any] = call(f"{router.url}/workers")[2]["workers"][0]
+    return found
+
+
+def test_the_routers_own_errors_have_the_form_of_this_api(router: Program) -> None:
+    wrong = anthropic.Anthropic(base_url=router.url, api_key="no", max_retries=0)
+    with wrong, pytest.raises(anthropic.AuthenticationError) as refused:
+        wrong.messages.create(model="tiny", messages=TURNS, max_tokens=3)
+    assert refused.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+    known = anthropic.Anthropic(base_url=router.url, api_key="k1", max_retries=0)
+    with known, pytest.raises(anthropic.NotFoundError) as unknown:
+        known.messages.create(model="nobody", messages=TURNS, max_tokens=3)
+    assert unknown.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]

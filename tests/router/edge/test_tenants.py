@@ -58,7 +58,8 @@ def test_keys_share_nothing_without_asking(edge: Any, make_post: Any) -> None:
         long = body(text="x" * 100_000)
         assert status(await edge.exchange(make_post(long, b"/v1/completions", [key("one")]))) == 200
         assert json.loads(worker.received[-1].body)["cache_salt"] == sent[0]
-        assert status(await edge.exchange(make_post(body(), b"/v1/messages", [key("one")]))) == 404
+        assert status(await edge.exchange(make_post(body(), b"/v1/messages", [key("one")]))) == 200
+        assert json.loads(worker.received[-1].body)["cache_salt"] == sent[0]
 
     edge.run(scenario())
 

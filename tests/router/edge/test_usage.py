@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,3 +56,18 @@ def test_a_count_of_more_than_nine_digits_is_not_believed() -> None:
 
 def test_a_number_that_the_end_may_have_cut_off_is_not_believed() -> None:
     assert find_usage(b'{"usage":{"prompt_tokens":12') == ReportedUsage(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    [
+        (b'"usage":{"input_tokens":5,"output_tokens":2,"cache_read_input_tokens":64}}', ReportedUsage(69, 64, 2)),
+        (
+            b'"usage": {"cache_creation_input_tokens": 3, "input_tokens": 5, "output_tokens": 2}}',
+            ReportedUsage(8, None, 2),
+        ),
+    ],
+)
+def test_the_parts_of_an_anthropic_prompt_add_up(tail: bytes, expected: ReportedUsage) -> None:
+    start = b'data: {"type":"message_start","message":{"usage":{"input_tokens":1,"output_tokens":0}}}\n\n'
+    assert find_usage(start + b'data: {"type":"message_delta",' + tail) == expected

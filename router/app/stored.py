@@ -1,0 +1,49 @@
+"""Which worker holds a stored response: it alone can go on from it, show it or cancel it.
+
+Owns the names, the newest STORED_MAX of them. Refuses to know what a response says. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+
+from router.edge.exchange import RESPONSES, Exchange
+from router.http.request import HttpRequest
+
+STORED_MAX = 100_000
+NAME_CHARS_MAX = 256
+_NAME = re.compile(rb'"id"\s*:\s*"([!-~]{1,%d}?)"' % NAME_CHARS_MAX)
+
+
+class StoredResponses:
+    """Of one process."""
+
+    def __init__(self, count_max: int = STORED_MAX) -> None:
+        self._count_max = count_max
+        self._holders: OrderedDict[str, str] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def ended(self, exchange: Exchange) -> None:
+        """Note what an exchange that ended has stored, if it was one that stores."""
+        request, decision = exchange.request, exchange.decision
+        if request.path != RESPONSES or decision is None or not exchange.outcome.startswith("status_200"):
+            return
+        found = _NAME.search(exchange.progress.beginning)
+        if found is not None:
+            self.note(found[1].decode(), decision.worker)
+
+    def note(self, name: str, worker: str) -> None:
+        self._holders[name] = worker
+        self._holders.move_to_end(name)
+        if len(self._holders) > self._count_max:
+            self._holders.popitem(last=False)
+
+    def holder(self, request: HttpRequest, previous: str | None) -> str | None:
+        """The worker that this request has to go to; None where any will do, or none is known. `previous`: the response
+        that it goes on from."""
+        if request.path.startswith(RESPONSES + "/"):
+            previous = request.path[len(RESPONSES) + 1 :].partition("/")[0]
+        return None if previous is None else self._holders.get(previous)

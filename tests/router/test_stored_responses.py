@@ -1,0 +1,55 @@
+"""The book of who holds which stored response, and what a router reads of the answers that make one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from router.app.stored import StoredResponses
+
+
+def ended(book: StoredResponses, beginning: bytes, worker: str = "w", **more: Any) -> None:
+    request = SimpleNamespace(path=more.get("path", "/v1/responses"))
+    progress = SimpleNamespace(beginning=beginning)
+    outcome, decision = more.get("outcome", "status_200"), SimpleNamespace(worker=worker)
+    book.ended(SimpleNamespace(request=request, progress=progress, outcome=outcome, decision=decision))  # type: ignore
+
+
+def holder(book: StoredResponses, path: str, previous: str | None = None) -> str | None:
+    return book.holder(SimpleNamespace(path=path), previous)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [
+        b'{"id":"resp_1","created_at":3,"output":[{"id":"msg_2"}]}',
+        b'53\r\nevent: response.created\ndata: {"response": {"id": "resp_1", "x": 1}, "type":"response.created"}\n\n',
+    ],
+)
+def test_the_first_name_of_an_answer_is_the_responses(beginning: bytes) -> None:
+    book = StoredResponses()
+    ended(book, beginning)
+    assert holder(book, "/v1/responses", "resp_1") == "w"
+    for path in ("/v1/responses/resp_1", "/v1/responses/resp_1/cancel"):
+        assert holder(book, path) == "w"
+    assert holder(book, "/v1/responses/msg_2") is None
+    assert holder(book, "/v1/responses") is None
+    assert holder(book, "/v1/chat/completions") is None
+
+
+def test_refused_cut_and_other_answers_are_not_noted() -> None:
+    book = StoredResponses()
+    for more in ({"outcome": "status_400"}, {"outcome": "broken"}, {"path": "/v1/messages"}):
+        ended(book, b'{"id":"resp_1"}', **more)
+    ended(book, b'{"id":"' + b"x" * 300 + b'"}')
+    assert len(book) == 0
+
+
+def test_the_book_is_bounded_and_keeps_the_newest() -> None:
+    book = StoredResponses(count_max=3)
+    for i in (0, 1, 2, 0, 3):
+        ended(book, b'{"id":"resp_%d"}' % i, worker=f"w{i}")
+    assert len(book) == 3
+    assert [holder(book, f"/v1/responses/resp_{i}") for i in range(4)] == ["w0", None, "w2", "w3"]
