@@ -2,7 +2,7 @@
 
 `parse_response` refuses what no worker takes; unknown fields pass. `as_chat` gives the fields of the chat that is
 rendered: an assistant's message, its thoughts and its calls, which are items of their own, become one message again.
-What came before (`previous_response_id`) is its caller's to bring: the messages of that response, and its output.
+What came before (`previous_response_id`) is its caller's to bring.
 """
 
 from __future__ import annotations
@@ -159,16 +159,11 @@ def _check_tool(where: str, tool: Item) -> None:
 # The chat -------------------------------------------------------------------------------------------------------------
 
 
-def as_chat(
-    request: ResponsesRequest, before: list[Message] | None = None, output: list[Item] | None = None
-) -> dict[str, Any]:
-    """Fields of the chat request that this one stands for. `before`, `output`: the messages that the response it goes
-    on from was made of, and what that one said. Raises RequestError."""
+def as_chat(request: ResponsesRequest, before: list[Message] | None = None) -> dict[str, Any]:
+    """Fields of the chat request that this one stands for. `before`: the messages that the response it goes on from was
+    made of, and what that one said. Raises RequestError."""
     messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
     messages += [message for message in before or () if message.get("role") != "system"]
-    for item in output or ():
-        if item.get("type") == "message":
-            messages += [{"role": "assistant", "content": part["text"]} for part in item["content"]]
     if isinstance(request.input, str):
         messages.append({"role": "user", "content": request.input})
     else:

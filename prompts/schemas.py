@@ -193,7 +193,7 @@ _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 def parse_chat(data: bytes) -> ChatRequest:
     """Read a chat body. Raises RequestError that names field, value and expectation."""
     request = decode_json(_chat_decoder, data)
-    _check_messages(request.messages)
+    check_messages(request.messages)
     if request.add_generation_prompt and request.continue_final_message:
         raise RequestError(
             "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
@@ -302,7 +302,7 @@ def _check_common(request: CommonRequest) -> None:
         raise bad_value("min_tokens", request.min_tokens, f"at most max_tokens ({limit})")
 
 
-def _check_messages(messages: list[Message]) -> None:
+def check_messages(messages: list[Message]) -> None:
     if not messages:
         raise bad_value("messages", messages, "at least one message")
     for index, message in enumerate(messages):

@@ -6,11 +6,13 @@ the reason why it stops and the usage, message_stop
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
 
+from engine.api.blocks import Block, Blocks, Step, of_choice
 from engine.api.choice import Choice, Piece
 from engine.api.generation import Generation
 from prompts.errors import RequestError
@@ -32,12 +34,24 @@ class TextBlock(Struct, frozen=True, tag_field="type", tag="text"):
     text: str
 
 
+class ThinkingBlock(Struct, frozen=True, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(Struct, frozen=True, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: Any
+    """An object."""
+
+
 class MessageAnswer(Struct, frozen=True, kw_only=True):
     id: str
     type: str = "message"
     role: str = "assistant"
     model: str
-    content: list[TextBlock]
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: MessageUsage
@@ -61,8 +75,9 @@ class MessagesAnswer:
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._choice = generation.choices[0]
-        self._halves: tuple[bytes, bytes] | None = None
-        self._blocks = 0
+        self._blocks = Blocks()
+        self._halves: tuple[int, bytes, bytes] | None = None
+        """Block that they are of, and what stands before and after a text that it grows by."""
         self._begun = False
 
     def piece(self, choice: Choice, piece: Piece) -> bytes:
@@ -71,19 +86,11 @@ class MessagesAnswer:
         if not self._begun:
             self._begun = True
             said = event("message_start", message=self._message([]))
-        if not piece.text:
-            return said
-        if self._halves is None:
-            before, after = self._delta(_MARK).split(_encoder.encode(_MARK))
-            self._halves = before, after
-            said += self._begin_text()
-        before, after = self._halves
-        return said + before + _encoder.encode(piece.text) + after
+        return said + b"".join(map(self._step, self._blocks.push(piece)))
 
     def end(self) -> bytes:
         """What follows the last piece."""
-        said = b"" if self._halves is not None else self._begin_text()
-        said += event("content_block_stop", index=self._blocks)
+        said = b"".join(map(self._step, self._blocks.end()))
         reason, sequence = stop_reason(self._choice)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         return said + event("message_delta", delta=delta, usage=self._usage()) + event("message_stop")
@@ -93,16 +100,27 @@ class MessagesAnswer:
         return b"event: error\ndata: " + _encoder.encode(error.body("/v1/messages")) + b"\n\n"
 
     def whole(self) -> bytes:
-        return _encoder.encode(self._message([TextBlock(self._choice.text)]))
+        return _encoder.encode(self._message(of_choice(self._choice)))
 
-    def _begin_text(self) -> bytes:
-        return event("content_block_start", index=self._blocks, content_block=TextBlock(""))
+    def _step(self, step: Step) -> bytes:
+        what, block, text = step
+        if what == "grows":
+            if self._halves is None or self._halves[0] != block.index:
+                before, after = _delta(block, _MARK).split(_encoder.encode(_MARK))
+                self._halves = block.index, before, after
+            return self._halves[1] + _encoder.encode(text) + self._halves[2]
+        if what == "begins":
+            begun = _content(block, "")
+            return event("content_block_start", index=block.index, content_block=begun)
+        said = event("content_block_stop", index=block.index)
+        if block.kind == "thought":
+            signed = {"type": "signature_delta", "signature": uuid.uuid4().hex}
+            said = event("content_block_delta", index=block.index, delta=signed) + said
+        return said
 
-    def _delta(self, text: str) -> bytes:
-        return event("content_block_delta", index=self._blocks, delta={"type": "text_delta", "text": text})
-
-    def _message(self, content: list[TextBlock]) -> MessageAnswer:
+    def _message(self, blocks: list[Block]) -> MessageAnswer:
         generation = self._generation
+        content = [_content(block, block.text) for block in blocks]
         reason, sequence = stop_reason(self._choice)
         return MessageAnswer(
             id=generation.id, model=generation.model, content=content, stop_reason=reason, stop_sequence=sequence,
@@ -115,13 +133,41 @@ class MessagesAnswer:
         return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
 
 
+def _content(block: Block, text: str) -> TextBlock | ThinkingBlock | ToolUseBlock:
+    """The block when it has said so much."""
+    if block.kind == "text":
+        return TextBlock(text)
+    if block.kind == "thought":
+        return ThinkingBlock(text, uuid.uuid4().hex if text else "")
+    return ToolUseBlock(block.id, block.name, arguments_object(text))
+
+
+def arguments_object(arguments: str) -> Raw:
+    """A call's arguments; those that are no object, as of a call that was cut short, are none."""
+    try:
+        if isinstance(msgspec.json.decode(arguments), dict):
+            return Raw(arguments.encode())
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        pass
+    return Raw(b"{}")
+
+
+def _delta(block: Block, text: str) -> bytes:
+    type, field = {
+        "text": ("text_delta", "text"), "thought": ("thinking_delta", "thinking"),
+        "call": ("input_json_delta", "partial_json"),
+    }[block.kind]  # fmt: skip
+    return event("content_block_delta", index=block.index, delta={"type": type, field: text})
+
+
 def stop_reason(choice: Choice) -> tuple[str | None, str | None]:
     """(why it stopped in Anthropic's words, the stop sequence that it met)."""
     if choice.finish_reason is None:
         return None, None
     if choice.finish_reason == "length":
         return "max_tokens", None
-    if choice.finish_reason == "tool_calls":
-        return "tool_use", None
     met = choice.stop_reason
-    return ("stop_sequence", met) if isinstance(met, str) else ("end_turn", None)
+    if isinstance(met, str):
+        return "stop_sequence", met  # it may have cut a call short, which must not run
+    called = choice.speech is not None and choice.speech.has_called
+    return "tool_use" if called else "end_turn", None

@@ -15,6 +15,7 @@ from engine.api.calls import parameter_types
 from engine.api.choice import NO_SPEECH
 from engine.api.lark import constraint_of
 from engine.api.params import ModelLimits, check_prompt
+from engine.api.responses import SHOWN, Asked
 from engine.api.speech import SpeechPlan
 from engine.api.thought import THOUGHTS, Place, end_token, place_after
 from engine.types import Constraint
@@ -29,7 +30,9 @@ from prompts import (
     parse_completion,
 )
 from prompts.anthropic import CountRequest, as_chat, parse_count, parse_messages
-from prompts.schemas import ResponseFormat, StructuredOutputs
+from prompts.responses import as_chat as response_as_chat
+from prompts.responses import parse_response
+from prompts.schemas import ResponseFormat, StructuredOutputs, check_messages, decode_json
 
 MAX_CHOICES = 1024
 """Sequences that one HTTP request may ask for."""
@@ -46,6 +49,8 @@ class Reading(msgspec.Struct, frozen=True):
     """How the answers' text is to be read."""
     constraint: Constraint | None = None
     """What the answers must match: written, not checked."""
+    asked: Asked | None = None
+    """Of Responses."""
 
 
 def read_chat(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Reading:
@@ -57,8 +62,7 @@ def read_messages(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Rea
     """A body of `/v1/messages`, as the chat that it stands for. Raises RequestError."""
     asked = parse_messages(data)
     _check_text_only(asked)
-    reading = _chat(ChatRequest(**as_chat(asked, tokenizer.chat_template)), tokenizer, limits)
-    return msgspec.structs.replace(reading, plan=NO_SPEECH)  # its answers have blocks of text only
+    return _chat(ChatRequest(**as_chat(asked, tokenizer.chat_template)), tokenizer, limits)
 
 
 def read_count(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tuple[str | None, bytes]:
@@ -67,6 +71,39 @@ def read_count(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tuple[
     _check_text_only(asked)
     count = len(tokenizer.chat_ids(ChatRequest(**as_chat(asked, tokenizer.chat_template))))
     return asked.model, msgspec.json.encode(TokenCount(count))
+
+
+class _Previous(msgspec.Struct):
+    previous_response_id: Any = None
+
+
+_previous = msgspec.json.Decoder(_Previous)
+
+
+def read_previous(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> str | None:
+    """The response that a body of `/v1/responses` goes on from."""
+    name = decode_json(_previous, data).previous_response_id
+    return name[:256] if isinstance(name, str) else None
+
+
+def read_response(before: bytes | None, data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Reading:
+    """A body of `/v1/responses`, as the chat that it stands for. `before`: the messages of the response that it goes on
+    from, as JSON. Raises RequestError."""
+    request = parse_response(data)
+    if request.background and request.stream:
+        raise RequestError("background: not supported together with stream", param="background")
+    earlier = None if before is None else msgspec.json.decode(before)
+    body = ChatRequest(**response_as_chat(request, earlier))
+    check_messages(body.messages)
+    shown = {name: getattr(request, name) for name in SHOWN if getattr(request, name) is not None}
+    asked = Asked(
+        messages=msgspec.json.encode(body.messages),
+        shown=msgspec.json.encode(shown),
+        stores=request.store is not False,
+        background=bool(request.background),
+        previous=request.previous_response_id,
+    )
+    return msgspec.structs.replace(_chat(body, tokenizer, limits), asked=asked)
 
 
 def _check_text_only(asked: CountRequest) -> None:

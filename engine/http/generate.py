@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`, `/v1/completions` and `/v1/messages`: a body in, JSON or a stream of SSE chunks out.
+"""Chats, completions, Messages and Responses: a body in, JSON or a stream of SSE chunks out.
 
 Response headers of a stream are sent with its first token, so that what fails before it has the right status. A
 client that leaves cancels the handler, which aborts its sequences. A client that reads slowly makes the core's
@@ -12,19 +12,23 @@ import logging
 import re
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from engine.api.answers import ChatAnswer, CompletionAnswer
 from engine.api.anthropic import MessagesAnswer
 from engine.api.choice import Choice, Piece
 from engine.api.generation import Generation, plan_generation
-from engine.api.reading import Reading, read_chat, read_completion, read_messages
+from engine.api.reading import Reading, read_chat, read_completion, read_messages, read_previous, read_response
+from engine.api.responses import ResponsesAnswer
 from engine.config import ServerConfig
 from engine.http.apart import Work
 from engine.http.metrics import RequestClock
 from engine.http.state import ServerState, not_running, random_id
+from engine.http.stored import Stored
 from engine.process.client import EngineDead, OutputStream
 from engine.types import Constraint, FinishReason, SequenceOutput
 from prompts import ChatRequest, RequestError
@@ -35,7 +39,7 @@ STATE = web.AppKey("state", ServerState)
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 LAST_WORDS_S = 1.0
 """For the error that ends a stream at its deadline."""
-Answer = ChatAnswer | CompletionAnswer | MessagesAnswer
+Answer = ChatAnswer | CompletionAnswer | MessagesAnswer | ResponsesAnswer
 SMALL_WRITE_BYTES = 32 << 10
 """Less than what a transport buffers before it asks its writer to wait."""
 
@@ -52,6 +56,17 @@ async def messages(request: web.Request) -> web.StreamResponse:
     return await _answer(request, read_messages, "msg_")
 
 
+async def responses(request: web.Request) -> web.StreamResponse:
+    state = request.app[STATE]
+    data, before = await state.body(request), None
+    if b'"previous_response_id"' in data:
+        with state.admission():
+            previous = await state.reader.read(read_previous, data)
+        if previous is not None:
+            before = state.stored.get(previous, "previous_response_id").messages
+    return await _answer(request, partial(read_response, before), "resp_")
+
+
 async def _answer(request: web.Request, work: Work[Reading], kind: str) -> web.StreamResponse:
     state = request.app[STATE]
     data = await state.body(request)
@@ -62,13 +77,17 @@ async def _answer(request: web.Request, work: Work[Reading], kind: str) -> web.S
         constraint = None if reading.constraint is None else await state.reader.check(reading.constraint)
         generation = _plan(state, request, reading, kind, constraint)
         answer: Answer
-        if kind == "msg_":
+        if reading.asked is not None:
+            answer = ResponsesAnswer(generation, state.stored.admit(reading.asked))
+        elif kind == "msg_":
             answer = MessagesAnswer(generation)
         elif isinstance(body, ChatRequest):
             answer = ChatAnswer(generation, body, state.factory)
         else:
             answer = CompletionAnswer(generation, body, state.factory, reading.texts)
         stream = state.submit(generation.requests)
+    if isinstance(answer, ResponsesAnswer) and answer.asked.background:
+        return _begin_apart(state, generation, stream, answer)
     return await _serve(state, request, generation, stream, answer)
 
 
@@ -80,7 +99,7 @@ def _plan(
     return plan_generation(
         body,
         reading.prompts,
-        id=kind + (wanted if _ID.fullmatch(wanted) else random_id()),
+        id=kind + (wanted if _ID.fullmatch(wanted) and kind != "resp_" else random_id()),  # who knows it may read it
         unique=state.unique_id(),
         model=body.model or state.names[0],
         limits=state.limits,
@@ -105,12 +124,49 @@ async def _serve(
             return await _stream(state, writer, follower, answer)
         async for _ in follower:
             pass
-        return await writer.whole(answer.whole())
+        whole = answer.whole()
+        _store(state, answer)
+        return await writer.whole(whole)
     finally:
         if deadline is not None:
             deadline.cancel()
         unfinished = sum(choice.finish_reason is None for choice in generation.choices)
         state.metrics.finished["abort"] += unfinished
+        stream.close()
+        state.leave()
+
+
+def _store(state: ServerState, answer: Answer) -> None:
+    if isinstance(answer, ResponsesAnswer) and answer.asked.stores:
+        state.stored.put(Stored(answer.done(), answer.messages()))
+
+
+def _begin_apart(
+    state: ServerState, generation: Generation, stream: OutputStream, answer: ResponsesAnswer
+) -> web.Response:
+    """Answer at once, and follow what was submitted without its client, who asks for it by its name."""
+    entry = Stored(answer.response("in_progress", []), b"[]")
+    entry.task = asyncio.get_running_loop().create_task(_follow_apart(state, generation, stream, answer, entry))
+    state.stored.put(entry)
+    return web.Response(body=msgspec.json.encode(entry.response), content_type="application/json")
+
+
+async def _follow_apart(
+    state: ServerState, generation: Generation, stream: OutputStream, answer: ResponsesAnswer, entry: Stored
+) -> None:
+    state.enter()
+    try:
+        state.metrics.prompt_tokens += sum(map(len, generation.prompts))
+        async for _ in PieceStream(state, generation, stream):
+            pass
+        answer.whole()
+        if state.stored.holds(entry):
+            _store(state, answer)
+    except (RequestError, EngineDead) as error:
+        failed = not_running(error) if isinstance(error, EngineDead) else error
+        entry.response, entry.task = answer.response("failed", [], failed), None
+    finally:
+        state.metrics.finished["abort"] += generation.choices[0].finish_reason is None
         stream.close()
         state.leave()
 
@@ -160,7 +216,9 @@ async def _stream(state: ServerState, writer: Writer, follower: PieceStream, ans
     try:
         async for pieces in follower:
             await writer.write(b"".join([answer.piece(choice, piece) for choice, piece in pieces]))
-        await writer.write(answer.end())
+        last = answer.end()
+        _store(state, answer)  # a client may go on from it as soon as it has the end
+        await writer.write(last)
     except (RequestError, EngineDead) as error:
         if not writer.started:
             raise

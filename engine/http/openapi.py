@@ -14,12 +14,14 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from engine.api.anthropic import MessageAnswer, TokenCount
 from engine.api.bodies import ChatCompletion, Completion, DetokenizeAnswer, ModelCard, ModelList, TokenizeAnswer
+from engine.api.responses import DeletedResponse, ResponseAnswer
 from engine.config import __version__
 from engine.http.routes import DetokenizeBody, TokenizeChat, TokenizePrompt
 from events.sources import EventSource, GroupInfo
 from prompts import ChatRequest, CompletionRequest, openapi
 from prompts.anthropic import Block, CountRequest, MessagesRequest, Role
 from prompts.openapi import Operation
+from prompts.responses import ResponsesRequest
 from prompts.schemas import COUNT_MAX, TokenIdField
 
 _NonEmpty = Annotated[str, Meta(min_length=1)]
@@ -87,6 +89,12 @@ class Tool(Struct):
     type: Literal["function"] | UnsetType = UNSET
 
 
+class FunctionTool(Struct, tag_field="type", tag="function"):
+    name: str
+    parameters: dict[str, Any] | None = None
+    description: str | None = None
+
+
 def _narrowed(body: type[Struct], types: dict[str, Any]) -> type[Struct]:
     """The body with other types of some of its fields, under the same name."""
     fields = msgspec.structs.fields(body)
@@ -132,6 +140,11 @@ _MESSAGES_FIELDS: dict[str, Any] = {
 }
 _MESSAGES_BODY = _narrowed(MessagesRequest, _MESSAGES_FIELDS)
 _COUNT_BODY = _narrowed(CountRequest, _MESSAGES_FIELDS)
+_RESPONSE_BODY = _narrowed(
+    ResponsesRequest,
+    {"input": _NonEmpty, "previous_response_id": None, "background": Literal[False, None], "prompt": None,
+     "tools": Annotated[list[FunctionTool] | None, Meta()], "tool_choice": Literal["auto", "none", None], "text": None},
+)  # fmt: skip
 _TOKENIZE = (TokenizePrompt, _narrowed(TokenizeChat, _MESSAGES))
 
 _READS = (400, 404, 408, 413)
@@ -141,6 +154,11 @@ _OPERATIONS = (
     Operation("post", "/v1/completions", "Continue texts or token ids", _COMPLETION, Completion, _GENERATES, True),
     Operation("post", "/v1/messages", "Anthropic's Messages", _MESSAGES_BODY, MessageAnswer, _GENERATES, True),
     Operation("post", "/v1/messages/count_tokens", "How long a prompt is", _COUNT_BODY, TokenCount, _READS),
+    Operation("post", "/v1/responses", "OpenAI's Responses", _RESPONSE_BODY, ResponseAnswer, _GENERATES, True),
+    Operation("get", "/v1/responses/{response_id}", "A stored response", None, ResponseAnswer, (404,)),
+    Operation("delete", "/v1/responses/{response_id}", "Forget one", None, DeletedResponse, (404,)),
+    Operation("post", "/v1/responses/{response_id}/cancel", "End one that runs in the background", None,
+              ResponseAnswer, (400, 404)),
     Operation("get", "/v1/models", "The served names of the model", None, ModelList, ()),
     Operation("get", "/v1/models/{model}", "One served name", None, ModelCard, (404,)),
     Operation("post", "/tokenize", "Ids of a text or a conversation", _TOKENIZE, TokenizeAnswer, _READS),

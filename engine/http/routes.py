@@ -11,12 +11,13 @@ from aiohttp import web
 from engine.api.bodies import DetokenizeAnswer, ModelCard, ModelList, TokenizeAnswer
 from engine.api.params import ModelLimits
 from engine.api.reading import read_count
+from engine.api.responses import DeletedResponse
 from engine.config import __version__
 from engine.http.apart import Work
 from engine.http.generate import STATE
 from engine.http.state import not_running, unavailable
 from events.sources import encode_sources
-from prompts import Tokenizer, bad_value, check_supported
+from prompts import RequestError, Tokenizer, bad_value, check_supported
 from prompts.schemas import Message, TokenIdField, decode_json, parse_chat
 
 _JSON = "application/json"
@@ -40,6 +41,31 @@ async def model(request: web.Request) -> web.Response:
 def _card(request: web.Request, name: str) -> ModelCard:
     state = request.app[STATE]
     return ModelCard(id=name, created=state.created, root=state.info.model_path, max_model_len=state.info.max_model_len)
+
+
+async def response(request: web.Request) -> web.Response:
+    stored = request.app[STATE].stored.get(request.match_info["response_id"], "response_id")
+    return json_response(stored.response)
+
+
+async def delete_response(request: web.Request) -> web.Response:
+    name = request.match_info["response_id"]
+    request.app[STATE].stored.delete(name)
+    return json_response(DeletedResponse(name))
+
+
+async def cancel_response(request: web.Request) -> web.Response:
+    """End one that runs in the background; what it has said is dropped."""
+    stored = request.app[STATE].stored.get(request.match_info["response_id"], "response_id")
+    if stored.task is None:
+        raise RequestError(
+            f"response_id: its status is {stored.response.status}; only background responses that run can be cancelled",
+            param="response_id",
+        )
+    stored.task.cancel()
+    stored.task = None
+    stored.response = msgspec.structs.replace(stored.response, status="cancelled")
+    return json_response(stored.response)
 
 
 async def health(request: web.Request) -> web.Response:

@@ -21,10 +21,12 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from engine.config import EngineConfig, ServerConfig, is_loopback
-from engine.http.generate import STATE, chat_completions, completions, messages
+from engine.http.generate import STATE, chat_completions, completions, messages, responses
 from engine.http.openapi import document
 from engine.http.routes import (
+    cancel_response,
     count_tokens,
+    delete_response,
     detokenize,
     health,
     kv_cache_groups,
@@ -33,6 +35,7 @@ from engine.http.routes import (
     model,
     models,
     reset_prefix_cache,
+    response,
     tokenize,
     version,
 )
@@ -62,6 +65,10 @@ def build_app(state: ServerState) -> web.Application:
     app.router.add_post("/v1/completions", completions)
     app.router.add_post("/v1/messages", messages)
     app.router.add_post("/v1/messages/count_tokens", count_tokens)
+    app.router.add_post("/v1/responses", responses)
+    app.router.add_get("/v1/responses/{response_id}", response)
+    app.router.add_delete("/v1/responses/{response_id}", delete_response)
+    app.router.add_post("/v1/responses/{response_id}/cancel", cancel_response)
     app.router.add_get("/v1/models", models)
     app.router.add_get("/v1/models/{model:.+}", model)
     app.router.add_get("/health", health)

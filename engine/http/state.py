@@ -21,6 +21,7 @@ from engine.api.speech import chosen
 from engine.config import ServerConfig
 from engine.http.apart import Reader
 from engine.http.metrics import MetricsPage, ServerMetrics
+from engine.http.stored import StoredResponses
 from engine.messages import CoreInfo
 from engine.process.client import EngineClient, OutputStream
 from engine.types import Request
@@ -52,6 +53,7 @@ class ServerState:
             thought=thought,
             unconstrained=info.unconstrained,
         )
+        self.stored = StoredResponses(config.response_store_mb << 20)
         self.reader = Reader(tokenizer, self.limits, folder, config.chat_template)
         self.metrics = ServerMetrics()
         self.page = MetricsPage(self.metrics, client, info, self.names[0])

@@ -14,8 +14,8 @@ from prompts.responses import as_chat, parse_response
 from prompts.schemas import ChatRequest
 
 
-def chat(given: Any = "hi", before: Any = None, output: Any = None, **body: Any) -> dict[str, Any]:
-    return as_chat(parse_response(json.dumps({"input": given, **body}).encode()), before, output)
+def chat(given: Any = "hi", before: Any = None, **body: Any) -> dict[str, Any]:
+    return as_chat(parse_response(json.dumps({"input": given, **body}).encode()), before)
 
 
 def said(text: str, **more: Any) -> dict[str, Any]:
@@ -51,11 +51,10 @@ def test_thoughts_words_and_calls_are_one_message_again() -> None:
     assert made[6:] == [{"role": "assistant", "content": "one"}, {"role": "assistant", "content": "two"}]
 
 
-def test_what_was_before_comes_without_its_instructions_and_thoughts() -> None:
+def test_what_was_before_comes_without_its_instructions() -> None:
     before = [{"role": "system", "content": "old"}, {"role": "user", "content": "q"}]
-    output = [thought("hm"), said("a"), call(1)]
-    roles = [(m["role"], m["content"]) for m in chat("next", before, output, instructions="new")["messages"]]
-    assert roles == [("system", "new"), ("user", "q"), ("assistant", "a"), ("user", "next")]
+    roles = [(m["role"], m["content"]) for m in chat("next", before, instructions="new")["messages"]]
+    assert roles == [("system", "new"), ("user", "q"), ("user", "next")]
 
 
 def test_tools_that_a_model_is_shown() -> None:

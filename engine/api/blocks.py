@@ -1,0 +1,86 @@
+"""What one choice says as blocks in their order: thoughts, texts, calls. Two APIs answer in such blocks.
+
+Pure. Invariants: one block is open at a time; a block that was closed grows no more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.api.choice import Choice, Piece
+
+Kind = Literal["thought", "text", "call"]
+Step = tuple[Literal["begins", "grows", "ends"], "Block", str]
+"""What happens to a block; by what it grows."""
+
+
+@dataclass(slots=True)
+class Block:
+    """`index`: its place among the blocks of its answer. `id`, `name`: of a call."""
+
+    kind: Kind
+    index: int
+    id: str = ""
+    name: str = ""
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All so far; of a call its arguments, as JSON."""
+        return "".join(self.texts)
+
+
+class Blocks:
+    """Of one choice, while it grows."""
+
+    def __init__(self) -> None:
+        self.all: list[Block] = []
+        self._open: Block | None = None
+
+    def push(self, piece: Piece) -> list[Step]:
+        steps: list[Step] = []
+        if piece.thought:
+            self._grow("thought", piece.thought, steps)
+        if piece.text:
+            self._grow("text", piece.text, steps)
+        for call in piece.calls:
+            if call.name is not None:
+                self._begin(Block("call", len(self.all), id=call.id or "", name=call.name), steps)
+            self._grow("call", call.arguments, steps)
+        return steps
+
+    def end(self) -> list[Step]:
+        """Nothing follows. An answer that said nothing has one block of no text: some clients expect one."""
+        steps: list[Step] = []
+        if not self.all:
+            self._begin(Block("text", 0), steps)
+        self._close(steps)
+        return steps
+
+    def _grow(self, kind: Kind, text: str, steps: list[Step]) -> None:
+        if self._open is None or self._open.kind != kind:
+            self._begin(Block(kind, len(self.all)), steps)
+        assert self._open is not None
+        if text:
+            self._open.texts.append(text)
+            steps.append(("grows", self._open, text))
+
+    def _begin(self, block: Block, steps: list[Step]) -> None:
+        self._close(steps)
+        self.all.append(block)
+        self._open = block
+        steps.append(("begins", block, ""))
+
+    def _close(self, steps: list[Step]) -> None:
+        if self._open is not None:
+            steps.append(("ends", self._open, ""))
+            self._open = None
+
+
+def of_choice(choice: Choice) -> list[Block]:
+    """The blocks of a choice that was kept whole."""
+    blocks = Blocks()
+    blocks.push(Piece(choice.text, [], [], thought=choice.thought, calls=choice.calls))
+    blocks.end()
+    return blocks.all

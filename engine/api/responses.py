@@ -1,0 +1,269 @@
+"""Answers of `/v1/responses`: the response whole, or as events in OpenAI's order. Pure.
+
+response.created, response.in_progress, then for each item response.output_item.added, its parts and deltas,
+response.output_item.done, then response.completed with all of it; response.failed where it broke off
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+from engine.api.blocks import Block, Blocks, Step, of_choice
+from engine.api.choice import Choice, Piece
+from engine.api.generation import Generation
+from prompts.errors import RequestError
+from prompts.schemas import Message
+
+_MARK = "\ue000text\ue000"
+_encoder = msgspec.json.Encoder()
+
+
+class Asked(Struct, frozen=True):
+    """What is left of a body of `/v1/responses` when it was read; small, or in bytes that nobody looks into."""
+
+    messages: bytes
+    """What was rendered: a list, as JSON. Who goes on from the response needs it."""
+    shown: bytes
+    """Fields that the answer repeats: an object, as JSON."""
+    stores: bool
+    background: bool
+    previous: str | None
+
+
+class InputDetails(Struct, frozen=True):
+    cached_tokens: int
+
+
+class OutputDetails(Struct, frozen=True):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Struct, frozen=True):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class OutputText(Struct, frozen=True, tag_field="type", tag="output_text"):
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] | None = None
+
+
+class ReasoningText(Struct, frozen=True, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class OutputMessage(Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
+    id: str
+    status: str
+    role: str = "assistant"
+    content: list[OutputText]
+
+
+class ReasoningItem(Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
+    id: str
+    status: str
+    summary: list[Any] = []
+    content: list[ReasoningText]
+
+
+class FunctionCall(Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str
+
+
+Item = OutputMessage | ReasoningItem | FunctionCall
+
+
+class IncompleteDetails(Struct, frozen=True):
+    reason: str
+
+
+class ResponseError(Struct, frozen=True):
+    code: str
+    message: str
+
+
+class ResponseAnswer(Struct, frozen=True, kw_only=True):
+    """A response, at any time of its life."""
+
+    id: str
+    object: str = "response"
+    created_at: int
+    status: str
+    model: str
+    background: bool = False
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    output: list[Item]
+    previous_response_id: str | None = None
+    store: bool
+    # As the client gave them.
+    instructions: Any = None
+    max_output_tokens: Any = None
+    metadata: Any = None
+    parallel_tool_calls: Any = True
+    reasoning: Any = None
+    temperature: Any = 1.0
+    text: Any = None
+    tool_choice: Any = "auto"
+    tools: Any = []
+    top_p: Any = 1.0
+    truncation: Any = "disabled"
+    user: Any = None
+    usage: ResponseUsage | None = None
+    """Last, where a proxy looks for it."""
+
+
+class DeletedResponse(Struct, frozen=True):
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+SHOWN = (
+    "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning", "temperature", "text",
+    "tool_choice", "tools", "top_p", "truncation", "user",
+)  # fmt: skip
+_shown = msgspec.json.Decoder(dict[str, Raw])
+_FIRST = {"thought": "rs_", "text": "msg_", "call": "fc_"}
+
+
+class ResponsesAnswer:
+    """Of one request, which has one choice."""
+
+    def __init__(self, generation: Generation, asked: Asked) -> None:
+        self._generation = generation
+        self._choice = generation.choices[0]
+        self.asked = asked
+        self._blocks = Blocks()
+        self._ids: dict[int, str] = {}
+        self._number = -1
+        """Of the last event."""
+
+    # Streamed ---------------------------------------------------------------------------------------------------------
+
+    def piece(self, choice: Choice, piece: Piece) -> bytes:
+        """The events that one piece becomes."""
+        said = b""
+        if self._number < 0:
+            begun = self.response("in_progress", [])
+            said = self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+        return said + b"".join(map(self._step, self._blocks.push(piece)))
+
+    def end(self) -> bytes:
+        """What follows the last piece."""
+        said = b"".join(map(self._step, self._blocks.end()))
+        return said + self._event("response.completed", response=self.done())
+
+    def failed(self, error: RequestError) -> bytes:
+        """What ends a stream that broke off."""
+        response = self.response("failed", self._blocks.all, error)
+        return self._event("response.failed", response=response)
+
+    def _step(self, step: Step) -> bytes:
+        what, block, text = step
+        where: dict[str, Any] = {"output_index": block.index, "item_id": self._id(block)}
+        if block.kind != "call":
+            where["content_index"] = 0
+        name = {"text": "response.output_text", "thought": "response.reasoning_text"}.get(
+            block.kind, "response.function_call_arguments"
+        )
+        if what == "grows":
+            more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+            return self._event(f"{name}.delta", **where, delta=text, **more)
+        item = {
+            "output_index": block.index,
+            "item": self._item(block, "in_progress" if what == "begins" else "completed"),
+        }
+        if what == "begins":
+            said = self._event("response.output_item.added", **item)
+            if block.kind == "text":
+                said += self._event("response.content_part.added", **where, part=OutputText("", logprobs=[]))
+            return said
+        if block.kind == "call":
+            said = self._event(f"{name}.done", **where, name=block.name, arguments=block.text)
+        elif block.kind == "thought":
+            said = self._event(f"{name}.done", **where, text=block.text)
+        else:
+            said = self._event(f"{name}.done", **where, text=block.text, logprobs=[])
+            said += self._event("response.content_part.done", **where, part=OutputText(block.text, logprobs=[]))
+        return said + self._event("response.output_item.done", **item)
+
+    def _event(self, type: str, **fields: Any) -> bytes:
+        self._number += 1
+        data = _encoder.encode({"type": type, "sequence_number": self._number, **fields})
+        return b"event: %b\ndata: %b\n\n" % (type.encode(), data)
+
+    # Whole ------------------------------------------------------------------------------------------------------------
+
+    def whole(self) -> bytes:
+        self._blocks.all = of_choice(self._choice)
+        return _encoder.encode(self.done())
+
+    def done(self) -> ResponseAnswer:
+        """All that was said."""
+        status = "incomplete" if self._choice.finish_reason == "length" else "completed"
+        return self.response(status, self._blocks.all)
+
+    def response(self, status: str, blocks: list[Block], error: RequestError | None = None) -> ResponseAnswer:
+        """As it stands."""
+        generation, asked = self._generation, self.asked
+        ended = status in ("completed", "incomplete")
+        shown: dict[str, Any] = _shown.decode(asked.shown)
+        return ResponseAnswer(
+            id=generation.id, created_at=generation.created, status=status, model=generation.model,
+            background=asked.background, store=asked.stores, previous_response_id=asked.previous,
+            error=None if error is None else ResponseError("server_error", error.message),
+            incomplete_details=IncompleteDetails("max_output_tokens") if status == "incomplete" else None,
+            output=[self._item(block, "incomplete" if status == "failed" else "completed") for block in blocks],
+            usage=self._usage() if ended else None, **shown,
+        )  # fmt: skip
+
+    def _item(self, block: Block, status: str) -> Item:
+        name, text = self._id(block), "" if status == "in_progress" else block.text
+        if block.kind == "call":
+            return FunctionCall(id=name, status=status, call_id=block.id, name=block.name, arguments=text)
+        if block.kind == "thought":
+            content = [ReasoningText(text)] if text else []
+            return ReasoningItem(id=name, status=status, content=content)
+        said = [] if status == "in_progress" else [OutputText(text)]
+        return OutputMessage(id=name, status=status, content=said)
+
+    def _id(self, block: Block) -> str:
+        known = self._ids.get(block.index)
+        if known is None:
+            known = self._ids[block.index] = _FIRST[block.kind] + uuid.uuid4().hex
+        return known
+
+    def _usage(self) -> ResponseUsage:
+        usage, thought = self._generation.usage(), self._choice.thought_tokens
+        cached = usage.prompt_tokens_details.cached_tokens
+        return ResponseUsage(
+            usage.prompt_tokens, InputDetails(cached), usage.completion_tokens, OutputDetails(thought),
+            usage.total_tokens,
+        )  # fmt: skip
+
+    # For who goes on from it ------------------------------------------------------------------------------------------
+
+    def messages(self) -> bytes:
+        """What was rendered and what was said, as JSON. Thoughts stay behind."""
+        blocks = self._blocks.all
+        message: Message = {"role": "assistant", "content": "".join(b.text for b in blocks if b.kind == "text")}
+        calls = [
+            {"id": b.id, "type": "function", "function": {"name": b.name, "arguments": b.text}}
+            for b in blocks if b.kind == "call"
+        ]  # fmt: skip
+        if calls:
+            message["tool_calls"] = calls
+        return self.asked.messages[:-1] + b"," + _encoder.encode(message) + b"]"

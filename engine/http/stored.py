@@ -1,0 +1,86 @@
+"""Responses that clients may go on from, show, cancel or delete: those that were made here and are stored.
+
+Owns them, within a number of bytes (`--response-store-mb`): those that were not used for the longest go first. Of one
+that still runs in the background it has the task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.api.responses import Asked, ResponseAnswer
+from prompts import RequestError
+
+STORED_MAX = 100_000
+
+
+@dataclass(slots=True)
+class Stored:
+    response: ResponseAnswer
+    messages: bytes
+    """With what was said, as JSON."""
+    task: asyncio.Task[None] | None = None
+    """Of one in the background."""
+    size: int = 0
+
+
+class StoredResponses:
+    """Of one server."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self.bytes = 0
+
+    def admit(self, asked: Asked) -> Asked:
+        """What was asked, where nothing is stored without the wish to store. Raises RequestError."""
+        if self._bytes_max or not asked.stores:
+            return asked
+        if asked.background:
+            raise RequestError("background: this server stores no responses (--response-store-mb)", param="background")
+        return msgspec.structs.replace(asked, stores=False)
+
+    def holds(self, stored: Stored) -> bool:
+        """Whether it was neither deleted nor displaced meanwhile."""
+        return self._stored.get(stored.response.id) is stored
+
+    def put(self, stored: Stored) -> None:
+        """Keep it under its name, in place of what stood there."""
+        self._drop(stored.response.id)
+        stored.size = len(stored.messages) + len(msgspec.json.encode(stored.response))
+        self._stored[stored.response.id] = stored
+        self.bytes += stored.size
+        while self._stored and (self.bytes > self._bytes_max or len(self._stored) > STORED_MAX):
+            self._drop(next(iter(self._stored)))
+
+    def get(self, name: str, param: str) -> Stored:
+        """Raises RequestError 404."""
+        found = self._stored.get(name)
+        if found is None:
+            message = (
+                f"{param}: no response {name[:256]!r} is stored here: it was never made, made with store: false, "
+                "deleted, or newer ones took its place (--response-store-mb)"
+            )
+            raise RequestError(message, param=param, code="response_not_found", status=404)
+        self._stored.move_to_end(name)
+        return found
+
+    def delete(self, name: str) -> None:
+        """Raises RequestError 404."""
+        stored = self.get(name, "response_id")
+        if stored.task is not None:
+            stored.task.cancel()
+        self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        stored = self._stored.pop(name, None)
+        if stored is not None:
+            self.bytes -= stored.size
+
+    def check_invariants(self) -> None:
+        assert self.bytes == sum(stored.size for stored in self._stored.values())
+        assert self.bytes <= max(self._bytes_max, 0)

@@ -1,0 +1,143 @@
+"""Thoughts, texts and calls as blocks: in their order, one open at a time, the same whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.api.anthropic import MessagesAnswer
+from engine.api.blocks import Blocks
+from engine.api.calls import CallPiece
+from engine.api.choice import Choice, Piece, new_choice
+from engine.api.generation import Generation
+from engine.api.responses import Asked, ResponsesAnswer
+from engine.http.stored import Stored, StoredResponses
+from engine.types import SamplingParams
+from prompts import RequestError
+from prompts.schemas import ChatRequest
+
+ASKED = Asked(
+    messages=b'[{"role":"user","content":"q"}]', shown=b'{"tools":[1]}', stores=True, background=False, previous=None
+)
+
+
+def piece(text: str = "", thought: str = "", calls: Any = ()) -> Piece:
+    return Piece(text, [], [], thought=thought, calls=list(calls))
+
+
+PIECES = [
+    piece(thought="I "), piece(thought="think"), piece("Let me"), piece(" see"),
+    piece(calls=[CallPiece(0, '{"a"', "f", "call_1")]),
+    piece(calls=[CallPiece(0, ": 1}"), CallPiece(1, "{}", "g", "call_2")]),
+]  # fmt: skip
+
+
+class Factory:
+    def new(self, *_: object) -> None:
+        return None
+
+
+def generation() -> tuple[Generation, Choice]:
+    choice = new_choice(0, SamplingParams(), Factory(), keep=True)  # type: ignore[arg-type]
+    choice.thoughts, choice.texts = ["I ", "think"], ["Let me", " see"]
+    choice.calls = [CallPiece(0, '{"a": 1}', "f", "call_1"), CallPiece(1, "{}", "g", "call_2")]
+    choice.finish_reason, choice.cached_tokens, choice.completion_tokens, choice.thought_tokens = "stop", 2, 9, 4
+    body = ChatRequest(messages=[{"role": "user"}])
+    made = Generation(id="x_1", model="m", body=body, prompts=[[1, 2, 3]], n=1, choices=[choice], requests=[])
+    return made, choice
+
+
+def events(data: bytes) -> list[dict[str, Any]]:
+    return [json.loads(block.split("\n")[1].removeprefix("data: ")) for block in data.decode().strip().split("\n\n")]
+
+
+def test_one_block_is_open_at_a_time() -> None:
+    blocks = Blocks()
+    steps = [step for one in PIECES for step in blocks.push(one)] + blocks.end()
+    opened: list[int] = []
+    for what, block, _ in steps:
+        if what == "begins":
+            assert not opened
+            opened.append(block.index)
+        else:
+            assert opened == [block.index]
+            if what == "ends":
+                opened.pop()
+    assert [(b.kind, b.text, b.name) for b in blocks.all] == [
+        ("thought", "I think", ""), ("text", "Let me see", ""), ("call", '{"a": 1}', "f"), ("call", "{}", "g"),
+    ]  # fmt: skip
+
+
+def test_messages() -> None:
+    made, choice = generation()
+    whole = json.loads(MessagesAnswer(made).whole())
+    assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use", "tool_use"]
+    assert whole["content"][2] == {"type": "tool_use", "id": "call_1", "name": "f", "input": {"a": 1}}
+    answer = MessagesAnswer(made)
+    told = events(b"".join(answer.piece(choice, one) for one in PIECES) + answer.end())
+    deltas: dict[int, list[Any]] = {}
+    for event in told:
+        if event["type"] == "content_block_delta":
+            deltas.setdefault(event["index"], []).append(event["delta"])
+    assert [d["type"] for d in deltas[0]] == ["thinking_delta", "thinking_delta", "signature_delta"]
+    assert "".join(d["partial_json"] for d in deltas[2]) == '{"a": 1}'
+    starts = [event["content_block"] for event in told if event["type"] == "content_block_start"]
+    assert starts[1] == {"type": "text", "text": ""}
+    assert starts[2] == {"type": "tool_use", "id": "call_1", "name": "f", "input": {}}
+
+
+def test_responses() -> None:
+    made, choice = generation()
+    whole = json.loads(ResponsesAnswer(made, ASKED).whole())
+    assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call", "function_call"]
+    assert whole["tools"] == [1]
+    assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": 4}
+    answer = ResponsesAnswer(made, ASKED)
+    told = events(b"".join(answer.piece(choice, one) for one in PIECES) + answer.end())
+    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+    items = {event["output_index"]: event["item"] for event in told if event["type"] == "response.output_item.done"}
+    assert list(items.values()) == told[-1]["response"]["output"]
+
+    def bare(items: list[Any]) -> list[Any]:
+        return [{k: v for k, v in item.items() if k != "id"} for item in items]
+
+    assert bare(told[-1]["response"]["output"]) == bare(whole["output"])
+    arguments = [
+        e["delta"] for e in told if e["type"] == "response.function_call_arguments.delta" and e["output_index"] == 2
+    ]
+    assert "".join(arguments) == '{"a": 1}'
+    kept = json.loads(answer.messages())
+    assert kept[0] == {"role": "user", "content": "q"}
+    assert [call["id"] for call in kept[1]["tool_calls"]] == ["call_1", "call_2"]
+
+
+def test_a_response_that_breaks_off_has_failed() -> None:
+    made, choice = generation()
+    answer = ResponsesAnswer(made, ASKED)
+    answer.piece(choice, PIECES[2])
+    (failed,) = events(answer.failed(RequestError("late", param=None, status=504)))
+    assert failed["type"] == "response.failed"
+    assert failed["response"]["error"]["message"] == "late"
+    assert failed["response"]["output"][0]["status"] == "incomplete"
+
+
+def test_the_store_keeps_within_its_bytes_and_drops_what_was_not_used() -> None:
+    made, _ = generation()
+    store = StoredResponses(5_000)
+    for i in range(8):
+        made.id = f"resp_{i}"
+        store.put(Stored(ResponsesAnswer(made, ASKED).done(), b"x" * 1_000))
+        store.check_invariants()
+        store.get("resp_0", "response_id")
+    assert store.get("resp_7", "response_id").messages
+    with pytest.raises(RequestError, match="newer ones took its place"):
+        store.get("resp_2", "previous_response_id")
+    store.delete("resp_0")
+    store.check_invariants()
+    made.id = "resp_huge"
+    store.put(Stored(ResponsesAnswer(made, ASKED).done(), b"x" * 9_000))
+    with pytest.raises(RequestError):
+        store.get("resp_huge", "response_id")
+    store.check_invariants()

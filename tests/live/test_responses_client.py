@@ -1,0 +1,156 @@
+"""`engine serve`, and `router run` in front of two of them, as the official `openai` client sees Responses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from programs import Program, call, until
+
+pytestmark = pytest.mark.live
+
+RULES = "You are a helpful assistant that reads files. " * 12
+TOOLS: Any = [{"type": "function", "name": "read", "parameters": {"type": "object", "properties": {"path": {}}}}]
+ITEMS: Any = [
+    {"role": "user", "content": "What is in a.txt?"},
+    {"type": "function_call", "call_id": "c1", "name": "read", "arguments": '{"path": "a.txt"}'},
+    {"type": "function_call_output", "call_id": "c1", "output": "A poem."},
+]
+
+
+@pytest.fixture(scope="module")
+def router(engines: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    log = tmp_path_factory.mktemp("router") / "router.log"
+    program = Program(log, "router", "run", *(engine.url for engine in engines), "--port", "0")
+    try:
+        program.await_ready()
+
+        def ready() -> bool:
+            workers = call(f"{program.url}/workers")[2]["workers"]
+            return len(workers) == 2 and all(worker.get("tokenizer") == {"m": "loaded"} for worker in workers)
+
+        until(ready, "tokenizers")
+        until(lambda: call(f"{program.url}/readyz")[0] == 200, "the caches' view")
+        yield program
+    finally:
+        program.close()
+
+
+@pytest.fixture(scope="module", params=["engine", "router"])
+def client(request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
+    url = (
+        request.getfixturevalue("router").url
+        if request.param == "router"
+        else request.getfixturevalue("engines")[0].url
+    )
+    with openai.OpenAI(base_url=url + "/v1", api_key="EMPTY", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def ask(client: openai.OpenAI, given: Any = ITEMS, **more: Any) -> Any:
+    fields = {"instructions": RULES, "tools": TOOLS, "max_output_tokens": 12, "temperature": 0, **more}
+    return client.responses.create(model="m", input=given, **fields)
+
+
+def test_a_response(client: openai.OpenAI) -> None:
+    answer = ask(client)
+    assert answer.object == "response"
+    assert answer.status in ("completed", "incomplete")
+    assert (answer.status == "incomplete") == (answer.incomplete_details is not None)
+    assert answer.output[0].type in ("message", "reasoning", "function_call")
+    assert answer.instructions == RULES
+    assert answer.tools[0].name == "read"
+    assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
+    again = ask(client)
+    assert again.usage.input_tokens_details.cached_tokens > 0.8 * again.usage.input_tokens
+
+
+def test_a_stream_has_its_events_in_their_order(client: openai.OpenAI) -> None:
+    events = list(ask(client, max_output_tokens=30, stream=True))
+    names = [event.type for event in events]
+    assert names[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
+    assert names[-2:] == ["response.output_item.done", "response.completed"]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    last = events[-1].response
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == last.output_text
+    assert 0 < last.usage.output_tokens <= 30
+    with client.responses.stream(model="m", input="Hello", max_output_tokens=5) as stream:
+        stream.until_done()
+        assert stream.get_final_response().usage is not None
+
+
+def test_a_stored_response_goes_on_where_it_is_held(client: openai.OpenAI) -> None:
+    texts = [f"Tell me of {thing}." for thing in ("rivers", "stones", "birds", "rain")]
+    firsts = [ask(client, f"{text} {RULES}") for text in texts]
+    for first in firsts:
+        assert client.responses.retrieve(first.id).output_text == first.output_text
+        second = ask(client, "And then?", previous_response_id=first.id)
+        assert second.previous_response_id == first.id
+        assert second.usage.input_tokens > first.usage.input_tokens
+        assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens // 16 * 16 - 16
+    client.responses.delete(firsts[0].id)
+    with pytest.raises(openai.NotFoundError, match="no response"):
+        client.responses.retrieve(firsts[0].id)
+    with pytest.raises(openai.NotFoundError, match="no response"):
+        ask(client, "?", previous_response_id=firsts[0].id)
+    kept = ask(client, store=False)
+    with pytest.raises(openai.NotFoundError, match="store: false"):
+        client.responses.retrieve(kept.id)
+
+
+def test_in_the_background(client: openai.OpenAI) -> None:
+    begun = ask(client, background=True, max_output_tokens=4)
+    assert begun.status == "in_progress"
+    done = until(lambda: (r := client.responses.retrieve(begun.id)).status != "in_progress" and r, "it is done")
+    assert done.status in ("completed", "incomplete")
+    assert done.usage.output_tokens > 0
+    with pytest.raises(openai.BadRequestError, match="only background"):
+        client.responses.cancel(begun.id)
+    long = ask(client, background=True, max_output_tokens=2000, extra_body={"ignore_eos": True})
+    assert client.responses.cancel(long.id).status == "cancelled"
+    assert client.responses.retrieve(long.id).status == "cancelled"
+
+
+def test_errors_name_the_field(client: openai.OpenAI) -> None:
+    for fields, param in (
+        ({"previous_response_id": "resp_unknown"}, "previous_response_id"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"background": True, "stream": True}, "background"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nonsense"}}}}, None),
+    ):
+        with pytest.raises(openai.APIStatusError) as refused:
+            ask(client, **fields)  # type: ignore[arg-type]
+        assert refused.value.status_code in (400, 404)
+        assert param is None or refused.value.param == param
+
+
+def test_the_router_predicts_what_the_engine_reports(router: Program) -> None:
+    items: list[Any] = [{"role": "user", "content": "First " + RULES}]
+    with openai.OpenAI(base_url=router.url + "/v1", api_key="EMPTY", max_retries=0) as client:
+        for turn in range(4):
+            raw = client.responses.with_raw_response.create(
+                model="m", input=items, tools=TOOLS, max_output_tokens=6, instructions=RULES
+            )
+            answer = raw.parse()
+            assert answer.usage is not None
+            cached = answer.usage.input_tokens_details.cached_tokens
+            assert int(raw.headers["x-blockcast-predicted-cached-tokens"]) == cached
+            assert turn == 0 or cached > 0
+            said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Well."}]}
+            items += [said, {"role": "user", "content": "And then?"}]
+            until(lambda: idle(router), "it ended")
+    _, _, explained = call(f"{router.url}/route?path=%2Fv1%2Fresponses", {"model": "m", "input": items})
+    assert explained["tokenized"] is True
+
+
+def idle(router: Program) -> bool:
+    """Every answer was read to its end, and its events are in."""
+    workers = call(f"{router.url}/workers")[2]["workers"]
+    done = all(worker["prefilling"] == worker["decoding"] == 0 for worker in workers)
+    batches = [sum(stream["batches"] for stream in worker["events"]["streams"]) for worker in workers]
+    time.sleep(0.1)
+    later = call(f"{router.url}/workers")[2]["workers"]
+    return done and batches == [sum(stream["batches"] for stream in worker["events"]["streams"]) for worker in later]
