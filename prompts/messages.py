@@ -141,7 +141,9 @@ def _without_billing_line(content: Any) -> Any:
 
 def _is_other(part: Any) -> bool:
     """Not plain text."""
-    return not isinstance(part, str) and (not isinstance(part, dict) or part.get("type", "text") != "text")
+    if isinstance(part, dict):
+        return str(part.get("type", "text")) not in TEXT_PARTS or _names_tool(part)
+    return not isinstance(part, str)
 
 
 def _content(content: Any, form: ContentFormat) -> str | list[Message]:

@@ -65,7 +65,10 @@ class Answer:
         rest = b""
         for at_s, data in self.parts:
             *whole, rest = (rest + data).split(b"\n\n")
-            yield from ((at_s, event[6:]) for event in whole if event.startswith(b"data: {"))
+            for event in whole:
+                name, data, body = event.partition(b"data: {")
+                if data and (not name or name.startswith(b"event: ")):
+                    yield at_s, b"{" + body
 
     def checked(self) -> Answer:
         """Itself. RuntimeError unless it is a whole 200."""

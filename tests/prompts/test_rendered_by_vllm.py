@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
-from prompts import Tokenizer, parse_routing
+from prompts import RequestError, Tokenizer, parse_routing
+from prompts.routing import chat_of
 
 _spec = importlib.util.spec_from_file_location("chat_templates", Path(__file__).with_name("chat_templates.py"))
 chat_templates = importlib.util.module_from_spec(_spec)
@@ -19,6 +20,7 @@ ALL = chat_templates.ALL
 
 CAPTURE = Path(__file__).parents[1] / "golden" / "vllm" / "rendered-0.32.0" / "chats.json.gz"
 CASES = json.loads(gzip.decompress(CAPTURE.read_bytes()))
+AGENTS = json.loads(gzip.decompress((CAPTURE.parent / "agents.json.gz").read_bytes()))
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +39,21 @@ def test_the_same_tokens(tokenizer: Tokenizer, name: str) -> None:
         ids = tokenizer.chat_ids(parse_routing("/v1/chat/completions", body))
         assert tokenizer.decode(ids, False) == tokenizer.decode(case["tokens"], False), case["body"]
         assert list(ids) == case["tokens"], case["body"]
+
+
+@pytest.mark.parametrize("name", ["gemma", "mistral", "qwen3"])
+def test_the_same_tokens_of_the_traffic_of_agents(tmp_path: Path, name: str) -> None:
+    write_tokenizer(tmp_path, 4096, 4096)
+    tokenizer = Tokenizer.load(tmp_path, chat_template=ALL[name])
+    cases = [case for case in AGENTS if case["template"] == name]
+    assert {case["path"] for case in cases if case["tokens"]} == {
+        "/v1/chat/completions", "/v1/messages", "/v1/responses"
+    }  # fmt: skip
+    for case in cases:
+        parsed = parse_routing(case["path"], json.dumps(case["body"]).encode())
+        try:
+            made = parsed if parsed.source is None else chat_of(parsed, tokenizer.chat_template)
+            ids: list[int] | None = list(tokenizer.chat_ids(made))
+        except RequestError:
+            ids = None
+        assert ids == case["tokens"], case["body"]
