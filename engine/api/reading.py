@@ -30,10 +30,12 @@ from prompts import (
     parse_completion,
 )
 from prompts.anthropic import CountRequest, as_chat, parse_count, parse_messages
+from prompts.responses import ResponsesRequest, parse_response
 from prompts.responses import as_chat as response_as_chat
-from prompts.responses import parse_response
 from prompts.schemas import ResponseFormat, StructuredOutputs, check_messages, decode_json
 
+SHOWN_BYTES_MAX = 64 << 10
+"""Of a field that an answer repeats; longer ones are left out."""
 MAX_CHOICES = 1024
 """Sequences that one HTTP request may ask for."""
 _KEPT = ("stop", "stop_token_ids", "logit_bias")
@@ -95,15 +97,21 @@ def read_response(before: bytes | None, data: bytes, tokenizer: Tokenizer, limit
     earlier = None if before is None else msgspec.json.decode(before)
     body = ChatRequest(**response_as_chat(request, earlier))
     check_messages(body.messages)
-    shown = {name: getattr(request, name) for name in SHOWN if getattr(request, name) is not None}
     asked = Asked(
         messages=msgspec.json.encode(body.messages),
-        shown=msgspec.json.encode(shown),
+        shown=_shown(request),
         stores=request.store is not False,
         background=bool(request.background),
         previous=request.previous_response_id,
     )
     return msgspec.structs.replace(_chat(body, tokenizer, limits), asked=asked)
+
+
+def _shown(request: ResponsesRequest) -> bytes:
+    """What answers repeat of a body, several times in a stream: nothing long."""
+    given = {name: getattr(request, name) for name in SHOWN if getattr(request, name) is not None}
+    made = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in given.items()}
+    return msgspec.json.encode({name: raw for name, raw in made.items() if len(memoryview(raw)) <= SHOWN_BYTES_MAX})
 
 
 def _check_text_only(asked: CountRequest) -> None:

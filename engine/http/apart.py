@@ -62,11 +62,12 @@ class Reader:
         self._checked: OrderedDict[bytes, str] = OrderedDict()
         """Digest of a grammar that is good -> as it is to be compiled."""
 
-    async def read(self, work: Work[T], data: bytes) -> T:
-        """What `work` makes of a body. Raises RequestError."""
-        if len(data) <= AT_ONCE_BYTES:
+    async def read(self, work: Work[T], data: bytes, *, brought: int = 0) -> T:
+        """What `work` makes of a body. `brought`: bytes that it reads besides. Raises RequestError."""
+        size = len(data) + brought
+        if size <= AT_ONCE_BYTES:
             return work(data, self._tokenizer, self._limits)
-        if len(data) <= THREAD_BYTES:
+        if size <= THREAD_BYTES:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._threads, work, data, self._tokenizer, self._limits)
         reading = asyncio.ensure_future(self._read_apart(work, data))

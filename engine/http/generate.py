@@ -64,14 +64,14 @@ async def responses(request: web.Request) -> web.StreamResponse:
             previous = await state.reader.read(read_previous, data)
         if previous is not None:
             before = state.stored.get(previous, "previous_response_id").messages
-    return await _answer(request, partial(read_response, before), "resp_")
+    return await _answer(request, partial(read_response, before), "resp_", brought=len(before or b""))
 
 
-async def _answer(request: web.Request, work: Work[Reading], kind: str) -> web.StreamResponse:
+async def _answer(request: web.Request, work: Work[Reading], kind: str, brought: int = 0) -> web.StreamResponse:
     state = request.app[STATE]
     data = await state.body(request)
     with state.admission():
-        reading = await state.reader.read(work, data)
+        reading = await state.reader.read(work, data, brought=brought)
         body = reading.body
         state.check_model(body.model)
         constraint = None if reading.constraint is None else await state.reader.check(reading.constraint)

@@ -7,13 +7,14 @@ import importlib
 import json
 import os
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.api.params import ModelLimits
-from engine.api.reading import read_chat, read_completion
+from engine.api.reading import SHOWN_BYTES_MAX, read_chat, read_completion, read_messages, read_response
 from engine.http import apart
 from engine.http.apart import Reader
 from engine.http.routes import read_detokenize, read_tokenize
@@ -23,6 +24,8 @@ from prompts import RequestError, Tokenizer
 LIMITS = ModelLimits(max_model_len=50_000, vocab_size=2048)
 LONG = "so it goes " * 7_000
 MESSAGES = [{"role": "system", "content": LONG}, {"role": "assistant", "content": "and then"}]
+BEFORE = json.dumps([{"role": "system", "content": "old"}, {"role": "user", "content": "q"}]).encode()
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 
 
 def with_reader(use: Callable[[Reader], Awaitable[Any]]) -> Any:
@@ -49,6 +52,10 @@ def odd(monkeypatch: pytest.MonkeyPatch) -> Any:
         (read_chat, {"messages": MESSAGES, "logit_bias": {"5": 1}, "stop": ["a"], "top_k": 3, "stream": True}),
         (read_chat, {"messages": MESSAGES, "echo": True, "tools": [{"function": {"name": "f"}}]}),
         (read_chat, {"messages": [*MESSAGES, {"role": 5}]}),
+        (read_messages, {"messages": [{"role": "user", "content": LONG}], "max_tokens": 5, "stream": True}),
+        (read_messages, {"messages": [{"role": "bob", "content": LONG}], "max_tokens": 5}),
+        (partial(read_response, BEFORE), {"input": LONG, "instructions": "x", "tools": [TOOL, TOOL], "stop": "a"}),
+        (partial(read_response, None), {"input": [{"role": "user", "content": LONG}, {"type": "nonsense"}]}),
         (read_completion, {"prompt": LONG, "echo": True, "logprobs": 2}),
         (read_completion, {"prompt": ["a", LONG], "n": 2, "seed": 4}),
         (read_completion, {"prompt": [7] * 40_000, "echo": True, "truncate_prompt_tokens": 9}),
@@ -117,3 +124,21 @@ def test_a_client_who_leaves_costs_no_process(odd: Any) -> None:
         assert pid in {process.child.pid for process in reader._processes.all if process.child is not None}
 
     with_reader(use)
+
+
+def test_what_a_body_goes_on_from_counts_for_where_it_is_read(odd: Any) -> None:
+    async def use(reader: Reader) -> list[int]:
+        found = [await reader.read(odd.length, b"{}", brought=brought) for brought in (0, 10_000, 10**7)]
+        return [pid for _, pid in found]
+
+    here, thread, apart_pid = with_reader(use)
+    assert here == thread == os.getpid() != apart_pid
+
+
+def test_what_is_long_is_not_repeated_in_answers() -> None:
+    tokenizer = Tokenizer.load(cached_model(Recipe()))
+    body = {"input": "hi", "instructions": "so it goes " * (SHOWN_BYTES_MAX // 11 + 1), "tools": [TOOL]}
+    reading = read_response(None, json.dumps(body).encode(), tokenizer, LIMITS)
+    assert reading.asked is not None
+    assert json.loads(reading.asked.shown) == {"tools": [TOOL]}
+    assert json.loads(reading.asked.messages)[0]["content"] == body["instructions"]
