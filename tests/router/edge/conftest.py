@@ -251,6 +251,7 @@ class Edge:
         self.proxy.tells_cache = config.cache_headers
         self.tenants = Tenants(config, self.metrics)
         self.proxy.on_end.append(lambda exchange: self.tenants.leave(exchange.request_id))
+        self.proxy.on_end.append(reading.stored.ended)
         self.app = RouterApp(
             self.proxy, reading, self.tenants, self.metrics, config, self.admin.routes, guard=guard or anybody
         )

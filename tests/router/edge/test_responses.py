@@ -1,0 +1,89 @@
+"""Responses through the edge: what goes on from one goes to its worker, and a stream's first token is the model's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+PATH = b"/v1/responses"
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"model": "tiny", "input": "Hi", **fields}).encode()
+
+
+@pytest.mark.parametrize("padding", [0, 100_000], ids=["light", "large"])
+def test_what_names_a_stored_response_goes_to_its_worker(edge: Any, make_post: Any, padding: int) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        workers = {
+            name: await edge.worker(edge.reply(json.dumps({"id": f"resp_{name}", "output": []}).encode()), name)
+            for name in "abc"
+        }
+
+        def counts() -> list[int]:
+            return [len(worker.received) for worker in workers.values()]
+
+        for _ in workers:
+            await edge.exchange(make_post(body(), PATH))
+        assert counts() == [1, 1, 1]
+        for _ in range(4):
+            await edge.exchange(make_post(body(previous_response_id="resp_b", user="x" * padding), PATH))
+        assert counts() == [1, 5, 1]
+        for request in (b"GET /v1/responses/resp_c", b"DELETE /v1/responses/resp_c"):
+            await edge.exchange(request + b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert counts() == [1, 5, 3]
+        await edge.exchange(make_post(b"", PATH + b"/resp_a/cancel"))
+        assert counts() == [2, 5, 3]
+        edge.core.remove_worker("b", 0.0)
+        answer = await edge.exchange(make_post(body(previous_response_id="resp_b"), PATH))
+        assert answer.split(b" ")[1] == b"404"
+        assert b"There is no worker" in answer
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("edge", [True, False], indirect=True, ids=["native", "python"])
+def test_the_first_token_is_the_models(edge: Any, make_post: Any) -> None:
+    asked = [f"event: response.{name}\ndata: {{}}\n\n".encode() for name in ("created", "in_progress")]
+    said = b'event: response.output_item.added\ndata: {"x":1}\n\n'
+
+    async def scenario() -> None:
+        goes_on = asyncio.Event()
+
+        async def script(received: Any, reader: Any, writer: asyncio.StreamWriter) -> None:
+            writer.write(HEAD)
+            for event in asked:
+                writer.write(b"%x\r\n%b\r\n" % (len(event), event))
+                await writer.drain()
+                await asyncio.sleep(0.02)
+            await goes_on.wait()
+            writer.write((b"%x\r\n%b\r\n" % (len(said), said)) * 3 + b"0\r\n\r\n")
+
+        await edge.start()
+        await edge.worker(script)
+        firsts: list[str] = []
+        first_token = edge.core.first_token
+
+        def noted(request_id: str, now: float) -> Any:
+            firsts.append(request_id)
+            return first_token(request_id, now)
+
+        edge.core.first_token = noted
+        reader, writer = await edge.connect()
+        writer.write(make_post(body(stream=True), PATH))
+        got = b""
+        while b"in_progress" not in got:
+            got += await reader.read(1 << 16)
+        assert firsts == []
+        goes_on.set()
+        while not got.endswith(b"0\r\n\r\n"):
+            got += await reader.read(1 << 16)
+        assert len(firsts) == 1
+        writer.close()
+
+    edge.run(scenario())
