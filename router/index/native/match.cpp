@@ -263,8 +263,7 @@ std::vector<Match> match_all(const Query& query, const ModelHolders& model, cons
     const Context context{query, model, nodes, seats, boundaries, checkpoints, lengths, unit, query.count - 1, prefixes};
     std::vector<Match> matches;
     for (const auto& [length, alike] : model.alike) {
-        const std::vector<Match> found = match_planes(context, length, alike);
-        matches.insert(matches.end(), found.begin(), found.end());
+        match_planes(context, length, alike, matches);
     }
     AnyMatcher any(context);
     for (const Holder* holder : model.others) {

@@ -168,6 +168,6 @@ inline u32 fastest_tier(const Nodes& nodes, u32 id, Seat seat, u32 ordinal) {
 
 // match_planes.cpp: the holders that cut all their blocks to `length`, 64 at a time. `standing_of` says who fits.
 Standing standing_of(const Holder& holder, bool pinned);
-std::vector<Match> match_planes(const Context& context, u32 length, const Alike& alike);
+void match_planes(const Context& context, u32 length, const Alike& alike, std::vector<Match>& matches);
 
 }  // namespace blockcast

@@ -45,12 +45,12 @@ public:
         for (std::vector<u64>& found : found_) found.assign(words_ * 64, 0);
     }
 
-    std::vector<Match> run(const std::vector<const Holder*>& holders) {
+    void run(const std::vector<const Holder*>& holders, std::vector<Match>& matches) {
         // Nearly every fleet: one layout, full attention alone. Then there is nothing to look back for.
         const Layout& first = layouts_.begin()->first;
         const bool plain = layouts_.size() == 1 && first.size() == 1 && first[0].role == Role::Full && !first[0].sparse;
         plain ? walk_plain(layouts_.begin()->second) : walk_layouts();
-        std::vector<Match> matches;
+        matches.reserve(matches.size() + holders.size());
         for (const Holder* holder : holders) {
             const Seat seat = holder->seat;
             Match match{holder->id, found_[kAll][seat], found_[kGpu][seat], {}, 0};
@@ -59,7 +59,6 @@ public:
             count_tiers(*holder, match);
             matches.push_back(match);
         }
-        return matches;
     }
 
 private:
@@ -324,8 +323,8 @@ Standing standing_of(const Holder& holder, bool pinned) {
     return standing;
 }
 
-std::vector<Match> match_planes(const Context& context, u32 length, const Alike& alike) {
-    return Planes(context, length, alike).run(alike.holders);
+void match_planes(const Context& context, u32 length, const Alike& alike, std::vector<Match>& matches) {
+    Planes(context, length, alike).run(alike.holders, matches);
 }
 
 }  // namespace blockcast

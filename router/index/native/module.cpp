@@ -214,16 +214,29 @@ std::vector<u64> holders_of(nb::handle source) {
     return holders;
 }
 
-// Of holders in the caller's order of preference: the matches that fewer than `keep` earlier holders reach or exceed.
+// Of holders in the caller's order of preference: the matches (by holder, ascending) that fewer than `keep` earlier holders
+// reach or exceed.
 std::vector<Match> unbeaten(const std::vector<Match>& matches, const std::vector<u64>& order, std::size_t keep) {
     if (keep == 0) throw nb::value_error("keep is 0: expected at least 1");
+    if (matches.empty()) return {};
+    const u64 least = matches.front().holder, span = matches.back().holder - least + 1;
+    std::vector<const Match*> at;  // by holder, where their numbers lie close together, as nearly always
+    if (span <= 16 * matches.size()) {
+        at.resize(span);
+        for (const Match& match : matches) at[match.holder - least] = &match;
+    }
+    const auto find = [&](u64 holder) -> const Match* {
+        if (holder < least || holder - least >= span) return nullptr;
+        if (!at.empty()) return at[holder - least];
+        const auto found = std::lower_bound(matches.begin(), matches.end(), holder,
+                                            [](const Match& match, u64 wanted) { return match.holder < wanted; });
+        return found->holder == holder ? &*found : nullptr;
+    };
     std::vector<Match> kept;
     std::vector<u64> longest;  // of those so far, `keep` at most: a heap, the shortest in front
     for (const u64 holder : order) {
-        const auto at = std::lower_bound(matches.begin(), matches.end(), holder,
-                                         [](const Match& match, u64 wanted) { return match.holder < wanted; });
-        const bool found = at != matches.end() && at->holder == holder;
-        const u64 tokens = found ? at->pinned_tokens : 0;
+        const Match* found = find(holder);
+        const u64 tokens = found == nullptr ? 0 : found->pinned_tokens;
         if (longest.size() == keep) {
             if (tokens <= longest.front()) continue;
             std::pop_heap(longest.begin(), longest.end(), std::greater<>());
@@ -231,7 +244,7 @@ std::vector<Match> unbeaten(const std::vector<Match>& matches, const std::vector
         }
         longest.push_back(tokens);
         std::push_heap(longest.begin(), longest.end(), std::greater<>());
-        if (found) kept.push_back(*at);
+        if (found != nullptr) kept.push_back(*found);
     }
     return kept;
 }
