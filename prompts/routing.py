@@ -58,6 +58,8 @@ class RoutingRequest(Struct, kw_only=True, frozen=True):
     """Name of the response that it goes on from: the worker that holds it knows the rest of the prompt."""
     scores_prompt: bool = False
     """True where every prompt token gets a logprob: engines then compute the whole prompt and reuse nothing of it."""
+    echoes_chat: bool = False
+    """A chat with `echo`: vLLM then scores its prompt too, our engine does not."""
     has_media: bool = False
     """True where the prompt holds images or other media: only the text before the first can be routed on."""
 
@@ -115,7 +117,7 @@ def read_routing(kind: Kind, data: bytes) -> RoutingRequest:
     limit = _int(body.max_completion_tokens)
     if limit is None:
         limit = _int(body.max_tokens)
-    scored = body.top_logprobs if messages else body.logprobs
+    echoes = body.echo is True and _int(body.top_logprobs if messages else body.logprobs) is not None
     return RoutingRequest(
         kind=kind,
         model=_str(body.model),
@@ -137,7 +139,8 @@ def read_routing(kind: Kind, data: bytes) -> RoutingRequest:
         user=_str(body.user),
         prompt_cache_key=_str(body.prompt_cache_key),
         metadata_user_id=_str(body.metadata.get("user_id")) if isinstance(body.metadata, dict) else None,
-        scores_prompt=body.prompt_logprobs is not None or (body.echo is True and _int(scored) is not None),
+        scores_prompt=body.prompt_logprobs is not None or (echoes and not messages),
+        echoes_chat=echoes and bool(messages),
         has_media=_has_media(messages),
     )
 

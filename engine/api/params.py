@@ -145,14 +145,7 @@ def _max_tokens(request: ChatRequest | CompletionRequest, limits: ModelLimits, p
         return room if default is None else max(1, min(int(default), room))
     if wanted < 1:
         raise bad_value(name, wanted, "at least 1")
-    if wanted > room:
-        raise RequestError(
-            f"{name}: got {wanted}, but the prompt has {prompt_len} tokens and this model's maximum context length "
-            f"(max_model_len) is {limits.max_model_len} tokens: expected at most {room}",
-            param=name,
-            code="context_length_exceeded",
-        )
-    return wanted
+    return min(wanted, room)  # as vLLM: a client may allow more than there is room for
 
 
 def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:

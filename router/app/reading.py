@@ -132,6 +132,8 @@ class Reading:
     ) -> RouteRequest:
         """What the core is asked."""
         parsed = asked.parsed
+        if parsed.echoes_chat and not self._core.registry.is_ours(asked.model):
+            token_ids = None  # nothing of it will be reused
         return RouteRequest(
             request_id=request_id,
             model=asked.model,

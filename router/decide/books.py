@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from router.decide.ahead import CacheAhead
 from router.decide.config import CoreConfig
 from router.decide.shortlist import KEEP, LoadOrder
 from router.decide.target import Target
@@ -23,6 +24,8 @@ from router.index.protocol import HolderId, Match, PinId, PrefixIndex, Prompt, S
 
 HOT_RUNNING = 2
 """So many running requests with one beginning make it hot."""
+BLOCK_TOKENS = 16
+"""Of an engine that does not tell; vLLM's on a GPU."""
 HOT_S = 10.0
 """A copy of it is good for so long at least."""
 CHUNK_TOKENS = 64
@@ -50,6 +53,21 @@ class AskedPrompt:
         return keys
 
 
+@dataclass(slots=True, eq=False)
+class Hits:
+    """What several candidates will have cached of a prompt."""
+
+    cached: list[int] = field(default_factory=list)
+    """h"""
+    resident: list[int] = field(default_factory=list)
+    """What events or history vouch for now."""
+    evicted: dict[int, int] = field(default_factory=dict)
+    """By the candidate's place, as far as there is any: tokens that are there, or promised, and that the requests ahead
+    will evict. They are not in `cached`."""
+    slower: dict[int, Match] = field(default_factory=dict)
+    """The matches that reach into slower tiers, by the candidate's place."""
+
+
 class CacheBook:
     """What counts as cached where. One a core."""
 
@@ -70,6 +88,8 @@ class CacheBook:
         """On how many targets they run."""
         self._grace: deque[tuple[float, HolderId, PinId]] = deque()
         """(release, ...) of ended requests, in the order of release."""
+        self._settling: deque[tuple[float, CacheAhead, str]] = deque()
+        """(when no pin promises what it evicted, where, request) of requests that were taken in, in that order."""
 
     # Targets -----------------------------------------------------------------------------------------------------
     def join(self, target: Target, spec: WorkerSpec) -> None:
@@ -81,6 +101,10 @@ class CacheBook:
             target.seats, target.seats_told = spec.seats, True
         if spec.cache_view is CacheView.HISTORY and target.name not in self._histories:
             self._histories[target.name] = HistoryCache((tokens or self._history_tokens) // spec.ranks)
+        if target.capacity_tokens is not None and spec.cache_view is CacheView.EVENTS:
+            block_tokens = spec.block_size or BLOCK_TOKENS
+            if target.ahead is None or not target.ahead.follows(target.capacity_tokens, block_tokens):
+                target.ahead = CacheAhead(target.capacity_tokens, block_tokens)
 
     def leave(self, target: Target) -> None:
         """The target is about to go, and its holder with it."""
@@ -100,6 +124,8 @@ class CacheBook:
         history = self._histories.get(target.name)
         if history is not None:
             history.clear()
+        if target.ahead is not None:
+            target.ahead.clear()
 
     # A request's life --------------------------------------------------------------------------------------------
     def ask(self, ids: Sequence[int], scope: Scope, tokens: int) -> AskedPrompt:
@@ -118,15 +144,13 @@ class CacheBook:
 
     def hits(
         self, prompt: AskedPrompt, candidates: Sequence[Target], matches: dict[HolderId, Match] | None = None
-    ) -> tuple[list[int], list[int], dict[int, Match]]:
-        """(h, the part of it that events or history vouch for) of every candidate; the matches that reach into slower
-        tiers, by the candidate's place. `matches`: where they are known already."""
+    ) -> Hits:
+        """What of the prompt every candidate will have cached. `matches`: where they are known already."""
         if matches is None:
             matches = {match.holder: match for match in self._index.match(prompt.ids, prompt.scope)}
         histories = self._histories
         keys = prompt.keys(CHUNK_TOKENS) if histories else []
-        cached, resident = [], []
-        slower: dict[int, Match] = {}
+        hits = Hits()
         for i, target in enumerate(candidates):
             match = matches.get(target.holder)
             if histories and target.name in histories:
@@ -135,11 +159,19 @@ class CacheBook:
                 hit = usable = 0
             else:
                 hit, usable = match.pinned_tokens, match.tokens
+                ahead = target.ahead
                 if usable != match.gpu_tokens:
-                    slower[i] = match
-            cached.append(hit)
-            resident.append(usable)
-        return cached, resident, slower
+                    hits.slower[i] = match
+                    if ahead is not None:
+                        ahead.copied()
+                elif ahead is not None and ahead.evicted:
+                    left = ahead.left(prompt.keys(ahead.chunk_tokens), hit, usable)
+                    if left != hit:
+                        hits.evicted[i] = hit - left
+                        hit = left
+            hits.cached.append(hit)
+            hits.resident.append(usable)
+        return hits
 
     def sent(
         self,
@@ -148,29 +180,58 @@ class CacheBook:
         prompt: AskedPrompt,
         now: float,
         *,
-        cached_share: float,
+        cached_tokens: int,
+        expected_tokens: float,
         session: str | None = None,
     ) -> None:
-        """A prompt of a session, of which `cached_share` (0 to 1) is cached there, went to the target."""
+        """A prompt of a session, of which so many tokens will be cached there, went to the target."""
         history = self._histories.get(target.name)
         if history is not None:
             history.insert(prompt.keys(CHUNK_TOKENS))
         else:
             assert request_id not in self._pins, f"request {request_id} is pinned already"
             self._pins[request_id] = (target.holder, self._index.pin(target.holder, prompt.ids, prompt.scope))
+        if target.ahead is not None:
+            target.ahead.sent(
+                request_id,
+                prompt.keys(target.ahead.chunk_tokens),
+                prompt_tokens=prompt.tokens,
+                cached_tokens=cached_tokens,
+                expected_tokens=expected_tokens,
+                seats=target.seats,
+            )
         keys = prompt.keys(self._chunk_tokens)
+        cached_share = cached_tokens / max(prompt.tokens, 1)
         self.working_sets.sent(target.name, keys, prompt.tokens, now, cached_share=cached_share, session=session)
         self._running[request_id] = (target, keys)
         self._hold(target, keys, 1)
 
-    def ended(self, request_id: str, now: float, *, computed: bool, over: str | None = None) -> None:
-        """The attempt is over, and with it the session `over`. What was not `computed` is promised no longer; of the
-        rest the events are coming."""
+    def begun(self, request_id: str, target: Target, now: float) -> None:
+        """The first token of its answer came."""
+        if target.ahead is not None:
+            target.ahead.taken_in(request_id)
+            self._settling.append((now + self._pin_grace_s, target.ahead, request_id))
+
+    def ended(
+        self,
+        request_id: str,
+        now: float,
+        *,
+        computed: bool,
+        answer_tokens: float = 0.0,
+        over: str | None = None,
+    ) -> None:
+        """The attempt is over, after so many tokens, and with it the session `over`. What was not `computed` is
+        promised no longer; of the rest the events are coming."""
         running = self._running.pop(request_id, None)
         if running is not None:
             self._hold(*running, -1)
             if over is not None:
                 self.working_sets.ended(running[1], over)
+            ahead = running[0].ahead
+            if ahead is not None:
+                ahead.ended(request_id, answer_tokens)
+                self._settling.append((now + self._pin_grace_s, ahead, request_id))
         pinned = self._pins.pop(request_id, None)
         if pinned is None:
             return
@@ -216,10 +277,13 @@ class CacheBook:
         """Release what has outlived its grace."""
         while self._grace and self._grace[0][0] <= now:
             self._index.unpin(self._grace.popleft()[2])
+        while self._settling and self._settling[0][0] <= now:
+            _, ahead, request_id = self._settling.popleft()
+            ahead.settled(request_id)
 
     def next_tick(self) -> float | None:
         """When `tick` has something to do."""
-        return self._grace[0][0] if self._grace else None
+        return min((waiting[0][0] for waiting in (self._grace, self._settling) if waiting), default=None)
 
     def check_invariants(self, live: set[str]) -> None:
         """Releases are in order; only what is in flight (`live`) is pinned without an end."""
@@ -230,6 +294,8 @@ class CacheBook:
         for target, _ in self._running.values():
             beside = sum(count - 1 for count in target.held_chunks.values())
             assert target.shared_tokens == self._chunk_tokens * beside
+            if target.ahead is not None:
+                target.ahead.check_invariants(live)
         assert self._running_chunks == Counter(key for _, keys in self._running.values() for key in keys)
         holders = {target.name: target for target, _ in self._running.values()}.values()
         assert self._copies == Counter(key for target in holders for key in target.held_chunks)

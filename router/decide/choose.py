@@ -133,11 +133,13 @@ class Chooser:
         loads = None
         expected_tokens = self._lengths.expect(request)
         cached = resident = [0] * len(targets)
+        evicted: dict[int, int] = {}
         if prompt is not None:
-            cached, resident, slower = self._book.hits(prompt, targets, matches)
-            if slower:
+            hits = self._book.hits(prompt, targets, matches)
+            cached, resident, evicted = hits.cached, hits.resident, hits.evicted
+            if hits.slower:
                 loads = [0.0] * len(targets)
-                for i, match in slower.items():
+                for i, match in hits.slower.items():
                     loads[i] = load_seconds(match, self._cost)
         cost = KvCost(
             targets,
@@ -152,6 +154,7 @@ class Chooser:
             pool=pool,
         )
         if prompt is not None:
+            cost.evicted = evicted
             life_s = expected_tokens * sum(target.step_now_s for target in targets) / len(targets)
             cost.hot_tokens, cost.hot_share = self._book.hot(prompt, life_s)
             needed = prompt.tokens + 0.5 * expected_tokens

@@ -141,6 +141,7 @@ class RouterCore:
         flight = self.tracker.first_token(request_id, now)
         if flight is None:
             return []
+        self.book.begun(request_id, flight.target, now)
         self.registry.alive(live.decision.worker)
         return self._try_held(now)
 
@@ -287,9 +288,14 @@ class RouterCore:
             expected_tokens=choice.cost.expected_tokens,
         )
         if choice.prompt is not None:
-            cached_share = decision.predicted_cached_tokens / max(request.prompt_tokens, 1)
             self.book.sent(
-                request.request_id, target, choice.prompt, now, cached_share=cached_share, session=request.session
+                request.request_id,
+                target,
+                choice.prompt,
+                now,
+                cached_tokens=decision.predicted_cached_tokens,
+                expected_tokens=choice.cost.expected_tokens,
+                session=request.session,
             )
         if request.session is not None and self.config.session_affinity:
             self._chooser.sessions.put(request.session, target.name, now)
@@ -382,9 +388,15 @@ class RouterCore:
 
     def _end_attempt(self, live: Live, now: float, *, computed: bool, reported_cached: int | None = None) -> None:
         """Take an attempt off the books. What was computed stays pinned for a grace period: its events are coming."""
-        self.tracker.end(live.request.request_id, now, computed=computed, reported_cached=reported_cached)
         request = live.request
-        self.book.ended(request.request_id, now, computed=computed, over=request.session if request.final else None)
+        flight = self.tracker.end(request.request_id, now, computed=computed, reported_cached=reported_cached)
+        self.book.ended(
+            request.request_id,
+            now,
+            computed=computed,
+            answer_tokens=flight.said_tokens if flight is not None else 0,
+            over=request.session if request.final else None,
+        )
         worker = self.workers.get(live.decision.worker) if live.decision is not None else None
         if worker is not None and worker.probe == live.request.request_id:
             worker.probe = None  # it told nothing, or its caller says what: the next request may be the probe

@@ -14,6 +14,7 @@ from router.decide.shortlist import POOL_MIN, LoadOrder
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
 from router.decide.workers import (
+    OURS,
     Breaker,
     ServedModel,
     Worker,
@@ -104,6 +105,10 @@ class Registry:
         if self._models is None:
             self._models = merge_models(self.workers.values())
         return self._models
+
+    def is_ours(self, model: str) -> bool:
+        """Whether all who serve it are this project's engines."""
+        return all(worker.spec.engine == OURS for worker in self._serving(model))
 
     # Eligibility -------------------------------------------------------------------------------------------------
     def candidates(self, request: RouteRequest, tried: frozenset[str]) -> list[Target] | Refuse:

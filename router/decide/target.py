@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from router.decide.ahead import CacheAhead
 from router.decide.config import ServiceModel
 from router.decide.learn import Observation, PoolSpeeds, Taught
 from router.index.protocol import HolderId
@@ -145,6 +146,8 @@ class Target:
     shared_tokens: int = 0
     room_tokens: float = math.inf
     """Of the cache, what running requests leave."""
+    ahead: CacheAhead | None = None
+    """What of the cache the requests sent there will evict, where its capacity is known."""
     seats: int = SEATS_PRIOR
     """Sequences that run at once: told, or learned, or as many as is usual."""
     seats_told: bool = False

@@ -301,6 +301,7 @@ class LoadTracker:
             said = min(reported_tokens, int((now - flight.routed_s) / TOKEN_S_MIN))
             if counted:
                 said = min(said, counted + counted // 4 + COUNT_DOUBT)
+        flight.said_tokens = said
         target, start = flight.target, flight.decode_start
         if start is None or said < DECODED_TOKENS or self.targets.get(target.name) is not target:
             return said

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from router.decide.config import HealthConfig
 from router.index.protocol import HolderId
 
+OURS, VLLM = "blockcast", "vllm"
+"""Engines of which the router knows more."""
+
 
 class WorkerState(str, enum.Enum):
     """UP takes work. STARTING was never reached yet. DRAINING finishes what it has. DOWN is broken; PROBING is DOWN
@@ -56,7 +59,7 @@ class WorkerSpec:
     ranks: int = 1
     """Data-parallel ranks, each a holder of its own."""
     engine: str = ""
-    """`owned_by` of its models: `blockcast`, `vllm` ..., or empty."""
+    """`owned_by` of its models: OURS, VLLM ..., or empty."""
     cache_view: CacheView = CacheView.EVENTS
     cache_tokens: int | None = None
     """Advertised capacity of the KV cache, all ranks together; None where unknown."""

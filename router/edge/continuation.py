@@ -16,6 +16,7 @@ import msgspec
 
 from prompts.schemas import MEDIA_PARTS
 from router.decide.messages import RouteRequest
+from router.decide.workers import OURS, VLLM
 from router.http.headers import ProtocolError
 from router.http.request import HttpRequest
 
@@ -26,8 +27,6 @@ except ImportError:
 else:
     _FOUND = True
 
-OURS, VLLM = "blockcast", "vllm"
-"""Engines that tell token ids where they are asked to (vLLM since 0.10), as `owned_by` of `/v1/models` names them."""
 COMPLETIONS = b"/v1/completions"
 _CHAT = "/v1/chat/completions"
 _DONE = b"data: [DONE]\n\n"

@@ -129,7 +129,7 @@ class WorkerStream:
             "wrong_rank": self.wrong_rank,
             "reannounces": self.source.reannounces,
             "up": self.up,
-            "phase": state.phase.value if state is not None else "down",
+            "phase": state.phase.value if self.up and state is not None else "disconnected",
             "last_seq": self.last_seq,
             "last_event_s": self.last_event_s,
             **{name: getattr(self.counters, name) for name in StreamCounters.__slots__},

@@ -147,7 +147,7 @@ def test_predictions_equal_what_the_engines_report(cluster: Cluster) -> None:
     def turn(index: int, number: int) -> tuple[str, int, int, int]:
         talk = talks[index]
         talk.append({"role": "user", "content": f"Question {number} about {topics[index]}?"})
-        body = {"model": model, "messages": talk, "max_tokens": 20, "temperature": 0}
+        body = {"model": model, "messages": talk, "max_tokens": 20, "temperature": 0, "echo": number % 2 == 1}
         status, headers, answer = call(f"{cluster.url}/v1/chat/completions", body)
         assert status == 200, answer
         talk.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})

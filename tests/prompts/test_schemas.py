@@ -275,11 +275,12 @@ def test_routing_sees_that_the_whole_prompt_is_to_be_scored(fields, scores):
     ("fields", "scores"),
     [({"echo": True}, True), ({"echo": True, "top_logprobs": None}, False), ({"top_logprobs": 3}, False)],
 )
-def test_routing_sees_that_a_chat_with_echo_is_scored(fields, scores):
+def test_routing_sees_that_a_chat_with_echo_may_be_scored(fields, scores):
     """vLLM 0.32 scores its prompt for the top logprobs, of which a chat wants none (0) unless it says null."""
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
     for path in ("/v1/chat/completions", ""):  # the router knows the route already
-        assert parse_routing(path, json.dumps(body).encode()).scores_prompt is scores
+        assert parse_routing(path, json.dumps(body).encode()).echoes_chat is scores
+        assert not parse_routing(path, json.dumps(body).encode()).scores_prompt
 
 
 _json = st.recursive(

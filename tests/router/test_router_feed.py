@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -468,3 +469,15 @@ def test_a_restarted_worker_does_not_confirm_a_peers_snapshot(pair: Pair) -> Non
     (row,) = second.details("a")["streams"]
     assert row["restarts"] == 1
     other.close()
+
+
+def test_a_stream_that_never_connected_says_so(index: ReferenceIndex, feed: IndexFeed) -> None:
+    """Nobody listens there: the address is wrong, or the publisher connects to a subscriber instead of binding."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        source = EventSource(endpoint=f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+        holder = index.add_holder("a", "m")
+        feed.follow("a", [source], [holder])
+        (row,) = feed.details("a")["streams"]
+    assert (row["up"], row["phase"]) == (False, "disconnected")
+    assert not feed.synced("a")

@@ -1,0 +1,305 @@
+"""What the requests ahead evict: `CacheAhead` against a naive engine, and the predictions of a core before one.
+
+The engine is vLLM's scheduler and cache with all that does not matter left out: requests are taken in as they came,
+each when there is room for its whole prompt, hits are looked up at that moment; what nobody holds is evicted in the
+order in which it was given back, the end of a sequence first. Memory runs out: the last one taken in waits again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from events import BlockRemoved, BlockStored, Event, EventBatch, block_hash, encode_batch
+from router.decide.ahead import CacheAhead
+from router.decide.config import CoreConfig
+from router.decide.core import RouterCore
+from router.decide.messages import Decision, Forward, ReportedUsage, RouteRequest
+from router.decide.workers import ServedModel, WorkerSpec
+from router.index import make_index
+from router.index.protocol import Scope
+
+
+@dataclass(eq=False)
+class Sequence_:
+    request_id: str
+    ids: list[int]
+    prompt_tokens: int
+    answer_tokens: int
+    blocks: list[int] = field(default_factory=list)
+    cached_tokens: int | None = None
+
+
+class NaiveEngine:
+    """Serves requests in steps; `events` are those since they were taken."""
+
+    def __init__(self, block_count: int, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.events: list[Event] = []
+        self._free = OrderedDict.fromkeys(range(block_count))
+        self._refs = [0] * block_count
+        self._names: dict[int, int] = {}
+        self._resident: dict[int, int] = {}
+        self._waiting: deque[Sequence_] = deque()
+        self._running: list[Sequence_] = []
+
+    def add(self, request_id: str, ids: Sequence[int], answer_tokens: int) -> None:
+        self._waiting.append(Sequence_(request_id, list(ids), len(ids), answer_tokens))
+
+    def step(self) -> list[Sequence_]:
+        """Those that ended."""
+        for seq in list(self._running):
+            while seq in self._running and len(seq.blocks) * self.block_tokens < len(seq.ids):
+                if self._free:
+                    seq.blocks.append(self._take())
+                else:
+                    self._give_back(last := self._running.pop())
+                    self._waiting.appendleft(last)
+        while self._waiting and self._start(self._waiting[0]):
+            self._running.append(self._waiting.popleft())
+        for seq in self._running:
+            self._name(seq)
+            seq.ids.append(hash((seq.request_id, len(seq.ids))) % 900)
+        ended = [seq for seq in self._running if len(seq.ids) == seq.prompt_tokens + seq.answer_tokens]
+        for seq in ended:
+            self._running.remove(seq)
+            self._give_back(seq)
+        return ended
+
+    def _start(self, seq: Sequence_) -> bool:
+        hits = []
+        for name in self._spell(seq.ids, (len(seq.ids) - 1) // self.block_tokens):
+            if name not in self._resident:
+                break
+            hits.append(self._resident[name])
+        new = -(-len(seq.ids) // self.block_tokens) - len(hits)
+        if new + sum(block in self._free for block in hits) > len(self._free):
+            return False
+        for block in hits:
+            self._free.pop(block, None)
+            self._refs[block] += 1
+        seq.blocks = hits + [self._take() for _ in range(new)]
+        if seq.cached_tokens is None:
+            seq.cached_tokens = len(hits) * self.block_tokens
+        self._name(seq)
+        return True
+
+    def _take(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        name = self._names.pop(block, None)
+        if name is not None:
+            del self._resident[name]
+            self.events.append(BlockRemoved(block_hashes=[name], medium="GPU", group_idx=0))
+        self._refs[block] = 1
+        return block
+
+    def _name(self, seq: Sequence_) -> None:
+        """What is computed is found by others of the same step too."""
+        size, names = self.block_tokens, self._spell(seq.ids, len(seq.ids) // self.block_tokens)
+        for i, (block, name) in enumerate(zip(seq.blocks, names)):
+            if block in self._names or name in self._resident:
+                continue
+            self._names[block], self._resident[name] = name, block
+            self.events.append(
+                BlockStored(
+                    block_hashes=[name],
+                    parent_block_hash=names[i - 1] if i else None,
+                    block_size=size,
+                    token_ids=seq.ids[i * size : (i + 1) * size],
+                    lora_id=None,
+                    medium="GPU",
+                    lora_name=None,
+                    extra_keys=[None],
+                    group_idx=0,
+                    kv_cache_spec_kind="full_attention",
+                )
+            )
+
+    def _give_back(self, seq: Sequence_) -> None:
+        for block in reversed(seq.blocks):
+            self._refs[block] -= 1
+            if not self._refs[block]:
+                self._free[block] = None
+                self._free.move_to_end(block, last=block in self._names)
+        seq.blocks = []
+
+    def _spell(self, ids: Sequence[int], count: int) -> list[int]:
+        names: list[int] = []
+        for i in range(count):
+            of = ids[i * self.block_tokens : (i + 1) * self.block_tokens]
+            names.append(block_hash(names[-1] if names else None, tuple(of), ()))
+        return names
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5), st.integers(1, 3)), min_size=1, max_size=30),
+    st.integers(6, 10),
+)
+def test_where_lengths_are_known_and_no_answer_fills_a_block_every_hit_is_foreseen(
+    sent: list[tuple[int, int, int]], block_count: int
+) -> None:
+    size = 32
+    engine, index = NaiveEngine(block_count, size), make_index(seed=1)
+    ahead = CacheAhead(block_count * size + size - 1, size)
+    assert ahead.chunk_tokens == size
+    foreseen: list[int] = []
+    known: set[int] = set()
+    for i, (family, blocks, answer_tokens) in enumerate(sent):
+        ids = [family] * (blocks * size) + [1000 + i] * (size // 2)
+        keys = index.chunk_keys(ids, Scope("m"), size)
+        promised = next((j for j, key in enumerate(keys) if key not in known), len(keys)) * size
+        known.update(keys)
+        foreseen.append(ahead.left(keys, promised, 0))
+        ahead.sent(
+            str(i), keys, prompt_tokens=len(ids), cached_tokens=foreseen[-1], expected_tokens=answer_tokens, seats=256
+        )
+        ahead.check_invariants({str(j) for j in range(i + 1)})
+        engine.add(str(i), ids, answer_tokens)
+    found: dict[str, int | None] = {}
+    while len(found) < len(sent):
+        found |= {seq.request_id: seq.cached_tokens for seq in engine.step()}
+    assert foreseen == [found[str(i)] for i in range(len(sent))]
+    for i, (_, _, answer_tokens) in enumerate(sent):
+        ahead.ended(str(i), answer_tokens)
+        ahead.settled(str(i))
+    assert not ahead.evicted
+    ahead.check_invariants(set())
+
+
+class World:
+    """One engine behind a core; events arrive with each step."""
+
+    def __init__(self, block_count: int, **spec: object) -> None:
+        self.engine = NaiveEngine(block_count, 32)
+        self.core = RouterCore(make_index(seed=1), CoreConfig())
+        models = (ServedModel("m", "m"),)
+        worker = self.core.add_worker(WorkerSpec("w", "http://w", models, block_size=32, **spec), 0.0)  # type: ignore[arg-type]
+        self.holder = worker.holders[0]
+        self.now, self.count = 0.0, 0
+        self.live: dict[str, Decision] = {}
+        self.predicted = self.reported = self.equal = 0
+
+    def send(self, ids: list[int], answer_tokens: int) -> Decision:
+        request_id, self.count = str(self.count), self.count + 1
+        asked = RouteRequest(request_id, "m", Scope("m"), ids, len(ids), output_max=answer_tokens, stream=False)
+        sent = self.core.route(asked, self.now)
+        assert isinstance(sent, Forward)
+        self.live[request_id] = sent.decision
+        self.engine.add(request_id, ids, answer_tokens)
+        return sent.decision
+
+    def step(self) -> list[Sequence_]:
+        self.now += 0.02
+        ended = self.engine.step()
+        if self.engine.events:
+            self.core.index.ingest(self.holder, encode_batch(EventBatch(ts=self.now, events=self.engine.events)))
+            self.engine.events = []
+        for seq in ended:
+            predicted = self.live.pop(seq.request_id).predicted_cached_tokens
+            usage = ReportedUsage(seq.prompt_tokens, seq.cached_tokens, seq.answer_tokens)
+            self.core.finished(seq.request_id, usage, self.now)
+            self.predicted += predicted
+            self.reported += seq.cached_tokens or 0
+            self.equal += predicted == seq.cached_tokens
+        self.core.tick(self.now)
+        self.core.check_invariants()
+        return ended
+
+
+def play(world: World, rng: random.Random, count: int, at_once: int, together: bool) -> None:
+    """Beginnings that many share and more than there is room for, each with an end of its own; in bursts, or as many at
+    once all the time."""
+    shared = [[rng.randrange(3, 900) for _ in range(rng.randrange(100, 500))] for _ in range(2 * max(at_once, 10))]
+    while world.count < count or world.live:
+        room = at_once - len(world.live)
+        for _ in range(room if world.count < count and (room == at_once or not together) else 0):
+            own = [rng.randrange(3, 900) for _ in range(40)]
+            world.send(rng.choice(shared) + own, rng.randrange(2, 40))
+        world.step()
+
+
+@pytest.mark.parametrize(("at_once", "together"), [(10, True), (20, True), (8, False)])
+def test_predictions_of_bursts_over_a_small_cache_sum_to_what_is_found(at_once: int, together: bool) -> None:
+    worlds = [World(70, cache_tokens=70 * 32) for _ in range(4)]
+    for seed, world in enumerate(worlds):
+        play(world, random.Random(seed), 240, at_once, together)
+    predicted, reported = sum(world.predicted for world in worlds), sum(world.reported for world in worlds)
+    assert abs(predicted - reported) <= 0.05 * reported
+    assert sum(world.equal for world in worlds) >= 0.9 * sum(world.count for world in worlds)
+
+
+def test_without_the_capacity_the_same_promises_are_too_high_and_raise_the_alarm() -> None:
+    world = World(70)
+    play(world, random.Random(0), 240, 10, together=True)
+    assert world.predicted > 1.3 * world.reported
+    (alarm,) = [a for a in world.core.watchdog.alarms("w") if a.startswith("promised")]
+    assert "its cache is too small for what it gets" in alarm
+
+
+@pytest.mark.parametrize("block_count", [25, 70])
+def test_one_after_the_other_nothing_is_lowered_that_is_there(block_count: int) -> None:
+    world = World(block_count, cache_tokens=block_count * 32)
+    play(world, random.Random(3), 200, 1, together=True)
+    assert world.predicted == world.reported > 0
+    assert world.equal == world.count
+
+
+def test_a_chat_goes_on_from_what_was_answered() -> None:
+    world, rng = World(120, cache_tokens=120 * 32), random.Random(5)
+    chats = [[rng.randrange(900) for _ in range(50)] for _ in range(6)]
+    for _ in range(60):
+        turns = [world.send(chats[i] + [rng.randrange(900) for _ in range(20)], 30) for i in rng.sample(range(6), 3)]
+        assert turns
+        while world.live:
+            for seq in world.step():
+                chat = next(i for i, ids in enumerate(chats) if seq.ids[: len(ids)] == ids)
+                chats[chat] = seq.ids if len(seq.ids) < 900 else chats[chat][:50]
+    assert abs(world.predicted - world.reported) <= 0.05 * world.reported
+
+
+def test_what_is_evicted_is_said_and_given_back_when_it_was_not() -> None:
+    world = World(70, cache_tokens=70 * 32)
+    first = list(range(640))
+    world.send(first, 2)
+    while world.live:
+        world.step()
+    many = [world.send([5000 + i] * 512, 2) for i in range(5)]
+    assert all(decision.terms.evicted_tokens == 0 for decision in many)
+    last = world.send([*first, 1], 2)
+    assert last.predicted_cached_tokens + last.terms.evicted_tokens == last.terms.resident_tokens == 640
+    assert last.terms.evicted_tokens > 0
+    for request_id in list(world.live):
+        world.core.aborted(request_id, world.now)
+    world.core.tick(world.now + 1.0)
+    again = world.core.explain(RouteRequest("x", "m", Scope("m"), [*first, 1], 641), world.now + 1.0)
+    assert isinstance(again, Decision)
+    assert again.predicted_cached_tokens == 640
+
+
+def test_what_has_copies_on_slower_tiers_is_not_lost() -> None:
+    ahead = CacheAhead(128, 32)
+    for i in range(3):
+        ahead.sent(str(i), [100 * i, 100 * i + 1], prompt_tokens=70, cached_tokens=0, expected_tokens=2, seats=256)
+    assert ahead.left([0, 1], 64, 64) < 64
+    ahead.copied()
+    assert ahead.left([0, 1], 64, 64) == 64
+    ahead.sent("3", [300, 301], prompt_tokens=70, cached_tokens=0, expected_tokens=2, seats=256)
+    assert not ahead.evicted
+
+
+def test_seats_bound_what_runs_at_once() -> None:
+    def evicts(seats: int) -> bool:
+        ahead = CacheAhead(32 * 8, 32)
+        for i in range(4):
+            keys = [100 * i]
+            ahead.sent(str(i), keys, prompt_tokens=60, cached_tokens=0, expected_tokens=1000, seats=seats)
+        return bool(ahead.evicted)
+
+    assert not evicts(256)
+    assert evicts(1), "three answers of 1,000 tokens went by"
