@@ -203,6 +203,8 @@ class ChatTemplate:
         self._templates = {"default": templates} if isinstance(templates, str) else dict(templates)
         self._named = not isinstance(templates, str)
         self._variables = dict(variables or {})
+        self.as_sent = False
+        """As transformers before 5.23 has it: a message with its nulls, and reasoning under the names it came with."""
         for source in self._templates.values():
             _compile(source)
 
@@ -251,7 +253,9 @@ class ChatTemplate:
                 "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
             )
         compiled = self._compiled(self.source(chat_template, has_tools=tools is not None))
-        chat = [_with_reasoning(_without_nulls(message)) for message in messages]
+        chat = list(messages)
+        if not self.as_sent:
+            chat = [_with_reasoning(_without_nulls(message)) for message in messages]
         final_text: str | None = None
         if continue_final_message:
             field = continue_final_message if isinstance(continue_final_message, str) else "content"

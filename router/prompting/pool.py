@@ -40,6 +40,8 @@ class Order(msgspec.Struct):
     tokens_max: int | None = None
     asks: str | None = None
     """The model under which a worker is to be asked: made is that question instead of ids."""
+    as_sent: bool = False
+    """ChatTemplate.as_sent"""
 
 
 class Helpers:
@@ -167,6 +169,8 @@ def _made(order: Order, body: bytes, tokenizer: Tokenizer | TokenizerError | Non
     if not is_within_bounds(body):
         raise RequestError("more values than are read here", param=None)
     parsed = read_routing(order.kind, body)
+    if tokenizer is not None and tokenizer.chat_template is not None:
+        tokenizer.chat_template.as_sent = order.as_sent
     ids = prompt_ids(parsed, tokenizer, order.tokens_max)
     if ids is None:
         return None if order.asks is None else question(parsed, order.asks)

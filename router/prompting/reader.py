@@ -7,6 +7,8 @@ a helper process, or by asking a worker.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import logging
 import os
 import time
@@ -15,7 +17,8 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 from prompts.errors import RequestError
-from prompts.routing import Kind, RoutingRequest
+from prompts.messages import render_chat
+from prompts.routing import Kind, RoutingRequest, parse_routing
 from prompts.segments import CACHE_BYTES_DEFAULT, SegmentStats
 from prompts.tokenizer import Tokenizer, TokenizerError
 from router.prompting.encode import cut, prompt_ids, question
@@ -26,6 +29,10 @@ log = logging.getLogger("router")
 
 INLINE_BYTES_MAX = 4096
 """Bodies up to this size are encoded on the event loop: handing them to a thread would cost more."""
+_REASONED = b"""{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning": "c",
+"tool_calls": [{"type": "function", "function": {"name": "d", "arguments": "{}"}}]},
+{"role": "user", "content": "e"}]}"""
+"""A chat that versions of transformers can render in two ways."""
 CPU_SAMPLE = 16
 """One prompt in so many has its CPU time taken: reading that clock is a system call."""
 
@@ -60,6 +67,8 @@ class PromptReader:
         """Prompts that raised what they should not."""
         self._folders: dict[str, str] = {}
         """model -> where its tokenizer was read from."""
+        self._compared: set[str] = set()
+        """Models of which a worker has shown that it renders another way than it was taken to."""
         self.problems: dict[str, str] = {}
         """model -> why there is no tokenizer for it; shown by `/workers`."""
 
@@ -82,12 +91,40 @@ class PromptReader:
                 task.add_done_callback(lambda _: self._loading.pop((model, folder), None))
             await asyncio.shield(task)
         if model in self._tokenizers:
+            await self._compare(model, worker)
             return
         if folder is None:
             self.problems[model] = "the worker names no local folder; give --tokenizer PATH"
         if self.remote is not None and await self.remote.learn(model, worker.url, keyed=worker.keyed):
             reason = self.problems[model].partition("; give")[0]
             self.problems[model] = f"{reason}; workers are asked (/tokenize), give --tokenizer PATH to save the way"
+
+    async def _compare(self, model: str, worker: Asked) -> None:
+        """Find out how the worker's version of transformers renders chats, where that makes a difference to this
+        model's template: the newest way is taken for it until a worker shows the other."""
+        tokenizer = self._tokenizers[model]
+        template, parsed = tokenizer.chat_template, parse_routing("/v1/chat/completions", _REASONED)
+        asked = question(parsed, model)
+        if self.remote is None or template is None or asked is None:
+            return
+        found = {}
+        for way in (False, True):
+            like = copy.copy(template)
+            like.as_sent = way
+            with contextlib.suppress(RequestError):
+                found[way] = tokenizer.encode(render_chat(like, parsed), add_special_tokens=False)
+        if len(found) < 2 or found[True] == found[False]:
+            return
+        told = await self.remote.of(worker.url, asked, keyed=worker.keyed)
+        as_sent = next((way for way, ids in found.items() if ids == told), None)
+        if told is None or as_sent == template.as_sent:
+            return
+        if as_sent is None or model in self._compared:
+            log.warning("worker %s renders chats with reasoning otherwise than this router", worker.url)
+            return
+        template.as_sent = as_sent
+        self._compared.add(model)
+        log.info("chats of %s are rendered as transformers before 5.23 does, as %s does", model, worker.url)
 
     def forget(self, url: str) -> None:
         """A worker is gone."""
@@ -153,7 +190,10 @@ class PromptReader:
     def order(self, model: str, kind: Kind, tokens_max: int | None) -> Order:
         """What a helper is to make of a body for this base model."""
         asks = model if self.asks(model) else None
-        return Order(kind, self._folders.get(model), tokens_max, asks)
+        tokenizer = self._tokenizers.get(model)
+        template = tokenizer.chat_template if tokenizer is not None else None
+        as_sent = template is not None and template.as_sent
+        return Order(kind, self._folders.get(model), tokens_max, asks, as_sent)
 
 
 def checkpoint_folder(name: str) -> Path | None:

@@ -53,12 +53,16 @@ class RemoteTokenizer:
 
     async def learn(self, model: str, url: str, *, keyed: bool) -> bool:
         """Find out whether a worker tokenises; True where it does. `keyed`: it may be sent the workers' API key."""
-        (self._unkeyed.discard if keyed else self._unkeyed.add)(url)
-        ids, _ = await self._ask(url, msgspec.json.encode({"model": model, "prompt": "a"}))
+        ids = await self.of(url, msgspec.json.encode({"model": model, "prompt": "a"}), keyed=keyed)
         known = self._urls.setdefault(model, [])
         if ids and url not in known:
             known.append(url)
         return bool(ids)
+
+    async def of(self, url: str, question: bytes, *, keyed: bool) -> list[int] | None:
+        """What one worker answers; None where it does not."""
+        (self._unkeyed.discard if keyed else self._unkeyed.add)(url)
+        return (await self._ask(url, question))[0]
 
     def forget(self, url: str) -> None:
         """The worker is gone."""

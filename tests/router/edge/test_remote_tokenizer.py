@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from prompts.routing import parse_routing
 from router.fleet.discovery import parse_worker_flag
 from router.prompting.encode import question
+from router.prompting.pool import _load, _make, _Shelf
 from router.prompting.remote import RemoteTokenizer
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "one two three"}], "add_generation_prompt": False}
@@ -127,3 +130,36 @@ def test_what_cannot_be_asked_is_not() -> None:
         assert question(parse_routing(path, json.dumps(body).encode()), "m") is None
     first = question(parse_routing("/v1/completions", b'{"prompt":["a","b"]}'), "m")
     assert json.loads(first or b"") == {"model": "m", "prompt": "a", "add_special_tokens": True}
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_worker_with_an_older_transformers_is_found_out_when_it_joins(edge: Any, tmp_path: Path, older: bool) -> None:
+    """The template reads reasoning under a name that the client did not use; since 5.23 it is given under all."""
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["?", "a", "b", "c", "e"])}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.thinking if m.thinking else '' }} {{ m.content }} {% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    told = [1, 2, 4] if older else [1, 3, 2, 4]
+    said = {"role": "assistant", "content": "b", "reasoning": "c"}
+    asked = {"messages": [{"role": "user", "content": "a"}, said], "add_generation_prompt": False}
+
+    async def scenario() -> None:
+        await edge.start(policy="kv")
+        worker = await edge.worker(edge.reply(json.dumps({"tokens": told}).encode()))
+        other = await edge.worker(edge.reply(b'{"tokens": [1, 3, 2, 4]}'))
+        async with aiohttp.ClientSession() as session:
+            edge.prompts.remote = RemoteTokenizer(session)
+            for joined in (worker, other):
+                await edge.prompts.learn("m", str(tmp_path), parse_worker_flag(f"http://127.0.0.1:{joined.port}"))
+        parsed = parse_routing("/v1/chat/completions", json.dumps(asked).encode())
+        ids, _ = edge.prompts.read(parsed, edge.prompts.get("m"))
+        assert list(ids) == ([1, 2] if older else [1, 3, 2])
+        order = edge.prompts.order("m", "chat", None)
+        assert order.as_sent is older
+        shelf = _Shelf(None, 0)
+        _load(shelf, order.folder)
+        shelf.body = json.dumps(asked).encode()
+        assert list(_make(shelf, order)[1] or ()) == list(ids)
+
+    edge.run(scenario())
