@@ -126,7 +126,7 @@ class CacheAhead:
         self.taken_in(request_id)
         sent = self._sent.pop(request_id, None)
         if sent is not None and sent.running:
-            self._step = max(self._step, sent.end_step)
+            self._step = max(self._step, sent.start_step + answer_tokens)
             self._release(sent, answer_tokens)
             self._make_room()
 
