@@ -112,13 +112,13 @@ def read_server_info(body: bytes) -> int | None:
     return _count(_object(body, "/server_info").get("max_total_num_tokens"))
 
 
-def read_cache_capacity(metrics: str) -> int | None:
-    """Cache capacity in tokens from the labels of `vllm:cache_config_info` (or ours), summed over ranks. Of vLLM's
-    blocks one is never used."""
+def read_cache_capacity(metrics: str, *, unused: int = 0) -> int | None:
+    """Cache capacity in tokens from the labels of `vllm:cache_config_info` (ours has the same), summed over ranks, of
+    each of which some blocks are `unused`."""
     total = 0
-    for name, labels in _cache_configs(metrics):
+    for labels in _cache_configs(metrics):
         blocks, size = number(labels.get("num_gpu_blocks", "")), number(labels.get("block_size", ""))
-        total += max((blocks or 0) - name.startswith("vllm"), 0) * (size or 0)
+        total += max((blocks or 0) - unused, 0) * (size or 0)
     return _count(total)
 
 
@@ -126,20 +126,20 @@ def read_block_size(metrics: str) -> int | None:
     """Tokens of the longest cache block from the labels of `vllm:cache_config_info` (or ours)."""
     sizes = [
         number(labels.get(name, "")) or 0
-        for _, labels in _cache_configs(metrics)
+        for labels in _cache_configs(metrics)
         for name in ("block_size", "effective_attention_block_size")
     ]
     return next((size for size in sorted(sizes, reverse=True) if 0 < size <= BLOCK_TOKENS_MAX), None)
 
 
-def _cache_configs(metrics: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Name and labels of each `cache_config_info`, one a rank at most."""
+def _cache_configs(metrics: str) -> Iterator[dict[str, str]]:
+    """The labels of each `cache_config_info`, one a rank at most."""
     found = 0
     for line in metrics.splitlines():
         name, brace, labels = line[:LINE_CHARS_MAX].partition("{")
         if brace and name.endswith("cache_config_info") and not name.startswith("#") and found < RANKS_MAX:
             found += 1
-            yield name, dict(_LABEL.findall(labels))
+            yield dict(_LABEL.findall(labels))
 
 
 def _cards(body: bytes) -> list[dict[str, Any]]:

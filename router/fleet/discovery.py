@@ -21,7 +21,7 @@ from events.sources import DEFAULT_PORT, EventSource, default_source
 from events.types import DecodeError
 from options import ConfigError
 from router.asking import Unanswered, ask
-from router.decide.workers import CacheView, ServedModel, WorkerSpec
+from router.decide.workers import VLLM, CacheView, ServedModel, WorkerSpec
 from router.fleet.answers import (
     number,
     read_block_size,
@@ -250,7 +250,7 @@ class Prober:
             models, roots, engine = read_models(body), read_roots(body), read_engine(body)
             sources = await self.sources(flag, known)
             metrics = await self._metrics(flag)
-            capacity = read_cache_capacity(metrics) or await self._capacity(flag)
+            capacity = read_cache_capacity(metrics, unused=int(engine == VLLM)) or await self._capacity(flag)
         except (Unanswered, DecodeError) as error:
             return WorkerFacts(False, str(error))
         if not models:
