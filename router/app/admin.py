@@ -6,6 +6,7 @@ tell what is cached where and change who gets work: router/app/guard.py says who
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import time
@@ -96,6 +97,9 @@ class Admin:
         ]
         if siblings is not None:
             handlers.append(("GET", "/report", lambda *_: Answer(msgspec.json.encode(self.report())), False))
+            handlers.append(("POST", "/stored", self._note_stored, False))
+            self._telling: set[asyncio.Task[None]] = set()
+            reading.stored.tell = self._tell_stored
         for method, path, handler, public in handlers:
             self.routes.add(method, path, handler, public=public)
 
@@ -238,6 +242,22 @@ class Admin:
         """Have the other processes do what this one did, unless one of them asked for it."""
         if self._siblings is not None and request.header(RELAYED) is None:
             await self._siblings.relay(request.method, request.target.decode("latin-1"), request.body)
+
+    def _tell_stored(self, name: str, worker: str) -> None:
+        """Any of the processes may be asked for it next."""
+        assert self._siblings is not None
+        telling = self._siblings.relay("POST", "/stored", msgspec.json.encode((name, worker)))
+        task = asyncio.get_running_loop().create_task(telling)
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    def _note_stored(self, request: HttpRequest, _: str) -> Answer:
+        try:
+            name, worker = msgspec.json.decode(request.body, type=tuple[str, str])
+        except msgspec.DecodeError as error:
+            raise RequestError(f"the body: {error}", param=None) from None
+        self._reading.stored.note(name, worker)
+        return Answer(b"{}")
 
     async def _add(self, request: HttpRequest, _: str) -> Answer:
         settings = _object(request.body)
