@@ -416,8 +416,7 @@ class XmlCall:
                 self._sink.arguments("\\n")
         elif self._step == self._in_key:
             self._sink.say(self._PARAMETER + "".join(self._key) + rest)
-        else:
-            self._sink.say(rest)
+        # else `rest` is the beginning of a mark
 
 
 class PythonCall:

@@ -1,0 +1,163 @@
+"""What a real vLLM made of the same tokens (`scripts/record_answers`), field for field: calls, thoughts, text, ends."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.api.answers import ChatAnswer
+from engine.api.detokenizer import DetokenizerFactory
+from engine.api.generation import plan_generation
+from engine.api.params import ModelLimits
+from engine.api.reading import speech_plan
+from engine.tiny.tokenizer import build_tokenizer
+from engine.types import FinishReason, SequenceOutput, TokenLogprobs
+from prompts import parse_chat
+
+CAPTURE = Path(__file__).parents[1] / "golden" / "vllm" / "read-0.32.0" / "answers.json.gz"
+SERVERS = json.loads(gzip.decompress(CAPTURE.read_bytes()))
+NAMES = [f"{server['tools']}-{server['thought']}-{len(server['tokens'])}" for server in SERVERS]
+
+
+class Reader:
+    """Our half: an answer of the tokens that vLLM told."""
+
+    def __init__(self, server: dict[str, Any]) -> None:
+        tokenizer = build_tokenizer(4096)
+        tokenizer.add_tokens(server["tokens"])
+        self.tokenizer, self.factory = tokenizer, DetokenizerFactory(tokenizer)
+        self.limits = ModelLimits(max_model_len=1024, vocab_size=4160, calls=server["tools"], thought=server["thought"])
+        self.ends = {tokenizer.token_to_id(token) for token in ("<|endoftext|>", "<|im_end|>")}
+
+    def answer(self, exchange: dict[str, Any]) -> Any:
+        """Of the form of the exchange's own: an object, or the chunks of a stream."""
+        body = parse_chat(json.dumps(exchange["body"]).encode())
+        chunks = exchange["answer"] if exchange["body"]["stream"] else [exchange["answer"]]
+        pieces = [c.get("token_ids") or [] for chunk in chunks for c in chunk["choices"]]
+        prompt = chunks[0]["prompt_token_ids"]
+        plan = speech_plan(body, self.tokenizer.decode(prompt, skip_special_tokens=False), self.limits)
+        generation = plan_generation(
+            body, [prompt], id="x", unique="u", model="m", limits=self.limits, factory=self.factory, plan=plan
+        )
+        answer, (choice,), sent = ChatAnswer(generation, body, self.factory), generation.choices, b""
+        pieces = list(filter(None, pieces))
+        if not pieces:  # vLLM hides tokens with the thought
+            pieces = [[i] for i in self.tokenizer.encode(exchange["text"]).ids] + [[min(self.ends)]]
+        for number, ids in enumerate(pieces):
+            scores = [TokenLogprobs(i, 0.0, 1, [(i, 0.0)]) for i in ids]
+            output = SequenceOutput(request_id="u-0", token_ids=ids, logprobs=scores)
+            if number == len(pieces) - 1:
+                output.finish_reason = FinishReason.STOP if ids[-1] in self.ends else FinishReason.LENGTH
+                stopped = [c.get("stop_reason") for chunk in chunks for c in chunk["choices"]][-1]
+                output.stop_token_id = stopped if isinstance(stopped, int) else None
+            if choice.finish_reason is None:
+                sent += answer.piece(choice, choice.push(output))
+        if not body.stream:
+            return json.loads(answer.whole())
+        return [json.loads(event[6:]) for event in (sent + answer.end()).split(b"\n\n") if event.startswith(b"data: {")]
+
+
+def told(answer: Any) -> dict[str, Any]:
+    """What a client makes of an answer: of a stream, by concatenation."""
+    if isinstance(answer, dict):
+        (choice,) = answer["choices"]
+        message, calls = choice["message"], choice["message"].get("tool_calls") or []
+        made = {"content": message["content"], "reasoning": message.get("reasoning")}
+        found = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+        return {**made, "calls": [(name, value(given)) for name, given in found], "reason": choice["finish_reason"]}
+    texts, by_index, reason = {"content": "", "reasoning": ""}, dict[int, list[str]](), None
+    for choice in (choice for chunk in answer for choice in chunk["choices"]):
+        for name in texts:
+            texts[name] += choice["delta"].get(name) or ""
+        for call in choice["delta"].get("tool_calls") or ():
+            name_and_arguments = by_index.setdefault(call["index"], ["", ""])
+            name_and_arguments[0] += (call.get("function") or {}).get("name") or ""
+            name_and_arguments[1] += (call.get("function") or {}).get("arguments") or ""
+        reason = choice["finish_reason"] or reason
+    calls = [(name, value(given)) for name, given in by_index.values()]
+    return {**{name: text or None for name, text in texts.items()}, "calls": calls, "reason": reason}
+
+
+def value(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def paths(node: Any, at: str = "") -> set[str]:
+    """Where an answer has a value."""
+    if isinstance(node, dict):
+        return {found for name, one in node.items() for found in paths(one, f"{at}.{name}")}
+    if isinstance(node, list):
+        return {at, *(found for one in node for found in paths(one, at))}
+    return set() if node is None else {at}
+
+
+OURS_ALONE = {"reasoning_content", "cached_tokens", "created", "id", "reasoning_tokens"}
+"""Last names of the fields that vLLM does not have, or has with a flag only."""
+
+
+def why(ours: dict[str, Any], theirs: dict[str, Any], server: dict[str, Any], exchange: dict[str, Any]) -> str:
+    """Why the two differ; KeyError where nothing explains it."""
+    label = exchange["label"]
+    if label in ("required", "named"):
+        return "vLLM forces calls of which no schema says anything, some as JSON alone: ours are in the format's markup"
+    if server["thought"] is not None and label == "stop string":
+        return "stop strings begin after the thought"
+    if server["thought"] == "qwen3" and label in ("plain", "effort"):
+        return "marks say what is thought, not what the template was told"
+    if label in ("none", "no tools") and not ours["calls"] and ours["content"] == exchange["text"]:
+        return "without tools there is only text"
+    mine, its = ours["content"] or "", theirs["content"] or ""
+    cut = ours["reason"] == "length" and theirs["reason"] == "tool_calls"
+    calls_agree = ours["calls"] == theirs["calls"]
+    if calls_agree and (cut or ours["reason"] == theirs["reason"]) and ours["reasoning"] == theirs["reasoning"]:
+        if mine == its:
+            return "what was cut says so, also after a call"
+        if mine == its.rstrip():
+            return "white space beside a call is its markup"
+        if len(mine) > len(its.strip()):
+            return "no text is lost"
+    if all(given in ("", {}) for _, given in theirs["calls"]) and not ours["calls"] and mine.strip():
+        return "half a call is text"
+    if [name for name, _ in ours["calls"]] == [name for name, _ in theirs["calls"]] and ours["calls"]:
+        if all(given == "" or "swapped" in label for one, (_, given) in zip(ours["calls"], theirs["calls"])
+               if one[1] != given):  # fmt: skip
+            return "arguments are whole"
+        if label == "cut":
+            return "arguments of a call that was cut stay open"
+    stream = exchange["body"]["stream"]
+    reasons = {
+        ("llama3_json", "after text", False): "whole answers have the calls of streams: JSON after text is none",
+        ("mistral", "cut", False): "whole answers have the calls of streams: one that was begun is one",
+        ("pythonic", "cut", True): "a call in Python is told when it is whole",
+    }
+    return reasons[server["tools"], label, stream]
+
+
+@pytest.mark.parametrize(("server", "name"), list(zip(SERVERS, NAMES)), ids=NAMES)
+def test_the_same_fields_or_a_reason(server: dict[str, Any], name: str) -> None:
+    reader, equal = Reader(server), 0
+    for exchange in server["exchanges"]:
+        assert exchange["status"] == 200
+        answer, recorded = reader.answer(exchange), exchange["answer"]
+        ours, theirs = told(answer), told(recorded)
+        theirs["content"] = theirs["content"] or None
+        ours["content"] = ours["content"] or None
+        if ours != theirs:
+            assert why(ours, theirs, server, exchange), (exchange["label"], ours, theirs)
+            continue
+        equal += 1
+        mine, its = paths(answer), paths(recorded)
+        if exchange["label"] == "hidden":
+            continue
+        for missing in its - mine:
+            last = missing.rsplit(".", 1)[1]
+            assert last in ("system_fingerprint", "tool_calls", "content", "role", "prompt_token_ids"), missing
+        assert {path.rsplit(".", 1)[1] for path in mine - its} <= {*OURS_ALONE, "content", "text"}, mine - its
+    assert equal >= len(server["exchanges"]) // 3
