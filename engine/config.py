@@ -104,7 +104,7 @@ class ServerConfig:
     chat_template: Annotated[str | None, Flag(metavar="FILE"),
         "Jinja template (or its text) instead of the model's own."] = None
     tool_call_parser: Annotated[CallParserName, Flag(),
-        "How the model writes tool calls (docs/agents.md). auto: as its chat template shows; none: calls are text."
+        "How the model writes tool calls (docs/tools.md). auto: as its chat template shows; none: calls are text."
     ] = "auto"
     reasoning_parser: Annotated[ThoughtParserName, Flag(),
         "How the model encloses its thought. auto: as its chat template shows; none: it is told as any other text."

@@ -171,6 +171,10 @@ class ChatRequest(CommonRequest, kw_only=True, frozen=True):
     chat_template_kwargs: dict[str, Json] | None = None
     mm_processor_kwargs: dict[str, Json] | None = None
     media_io_kwargs: dict[str, Json] | None = None
+    prompt_token_ids: list[TokenIdField] | None = None
+    """The prompt, and the answer's first tokens: instead of what the template makes of the messages."""
+    answered_tokens: Count | None = None
+    """So many of `prompt_token_ids`, the last, are the beginning of the answer, which is now to be continued."""
 
 
 class CompletionRequest(CommonRequest, kw_only=True, frozen=True):

@@ -65,12 +65,15 @@ def echoes_only(request: ChatRequest | CompletionRequest) -> bool:
 
 def check_answered(request: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> int:
     """How many of the prompt's last tokens are the answer's first. Raises RequestError."""
-    answered = request.answered_tokens or 0 if isinstance(request, CompletionRequest) else 0
+    answered = request.answered_tokens or 0
     if not answered:
         return 0
     if len(prompts) > 1 or (request.n or 1) > 1 or request.echo:
         raise bad_value("answered_tokens", answered, "one prompt of which one answer is to be continued")
-    limit = min(len(prompts[0]), request.max_tokens or len(prompts[0])) - 1
+    wanted = request.max_tokens
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        wanted = request.max_completion_tokens
+    limit = min(len(prompts[0]), wanted or len(prompts[0])) - 1
     if answered > limit:
         raise bad_value("answered_tokens", answered, f"at most {limit}: fewer than the prompt's, and than max_tokens")
     return answered

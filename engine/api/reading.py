@@ -38,6 +38,8 @@ SHOWN_BYTES_MAX = 64 << 10
 """Of a field that an answer repeats; longer ones are left out."""
 MAX_CHOICES = 1024
 """Sequences that one HTTP request may ask for."""
+_END_TOKENS = 64
+"""Of a prompt: enough for the marks that a template writes at its end."""
 _KEPT = ("stop", "stop_token_ids", "logit_bias")
 
 
@@ -125,8 +127,7 @@ def _check_text_only(asked: CountRequest) -> None:
 
 def _chat(body: ChatRequest, tokenizer: Tokenizer, limits: ModelLimits) -> Reading:
     check_supported(body)
-    text = tokenizer.chat_text(body)
-    ids = tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    ids, text = _prompt_of(body, tokenizer)
     prompts = [_fitted("messages", ids, body, limits)]
     plan = speech_plan(body, text, limits)
     last = {name: value for name, value in body.messages[-1].items() if name in ("role", "content")}
@@ -144,6 +145,18 @@ def thought_tokens(plan: SpeechPlan, tokenizer: Tokenizer) -> tuple[int | None, 
     end = end_token(row, plan.place, tokenizer)
     opens = next((i for i in map(tokenizer.token_to_id, row.opens) if i is not None), None)
     return (opens if plan.place == "before" and end is not None else None), end
+
+
+def _prompt_of(body: ChatRequest, tokenizer: Tokenizer) -> tuple[list[int], str]:
+    """(the tokens of the prompt, its end as text, at least)."""
+    ids = body.prompt_token_ids
+    if ids is None:
+        if body.answered_tokens:
+            raise bad_value("answered_tokens", body.answered_tokens, "none, or prompt_token_ids")
+        text = tokenizer.chat_text(body)
+        return tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)), text
+    end = len(ids) - (body.answered_tokens or 0)
+    return ids, tokenizer.decode(ids[max(end - _END_TOKENS, 0) : max(end, 0)], skip_special_tokens=False)
 
 
 def speech_plan(body: ChatRequest, prompt: str, limits: ModelLimits) -> SpeechPlan:

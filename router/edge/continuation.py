@@ -1,8 +1,8 @@
 """A streamed answer that goes on at another worker when its own dies, as if nothing had happened.
 
-Owns which answers can go on exactly, what the other worker is asked (`/v1/completions`, with the prompt and the tokens
-that were sent), and how its words become the rest of the first answer. native/tokens.hpp notes the tokens. Refuses to
-know connections and who comes next. docs/operations.md tells users what goes on and what does not.
+Owns which answers can go on exactly, what the other worker is asked (`/v1/completions`, of our engine the same chat,
+with the prompt and the tokens that were sent), and how its words become the rest of the first answer. native/tokens.hpp
+notes the tokens. Refuses to know connections and who comes next. docs/operations.md tells users what goes on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ except ImportError:
 else:
     _FOUND = True
 
-COMPLETIONS = b"/v1/completions"
+_COMPLETIONS = b"/v1/completions"
 _CHAT = "/v1/chat/completions"
 _DONE = b"data: [DONE]\n\n"
 _MODEL_DEFAULT = 16
@@ -45,8 +45,13 @@ _IN_THE_PROMPT = frozenset((
     "documents", "add_special_tokens", "reasoning_effort", "truncate_prompt_tokens", "max_completion_tokens",
     "return_token_ids", "request_id", "metadata", "store",
 ))
-# fmt: on
 """Fields that have done their work when the first token comes."""
+_OF_A_CHAT = frozenset((
+    "tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "continue_final_message",
+    "max_completion_tokens",
+))
+"""Fields by which our engine reads the text of a chat's answer, or ends it."""
+# fmt: on
 _ODD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError, TypeError, ValueError, AttributeError)
 """What events of another form than that of these engines raise."""
 _NOTHING = frozenset((b"null", b"false", b"[]", b"{}", b'""'))
@@ -60,18 +65,18 @@ def continuation(request: HttpRequest) -> Continuation | None:
     chat = request.path == _CHAT
     if not _FOUND or request.http_1_0 or len(request.pieces) > 1 or request.header(b"content-encoding") is not None:
         return None
-    if not chat and request.path != COMPLETIONS.decode():
+    if not chat and request.path != _COMPLETIONS.decode():
         return None
     try:
         fields = _fields.decode(request.body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    if not all(_can_go_on(name, bytes(value)) for name, value in fields.items()):
+    if not all(_can_go_on(name, bytes(value), chat) for name, value in fields.items()):
         return None
     return Continuation(fields, request.body, chat) if bytes(fields.get("stream", b"")) == b"true" else None
 
 
-def _can_go_on(name: str, value: bytes) -> bool:
+def _can_go_on(name: str, value: bytes, chat: bool) -> bool:
     if name in ("n", "best_of"):
         return value in (b"1", b"null")
     if name in ("max_tokens", "max_completion_tokens", "min_tokens"):
@@ -82,7 +87,13 @@ def _can_go_on(name: str, value: bytes) -> bool:
         return value[:1] == b'"' or value[1:].lstrip()[:1].isdigit()
     if name == "stream_options":
         return b"continuous_usage_stats" not in value
-    return name in _ASKED_AGAIN or name in _IN_THE_PROMPT or value in _NOTHING
+    if name == "tool_choice":  # what must be called is held to by a grammar, which would begin anew
+        return value in (b"null", b'"auto"', b'"none"')
+    if name == "tools":
+        return b'"strict"' not in value
+    if value in _NOTHING or name in _ASKED_AGAIN or name in _IN_THE_PROMPT:
+        return True
+    return chat and name in _OF_A_CHAT
 
 
 class Continuation:
@@ -111,6 +122,16 @@ class Continuation:
     # Asking -------------------------------------------------------------------------------------------------------
 
     @property
+    def _as_chat(self) -> bool:
+        """The other worker is asked the same chat again."""
+        return self._chat and self._engine == OURS
+
+    @property
+    def path(self) -> bytes | None:
+        """Where the body of `ask` is to be sent; None: where the client sent its own."""
+        return None if self.again is None or self._as_chat else _COMPLETIONS
+
+    @property
     def goes_on(self) -> bool:
         """A worker continues what another one began."""
         return self.again is not None
@@ -129,12 +150,14 @@ class Continuation:
 
     def _is_exact(self) -> bool:
         """Whether this engine's answers go on exactly. Ours takes back all of its state; vLLM counts the tokens that
-        were sent as a prompt, begins the seed's numbers anew, and looks for stop strings in the new text only."""
+        were sent as a prompt, begins the seed's numbers anew, looks for stop strings in the new text only, and reads
+        no calls out of a completion."""
         if self._engine != VLLM:
             return self._engine == OURS
         value = self._value
         return not (
             value("stop")
+            or value("tools")
             or value("presence_penalty")
             or value("frequency_penalty")
             or (value("seed") is not None and value("temperature") != 0)
@@ -146,7 +169,7 @@ class Continuation:
         Changes nothing: `begin_rest` does, once there is a worker for it.
         """
         tokens = self.tokens
-        if tokens is None or tokens.odd or tokens.finished:
+        if tokens is None or tokens.odd or tokens.finished or (tokens.parsed and self._engine != OURS):
             return None
         if tokens.events == 0:  # the client has a head, and nothing of the answer: the whole of it, once
             return None if self._begins_anew else route
@@ -181,6 +204,11 @@ class Continuation:
 
     def _asked_for(self, ids: array[int], answered: int, tokens_max: int | None) -> dict[str, Any] | None:
         """The body for the worker that goes on; None where it would not be exact."""
+        if self._as_chat:
+            kept = {name: value for name, value in self._fields.items() if name in _ASKED_AGAIN or name in _OF_A_CHAT}
+            last = msgspec.json.decode(self._fields["messages"], type=list[msgspec.Raw])[-1:]
+            told = {"prompt_token_ids": ids.tolist(), "answered_tokens": answered, "return_token_ids": True}
+            return {**kept, "messages": last, **told}
         body: dict[str, Any] = {name: value for name, value in self._fields.items() if name in _ASKED_AGAIN}
         body |= {"prompt": ids.tolist(), "return_token_ids": True}
         limit = self._value("max_completion_tokens") if self._chat else None
@@ -236,11 +264,11 @@ class Continuation:
         assert self._shape is not None
         made, choices = dict(self._shape), []
         for choice in told["choices"]:
-            text, reason = choice["text"], choice["finish_reason"]
-            if not text and reason is None and not self._asks_ids:
+            delta, reason = _words(choice, self._as_chat), choice["finish_reason"]
+            if "role" in delta or (not any(delta.values()) and reason is None and not self._asks_ids):
                 return b""
             one = {**self._shape["choices"][0], "finish_reason": reason}
-            one |= {"delta": {"content": text}} if self._chat else {"text": text}
+            one |= {"delta": delta} if self._chat else {"text": delta["content"]}
             if reason is not None:
                 one["stop_reason"] = choice.get("stop_reason")
             if self._asks_ids:
@@ -281,6 +309,12 @@ class Continuation:
 
 def _ids(packed: bytes) -> array[int]:
     return array("I", packed)
+
+
+def _words(choice: dict[str, Any], as_chat: bool) -> dict[str, Any]:
+    """What an event of the worker that goes on says, as a chat's."""
+    delta: dict[str, Any] = choice["delta"] if as_chat else {"content": choice["text"]}
+    return delta
 
 
 def _shape(event: bytes) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from prompts.errors import RequestError
 from router.decide.messages import Decision, FailureKind, ReportedUsage, RouteRequest
 from router.edge.carrier import OUR_OWN, RETRYABLE, Carrier, gives_up
 from router.edge.config import Timeouts
-from router.edge.continuation import COMPLETIONS, Continuation, continuation
+from router.edge.continuation import Continuation, continuation
 from router.edge.progress import Progress
 from router.edge.rewrite import answer_head, request_head
 from router.edge.upstream import UpstreamConnection
@@ -208,7 +208,7 @@ class Exchange:
             if asked is None:
                 self._cut("no worker of the same engine is left")
                 return
-            body, path = asked, COMPLETIONS if stream.goes_on else None
+            body, path = asked, stream.path
         head = request_head(
             self.request, connection.target, self.trace_id, self.decision.rank, authorization, body, path,
             traceparent=None if self.span is None else self.span[1],

@@ -149,6 +149,42 @@ def test_turns_with_calls_are_routed_to_the_token(agents: tuple[list[Program], P
     assert turns > called > 3
 
 
+def stream_of(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    data = json.dumps({"model": "m", "tools": TOOLS, "stream": True, "return_token_ids": True, **body}).encode()
+    request = urllib.request.Request(f"{url}/v1/chat/completions", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        events = answer.read().decode().split("\n\n")
+    return [json.loads(event[6:]) for event in events if event.startswith("data: {")]
+
+
+def deltas(chunks: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """What the events say, one by one: ids of calls are chance's."""
+    said = []
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        delta = choice["delta"]
+        calls = [(call["index"], call["function"]) for call in delta.get("tool_calls", ())]
+        if "role" not in delta:
+            said.append((delta.get("content"), delta.get("reasoning"), calls, choice["token_ids"],
+                         choice["finish_reason"], choice.get("stop_reason")))  # fmt: skip
+    return said
+
+
+def test_a_stream_goes_on_elsewhere_from_any_token(agents: tuple[list[Program], Program]) -> None:
+    (first, second), _ = agents
+    for number in range(6):
+        body = {"messages": [{"role": "user", "content": f"Question {number}?"}], "max_tokens": 200}
+        whole = stream_of(first.url, body)
+        prompt, said = whole[0]["prompt_token_ids"], deltas(whole)
+        sent: list[int] = []
+        for at, (*_, ids, reason, _) in enumerate(said):
+            sent += ids
+            if reason is not None or at % 5:
+                continue
+            told = {"prompt_token_ids": prompt + sent, "answered_tokens": len(sent)}
+            last = {"messages": body["messages"][-1:], "max_tokens": 200}
+            assert deltas(stream_of(second.url, {**last, **told})) == said[at + 1 :], (number, sent)
+
+
 def metric(engine: Program, name: str) -> float:
     with urllib.request.urlopen(engine.url + "/metrics", timeout=10) as answer:
         lines = [line for line in answer.read().decode().splitlines() if line.startswith(name)]

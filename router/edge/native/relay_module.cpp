@@ -61,6 +61,7 @@ NB_MODULE(_relay, module) {
         .def_prop_ro("last", [](const Tokens& tokens) { return bytes(tokens.last); })
         .def_prop_ro("events", [](const Tokens& tokens) { return tokens.events; })
         .def_prop_ro("odd", [](const Tokens& tokens) { return tokens.odd; })
+        .def_prop_ro("parsed", [](const Tokens& tokens) { return tokens.parsed; })
         .def_prop_ro("finished", [](const Tokens& tokens) { return tokens.finished; })
         .def_prop_ro("failed", [](const Tokens& tokens) { return tokens.failed; });
     nb::class_<Relay>(module, "Relay")

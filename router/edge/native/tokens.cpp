@@ -110,8 +110,9 @@ void Tokens::event(std::string_view text, std::string& out) {
     const std::size_t delta = passed.find("\"delta\":{");
     if (delta != kNone) {
         const std::string_view inner = passed.substr(delta + 9, 9);
-        odd |= inner.substr(0, 1) != "}" && inner != "\"content\"" && inner.substr(0, 6) != "\"role\"";
-        odd |= contains(passed, "\"reasoning") || contains(passed, "\"tool_calls\":[{");
+        const bool read = contains(passed, "\"reasoning") || contains(passed, "\"tool_calls\":[{");
+        odd |= !read && inner.substr(0, 1) != "}" && inner != "\"content\"" && inner.substr(0, 6) != "\"role\"";
+        parsed |= read;
     }
     finished |= contains(passed, "\"finish_reason\":\"");
     if (has_text(passed, delta != kNone ? "\"content\":\"" : "\"text\":\"")) {

@@ -38,7 +38,8 @@ public:
     std::size_t spoken = 0;    // tokens of `answer` when text last came with them
     std::string last;          // the last event with a choice, as it was passed on
     std::uint64_t events = 0;  // events passed on
-    bool odd = false;          // something besides text was told (reasoning, a tool's call), or text without its ids
+    bool odd = false;          // what is neither text, thought nor call was told, or text without its ids
+    bool parsed = false;       // a thought or a tool's call was told
     bool finished = false;     // a finish reason has come
     bool failed = false;       // an event says that the worker failed
 

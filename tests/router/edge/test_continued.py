@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from router.http.headers import HeaderBlock
 from router.http.request import HttpRequest
 
 WORDS = ["The ", "stream ", "goes ", "on ", "else", "where", ".", ""]
+SPOKEN = [{"content": word} for word in WORDS]
 PROMPT = [5, 6, 7]
 
 
@@ -32,7 +34,8 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream":
         {"stream": False},
         {"n": 2},
         {"logprobs": True},
-        {"tools": [{"type": "function"}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+        {"tools": [{"type": "function"}], "tool_choice": "required"},
         {"response_format": {"type": "json_object"}},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
@@ -64,6 +67,8 @@ def test_prompts_that_are_several_cannot_go_on() -> None:
         ({"presence_penalty": 0.1}, False),
         ({"frequency_penalty": 0.1}, False),
         ({"repetition_penalty": 1.1}, True),
+        ({"tools": [{"type": "function"}], "tool_choice": "auto"}, False),
+        ({"tools": []}, True),
     ],
 )
 def test_only_our_engine_takes_back_all_of_its_state(more: dict[str, Any], exact: bool) -> None:
@@ -104,12 +109,19 @@ def test_ids_are_noted_and_taken_out_wherever_the_bytes_are_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    "delta", [{"reasoning": "x"}, {"content": "x", "reasoning": "y"}, {"tool_calls": [{"index": 0}]}, {"refusal": "x"}]
+    ("delta", "odd", "parsed"),
+    [
+        ({"content": "x"}, False, False),
+        ({"reasoning": "x"}, False, True),
+        ({"content": "x", "reasoning": "y"}, False, True),
+        ({"tool_calls": [{"index": 0}]}, False, True),
+        ({"refusal": "x"}, True, False),
+    ],
 )
-def test_what_is_not_text_is_noticed(delta: dict[str, Any]) -> None:
+def test_what_is_not_text_is_noticed(delta: dict[str, Any], odd: bool, parsed: bool) -> None:
     tokens = Tokens(True)
     tokens.feed(event(choices=[{"index": 0, "delta": delta, "token_ids": [1]}]))
-    assert tokens.odd
+    assert (tokens.odd, tokens.parsed) == (odd, parsed)
 
 
 @pytest.mark.parametrize("ids", [{}, {"token_ids": None}, {"token_ids": []}, {"token_ids": ["a"]}, {"token_ids": 5}])
@@ -153,15 +165,19 @@ def chunk(data: bytes) -> bytes:
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-def worker(name: str, dies_after: int | None, log: list[dict[str, Any]], *, failing: bytes = b"") -> Any:
-    """Speaks WORDS from where the prompt says; its connection breaks after so many of them."""
+def worker(
+    name: str, dies_after: int | None, log: list[dict[str, Any]], *, failing: bytes = b"",
+    deltas: Sequence[dict[str, Any]] = SPOKEN,
+) -> Any:  # fmt: skip
+    """Speaks WORDS (in chats `deltas`) from where the prompt says; its connection breaks after so many of them."""
 
     async def script(received: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         body = json.loads(received.body)
         path = received.line.split()[1].decode()
         log.append({"worker": name, "path": path, **body})
         chat = path.endswith("chat/completions")
-        at = len(body["prompt"]) - len(PROMPT) if isinstance(body.get("prompt"), list) else 0
+        given = body.get("prompt_token_ids", body.get("prompt"))
+        at = len(given) - len(PROMPT) if isinstance(given, list) else 0
         shows = body.get("return_token_ids", False)
         before = at if "answered_tokens" not in body else 0  # what vLLM takes for a part of the prompt
         writer.write(HEAD)
@@ -179,7 +195,7 @@ def worker(name: str, dies_after: int | None, log: list[dict[str, Any]], *, fail
                 return
             last = at == len(WORDS) - 1
             choice: dict[str, Any] = {"index": 0, "finish_reason": "stop" if last else None}
-            choice |= {"delta": {"content": WORDS[at]}} if chat else {"text": WORDS[at]}
+            choice |= {"delta": deltas[at]} if chat else {"text": WORDS[at]}
             ids = {"token_ids": [100 + at]} if shows else {}
             told = {"id": name, "created": 1, "model": "m", "choices": [choice | ids]}
             if begins and chat:
@@ -263,9 +279,11 @@ def test_the_answer_goes_on(
                 noted = [i for one in chunks for i in one["choices"][0].get("token_ids", [])]
                 assert noted == ([100 + i for i in range(len(WORDS))] if ids else [])
                 assert ids or "token_ids" not in json.dumps(events)
-        again = [one for one in log if one["path"] == "/v1/completions" and isinstance(one["prompt"], list)]
+        name = "prompt" if "vllm" in engine or "prompt" in body else "prompt_token_ids"
+        again = [one for one in log if isinstance(one.get(name), list)]
         if dies_after:
-            assert all(one["prompt"] == PROMPT + [100 + i for i in range(dies_after)] for one in again)
+            assert {one["path"] for one in again} == {path if engine == "blockcast" else "/v1/completions"}
+            assert all(one[name] == PROMPT + [100 + i for i in range(dies_after)] for one in again)
             if engine == "blockcast":
                 assert again[0]["answered_tokens"] == dies_after
                 assert again[0]["max_tokens"] == 20
@@ -274,6 +292,63 @@ def test_the_answer_goes_on(
         assert edge.metrics.broken_streams["continued"] == edge.core.counters["continued"] >= 2
         assert set(edge.metrics.broken_streams) == {"continued"}
         edge.core.check_invariants()
+
+    edge.run(scenario())
+
+
+CALLED = [
+    {"reasoning": "Hm", "reasoning_content": "Hm"},
+    {"reasoning": ".", "reasoning_content": ".", "content": "I ask."},
+    {"tool_calls": [{"index": 0, "id": "c1", "type": "function", "function": {"name": "f", "arguments": ""}}]},
+    {"tool_calls": [{"index": 0, "function": {"arguments": '{"a"'}}]},
+    {"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]},
+    {"content": ""},
+    {"tool_calls": [{"index": 1, "id": "c2", "type": "function", "function": {"name": "g", "arguments": "{}"}}]},
+    {},
+]
+
+
+@both
+@pytest.mark.parametrize("dies_after", [0, 1, 2, 4, 6])
+def test_calls_and_thoughts_go_on(edge: Any, make_post: Any, dies_after: int) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        log: list[dict[str, Any]] = []
+        await edge.worker(worker("a", dies_after, log, deltas=CALLED), "a", engine="blockcast")
+        await edge.worker(worker("b", None, log, deltas=CALLED), "b", engine="blockcast")
+        talk = [{"role": "user", "content": "Long ago"}, {"role": "user", "content": "Now"}]
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        for ids in (False, True):
+            log.clear()
+            asked = {**CHATS, "messages": talk, "tools": tools, "max_completion_tokens": 30, "return_token_ids": ids}
+            answers = [await edge.exchange(make_post(json.dumps(asked).encode())) for _ in range(2)]
+            assert {one["worker"] for one in log} == {"a", "b"}
+            for _, events, ended in map(told, answers):
+                assert ended
+                assert len({one["id"] for one in events}) == 1
+                said = [one["choices"][0]["delta"] for one in events]
+                assert said[0] == {"role": "assistant", "content": ""}
+                told_of = [delta for delta in said[1:] if any(delta.values())]
+                assert told_of == [delta for delta in CALLED if any(delta.values())]
+        if dies_after:
+            again = next(one for one in log if "answered_tokens" in one)
+            assert again["prompt_token_ids"] == PROMPT + [100 + i for i in range(dies_after)]
+            assert (again["answered_tokens"], again["max_completion_tokens"]) == (dies_after, 30)
+            assert (again["messages"], again["tools"]) == (talk[-1:], tools)
+
+    edge.run(scenario())
+
+
+@both
+def test_calls_of_vllm_are_cut(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        log: list[dict[str, Any]] = []
+        for name in "ab":
+            await edge.worker(worker(name, 3, log, deltas=CALLED), name, engine="vllm")
+        _, ended = content_of(await edge.exchange(make_post(json.dumps(CHATS).encode())))
+        assert not ended
+        assert len(log) == 1
 
     edge.run(scenario())
 
