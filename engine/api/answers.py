@@ -153,11 +153,11 @@ class ChatAnswer(_Answer):
 
     def _message(self, choice: Choice) -> ChatMessage:
         content, told = self._echo + choice.text, self._generation.plan.thought is not None
-        thought = choice.thought or None
+        thought, calls = choice.thought or None, choice.calls
         return ChatMessage(
             role=self._role,
-            content=None if not content and (told or choice.calls) else content,
-            tool_calls=[_call(call, whole=True) for call in choice.calls] or UNSET,
+            content=None if not content and (told or calls) else content,
+            tool_calls=[_call(call, whole=True) for call in calls] or UNSET,
             reasoning=thought if told else UNSET,
             reasoning_content=thought if told else UNSET,
         )

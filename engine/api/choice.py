@@ -6,7 +6,7 @@ Owns detokenising, token counts and the finish reason of one choice; its `speech
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.api.calls import CallPiece
 from engine.api.detokenizer import Detokenizer, DetokenizerFactory
@@ -45,8 +45,8 @@ class Choice:
     cached_tokens: int = 0
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
-    calls: list[CallPiece] = field(default_factory=list)
-    """Whole ones."""
+    called: list[tuple[CallPiece, list[str]]] = field(default_factory=list)
+    """The first piece of each call, and the arguments of those after it."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -61,10 +61,15 @@ class Choice:
     def thought(self) -> str:
         return "".join(self.thoughts)
 
+    @property
+    def calls(self) -> list[CallPiece]:
+        """Whole ones."""
+        return [replace(first, arguments=first.arguments + "".join(rest)) for first, rest in self.called]
+
     def go_on(self, token_ids: list[int]) -> None:
         """Begin where an answer that began with `token_ids` stands: what they said already is not said again."""
         self.push(SequenceOutput(request_id="", token_ids=token_ids))
-        self.texts, self.thoughts, self.calls, self.token_ids = [], [], [], []
+        self.texts, self.thoughts, self.called, self.token_ids = [], [], [], []
 
     def push(self, output: SequenceOutput) -> Piece:
         """Take one output of this choice's sequence. Must not be called after it has finished."""
@@ -82,9 +87,9 @@ class Choice:
             self.thoughts.append(piece.thought)
             for call in piece.calls:
                 if call.name is not None:
-                    self.calls.append(call)
+                    self.called.append((call, []))
                 else:
-                    self.calls[-1].arguments += call.arguments
+                    self.called[-1][1].append(call.arguments)
             self.token_ids.extend(piece.token_ids)
             self.logprobs.extend(piece.logprobs)
         return piece

@@ -38,7 +38,8 @@ _ASKED_AGAIN = frozenset((
     "model", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "max_tokens", "min_tokens", "ignore_eos", "stop", "stop_token_ids",
     "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "logit_bias",
-    "allowed_token_ids", "priority", "cache_salt", "user", "stream", "stream_options",
+    "allowed_token_ids", "priority", "cache_salt", "user", "stream", "stream_options", "response_format",
+    "structured_outputs",
 ))
 _IN_THE_PROMPT = frozenset((
     "messages", "prompt", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
@@ -87,10 +88,6 @@ def _can_go_on(name: str, value: bytes, chat: bool) -> bool:
         return value[:1] == b'"' or value[1:].lstrip()[:1].isdigit()
     if name == "stream_options":
         return b"continuous_usage_stats" not in value
-    if name == "tool_choice":  # what must be called is held to by a grammar, which would begin anew
-        return value in (b"null", b'"auto"', b'"none"')
-    if name == "tools":
-        return b'"strict"' not in value
     if value in _NOTHING or name in _ASKED_AGAIN or name in _IN_THE_PROMPT:
         return True
     return chat and name in _OF_A_CHAT
@@ -150,14 +147,16 @@ class Continuation:
 
     def _is_exact(self) -> bool:
         """Whether this engine's answers go on exactly. Ours takes back all of its state; vLLM counts the tokens that
-        were sent as a prompt, begins the seed's numbers anew, looks for stop strings in the new text only, and reads
-        no calls out of a completion."""
+        were sent as a prompt, begins the seed's numbers and what the answer must match anew, looks for stop strings in
+        the new text only, and reads no calls out of a completion."""
         if self._engine != VLLM:
             return self._engine == OURS
         value = self._value
         return not (
             value("stop")
             or value("tools")
+            or value("response_format")
+            or value("structured_outputs")
             or value("presence_penalty")
             or value("frequency_penalty")
             or (value("seed") is not None and value("temperature") != 0)

@@ -19,6 +19,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "penalties": {"temperature": 0, "presence_penalty": 1.5, "frequency_penalty": 0.5, "max_tokens": 40},
     "repetition": {"temperature": 0, "repetition_penalty": 1.3, "max_tokens": 40},
     "least": {"temperature": 1.5, "seed": 5, "min_tokens": 30, "max_tokens": 40, "stop": ["e", "a"]},
+    "matching": {"temperature": 0, "structured_outputs": {"regex": "([a-z]{2,9} ){4,12}[.]"}, "max_tokens": 60},
     "stop string": {"temperature": 1.5, "seed": 11, "max_tokens": 60, "ignore_eos": True},
 }
 
