@@ -7,6 +7,7 @@ Owns detokenising, token counts and the finish reason of one choice; its `speech
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from engine.api.calls import CallPiece
 from engine.api.detokenizer import Detokenizer, DetokenizerFactory
@@ -130,7 +131,7 @@ class Choice:
     ) -> Piece:
         assert self.speech is not None
         thought = "".join(said.thought) if self.speech.plan.shows_thought else ""
-        return Piece("".join(said.text), ids, logprobs, reason, stop_reason, thought, said.calls, aborts)
+        return Piece("".join(said.text), ids, logprobs, reason, stop_reason, thought, _merged(said.calls), aborts)
 
     def _spoken(self, output: SequenceOutput) -> list[int]:
         """The ids that become text: not the token that ended the sequence, unless it was asked for."""
@@ -138,6 +139,15 @@ class Choice:
         if stopped and output.token_ids and not self.params.include_stop_str_in_output:
             return output.token_ids[:-1]
         return output.token_ids
+
+
+def _merged(pieces: list[CallPiece]) -> list[CallPiece]:
+    """One piece of each call."""
+    merged = []
+    for _, group in groupby(pieces, key=lambda piece: piece.index):
+        first, *rest = group
+        merged.append(replace(first, arguments="".join([first.arguments, *(piece.arguments for piece in rest)])))
+    return merged
 
 
 NO_SPEECH = SpeechPlan()

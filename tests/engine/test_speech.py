@@ -82,7 +82,9 @@ def streamed(sent: bytes) -> dict[str, Any]:
             assert delta.get("reasoning") == delta.get("reasoning_content")
             made["content"] += delta.get("content") or ""
             made["reasoning"] += delta.get("reasoning") or ""
-            for call in delta.get("tool_calls", ()):
+            calls = delta.get("tool_calls", ())
+            assert len({call["index"] for call in calls}) == len(calls)
+            for call in calls:
                 if call["index"] == len(made["tool_calls"]):
                     assert call["id"]
                     assert call["type"] == "function"
