@@ -100,7 +100,8 @@ class ServerConfig:
     served_model_names: Annotated[tuple[str, ...], Flag("--served-model-name", metavar="NAME..."),
         "Names that requests may use; answers carry the one that was asked for. [default: MODEL]"] = ()
     api_keys: Annotated[tuple[Key, ...], SECRET, Flag("--api-key", metavar="KEY", env="ENGINE_API_KEY"),
-        "Require Authorization: Bearer KEY. May be repeated; or set ENGINE_API_KEY."] = field(default=(), repr=False)
+        "Require Authorization: Bearer KEY (or x-api-key). May be repeated; or set ENGINE_API_KEY."] = field(
+        default=(), repr=False)
     chat_template: Annotated[str | None, Flag(metavar="FILE"),
         "Jinja template (or its text) instead of the model's own."] = None
     tool_call_parser: Annotated[CallParserName, Flag(),

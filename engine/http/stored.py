@@ -49,13 +49,13 @@ class StoredResponses:
         return self._stored.get(stored.response.id) is stored
 
     def put(self, stored: Stored) -> None:
-        """Keep it under its name, in place of what stood there."""
+        """Keep it under its name, in place of what stood there. Who has to make room ends, if it still runs."""
         self._drop(stored.response.id)
         stored.size = len(stored.messages) + len(msgspec.json.encode(stored.response))
         self._stored[stored.response.id] = stored
         self.bytes += stored.size
         while self._stored and (self.bytes > self._bytes_max or len(self._stored) > STORED_MAX):
-            self._drop(next(iter(self._stored)))
+            self._end(next(iter(self._stored)))
 
     def get(self, name: str, param: str) -> Stored:
         """Raises RequestError 404."""
@@ -71,15 +71,19 @@ class StoredResponses:
 
     def delete(self, name: str) -> None:
         """Raises RequestError 404."""
-        stored = self.get(name, "response_id")
-        if stored.task is not None:
-            stored.task.cancel()
-        self._drop(name)
+        self.get(name, "response_id")
+        self._end(name)
 
-    def _drop(self, name: str) -> None:
+    def _end(self, name: str) -> None:
+        stored = self._drop(name)
+        if stored is not None and stored.task is not None:
+            stored.task.cancel()
+
+    def _drop(self, name: str) -> Stored | None:
         stored = self._stored.pop(name, None)
         if stored is not None:
             self.bytes -= stored.size
+        return stored
 
     def check_invariants(self) -> None:
         assert self.bytes == sum(stored.size for stored in self._stored.values())

@@ -24,6 +24,7 @@ from router.prompting.pool import Helpers, Order
 from router.prompting.reader import INLINE_BYTES_MAX, PromptReader, Read
 from router.prompting.sessions import SessionNames
 
+COUNT = "/v1/messages/count_tokens"
 ESTIMATE_MAX = 131_072
 """Tokens, of a prompt for a model that does not tell how many it takes."""
 BYTES_A_TOKEN = 4
@@ -48,7 +49,8 @@ class Asked:
         self.model = model
         self.base = base
         self.lora = lora
-        self.body_bytes = request.body_bytes
+        self.body_bytes = 0 if request.path == COUNT else request.body_bytes
+        """Of what a model reads."""
         priority = _integer(request, b"x-blockcast-priority", -(2**31), 2**31 - 1)
         self.priority = parsed.priority if priority is None else priority
         self.deadline_ms = _integer(request, b"x-blockcast-deadline-ms", 1, 86_400_000)

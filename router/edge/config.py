@@ -43,7 +43,7 @@ class EdgeConfig:
     timeouts: Timeouts = field(default_factory=Timeouts)
     client_timeouts: ClientTimeouts = field(default_factory=ClientTimeouts)
     api_keys: Annotated[tuple[Key, ...], SECRET, Flag("--api-key", metavar="KEY", env="ROUTER_API_KEY"),
-        "Require Authorization: Bearer KEY under /v1. May be repeated; or set ROUTER_API_KEY.",
+        "Require Authorization: Bearer KEY (or x-api-key) under /v1. May be repeated; or set ROUTER_API_KEY.",
     ] = field(default=(), repr=False)
     pass_routes: Annotated[tuple[ApiPath, ...], Flag("--pass-route", metavar="PATH"),
         "Pass this route to workers too, /v1/x/* all below it, besides those of OpenAI's that answer prompts. May "

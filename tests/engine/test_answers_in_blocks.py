@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,4 +141,20 @@ def test_the_store_keeps_within_its_bytes_and_drops_what_was_not_used() -> None:
     store.put(Stored(ResponsesAnswer(made, ASKED).done(), b"x" * 9_000))
     with pytest.raises(RequestError):
         store.get("resp_huge", "response_id")
+    store.check_invariants()
+
+
+def test_who_makes_room_ends() -> None:
+    made, _ = generation()
+    store, ended = StoredResponses(5_000), list[int]()
+    for i in range(8):
+        made.id = f"resp_{i}"
+        entry = Stored(ResponsesAnswer(made, ASKED).done(), b"x" * 1_000)
+        entry.task = SimpleNamespace(cancel=lambda i=i: ended.append(i))  # type: ignore[assignment, misc]
+        store.put(entry)
+    assert ended == list(range(len(ended)))
+    assert 0 < len(ended) < 8
+    store.put(entry)  # a task that ends puts its response in its own place
+    store.delete("resp_7")
+    assert ended[-1] == 7
     store.check_invariants()

@@ -87,3 +87,17 @@ def test_the_first_token_is_the_models(edge: Any, make_post: Any) -> None:
         writer.close()
 
     edge.run(scenario())
+
+
+def test_counting_tokens_computes_nothing(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        await edge.worker(edge.reply(b'{"input_tokens":25000}'))
+        weights: list[int] = []
+        edge.proxy.on_end.append(lambda exchange: weights.append(exchange.route.prompt_tokens))
+        for path in (b"/v1/messages/count_tokens", b"/v1/embeddings"):
+            await edge.exchange(make_post(body(user="x" * 4_000), path))
+        assert weights[0] == 1
+        assert weights[1] > 1_000
+
+    edge.run(scenario())
