@@ -19,12 +19,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("http", "decide", "edge", "app")
 """What runs for every request or chunk."""
-NOT_COMPILED = re.compile(r"\((?:msgspec\.)?Struct\b|^import click$", re.MULTILINE)
+NOT_COMPILED = re.compile(r"\((?:msgspec\.)?Struct\b|^import click$|\bAsync(?:Iterator|Generator)\[", re.MULTILINE)
 
 
 def modules() -> list[str]:
-    """The files to compile: all of these rooms but msgspec structs, which msgspec builds in C, the command line, and
-    configurations, whose annotations are read (router/*/config.py; mypyc keeps none)."""
+    """The files to compile: all of these rooms but msgspec structs, which msgspec builds in C, the command line,
+    asynchronous generators, which mypyc does not know, and configurations, whose annotations are read
+    (router/*/config.py; mypyc keeps none)."""
     files = [ROOT / "router" / "counters.py"]
     files += [file for room in ROOMS for file in sorted((ROOT / "router" / room).glob("*.py"))]
     files = [file for file in files if file.name != "config.py" and not NOT_COMPILED.search(file.read_text())]
