@@ -82,7 +82,7 @@ def _describe(
         media = operation.text_type if operation.answer is str else "application/json"
         done["content"] = {media: {"schema": schema_of[operation.answer]}}
     if operation.streams:
-        done["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        done["content"]["text/event-stream"] = {}
     error = {"description": "Error", "content": {"application/json": {"schema": schema_of[ErrorAnswer]}}}
     statuses = ["default"] if operation.errors is None else sorted({*operation.errors, *((401,) if guarded else ())})
     described: dict[str, Any] = {

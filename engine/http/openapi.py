@@ -105,7 +105,16 @@ def _narrowed(body: type[Struct], types: dict[str, Any]) -> type[Struct]:
 
 
 _MESSAGES = {"messages": Annotated[list[Message], Meta(min_length=1)], "tools": list[Tool] | None}
+
+
+class PlainFormat(Struct):
+    type: Literal["text", "json_object"]
+
+
 _COMMON = {
+    "response_format": Annotated[
+        PlainFormat | None, Meta(description="Also json_schema and structural_tag, as far as they can be followed.")
+    ],
     "best_of": Annotated[None, Meta(description="Accepted where it equals n.")],
     "use_beam_search": Annotated[bool | None, Meta(extra_json_schema={"enum": [False, None]})],
     **dict.fromkeys(
@@ -127,7 +136,15 @@ _CHAT = _narrowed(
 )
 _COMPLETION = _narrowed(
     CompletionRequest,
-    _COMMON | {"prompt": _Prompt, "suffix": Literal["", None], "prompt_embeds": None},
+    _COMMON
+    | {
+        "answered_tokens": Annotated[
+            Literal[0, None], Meta(description="Of one prompt of token ids: fewer than it has, and than max_tokens.")
+        ],
+        "prompt": _Prompt,
+        "suffix": Literal["", None],
+        "prompt_embeds": None,
+    },
 )
 _TEXT_BLOCK = Literal["text", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking"]
 _BLOCK = _narrowed(Block, {"type": _TEXT_BLOCK, "content": str | list[TextPart] | None, "tool": None, "source": None})
@@ -176,8 +193,15 @@ _OPERATIONS = (
 )  # fmt: skip
 
 
-def document(has_keys: bool) -> bytes:
-    """The document, encoded. `has_keys`: what is not open needs an API key."""
-    return msgspec.json.encode(
-        openapi.document("Blockcast engine", __version__, _OPERATIONS, [{"key": []}] if has_keys else None)
-    )
+def document(has_keys: bool, vocab_size: int = 2**32) -> bytes:
+    """The document, encoded. `has_keys`: what is not open needs an API key. Token ids are below `vocab_size`."""
+    made = openapi.document("Blockcast engine", __version__, _OPERATIONS, [{"key": []}] if has_keys else None)
+    _bound_ids(made, vocab_size)
+    return msgspec.json.encode(made)
+
+
+def _bound_ids(part: Any, vocab_size: int) -> None:
+    if isinstance(part, dict) and part.get("maximum") == 2**32 - 1:
+        part["maximum"] = vocab_size - 1
+    for inner in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        _bound_ids(inner, vocab_size)

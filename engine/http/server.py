@@ -87,7 +87,8 @@ def build_app(state: ServerState) -> web.Application:
 
 async def openapi_json(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    return web.Response(body=document(bool(state.config.api_keys)), content_type="application/json")
+    described = document(bool(state.config.api_keys), state.limits.vocab_size)
+    return web.Response(body=described, content_type="application/json")
 
 
 @web.middleware

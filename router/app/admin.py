@@ -260,7 +260,7 @@ class Admin:
         return Answer(b"{}")
 
     async def _add(self, request: HttpRequest, _: str) -> Answer:
-        settings = _object(request.body)
+        settings = {key: _whole(value) for key, value in _object(request.body).items()}
         try:
             msgspec.convert(settings, Worker, strict=False)
             worker_id = await self._fleet.add(settings)
@@ -317,6 +317,11 @@ class Admin:
         del body["request_id"], body["decided_s"]
         body |= {"tokenized": token_ids is not None, "tokenize_ms": round(tokenize_s * 1e3, 3)}
         return Answer(msgspec.json.encode(body))
+
+
+def _whole(value: Any) -> Any:
+    """In JSON 5.0 is an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _object(body: bytes) -> dict[str, Any]:

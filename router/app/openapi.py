@@ -24,13 +24,13 @@ class RoutedMessage(Struct):
 
 
 class _Routed(Struct, kw_only=True):
-    model: str | UnsetType = UNSET
-    stream: bool | UnsetType = UNSET
-    max_tokens: _Positive | UnsetType = UNSET
-    n: _Positive | UnsetType = UNSET
-    user: str | UnsetType = UNSET
-    cache_salt: _NonEmpty | UnsetType = UNSET
-    priority: int | UnsetType = UNSET
+    model: str | UnsetType | None = UNSET
+    stream: bool | UnsetType | None = UNSET
+    max_tokens: _Positive | UnsetType | None = UNSET
+    n: _Positive | UnsetType | None = UNSET
+    user: str | UnsetType | None = UNSET
+    cache_salt: _NonEmpty | UnsetType | None = UNSET
+    priority: int | UnsetType | None = UNSET
 
 
 class Chat(_Routed, kw_only=True):
@@ -66,6 +66,43 @@ class Worker(Struct, forbid_unknown_fields=True):
     send_key: Literal[0, 1] | UnsetType = UNSET
 
 
+_NAME = "[a-z]([a-z0-9-]{0,61}[a-z0-9])?"
+_HOST = rf"{_NAME}(\.{_NAME}){{0,3}}"
+_ENDPOINT = rf"tcp://{_HOST}:[1-9][0-9]{{0,3}}"
+
+
+def _string(pattern: str, text: str) -> Any:
+    """Told and not held: the parser of addresses takes more, and says better what is wrong."""
+    return Annotated[str, Meta(description=text, extra_json_schema={"pattern": f"^({pattern})$"})]
+
+
+_ADDRESS = _string(rf"https?://{_HOST}(:[1-9][0-9]{{0,3}})?", "http://host:port; an IP address will do")
+_FIELDS: dict[str, Any] = {
+    "id": _string("[!-~]{0,255}", "up to 255 printable characters without spaces"),
+    "events": _string(f"none|{_ENDPOINT}|", "those of several ranks stand between semicolons"),
+    "replay": _string(_ENDPOINT, "as many as `events`"),
+}
+
+
+def _worker(name: str, required: tuple[str, ...], *without: str) -> type[Struct]:
+    """What `Worker` takes, narrowed to a form in which the fields agree."""
+    fields: list[tuple[str, Any] | tuple[str, Any, Any]] = [("url", _ADDRESS)]
+    fields += [(name, _FIELDS[name]) for name in required]
+    for field in msgspec.structs.fields(Worker)[1:]:
+        if field.name not in (*required, *without):
+            fields.append((field.name, _FIELDS.get(field.name, field.type), UNSET))
+    return msgspec.defstruct(name, fields, forbid_unknown_fields=True, kw_only=True)
+
+
+_FIELDS_OF_ONE = _worker("NewWorker", (), "replay")
+_FIELDS["events"] = _FIELDS["replay"]
+_ADDED = (_FIELDS_OF_ONE, _worker("NewWorkerWithReplay", ("events", "replay")))
+
+
+class Named(Struct):
+    worker_id: _NonEmpty
+
+
 class Switch(Struct):
     on: bool | UnsetType = UNSET
 
@@ -88,7 +125,8 @@ _OPERATIONS = (
     Operation("get", "/openapi.json", "This document", None, _Object, is_open=True),
     Operation("post", "/route", "Where a request would go, and why", Chat, _Object),
     Operation("get", "/workers", "Everything known of each worker", None, _Object),
-    Operation("post", "/workers", "Add a worker", Worker, _Object, status=201),
+    Operation("post", "/workers", "Add a worker", _ADDED, _Object, status=201),
+    Operation("delete", "/workers", "Remove the worker of a URL or an id", Named, _Object),
     Operation("delete", "/workers/{worker_id}", "Remove a worker", None, _Object),
     Operation("post", "/workers/{worker_id}/drain", "Give a worker no new requests, or some again", Switch, _Object,
               may_lack_body=True),

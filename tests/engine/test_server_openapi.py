@@ -66,3 +66,10 @@ def test_what_the_engine_refuses_is_no_part_of_a_body(spec: dict[str, Any]) -> N
     }
     assert len(schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"]) == 4
     assert "anyOf" in spec["paths"]["/tokenize"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+
+
+def test_token_ids_are_of_the_models_vocabulary() -> None:
+    spec = msgspec.json.decode(document(has_keys=False, vocab_size=2048))
+    ids = spec["components"]["schemas"]["DetokenizeBody"]["properties"]["tokens"]["items"]
+    assert ids == {"type": "integer", "minimum": 0, "maximum": 2047}
+    assert b"4294967295" not in msgspec.json.encode(spec)
