@@ -105,12 +105,11 @@ class Choice:
             return Piece(text, ids, logprobs, None if reason is None else reason.value, output.stop_token_id)
         said = Said()
         for i, token_id in enumerate(ids):  # those after the one that completes a stop string are not counted
-            thinks = self.speech.thinks
             text = self.detokenizer.push([token_id]) if i < len(spoken) else ""
             if reason is not None and i == len(ids) - 1:
                 text += self.detokenizer.flush()
             self.speech.push(text, said, stops=self.completion_tokens + i + 1 > self.params.min_tokens)
-            self.thought_tokens += thinks and self.speech.thinks
+            self.thought_tokens += i < len(spoken) and self.speech.thinks
             if said.stop is not None:
                 self.speech.finish(said)
                 return self._piece(said, ids[: i + 1], logprobs[: i + 1], "stop", said.stop, aborts=reason is None)

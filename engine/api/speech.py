@@ -80,8 +80,8 @@ class Speech:
 
     @property
     def thinks(self) -> bool:
-        """A thought is open."""
-        return self._thought is not None and self._thought.place == "inside"
+        """What was pushed last belongs to a thought."""
+        return self._thought is not None and self._thought.place == "inside" and not self._thought.opened
 
     @property
     def has_called(self) -> bool:

@@ -77,10 +77,13 @@ class Thought:
         self._left = ""
         self._begins = True
         """A mark may still open the thought; inside of one that the prompt has opened it says nothing new."""
+        self.opened = False
+        """The last `push` read that mark."""
         self.place = place
 
     def push(self, piece: str) -> tuple[str, str]:
         """Take the next of the text: (of the thought, of what follows)."""
+        self.opened = False
         if self.place == "after":
             return "", piece
         text, self._left = self._left + piece, ""
@@ -94,7 +97,7 @@ class Thought:
                 return "", ""
             self._begins = False
             if mark is not None:
-                self.place, text = "inside", begun[len(mark) :]
+                self.place, self.opened, text = "inside", True, begun[len(mark) :]
             elif self.place == "before":
                 self.place = "after"
                 return "", text
