@@ -159,7 +159,7 @@ def test_the_same_fields_or_a_reason(server: dict[str, Any], name: str) -> None:
             continue
         equal += 1
         counted = [thought_tokens(one) for one in (answer, recorded)]
-        # Of DeepSeek's vLLM counts what follows an opening mark, the answer's end too; of hidden ones we know no tokens.
+        # Of DeepSeek vLLM counts what follows an opening mark, the end too; of hidden ones we know no tokens.
         odd = ["plain", "no thought", "only its end", "thought alone"] if server["thought"] == "deepseek_r1" else []
         assert counted[0] == counted[1] or exchange["label"] in [*odd, "hidden"], exchange["label"]
         mine, its = paths(answer), paths(recorded)
