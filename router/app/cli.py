@@ -20,6 +20,7 @@ from options.logs import configure_logging
 from router.app.config import SCHEMA, ProcessConfig
 from router.app.process import run_process
 from router.app.supervise import supervise
+from router.app.top import top
 
 log = logging.getLogger("router")
 
@@ -120,6 +121,7 @@ def check(urls: tuple[str, ...], yes: bool, as_json: bool, **given: Any) -> None
     sys.exit(0 if asyncio.run(check_all(config, flags, report)) else 1)
 
 
+cli.add_command(top)
 cli.add_command(config_command(SCHEMA, ProcessConfig.verified))
 
 

@@ -1,0 +1,123 @@
+"""`router top`: the fleet in a terminal, as `GET /workers` tells it.
+
+`rows` and `summary` are pure: two answers of the route and the seconds between them become text. The rest asks and
+draws.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+import click
+
+COLUMNS = ("worker", "state", "requests/s", "prefilling", "decoding", "queue s", "predicted", "reported", "alarms")
+SORTS = ("name", "load", "requests")
+ANSWER_BYTES_MAX = 64 << 20
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+Told = dict[str, Any]
+"""The body of `GET /workers`."""
+
+
+def rows(now: Told, before: Told | None, seconds: float, sort: str = "name") -> list[list[str]]:
+    """One a target, in the order of COLUMNS. "-" where nothing was measured."""
+    earlier = {row.get("target"): row for row in (before or {}).get("workers", [])}
+    found = []
+    for row in now["workers"]:
+        if "target" not in row:  # never reached
+            found.append(([row["worker_id"], row["state"], *["-"] * 6, row.get("state_reason", "")], 0.0, 0.0))
+            continue
+        last = earlier.get(row["target"], {})
+        sent = row["routed"] - last.get("routed", row["routed"])
+        rate = sent / seconds if last and seconds > 0 else None
+        alarms = ", ".join(row["alarms"]) or row["state_reason"]
+        found.append((
+            [row["target"], row["state"], _number(rate), str(row["prefilling"]), str(row["decoding"]),
+             f"{row['queue_s']:.2f}", _tokens(row["predicted_cached_tokens"]), _tokens(row["reported_cached_tokens"]),
+             alarms], rate or 0.0, float(row["queue_s"]),
+        ))  # fmt: skip
+    keys = {"name": lambda one: one[0][0], "requests": lambda one: -one[1], "load": lambda one: -one[2]}
+    return [cells for cells, _, _ in sorted(found, key=keys[sort])]
+
+
+def summary(now: Told, before: Told | None, seconds: float) -> str:
+    """One line on the whole router."""
+    states = [row["state"] for row in now["workers"]]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states), key=states.index))
+    routed = now["counters"].get("routed", 0) - (before or now)["counters"].get("routed", 0)
+    rate = f"{routed / seconds:.1f} requests/s" if before is not None and seconds > 0 else "- requests/s"
+    return (
+        f"{counts or 'no workers'}; {rate}, {now['in_flight']} in flight, {now['held']} held, "
+        f"index {now['index']['entries']:,} blocks in {now['index']['memory_bytes'] / 2**20:.0f} MiB"
+    )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _tokens(count: int) -> str:
+    return f"{count:,}" if count else "-"
+
+
+def ask(url: str, key: str | None) -> Told:
+    """Raises click.ClickException."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    try:
+        with _OPENER.open(urllib.request.Request(f"{url.rstrip('/')}/workers", headers=headers), timeout=5) as answer:
+            told: Told = json.loads(answer.read(ANSWER_BYTES_MAX))
+    except urllib.error.HTTPError as error:
+        hint = ": give the admin key, --key" if error.code in (401, 403) else ""
+        raise click.ClickException(f"{url} answers {error.code}{hint}") from None
+    except (OSError, ValueError) as error:
+        raise click.ClickException(f"{url}: {error}") from None
+    if not isinstance(told, dict) or "workers" not in told:
+        raise click.ClickException(f"{url}/workers is not a router's")
+    return told
+
+
+@click.command(help="""Watch a router's workers: state, requests, queues, cached tokens, alarms. Ctrl-C ends it.
+
+\b
+  router top http://127.0.0.1:8080 --key KEY
+  router top --once --sort load
+""")  # fmt: skip
+@click.argument("url", default="http://127.0.0.1:8080")
+@click.option("--key", envvar="ROUTER_ADMIN_API_KEY", help="The admin key; or set ROUTER_ADMIN_API_KEY.")
+@click.option("--every", type=click.FloatRange(0.1, 3600), default=2.0, show_default=True, help="Seconds.")
+@click.option("--sort", type=click.Choice(SORTS), default="name", show_default=True)
+@click.option("--once", is_flag=True, help="Print two looks' difference, and end.")
+def top(url: str, key: str | None, every: float, sort: str, once: bool) -> None:
+    try:
+        from rich.console import Console
+        from rich.live import Live
+        from rich.table import Table
+    except ImportError:
+        raise click.ClickException("the package `rich` is missing: install blockcast[top]") from None
+
+    def drawn(now: Told, before: Told | None, seconds: float) -> Table:
+        table = Table(*COLUMNS, title=summary(now, before, seconds), title_justify="left", expand=False)
+        for cells in rows(now, before, seconds, sort):
+            up = cells[1] in ("up", "draining")
+            table.add_row(*cells, style=None if up and not cells[-1] else "yellow" if up else "red")
+        return table
+
+    before, at = ask(url, key), time.monotonic()
+    if once:
+        time.sleep(min(every, 2.0))
+        now = ask(url, key)
+        Console().print(drawn(now, before, time.monotonic() - at))
+        return
+    with Live(drawn(before, None, 0.0), screen=True, auto_refresh=False) as live:
+        try:
+            while True:
+                time.sleep(every)
+                now, moment = ask(url, key), time.monotonic()
+                live.update(drawn(now, before, moment - at), refresh=True)
+                before, at = now, moment
+        except KeyboardInterrupt:
+            return

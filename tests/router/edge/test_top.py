@@ -1,0 +1,68 @@
+"""`router top`: what its rows say, against answers of a real route."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from router.app.cli import cli
+from router.app.top import COLUMNS, rows, summary
+
+GET = b"GET /workers HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n"
+
+
+def told(*workers: dict[str, Any], routed: int = 0) -> dict[str, Any]:
+    rest: dict[str, Any] = {"in_flight": 3, "held": 1, "counters": {"routed": routed}}
+    return {"workers": list(workers), **rest, "index": {"entries": 12_345, "memory_bytes": 3 << 20}}
+
+
+def worker(name: str, **values: Any) -> dict[str, Any]:
+    row: dict[str, Any] = {"worker_id": name, "target": name, "state": "up", "state_reason": "", "routed": 0}
+    row |= {"prefilling": 1, "decoding": 2, "queue_s": 0.5, "predicted_cached_tokens": 0, "reported_cached_tokens": 0}
+    return {**row, "alarms": [], **values}
+
+
+def test_rates_are_differences_and_nothing_measured_is_a_dash() -> None:
+    before = told(worker("a", routed=10), routed=10)
+    now = told(worker("a", routed=30, predicted_cached_tokens=4096), worker("b", routed=7), routed=37)
+    first, second = rows(now, before, 2.0)
+    assert dict(zip(COLUMNS, first))["requests/s"] == "10.0"
+    assert dict(zip(COLUMNS, first))["predicted"] == "4,096"
+    assert dict(zip(COLUMNS, first))["reported"] == "-"
+    assert dict(zip(COLUMNS, second))["requests/s"] == "-", "it was not there before"
+    assert summary(now, before, 2.0).startswith(
+        "2 up; 13.5 requests/s, 3 in flight, 1 held, index 12,345 blocks in 3 MiB"
+    )
+
+
+def test_the_busiest_come_first_where_that_is_asked_for() -> None:
+    now = told(worker("a", queue_s=0.1, routed=9), worker("b", queue_s=2.0), {"worker_id": "c", "state": "starting"})
+    assert [row[0] for row in rows(now, None, 0.0, "load")] == ["b", "a", "c"]
+    assert rows(now, told(worker("a"), worker("b")), 1.0, "requests")[0][0] == "a"
+
+
+def test_it_reads_what_the_route_says(edge: Any) -> None:
+    answers: list[dict[str, Any]] = []
+
+    async def scenario() -> None:
+        await edge.start()
+        await edge.worker(edge.reply())
+        edge.fleet.waiting["never"] = "refused"
+        answers.append(json.loads((await edge.exchange(GET)).partition(b"\r\n\r\n")[2]))
+
+    edge.run(scenario())
+    up, never = sorted(rows(answers[0], None, 0.0), key=lambda row: row[1], reverse=True)
+    assert up[:2] == ["w0", "up"]
+    assert never == ["never", "starting", *["-"] * 6, "refused"]
+    assert summary(answers[0], None, 0.0).startswith("1 up, 1 starting; - requests/s")
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "no-url"])
+def test_nobody_there_is_one_line(url: str) -> None:
+    done = CliRunner().invoke(cli, ["top", url, "--once"])
+    assert done.exit_code == 1
+    assert done.output.startswith("Error: ")
+    assert len(done.output.splitlines()) == 1
