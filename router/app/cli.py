@@ -20,7 +20,7 @@ from options.logs import configure_logging
 from router.app.config import SCHEMA, ProcessConfig
 from router.app.process import run_process
 from router.app.supervise import supervise
-from router.app.top import top
+from router.commands.top import top
 
 log = logging.getLogger("router")
 
@@ -94,7 +94,7 @@ up to six times, each answered with one token, and asks first. Ends with status 
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a step.")
 @with_flags(SCHEMA)
 def check(urls: tuple[str, ...], yes: bool, as_json: bool, **given: Any) -> None:
-    from router.app.check import Finding, check_all
+    from router.commands.check import Finding, check_all
 
     given["workers"] = (*urls, *given["workers"])
     config: ProcessConfig = load_given(SCHEMA, given).config
@@ -118,7 +118,8 @@ def check(urls: tuple[str, ...], yes: bool, as_json: bool, **given: Any) -> None
             mark = {True: "ok     ", False: "PROBLEM", None: "?      "}[finding.ok]
             click.echo(f"{worker}  {mark} {finding.step}: {finding.text}")
 
-    sys.exit(0 if asyncio.run(check_all(config, flags, report)) else 1)
+    told = {"key": config.worker_api_key, "tokenizer": config.tokenizer, "chat_template": config.chat_template}
+    sys.exit(0 if asyncio.run(check_all(flags, report, **told)) else 1)
 
 
 cli.add_command(top)

@@ -18,9 +18,9 @@ from events import BlockStored, EventPublisher, KVEventsConfig, block_hashes
 from events.sources import EventSource, encode_sources
 from prompts.routing import parse_routing
 from prompts.tokenizer import Tokenizer
-from router.app import check
-from router.app.check import Finding, check_all
-from router.app.config import ProcessConfig
+from router.commands import check
+from router.commands.check import Finding, check_all
+from router.fleet.discovery import parse_worker_flag
 from router.prompting.encode import prompt_ids
 
 BLOCK = 16
@@ -137,8 +137,8 @@ def findings(folder: Path, fault: str, **settings: Any) -> dict[str, Finding]:
         async with Worker(folder, fault).serving() as url:
             if fault == "nobody":
                 url = f"http://127.0.0.1:{free_port()}"
-            config = ProcessConfig(workers=(url,), **settings)
-            sound = await check_all(config, config.worker_flags, lambda _, one: found.__setitem__(one.step, one))
+            report = lambda _, one: found.__setitem__(one.step, one)  # noqa: E731
+            sound = await check_all([parse_worker_flag(url)], report, **settings)
         assert sound == all(finding.ok is not False for finding in found.values())
         return found
 
@@ -191,7 +191,7 @@ def test_a_sound_worker_has_no_problem(checkpoint: Path) -> None:
 
 
 def test_the_key_that_is_given_is_used(checkpoint: Path) -> None:
-    assert "address" in findings(checkpoint, "key", worker_api_key="right")
+    assert "address" in findings(checkpoint, "key", key="right")
 
 
 def test_findings_are_json(checkpoint: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from router.app.cli import cli
-from router.app.top import COLUMNS, rows, summary
+from router.commands.top import COLUMNS, rows, summary
 
 GET = b"GET /workers HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n"
 

@@ -25,7 +25,6 @@ import zmq
 from events import BlockStored, EventFeed, Join, Message, Origin, StreamConfig, StreamSource, Subscriber
 from events.sources import EventSource
 from prompts.routing import parse_routing
-from router.app.config import ProcessConfig
 from router.asking import Unanswered, ask
 from router.decide.workers import ServedModel
 from router.fleet.discovery import Prober, WorkerFacts, WorkerFlag
@@ -387,13 +386,20 @@ def _brief(answer: object) -> str:
     return str(text)[:200]
 
 
-async def check_all(config: ProcessConfig, flags: Sequence[WorkerFlag], report: Callable[[str, Finding], None]) -> bool:
-    """Check the workers one after the other; True where nothing is wrong with any."""
-    key = config.worker_api_key
+async def check_all(
+    flags: Sequence[WorkerFlag],
+    report: Callable[[str, Finding], None],
+    *,
+    key: str | None = None,
+    tokenizer: str | None = None,
+    chat_template: str | None = None,
+) -> bool:
+    """Check the workers one after the other; True where nothing is wrong with any. `key`, `tokenizer`,
+    `chat_template`: as a router would have them (--worker-api-key ...)."""
     headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
     sound = True
     with ThreadPoolExecutor(1) as executor:
-        prompts = PromptReader(executor, override=config.tokenizer, chat_template=config.chat_template)
+        prompts = PromptReader(executor, override=tokenizer, chat_template=chat_template)
         async with aiohttp.ClientSession(auto_decompress=False) as session:
             for flag in flags:
                 async for finding in Check(flag, session, prompts, headers).findings():

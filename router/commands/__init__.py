@@ -1,0 +1,1 @@
+"""Commands that look at workers and routers from outside: `router check`, `router top`. They route nothing."""
