@@ -66,6 +66,8 @@ class Allowed:
     """Rows of logits that have one."""
     bits: Words
     """[places, words]: a bit for each token, set where it may be drawn."""
+    barred: npt.NDArray[np.uint8] | None
+    """On a CPU, [places, tokens]: 1 where it may not."""
     failed: dict[int, str]
     """Place -> why its matcher cannot go on; what is drawn there means nothing."""
 
@@ -108,13 +110,15 @@ class Masks:
         """Set the logits [rows, vocab] of what may not be drawn to -inf, in place."""
         if not allowed.places:
             return
-        packed = allowed.bits.view(np.uint8)
-        if self._device.type == "cpu":
-            bits = torch.from_numpy(np.unpackbits(packed, axis=1, bitorder="little"))
-            for place, free in zip(allowed.places, bits[:, : self._vocab_size].logical_not_().view(torch.bool)):
-                logits[place].masked_fill_(free, float("-inf"))
+        if allowed.barred is not None:
+            barred = torch.from_numpy(allowed.barred)[:, : self._vocab_size].view(torch.bool)
+            if allowed.places == list(range(len(logits))):
+                logits.masked_fill_(barred, float("-inf"))
+                return
+            for place, row in zip(allowed.places, barred):
+                logits[place].masked_fill_(row, float("-inf"))
             return
-        there = to_device(packed, self._device)
+        there = to_device(allowed.bits.view(np.uint8), self._device)
         bit = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=self._device)
         barred = ((there[:, :, None] & bit) == 0).flatten(1)[:, : self._vocab_size]
         places = to_device(np.array(allowed.places, np.int64), self._device)
@@ -147,7 +151,10 @@ class Masks:
                 _ban(bits[at], one.banned)
             if follower.thinks is None and follower.constraint.opens is not None:
                 _set(bits[at], follower.constraint.opens)
-        return Allowed([one.place for one in masked], bits, failed)
+        barred = None
+        if self._device.type == "cpu":
+            barred = np.unpackbits(np.invert(bits).view(np.uint8), axis=1, bitorder="little")
+        return Allowed([one.place for one in masked], bits, barred, failed)
 
     def _read(self, follower: _Follower, new: list[int]) -> bool:
         """Advance the matcher over these; whether the row has a mask."""

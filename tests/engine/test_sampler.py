@@ -35,7 +35,7 @@ class Drawing:
         rows, new = self.seats.of([Chunk(seq, end - 1, end, samples=True) for seq, end in zip(seqs, ends)])
         self.sampler.forget(new)
         draft = self.sampler.draft(seqs, ends, rows.tolist(), self.seats.count)
-        tokens, found = self.sampler.sample(logits, draft)
+        tokens, found = self.sampler.sample(logits.clone(), draft)
         batch = draft.batch
         entries = read_logprobs([x.tolist() for x in found], batch.logprob_counts) if found else []
         return tokens.tolist(), dict(zip(batch.logprobs, entries, strict=True))
