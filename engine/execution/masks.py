@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 Words = npt.NDArray[np.uint32]
+_SUMMANDS = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 0.0, -np.inf).astype(np.float32)
+"""Of eight tokens, by the byte of their bits."""
 
 
 @dataclass(slots=True)
@@ -66,8 +68,8 @@ class Allowed:
     """Rows of logits that have one."""
     bits: Words
     """[places, words]: a bit for each token, set where it may be drawn."""
-    barred: npt.NDArray[np.uint8] | None
-    """On a CPU, [places, tokens]: 1 where it may not."""
+    summands: npt.NDArray[np.float32] | None
+    """On a CPU, [places, tokens]: -inf where it may not, else 0."""
     failed: dict[int, str]
     """Place -> why its matcher cannot go on; what is drawn there means nothing."""
 
@@ -110,13 +112,13 @@ class Masks:
         """Set the logits [rows, vocab] of what may not be drawn to -inf, in place."""
         if not allowed.places:
             return
-        if allowed.barred is not None:
-            barred = torch.from_numpy(allowed.barred)[:, : self._vocab_size].view(torch.bool)
-            if allowed.places == list(range(len(logits))):
-                logits.masked_fill_(barred, float("-inf"))
+        if allowed.summands is not None:
+            summands = torch.from_numpy(allowed.summands)[:, : self._vocab_size]
+            if len(summands) == len(logits):
+                logits.add_(summands)
                 return
-            for place, row in zip(allowed.places, barred):
-                logits[place].masked_fill_(row, float("-inf"))
+            for place, row in zip(allowed.places, summands):
+                logits[place].add_(row)
             return
         there = to_device(allowed.bits.view(np.uint8), self._device)
         bit = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=self._device)
@@ -151,10 +153,10 @@ class Masks:
                 _ban(bits[at], one.banned)
             if follower.thinks is None and follower.constraint.opens is not None:
                 _set(bits[at], follower.constraint.opens)
-        barred = None
+        summands = None
         if self._device.type == "cpu":
-            barred = np.unpackbits(np.invert(bits).view(np.uint8), axis=1, bitorder="little")
-        return Allowed([one.place for one in masked], bits, barred, failed)
+            summands = np.take(_SUMMANDS, bits.view(np.uint8), axis=0).reshape(len(bits), 32 * bits.shape[1])
+        return Allowed([one.place for one in masked], bits, summands, failed)
 
     def _read(self, follower: _Follower, new: list[int]) -> bool:
         """Advance the matcher over these; whether the row has a mask."""

@@ -183,6 +183,8 @@ class Sampler:
         batch = draft.batch
         changed = self._adjust(logits, draft) if batch.adjusted else logits
         draws = batch.draws if draft.at is batch.draws.at else replace(batch.draws, at=draft.at)
+        if draft.allowed is not None:
+            draws = replace(draws, barred=True)
         tokens = self._draw(changed, draws)
         if batch.penalties is not None:
             assert draft.penalties is not None
