@@ -1,6 +1,6 @@
 """Tool calls in the text that a model writes: found, told apart from the answer, streamed as they grow.
 
-One machine for all formats: it looks for the marks of a format's row, lets a reader (`call_readers`) have what follows,
+One machine for all formats: it looks for the marks of a format's row, lets a reader (`call_readers`, `markup_calls`) have what follows,
 and gives back as text what turns out to be no call. What it has said after a beginning of the text depends on that
 beginning alone, however it was cut. White space beside a call belongs to its markup. Pure.
 """
@@ -12,19 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.api.call_readers import (
-    NAME,
-    NamedCall,
-    ObjectCall,
-    PythonCall,
-    Reader,
-    Sink,
-    Status,
-    Types,
-    XmlCall,
-    schema_types,
-)
+from engine.api.call_readers import NAME, NamedCall, ObjectCall, Reader, Sink, Status, Types
 from engine.api.detokenizer import Marks
+from engine.api.markup_calls import PythonCall, XmlCall, schema_types
 
 _SPACE = " \t\r\n"
 _NAMED = ""

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.api import call_readers
+from engine.api import markup_calls
 from engine.api.calls import FORMATS, CallParser, Format, format_of, parameter_types
 
 TOOLS: list[dict[str, Any]] = [
@@ -303,7 +303,7 @@ def test_work_grows_with_the_text_and_no_faster(name: str, scrap: str) -> None:
     ],
 )  # fmt: skip
 def test_values_take_the_type_of_their_schema(value: str, types: tuple[str, ...], wanted: str) -> None:
-    assert call_readers.as_json(value, types) == wanted
+    assert markup_calls.as_json(value, types) == wanted
 
 
 @pytest.mark.parametrize(
@@ -315,4 +315,4 @@ def test_values_take_the_type_of_their_schema(value: str, types: tuple[str, ...]
     ],
 )  # fmt: skip
 def test_types_are_read_from_schemas(schema: Any, types: tuple[str, ...]) -> None:
-    assert call_readers.schema_types(schema) == types
+    assert markup_calls.schema_types(schema) == types
