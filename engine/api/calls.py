@@ -1,8 +1,8 @@
 """Tool calls in the text that a model writes: found, told apart from the answer, streamed as they grow.
 
-One machine for all formats: it looks for the marks of a format's row, lets a reader (`call_readers`, `markup_calls`) have what follows,
-and gives back as text what turns out to be no call. What it has said after a beginning of the text depends on that
-beginning alone, however it was cut. White space beside a call belongs to its markup. Pure.
+One machine for all formats: it looks for the marks of a format's row, lets a reader (`call_readers`, `markup_calls`)
+have what follows, and gives back as text what turns out to be no call. What it has said after a beginning of the text
+depends on that beginning alone, however it was cut. White space beside a call belongs to its markup. Pure.
 """
 
 from __future__ import annotations
