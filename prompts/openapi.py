@@ -25,6 +25,17 @@ class ErrorAnswer(Struct, frozen=True):
     error: ErrorBody
 
 
+class AnthropicFault(Struct, frozen=True):
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(Struct, frozen=True, tag_field="type", tag="error"):
+    """The same under `/v1/messages`."""
+
+    error: AnthropicFault
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     method: str
@@ -49,7 +60,11 @@ def document(
     title: str, version: str, operations: Sequence[Operation], security: list[dict[str, list[str]]] | None
 ) -> dict[str, Any]:
     """The document. `security`: what an operation that is not open needs, of the scheme `key`; None: nothing."""
-    types = [ErrorAnswer, *(t for op in operations for t in (*_bodies(op), op.answer) if t not in (None, str))]
+    types = [
+        ErrorAnswer,
+        AnthropicErrorAnswer,
+        *(t for op in operations for t in (*_bodies(op), op.answer) if t not in (None, str)),
+    ]
     types = list(dict.fromkeys(types))
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
     schema_of = {str: {"type": "string"}, **dict(zip(types, schemas))}
@@ -83,7 +98,8 @@ def _describe(
         done["content"] = {media: {"schema": schema_of[operation.answer]}}
     if operation.streams:
         done["content"]["text/event-stream"] = {}
-    error = {"description": "Error", "content": {"application/json": {"schema": schema_of[ErrorAnswer]}}}
+    fault = AnthropicErrorAnswer if operation.path.startswith("/v1/messages") else ErrorAnswer
+    error = {"description": "Error", "content": {"application/json": {"schema": schema_of[fault]}}}
     statuses = ["default"] if operation.errors is None else sorted({*operation.errors, *((401,) if guarded else ())})
     described: dict[str, Any] = {
         "summary": operation.summary,

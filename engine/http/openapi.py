@@ -159,7 +159,7 @@ _MESSAGES_BODY = _narrowed(MessagesRequest, _MESSAGES_FIELDS)
 _COUNT_BODY = _narrowed(CountRequest, _MESSAGES_FIELDS)
 _RESPONSE_BODY = _narrowed(
     ResponsesRequest,
-    {"input": _NonEmpty, "previous_response_id": None, "background": Literal[False, None], "prompt": None,
+    {"input": str, "previous_response_id": None, "background": Literal[False, None], "prompt": None,
      "tools": Annotated[list[FunctionTool] | None, Meta()], "tool_choice": Literal["auto", "none", None], "text": None},
 )  # fmt: skip
 _TOKENIZE = (TokenizePrompt, _narrowed(TokenizeChat, _MESSAGES))
