@@ -82,6 +82,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
             executor.unit_count,
             enable_prefix_caching=config.enable_prefix_caching,
             step_tokens_max=config.max_num_batched_tokens,
+            adaptive_eviction=config.eviction_policy == "adaptive",
         )
         scheduler_config = SchedulerConfig(
             max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),

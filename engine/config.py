@@ -56,6 +56,9 @@ class EngineConfig:
         "Share of a GPU's memory for weights, steps and the cache, which gets what they leave."] = 0.9
     enable_prefix_caching: Annotated[bool, Flag("--enable-prefix-caching/--no-enable-prefix-caching"),
         "Reuse what earlier prompts computed."] = True
+    eviction_policy: Annotated[Literal["lru", "adaptive"], Flag(),
+        "What leaves a full cache first: the oldest, or what conversations like it are seen to need least "
+        "(docs/eviction.md; models of full attention alone, others take lru)."] = "lru"
     kv_events: Annotated[KVEventsConfig, Flag("--kv-events-config", metavar="JSON"), EVENTS_HELP] = field(
         default_factory=KVEventsConfig
     )

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from engine.cache.chain import Chain
 from engine.cache.checkpoints import Checkpoints
 from engine.cache.event_log import StepEvents
+from engine.cache.eviction import Adaptive
+from engine.cache.habits import Turn
 from engine.cache.naming import BlockNames
 from engine.cache.nodes import Node
 from engine.cache.pool import Block, UnitPool
@@ -37,6 +39,25 @@ class CacheUsage:
     live_units: int
     """Units that the running sequences need, packed; `live_units / units` is the usage that operators watch."""
     free_units: int
+
+
+class _BlockOrder:
+    """The order of the tree's nodes as one of their blocks."""
+
+    def __init__(self, order: Adaptive[Node]) -> None:
+        self._order = order
+
+    def cached(self, block: Block[Node]) -> None:
+        assert block.node is not None
+        self._order.cached(block.node)
+
+    def used(self, block: Block[Node]) -> None:
+        assert block.node is not None
+        self._order.used(block.node)
+
+    def victim(self) -> Block[Node] | None:
+        node = self._order.victim()
+        return None if node is None else node.blocks[FULL]
 
 
 @dataclass(slots=True)
@@ -63,17 +84,26 @@ class KVCache:
         *,
         enable_prefix_caching: bool = True,
         step_tokens_max: int | None = None,
+        adaptive_eviction: bool = False,
     ) -> None:
-        """`step_tokens_max` bounds what one step adds to a sequence, and so what a sliding-window group must hold."""
+        """`step_tokens_max` bounds what one step adds to a sequence, and so what a sliding-window group must hold.
+
+        `adaptive_eviction` takes effect where full attention is all that the model has.
+        """
         self.spec = spec
         self.block_size = spec.block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._groups = range(len(spec.groups))
         per_unit = [spec.blocks_per_unit(g) for g in self._groups] + [1] * (spec.state is not None)
         self._windows = Windows(spec, step_tokens_max)
-        self.tree = PrefixTree(spec, lambda block: self.pool.drop(block))
+        self._order: Adaptive[Node] | None = None
+        if adaptive_eviction and enable_prefix_caching and len(per_unit) == 1 and not self._windows:
+            self._order = Adaptive(unit_count * per_unit[FULL], spec.block_size)
+        self._turns: dict[Sequence, Turn] = {}
+        self.tree = PrefixTree(spec, lambda block: self.pool.drop(block), self._order)
         state_kind = None if spec.state is None else len(spec.groups)
-        self.pool: UnitPool[Node] = UnitPool(unit_count, per_unit, self.tree.forget, state_kind)
+        order = None if self._order is None else _BlockOrder(self._order)
+        self.pool: UnitPool[Node] = UnitPool(unit_count, per_unit, self.tree.forget, state_kind, order)
         self._checkpoints: Checkpoints | None = None
         if state_kind is not None:
             self._checkpoints = Checkpoints(state_kind, spec.block_size, self.pool, self.tree, self._allocate)
@@ -178,6 +208,9 @@ class KVCache:
                 for stop in {len(known), last} - {0}:
                     self._checkpoints.plan(seq, stop, names[stop - 1].hash)
         self._matched.pop(seq, None)
+        if self._order is not None:
+            names = self._names.of(seq, count := len(seq.token_ids) // self.block_size)
+            self._turns[seq] = self._order.begin([name.hash for name in names[:count]], len(nodes))
         return True
 
     def plan_common(self, seq: Sequence, other: Sequence) -> None:
@@ -296,6 +329,8 @@ class KVCache:
         assert len(chain.nodes) == chain.committed, "released in the middle of a step"
         if self._checkpoints is not None:
             self._checkpoints.release(seq)
+        if self._order is not None:
+            self._order.end(self._turns.pop(seq), [node.hash for node in chain.nodes])
         chain.release(self.pool)
         seq.block_tables = []
         seq.computed = 0

@@ -18,7 +18,7 @@ import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from engine.types import BlockId, UnitId
 
@@ -67,6 +67,14 @@ class Unit(Generic[NodeT]):
         self.live = 0
 
 
+class Order(Protocol[NodeT]):
+    """Another order of eviction than by age, for a pool of one kind: hears of blocks that are cached or used again."""
+
+    def cached(self, block: Block[NodeT]) -> None: ...
+    def used(self, block: Block[NodeT]) -> None: ...
+    def victim(self) -> Block[NodeT] | None: ...
+
+
 class UnitPool(Generic[NodeT]):
     """Memory of one model's cache. `blocks_per_unit[k]` is N_k; a state kind, if any, comes last with N = 1."""
 
@@ -76,8 +84,10 @@ class UnitPool(Generic[NodeT]):
         blocks_per_unit: Sequence[int],
         forget: Callable[[Block[NodeT]], None],
         state_kind: int | None = None,
+        order: Order[NodeT] | None = None,
     ) -> None:
         """Raises ValueError for a pool without units or kinds. `state_kind`: the kind whose blocks say their worth."""
+        assert order is None or len(blocks_per_unit) == 1
         if unit_count < 1:
             raise ValueError(f"unit_count: expected at least 1, got {unit_count}")
         if not blocks_per_unit or min(blocks_per_unit) < 1:
@@ -88,6 +98,7 @@ class UnitPool(Generic[NodeT]):
         self._free: list[Unit[NodeT]] = self.units[::-1]
         self._forget = forget
         self._state_kind = state_kind
+        self._order = order
         self._clock = 0
         self._inflation = 0
         self._live = [0] * len(blocks_per_unit)
@@ -153,6 +164,8 @@ class UnitPool(Generic[NodeT]):
             if unit.live == 0 and block.kind != self._state_kind:
                 del self._idle[block.kind][unit]
             self._add_live(block)
+            if self._order is not None:
+                self._order.used(block)
 
     def release(self, block: Block[NodeT], worth: int | None = None) -> None:
         """One reference less; without any, a named block becomes cached, another a hole.
@@ -188,6 +201,8 @@ class UnitPool(Generic[NodeT]):
                 heapq.heapify(self._states)
         elif unit.live == 0:
             self._idle[kind][unit] = None
+        if self._order is not None:
+            self._order.cached(block)
 
     def drop(self, block: Block[NodeT]) -> None:
         """Turn a cached block into a hole. The caller has taken it out of the prefix tree."""
@@ -258,6 +273,11 @@ class UnitPool(Generic[NodeT]):
 
     def _evict_for(self, kind: int) -> bool:
         """Give up the oldest cached thing that makes room for a block of `kind`; False when there is none."""
+        if self._order is not None:
+            victim = self._order.victim()
+            if victim is not None:
+                self._forget(victim)
+            return victim is not None
         victims: list[Block[NodeT]] = []
         age = 0
         if kind != self._state_kind and self._cached[kind]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from engine.cache.event_log import EventLog
+from engine.cache.eviction import Adaptive
 from engine.cache.nodes import HashBlock, Node
 from engine.cache.pool import Block
 from engine.cache.spec import CacheSpec
@@ -25,12 +26,15 @@ FULL = 0
 
 
 class PrefixTree:
-    """Nodes by hash. `drop` gives a block that is no longer named back to the pool."""
+    """Nodes by hash. `drop` gives a block that is no longer named back to the pool; `order` hears of what is gone."""
 
-    def __init__(self, spec: CacheSpec, drop: Callable[[Block[Node]], None]) -> None:
+    def __init__(
+        self, spec: CacheSpec, drop: Callable[[Block[Node]], None], order: Adaptive[Node] | None = None
+    ) -> None:
         self._nodes: dict[int, Node] = {}
         self._kinds = len(spec.groups) + (spec.state is not None)
         self._drop = drop
+        self._order = order
         self.log = EventLog(spec)
 
     def __len__(self) -> int:
@@ -111,9 +115,13 @@ class PrefixTree:
         for victim in doomed:
             assert victim.node is not None
             assert not victim.pending
-            self.log.removed(victim.kind, victim.node)
+            node = victim.node
+            self.log.removed(victim.kind, node)
             self._unname(victim)
             self._drop(victim)
+            if self._order is not None:
+                above = None if node.parent is None else node.parent.blocks[FULL]
+                self._order.gone(node, node.parent if above is not None and not above.refs else None)
 
     def take(self, block: Block[Node]) -> None:
         """Unname a computed block that nothing hangs from, a state or window block, and leave it to its holder."""
@@ -130,6 +138,8 @@ class PrefixTree:
             block.node = None
             block.pending = False
         self._nodes.clear()
+        if self._order is not None:
+            self._order.clear()
         self.log.cleared()
         return blocks
 
@@ -145,6 +155,9 @@ class PrefixTree:
                 del node.parent.children[node.hash]
 
     def check_invariants(self) -> None:
+        if self._order is not None:
+            cached = [node for node in self._nodes.values() if (full := node.blocks[FULL]) and not full.refs]
+            self._order.check_invariants(cached)
         for hash_, node in self._nodes.items():
             assert node.hash == hash_ == node.name.hash
             assert any(node.blocks), "a node that names nothing"

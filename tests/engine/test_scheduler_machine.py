@@ -23,6 +23,7 @@ class CoreMachine(RuleBasedStateMachine):
         max_model_len=st.integers(8, 60) | st.just(400),
         eos=st.booleans(),
         overlap=st.booleans(),
+        adaptive=st.booleans(),
     )
     def start(
         self,
@@ -33,6 +34,7 @@ class CoreMachine(RuleBasedStateMachine):
         max_model_len: int,
         eos: bool,
         overlap: bool,
+        adaptive: bool,
     ) -> None:
         budget = max_num_seqs + extra_budget
         config = SchedulerConfig(
@@ -41,7 +43,8 @@ class CoreMachine(RuleBasedStateMachine):
             max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}) if eos else frozenset(),
         )
-        self.bench = Bench(KVCache(spec, units, step_tokens_max=budget), config, overlap=overlap)
+        cache = KVCache(spec, units, step_tokens_max=budget, adaptive_eviction=adaptive)
+        self.bench = Bench(cache, config, overlap=overlap)
         self.count = 0
         self.texts: list[list[int]] = [[]]
 

@@ -27,12 +27,12 @@ STEP_TOKENS_MAX = 8
 class PoolMachine(RuleBasedStateMachine):
     """A scheduler that does anything at random, within the contract of KVCache."""
 
-    @initialize(spec=specs(3, 6), units=st.integers(3, 12))
-    def start(self, spec: CacheSpec, units: int) -> None:
-        self._start(spec, units)
+    @initialize(spec=specs(3, 6), units=st.integers(3, 12), adaptive=st.booleans())
+    def start(self, spec: CacheSpec, units: int, adaptive: bool) -> None:
+        self._start(spec, units, adaptive)
 
-    def _start(self, spec: CacheSpec, units: int) -> None:
-        self.cache = KVCache(spec, units, step_tokens_max=STEP_TOKENS_MAX)
+    def _start(self, spec: CacheSpec, units: int, adaptive: bool = False) -> None:
+        self.cache = KVCache(spec, units, step_tokens_max=STEP_TOKENS_MAX, adaptive_eviction=adaptive)
         self.naive = NaiveCache(self.cache)
         self.events = EventChecker(spec.block_size)
         self.running: list[Sequence] = []

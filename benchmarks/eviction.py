@@ -1,0 +1,382 @@
+"""What one cache of prefixes finds under different orders of eviction, on traces of requests.
+
+    python benchmarks/eviction.py --json out.json mooncake_conversation.jsonl.gz claude_code_agentic.jsonl.gz
+
+Only names of blocks of 512 tokens (of 2,048 characters where a trace has text), full ones, one request at a time; all
+sessions of a trace begin at once. A cache's size is a share of the trace's distinct blocks; a block is found with all
+those before it. The first tenth of the requests is served and not counted. `ours` is the engine's own order
+(`engine.cache.eviction`), `ours alone` the same without its duel against LRU; Belady knows the future. Traces: Mooncake
+(kvcache-ai/Mooncake, FAST25-release/traces), agents' sessions (callanjfox/kv-cache-tester), agents' texts
+(LMCache/lmcache-agent-trace). `contrary` is made here: what was learned of each of its conversations is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import heapq
+import json
+import random
+import sys
+import tarfile
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import _path  # noqa: F401
+from harness.figures import machine, markdown, write_json
+
+from engine.cache.eviction import Adaptive
+from engine.cache.habits import Habits
+
+BLOCK = 512
+NEVER = 1 << 60
+Trace = list[list[int]]
+"""Names of the full blocks of each prompt."""
+
+
+class Cache(Protocol):
+    evicted: int
+
+    def serve(self, names: list[int]) -> int:
+        """Serve a prompt; how many of its leading blocks were found."""
+
+
+# ---------------------------------------------------------------------- the orders
+
+
+class Lru:
+    """The oldest goes first; of one prompt its last block."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.evicted = 0
+        self.blocks: OrderedDict[int, None] = OrderedDict()
+
+    def serve(self, names: list[int]) -> int:
+        found = leading(names, self.blocks)
+        for name in reversed(names):
+            self.blocks[name] = None
+            self.blocks.move_to_end(name)
+        while len(self.blocks) > self.capacity:
+            self.blocks.popitem(last=False)
+            self.evicted += 1
+        return found
+
+
+class Bip(Lru):
+    """Bimodal insertion (Qureshi, ISCA 2007): what is new goes first, but for one request in 32."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.rng = random.Random(0)
+
+    def serve(self, names: list[int]) -> int:
+        blocks = self.blocks
+        found = leading(names, blocks)
+        stays = self.rng.random() < 1 / 32
+        fresh = [name for name in names if name not in blocks]
+        for name in reversed(names):
+            if name in blocks:
+                blocks.move_to_end(name)
+        if len(blocks) + len(fresh) <= self.capacity or stays:
+            while len(blocks) + len(fresh) > self.capacity and blocks:
+                blocks.popitem(last=False)
+                self.evicted += 1
+            for name in reversed(fresh[: self.capacity]):
+                blocks[name] = None
+        else:  # what is new is first to go: of those that have no room at all only the first stay
+            room = max(0, self.capacity - len(blocks))
+            self.evicted += len(fresh) - room
+            for name in fresh[:room]:
+                blocks[name] = None
+                blocks.move_to_end(name, last=False)
+        return found
+
+
+class Slru:
+    """Segmented LRU: what was found once is kept apart, in four fifths of the cache."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.evicted = 0
+        self.new: OrderedDict[int, None] = OrderedDict()
+        self.kept: OrderedDict[int, None] = OrderedDict()
+
+    def serve(self, names: list[int]) -> int:
+        found = 0
+        for name in names:
+            if name not in self.new and name not in self.kept:
+                break
+            found += 1
+        for name in reversed(names):
+            if name in self.kept:
+                self.kept.move_to_end(name)
+            elif name in self.new:
+                del self.new[name]
+                self.kept[name] = None
+            else:
+                self.new[name] = None
+        while len(self.kept) > self.capacity * 4 // 5:
+            self.new[self.kept.popitem(last=False)[0]] = None
+        while len(self.new) + len(self.kept) > self.capacity:
+            self.new.popitem(last=False)
+            self.evicted += 1
+        return found
+
+
+class Lfu:
+    """What was used least goes first, and of that the oldest."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.evicted = 0
+        self.uses: dict[int, int] = {}
+        self.by_uses: defaultdict[int, OrderedDict[int, None]] = defaultdict(OrderedDict)
+
+    def serve(self, names: list[int]) -> int:
+        found = leading(names, self.uses)
+        for name in reversed(names):
+            uses = self.uses.get(name, 0)
+            if uses:
+                del self.by_uses[uses][name]
+            self.uses[name] = uses + 1
+            self.by_uses[uses + 1][name] = None
+        uses = 1
+        while len(self.uses) > self.capacity:
+            while not self.by_uses[uses]:
+                uses += 1
+            del self.uses[self.by_uses[uses].popitem(last=False)[0]]
+            self.evicted += 1
+        return found
+
+
+class Node:
+    """A block and what it hangs from."""
+
+    __slots__ = ("children", "depth", "hash", "parent")
+
+    def __init__(self, name: int, depth: int, parent: Node | None) -> None:
+        self.hash, self.depth, self.parent = name, depth, parent
+        self.children = 0
+
+
+class Ours:
+    """The engine's order, asked as the engine's pool asks it: one block at a time."""
+
+    def __init__(self, capacity: int, *, duel: bool = True) -> None:
+        self.capacity = capacity
+        self.evicted = 0
+        self.nodes: dict[int, Node] = {}
+        self.order: Adaptive[Node] = Adaptive(capacity, BLOCK, duel=duel)
+
+    def serve(self, names: list[int]) -> int:
+        found = leading(names, self.nodes)
+        turn = self.order.begin(names, found)
+        last = self.nodes[names[found - 1]] if found else None
+        if last is not None:
+            self.order.used(last)
+        for depth in range(found, len(names)):
+            node = self.nodes[names[depth]] = Node(names[depth], depth, last)
+            if last is not None:
+                last.children += 1
+            last = node
+        self.order.end(turn, names)
+        if last is not None and not last.children:
+            self.order.cached(last)
+        while len(self.nodes) > self.capacity:
+            self.evict()
+        return found
+
+    def evict(self) -> None:
+        leaf = self.order.victim()
+        assert leaf is not None
+        assert not leaf.children
+        del self.nodes[leaf.hash]
+        parent = leaf.parent
+        if parent is not None:
+            parent.children -= 1
+        self.order.gone(leaf, None if parent is None or parent.children else parent)
+        self.evicted += 1
+
+
+ORDERS: dict[str, Callable[[int], Cache]] = {
+    "LRU": Lru, "LFU": Lfu, "SLRU": Slru, "BIP": Bip, "ours": Ours,
+    "ours alone": lambda capacity: Ours(capacity, duel=False),
+}  # fmt: skip
+
+
+def leading(names: Sequence[int], known: Any) -> int:
+    for index, name in enumerate(names):
+        if name not in known:
+            return index
+    return len(names)
+
+
+def belady(trace: Trace, capacity: int) -> list[int]:
+    """Blocks found of every prompt where what is used latest, or never, goes first."""
+    uses: list[list[int]] = []
+    following: dict[int, int] = {}
+    for index in reversed(range(len(trace))):
+        uses.append([following.get(name, NEVER) for name in trace[index]])
+        following.update(dict.fromkeys(trace[index], index))
+    cached: dict[int, int] = {}
+    latest: list[tuple[int, int, int]] = []
+    found = []
+    for names, nexts in zip(trace, reversed(uses)):
+        found.append(leading(names, cached))
+        for depth, (name, use) in enumerate(zip(names, nexts)):
+            cached[name] = use
+            heapq.heappush(latest, (-use, -depth, name))
+        while len(cached) > capacity:
+            use, _, name = heapq.heappop(latest)
+            if cached.get(name) == -use:
+                del cached[name]
+    return found
+
+
+# ---------------------------------------------------------------------- the traces
+
+
+def read(path: Path, requests_max: int) -> Trace:
+    """Any of the three formats. Raises ValueError for another."""
+    timeline: list[tuple[float, int, int, Sequence[Any]]]
+    if ".tar" in path.suffixes:
+        timeline = sorted(_texts(path), key=lambda entry: entry[:3])
+    else:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+            records = [json.loads(line) for line in lines]
+        if "hash_ids" in records[0]:
+            timeline = [(i, 0, 0, r["hash_ids"][: r["input_length"] // BLOCK]) for i, r in enumerate(records)]
+        elif "reqs" in records[0]:
+            timeline = sorted(_sessions(records), key=lambda entry: entry[:3])
+        else:
+            raise ValueError(f"{path}: line 1 has neither `hash_ids` nor `reqs`")
+    picked = [entry for entry in timeline if entry[3]][:requests_max]
+    rng = random.Random(0)
+    names: dict[Any, int] = {}
+    trace = []
+    for _, session, _, parts in picked:
+        prefix: Any = session
+        prompt = []
+        for part in parts:  # a name is a random number for a prefix, as a block's hash is
+            prefix = names.setdefault((prefix, part), rng.getrandbits(63))
+            prompt.append(prefix)
+        trace.append(prompt)
+    return trace
+
+
+def _sessions(records: list[dict[str, Any]]) -> Iterator[tuple[float, int, int, Sequence[Any]]]:
+    for number, session in enumerate(records):
+        per = BLOCK // session["bs"]
+        calls = [call for call in session["reqs"] if "in" in call]
+        for index, call in enumerate(calls):
+            ids = [first + k for first, count in zip(call["h"][::2], call["h"][1::2]) for k in range(count)]
+            yield call["t"], number, index, [tuple(ids[k : k + per]) for k in range(0, len(ids) - per + 1, per)]
+
+
+def _texts(path: Path) -> Iterator[tuple[float, int, int, Sequence[Any]]]:
+    """Calls of each file, from its own beginning; blocks of four characters a token."""
+    size = 4 * BLOCK
+    with tarfile.open(path) as archive:
+        for member in archive:
+            file = archive.extractfile(member) if member.name.endswith(".jsonl") else None
+            if file is not None:
+                calls = [json.loads(line) for line in file]
+                for index, call in enumerate(calls):
+                    text = call["input"]
+                    blocks = [text[k : k + size] for k in range(0, len(text) - size + 1, size)]
+                    yield call["timestamp"] - calls[0]["timestamp"], 0, index, blocks
+
+
+def contrary(requests: int = 6000) -> Trace:
+    """Conversations that come back at once after a long gap, and late after a short one."""
+    rng = random.Random(0)
+    waiting = [(300 * rng.random(), number, 0, [rng.getrandbits(63) for _ in range(20)]) for number in range(300)]
+    heapq.heapify(waiting)
+    trace = []
+    for _ in range(requests):
+        at, number, turn, names = heapq.heappop(waiting)
+        trace.append(names)
+        grown = [*names, rng.getrandbits(63)] if len(names) < 40 else [rng.getrandbits(63) for _ in range(20)]
+        gap = rng.uniform(400, 900) if turn % 2 else rng.uniform(1, 8)
+        heapq.heappush(waiting, (at + gap, number, turn + 1, grown))
+    return trace
+
+
+# ---------------------------------------------------------------------- figures
+
+
+def play(trace: Trace, percents: Sequence[int], warm: int) -> dict[str, dict[str, float]]:
+    """Share of prompt blocks found, by size and order."""
+    distinct = len({name for names in trace for name in names})
+    asked = sum(map(len, trace[warm:]))
+    rows: dict[str, dict[str, float]] = {}
+    for percent in percents:
+        capacity = max(1, distinct * percent // 100)
+        row = rows[f"{percent} %"] = {}
+        for order, make in ORDERS.items():
+            cache, start_s = make(capacity), time.process_time()
+            found = [cache.serve(names) for names in trace]
+            row[order] = sum(found[warm:]) / asked
+            row[f"{order}, us a block"] = 1e6 * (time.process_time() - start_s) / sum(map(len, trace))
+        row["Belady"] = sum(belady(trace, capacity)[warm:]) / asked
+        print(f"    {percent} %: " + "  ".join(f"{k} {v:.3f}" for k, v in row.items() if "," not in k), file=sys.stderr)
+    return rows
+
+
+def predictability(trace: Trace) -> dict[str, dict[str, Any]]:
+    """How turns of conversations come back, by what is known of them when they end; gaps in blocks of prompts."""
+    distinct = len({name for names in trace for name in names})
+    habits = Habits(distinct, BLOCK)
+    seen: set[int] = set()
+    turns: defaultdict[str, list[int | None]] = defaultdict(list)
+    waiting: dict[Any, tuple[str, int]] = {}
+    for names in trace:
+        found = leading(names, seen)
+        seen.update(names)
+        turn = habits.begin(names, found)
+        if turn.before is not None:
+            kind, index = waiting.pop(turn.before)
+            turns[kind][index] = turn.gap
+        elif found:
+            turns["shared beginning"].append(found)
+        habits.end(turn)
+        kind = f"turn {turn.turns if turn.turns < 4 else '4+'}, added {'< 1k' if turn.added < 2 else '>= 1k'} tokens"
+        waiting[turn] = (kind, len(turns[kind]))
+        turns[kind].append(None)
+    rows: dict[str, dict[str, Any]] = {}
+    for kind, gaps in sorted(turns.items()):
+        known = sorted(gap for gap in gaps if gap is not None)
+        row = rows[kind] = {"turns": len(gaps), "come back": len(known) / len(gaps)}
+        for q in (10, 50, 90):
+            row[f"gap {q} %"] = known[len(known) * q // 100] if known else 0
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("traces", type=Path, nargs="*", help="files of the formats above")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--requests", type=int, default=6000, help="of each trace (default 6000)")
+    parser.add_argument("--percents", type=int, nargs="+", default=[2, 5, 10, 20, 30, 50], help="sizes of the cache")
+    args = parser.parse_args()
+    figures: dict[str, Any] = {}
+    for path in (*args.traces, None):
+        name = "contrary" if path is None else path.name.split(".")[0]
+        trace = contrary(args.requests) if path is None else read(path, args.requests)
+        distinct, asked = len({n for names in trace for n in names}), sum(map(len, trace))
+        print(f"{name}: {len(trace)} requests, {asked} blocks, {distinct} distinct", file=sys.stderr)
+        kinds, rows = predictability(trace), play(trace, args.percents, len(trace) // 10)
+        figures[name] = {"requests": len(trace), "blocks": asked, "distinct": distinct, "kinds": kinds, "rows": rows}
+        columns = {title: (title, "{:.3f}") for title in (*ORDERS, "Belady")}
+        print(f"\n{name}\n\n{markdown(rows, columns, 'cache')}\n")
+        titles = {"turns": "{}", "come back": "{:.2f}", "gap 10 %": "{}", "gap 50 %": "{}", "gap 90 %": "{}"}
+        print(markdown(kinds, {title: (title, form) for title, form in titles.items()}, "kind of turn"))
+    write_json(args.json, {"machine": machine(), "requests": args.requests, "traces": figures})
+
+
+if __name__ == "__main__":
+    main()

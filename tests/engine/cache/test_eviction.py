@@ -1,0 +1,197 @@
+"""The adaptive order of eviction: beside a model that looks at everything, and what it finds on small traces."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+
+from engine.cache.eviction import Adaptive, Leaves
+from engine.cache.habits import Habits, Turn
+
+
+class Place:
+    def __init__(self, hash_: int, depth: int, parent: Place | None) -> None:
+        self.hash, self.depth, self.parent = hash_, depth, parent
+        self.children = 0
+
+
+class Cache:
+    """Names of blocks, evicted in the adaptive order one at a time."""
+
+    def __init__(self, capacity: int, *, duel: bool = True) -> None:
+        self.capacity = capacity
+        self.served = 0
+        self.places: dict[int, Place] = {}
+        self.order: Adaptive[Place] = Adaptive(capacity, 16, duel=duel)
+
+    def serve(self, names: list[int]) -> int:
+        last, found = None, 0
+        while found < len(names) and names[found] in self.places:
+            last, found = self.places[names[found]], found + 1
+        turn = self.order.begin(names, found)
+        if last is not None:
+            self.order.used(last)
+        for depth in range(found, len(names)):
+            place = self.places[names[depth]] = Place(names[depth], depth, last)
+            if last is not None:
+                last.children += 1
+            last = place
+        self.order.end(turn, names)
+        assert last is not None
+        self.order.cached(last)
+        while len(self.places) > self.capacity:
+            leaf = self.order.victim()
+            assert leaf is not None
+            assert not leaf.children, "evicted before what hangs from it"
+            del self.places[leaf.hash]
+            if leaf.parent is not None:
+                leaf.parent.children -= 1
+            self.order.gone(leaf, leaf.parent)
+        self.served += 1
+        if self.served % 50 == 0:
+            self.order.check_invariants(self.places.values())
+        return found
+
+
+def lru(trace: list[list[int]], capacity: int) -> list[int]:
+    blocks: OrderedDict[int, None] = OrderedDict()
+    found = []
+    for names in trace:
+        found.append(next((i for i, name in enumerate(names) if name not in blocks), len(names)))
+        for name in reversed(names):
+            blocks[name] = None
+            blocks.move_to_end(name)
+        while len(blocks) > capacity:
+            blocks.popitem(last=False)
+    return found
+
+
+def adaptive(trace: list[list[int]], capacity: int, *, duel: bool = True) -> list[int]:
+    cache = Cache(capacity, duel=duel)
+    return [cache.serve(names) for names in trace]
+
+
+def chain(rng: random.Random, blocks: int) -> list[int]:
+    return [rng.getrandbits(63) for _ in range(blocks)]
+
+
+def test_of_a_cycle_that_is_larger_than_the_cache_a_part_stays() -> None:
+    rng = random.Random(0)
+    prompts = [chain(rng, 10) for _ in range(40)]
+    trace = prompts * 20
+    assert sum(lru(trace, 200)[400:]) == 0
+    assert sum(adaptive(trace, 200)[400:]) > 400 * 10 * 0.35  # half of the cycle fits
+
+
+def test_who_learns_what_is_wrong_is_stopped_by_the_duel() -> None:
+    """Conversations come back at once after a long gap, and late after a short one."""
+    rng = random.Random(0)
+    waiting = [(300 * rng.random(), 0, chain(rng, 20)) for _ in range(300)]
+    trace = []
+    for _ in range(3000):
+        at, turn, names = min(waiting)
+        waiting.remove((at, turn, names))
+        trace.append(names)
+        gap = rng.uniform(400, 900) if turn % 2 else rng.uniform(1, 8)
+        waiting.append((at + gap, turn + 1, [*names, rng.getrandbits(63)] if len(names) < 40 else chain(rng, 20)))
+    asked = sum(map(len, trace))
+    by_age, followed, alone = (sum(found) / asked for found in (
+        lru(trace, 700), adaptive(trace, 700), adaptive(trace, 700, duel=False)))  # fmt: skip
+    assert alone < by_age / 2
+    assert followed > by_age - 0.02
+
+
+def test_a_conversation_is_known_again_after_all_of_it_was_evicted() -> None:
+    habits = Habits(100, 16)
+    first = habits.begin([1, 2, 3, 4], 0)
+    habits.end(first)
+    habits.end(habits.begin([10, 11], 0))
+    second = habits.begin([1, 2, 3, 5, 6], 0)  # its last block ended otherwise
+    assert (second.before, second.turns, second.gap, second.added) == (first, 2, 7, 1)
+    other = habits.begin([1, 7, 8], 1)
+    assert (other.before, other.turns, other.base) == (None, 1, 1)
+
+
+def test_a_path_that_was_left_goes_first_and_from_its_end() -> None:
+    cache = Cache(9, duel=False)
+    cache.serve([1, 2, 3, 4, 5, 6])
+    cache.serve([1, 2, 3, 4, 5, 7, 8])  # the conversation goes on; block 6 was dropped from it
+    cache.serve([21, 22])
+    assert 6 not in cache.places
+    assert {1, 2, 3, 4, 5, 7, 8} <= set(cache.places)
+
+
+class Naive:
+    """Every entry with what it was queued by; looks at all of them."""
+
+    def __init__(self, habits: Habits) -> None:
+        self.habits = habits
+        self.entries: list[tuple[Place, Turn, object]] = []
+
+    def worth_min(self) -> float:
+        groups: dict[object, list[Turn]] = {}
+        for _, turn, key in self.entries:
+            groups.setdefault(key, []).append(turn)
+        worths = []
+        for key, turns in groups.items():
+            assert isinstance(key, tuple)
+            gap = 2 ** (key[1] / 2)
+            age = self.habits.now - min(turn.last for turn in turns)
+            worths.append(self.habits.of(turns[0]).share / (age if age > 1.5 * gap else gap))
+        return min(worths)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_least_of_all_is_found_at_the_ends_of_queues(seed: int) -> None:
+    rng = random.Random(seed)
+    habits = Habits(50, 16)
+    leaves: Leaves[Place] = Leaves(habits)
+    naive = Naive(habits)
+    talks = [chain(rng, rng.randint(1, 9)) for _ in range(12)]
+    for step in range(400):
+        at = rng.randrange(len(talks))
+        turn = habits.begin(talks[at], 0)
+        habits.end(turn)
+        turn.before = None
+        talks[at] = talks[at] + chain(rng, rng.randint(0, 3)) if rng.random() < 0.8 else chain(rng, 5)
+        place = Place(step, 0, None)
+        leaves.add(place, turn)
+        naive.entries.append((place, turn, (habits.kind(turn), round(habits.due(turn) * 2))))
+        if rng.random() < 0.4:
+            chosen = leaves.choose(learned=True)
+            found = next(entry for entry in naive.entries if entry[0] is chosen)
+            key = found[2]
+            assert isinstance(key, tuple)
+            queue = [entry[1] for entry in naive.entries if entry[2] == key]
+            gap, age = 2 ** (key[1] / 2), habits.now - queue[0].last
+            overdue = age > 1.5 * gap
+            assert found[1] is (queue[0] if overdue else queue[-1])
+            assert habits.of(found[1]).share / (age if overdue else gap) == naive.worth_min()
+            leaves.remove(found[0])
+            naive.entries.remove(found)
+        leaves.check_invariants({entry[0] for entry in naive.entries})
+
+
+def test_the_benchmark_plays_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every order finds at most what Belady does; the figures are written."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).resolve().parents[3] / "benchmarks")])
+    rng = random.Random(0)
+    talks = [[rng.randrange(9999) for _ in range(5)] for _ in range(8)]
+    lines = []
+    for _ in range(80):
+        ids = rng.choice(talks)
+        ids.append(rng.randrange(9999))
+        lines.append(json.dumps({"input_length": 512 * len(ids), "hash_ids": ids}))
+    (tmp_path / "trace.jsonl").write_text("\n".join(lines))
+    argv = [str(tmp_path / "trace.jsonl"), "--json", str(tmp_path / "out.json"), "--percents", "20"]
+    monkeypatch.setattr(sys, "argv", ["eviction.py", *argv, "--requests", "80"])
+    importlib.import_module("eviction").main()
+    row = json.loads((tmp_path / "out.json").read_text())["traces"]["trace"]["rows"]["20 %"]
+    assert 0 < row["ours"] <= row["Belady"]
+    assert row["LRU"] <= row["Belady"]
