@@ -88,7 +88,7 @@ def test_what_was_reused_is_told_and_the_parts_are_the_whole(client: anthropic.A
 
 def test_errors_have_the_form_of_this_api(client: anthropic.Anthropic, engine: Any) -> None:
     with pytest.raises(anthropic.BadRequestError) as refused:
-        ask(client, temperature=-1)
+        ask(client, stop_sequences=[""])
     assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(model="other", messages=TURNS, max_tokens=3)
