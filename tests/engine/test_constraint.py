@@ -10,7 +10,10 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from engine.api.constraint import MARKUPS, asked_format
-from engine.api.lark import write_lark
+from engine.api.lark import constraint_of, write_lark
+from engine.api.params import ModelLimits
+from engine.assembly import assemble
+from engine.config import EngineConfig
 from engine.tiny.tokenizer import cached_tokenizer
 from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer
 
@@ -259,3 +262,17 @@ def test_allowed_tools() -> None:
 def test_a_forced_call_needs_a_markup() -> None:
     with pytest.raises(RequestError, match="no --tool-call-parser"):
         asked_format(chat(tools=TOOLS, tool_choice="required"))
+
+
+def test_an_engine_that_can_constrain_nothing_says_why() -> None:
+    limits = ModelLimits(max_model_len=100, vocab_size=100, unconstrained="it is simulated")
+    with pytest.raises(RequestError, match=r"response_format: it is simulated") as refused:
+        constraint_of(chat(response_format={"type": "json_object"}), TOKENIZER, limits)
+    assert refused.value.param == "response_format"
+    assert constraint_of(chat(), TOKENIZER, limits) is None
+    assembled = assemble(EngineConfig(simulate="h100:qwen3-8b", num_gpu_blocks_override=8))
+    try:
+        assert "--simulate" in (assembled.info.unconstrained or "")
+        assert assembled.grammars is None
+    finally:
+        assembled.close()
