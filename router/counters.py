@@ -76,6 +76,12 @@ class Metrics:
     predicted_cached_tokens: int = 0
     reported_prompt_tokens: int = 0
     reported_cached_tokens: int = 0
+    turns: Counter[str] = field(default_factory=Counter)
+    """reason (router/turns/why.py) -> requests."""
+    turn_tokens: Counter[str] = field(default_factory=Counter)
+    """reason -> prompt tokens that had to be computed."""
+    reused_tokens: Counter[str] = field(default_factory=Counter)
+    """prompt, best, chosen, reported -> tokens, of requests whose worker said what it reused."""
     client_disconnects: int = 0
     http_errors: Counter[str] = field(default_factory=Counter)
     crashes: Counter[tuple[str, str]] = field(default_factory=Counter)

@@ -21,6 +21,7 @@ from router.app.dashboard import Dashboard
 from router.app.metrics_page import families, render
 from router.app.openapi import Worker, document
 from router.app.reading import Reading
+from router.app.reasons import Reasons, shown
 from router.app.siblings import RELAYED, Report, Siblings, WorkerSums
 from router.counters import Metrics
 from router.decide.core import RouterCore
@@ -59,6 +60,7 @@ class Admin:
         siblings: Siblings | None = None,
         synced: Callable[[str], bool] = lambda worker_id: True,
         ready_s: float = 0.0,
+        reasons: Reasons | None = None,
     ) -> None:
         self._core = core
         self._fleet = fleet
@@ -75,6 +77,7 @@ class Admin:
         self._synced = synced
         """Whether a worker's event streams have caught up."""
         self._ready_s = ready_s
+        self._reasons = reasons
         self._knows = False
         self._started = int(time.time())
         self._started_s = now()
@@ -94,6 +97,7 @@ class Admin:
             ("DELETE", "/workers/*", self._remove, False),
             ("POST", "/workers/*/drain", self._drain, False),
             ("POST", "/route", self._route, False),
+            ("GET", "/requests/*", self._request, False),
         ]
         if siblings is not None:
             handlers.append(("GET", "/report", lambda *_: Answer(msgspec.json.encode(self.report())), False))
@@ -316,7 +320,23 @@ class Admin:
         body: dict[str, Any] = msgspec.to_builtins(decision)
         del body["request_id"], body["decided_s"]
         body |= {"tokenized": token_ids is not None, "tokenize_ms": round(tokenize_s * 1e3, 3)}
+        if self._reasons is not None:
+            body["why"] = self._reasons.explain(asked, route, decision, self._now())
         return Answer(msgspec.json.encode(body))
+
+    async def _request(self, request: HttpRequest, argument: str) -> Answer:
+        """Why a request's prompt was not cached, by its x-request-id."""
+        why = self._reasons.ledger.get(argument) if self._reasons is not None else None
+        if why is not None:
+            return Answer(msgspec.json.encode(shown(why)))
+        if self._siblings is not None and request.header(RELAYED) is None:
+            answer = await self._siblings.find(request.target.decode("latin-1"))
+            if answer is not None:
+                return Answer(answer)
+        raise RequestError(
+            f"request {argument[:200]!r}: not among the last ones that were answered", param=None,
+            code="unknown_request", status=404,
+        )  # fmt: skip
 
 
 def _whole(value: Any) -> Any:

@@ -17,6 +17,7 @@ from router.fleet.discovery import WorkerFlag, parse_worker_flag
 from router.fleet.lists import read_workers_file
 from router.fleet.members import FleetConfig
 from router.prompting.config import PoolConfig
+from router.turns.config import TurnsConfig
 
 Part = Annotated[float, Meta(ge=0, le=1, title="SHARE")]
 Endpoint = Annotated[
@@ -79,6 +80,7 @@ class ProcessConfig:
     core: Annotated[CoreConfig, ROOT] = field(default_factory=CoreConfig)
     edge: Annotated[EdgeConfig, ROOT] = field(default_factory=EdgeConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
+    turns: TurnsConfig = field(default_factory=TurnsConfig)
     helpers: PoolConfig = field(default_factory=PoolConfig)
     processes: Annotated[int, Meta(ge=1, le=256), Flag(), "Equal processes on one port; each keeps the whole index."
     ] = 1

@@ -132,6 +132,7 @@ class Dashboard:
     def _state(self) -> bytes:
         state = self._workers()
         state["now"] = time.time()
+        state["turn_tokens"] = dict(self._proxy.metrics.turn_tokens)
         return msgspec.json.encode(state)
 
     def _add_point(self, now: float) -> None:

@@ -13,6 +13,7 @@ from router.counters import Metrics
 from router.decide.status import CoreSnapshot
 from router.decide.workers import WorkerState
 from router.index.protocol import IndexStats
+from router.turns.why import GROUPS
 
 PREFIX = "blockcast_router_"
 
@@ -65,6 +66,14 @@ def _counted(metrics: Metrics, report: Report, unusable: Mapping[str, int]) -> R
     yield "refused_bytes", "Requests refused because too many bytes are kept.", "bound", metrics.refused_bytes
     text = "Requests refused because their API key has too much in flight."
     yield "refused_by_key", text, "bound", metrics.refused_by_key
+    yield "turns", "Requests by the reason for most of their lost tokens.", "reason", metrics.turns
+    text = "Prompt tokens that had to be computed, by reason and whose doing it is."
+    grouped = {(reason, GROUPS.get(reason, "none")): count for reason, count in metrics.turn_tokens.items()}
+    yield "turn_tokens", text, "reason group", grouped
+    text = (
+        "Of requests whose worker says what it reused: prompt tokens, cached at the best worker, predicted, reported."
+    )
+    yield "reused_tokens", text, "point", metrics.reused_tokens
     yield "core", "Events in the core: routed, held, refused, retried ...", "event", report.counters
     text = "Probes and checks of a worker that failed, or whose answer could not be used."
     yield "worker_check_failures", text, "worker", unusable

@@ -29,6 +29,7 @@ from router.app.dashboard import Dashboard
 from router.app.guard import AdminGuard, Guard, anybody
 from router.app.hand_over import VERSION, HandOver, Predecessor, Will, http_path
 from router.app.reading import Reading
+from router.app.reasons import Reasons
 from router.app.server import TICK_S, RouterApp
 from router.app.siblings import Siblings
 from router.app.system import Heap, naming, raise_file_limit, settle_heap, tls_context
@@ -112,6 +113,16 @@ class RouterProcess:
         self._proxy.on_end.append(self._reading.stored.ended)
         self._tenants = Tenants(config.edge, self._metrics)
         self._feed = IndexFeed(self._index, on_connection=self._stream_changed)
+        self._reasons = Reasons(
+            config.turns,
+            self._core,
+            self._proxy,
+            self._prompts,
+            self._helpers,
+            self._metrics,
+            emptied=self._feed.emptied,
+        )
+        self._reading.outlined = self._reasons.outlined
         self._listeners: list[Listener] = []
         self._peers: PeerSockets | None = None
         self._loop = asyncio.get_running_loop()
@@ -210,6 +221,7 @@ class RouterProcess:
             siblings=siblings,
             synced=self._feed.synced,
             ready_s=config.edge.ready_s,
+            reasons=self._reasons,
         )
         self._dashboard = Dashboard(self._core, proxy, self._prompts, self._admin.workers)
         self._admin.show(self._dashboard)
@@ -260,6 +272,7 @@ class RouterProcess:
             self._config.edge,
             self._admin.routes,
             guard=guard,
+            reasons=self._reasons,
         )
         listener = Listener(app, self._config.edge.client_timeouts, self._config.edge.connections_max)
         self._listeners.append(listener)

@@ -20,6 +20,7 @@ from router.decide.messages import RouteRequest
 from router.http.request import HttpRequest
 from router.index.protocol import Scope
 from router.prompting.encode import cut, is_light
+from router.prompting.outline import Outline
 from router.prompting.pool import Helpers, Order
 from router.prompting.reader import INLINE_BYTES_MAX, PromptReader, Read
 from router.prompting.sessions import SessionNames
@@ -37,7 +38,17 @@ class Asked:
     """What a request asks for."""
 
     __slots__ = (
-        "base", "body_bytes", "deadline_ms", "lora", "model", "parsed", "priority", "role", "session", "worker",
+        "base",
+        "body_bytes",
+        "deadline_ms",
+        "lora",
+        "model",
+        "outline",
+        "parsed",
+        "priority",
+        "role",
+        "session",
+        "worker",
     )  # fmt: skip
 
     def __init__(
@@ -46,6 +57,8 @@ class Asked:
     ) -> None:  # fmt: skip
         """`holder`: the worker that alone can answer. Raises RequestError naming the header that cannot be read."""
         self.parsed = parsed
+        self.outline: Outline | None = None
+        """Of its messages, or the last of them, where it was read elsewhere."""
         self.model = model
         self.base = base
         self.lora = lora
@@ -71,6 +84,8 @@ class Reading:
         self.helpers = helpers
         self._names = names or SessionNames()
         self.stored = StoredResponses()
+        self.outlined: Callable[[str | None], int] = lambda session: 0
+        """How many messages of a session are outlined already."""
         self._scopes: dict[tuple[str, str | None], Scope] = {}
 
     def is_light(self, request: HttpRequest, path: str | None) -> bool:
@@ -112,11 +127,14 @@ class Reading:
 
         def order(parsed: RoutingRequest) -> Order:
             name, base, _ = self._model(parsed.model)
-            return self._prompts.order(base, parsed.kind, self._tokens_max(name))
+            made = self._prompts.order(base, parsed.kind, self._tokens_max(name))
+            made.outlined = self.outlined(self._names.of(request.header, parsed).name)
+            return made
 
         started = time.perf_counter()
-        parsed, result = await self.helpers.read(request.pieces, _kind(request, path), order, wanted)
+        parsed, result, drawn = await self.helpers.read(request.pieces, _kind(request, path), order, wanted)
         asked = self._asked(request, parsed)
+        asked.outline = drawn
         ids: Sequence[int] | None
         if isinstance(result, bytes):
             remote = self._prompts.remote

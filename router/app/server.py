@@ -16,6 +16,7 @@ from typing import Any
 from prompts.errors import RequestError
 from router.app.guard import Guard, bearer
 from router.app.reading import Asked, Reading
+from router.app.reasons import Reasons
 from router.app.tenants import Tenants, name_of
 from router.counters import Metrics
 from router.edge.config import EdgeConfig
@@ -59,6 +60,7 @@ class RouterApp:
         routes: Routes,
         *,
         guard: Guard,
+        reasons: Reasons | None = None,
     ) -> None:
         self.limits = config.limits
         self.budget = proxy.budget
@@ -69,6 +71,7 @@ class RouterApp:
         self._keys = [key.encode() for key in config.api_keys]
         self._own = routes
         self._guard = guard
+        self._reasons = reasons
         self._passed = frozenset(PASSED + config.pass_routes)
         self._passed_below = tuple(path[:-1] for path in self._passed if path.endswith("/*"))
         self._trace_prefix = os.urandom(6).hex()
@@ -173,6 +176,8 @@ class RouterApp:
         except RequestError as error:
             self._reject(exchange, error)
         else:
+            if self._reasons is not None and not exchange.done:
+                self._reasons.enter(exchange.request_id, asked)
             self._proxy.route(exchange, route)
 
     # Shared -------------------------------------------------------------------------------------------------------

@@ -118,7 +118,12 @@ class Siblings:
         """Have every other process do the same."""
         await asyncio.gather(*(self._ask(index, method, path, body) for index in self._share.others))
 
-    async def _ask(self, index: int, method: str, path: str, body: bytes = b"") -> bytes | None:
+    async def find(self, path: str) -> bytes | None:
+        """What the first of the others answers that knows."""
+        answers = await asyncio.gather(*(self._ask(index, "GET", path, quiet=True) for index in self._share.others))
+        return next((answer for answer in answers if answer is not None), None)
+
+    async def _ask(self, index: int, method: str, path: str, body: bytes = b"", *, quiet: bool = False) -> bytes | None:
         session = self._sessions.get(index)
         if session is None:
             connector = aiohttp.UnixConnector(str(self._share.control(index)))
@@ -131,6 +136,8 @@ class Siblings:
             )  # fmt: skip
         except Unanswered as error:
             log.warning("process %d does not answer %s: %s", index, method, error)
+            return None
+        if status >= 400 and quiet:
             return None
         if status >= 400:
             log.warning("process %d answers %s %s with %d", index, method, path, status)

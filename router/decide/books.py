@@ -80,7 +80,7 @@ class CacheBook:
         """target name -> approximate cache, for targets without events."""
         self._pins: dict[str, tuple[HolderId, PinId]] = {}
         """Of live requests."""
-        self._running: dict[str, tuple[Target, Sequence[int]]] = {}
+        self._running: dict[str, tuple[Target, Sequence[int], AskedPrompt]] = {}
         """Of live requests: the chunks of their prompts."""
         self._running_chunks: dict[int, int] = {}
         """How many of them have each."""
@@ -203,7 +203,7 @@ class CacheBook:
         keys = prompt.keys(self._chunk_tokens)
         cached_share = cached_tokens / max(prompt.tokens, 1)
         self.working_sets.sent(target.name, keys, prompt.tokens, now, cached_share=cached_share, session=session)
-        self._running[request_id] = (target, keys)
+        self._running[request_id] = (target, keys, prompt)
         self._hold(target, keys, 1)
 
     def begun(self, request_id: str, target: Target, now: float) -> None:
@@ -211,6 +211,11 @@ class CacheBook:
         if target.ahead is not None:
             target.ahead.taken_in(request_id)
             self._settling.append((now + self._pin_grace_s, target.ahead, request_id))
+
+    def asked(self, request_id: str) -> AskedPrompt | None:
+        """The prompt of a live request; None where it is unknown, or was not read."""
+        running = self._running.get(request_id)
+        return None if running is None else running[2]
 
     def ended(
         self,
@@ -225,7 +230,7 @@ class CacheBook:
         promised no longer; of the rest the events are coming."""
         running = self._running.pop(request_id, None)
         if running is not None:
-            self._hold(*running, -1)
+            self._hold(running[0], running[1], -1)
             if over is not None:
                 self.working_sets.ended(running[1], over)
             ahead = running[0].ahead
@@ -291,13 +296,13 @@ class CacheBook:
         assert releases == sorted(releases)
         assert set(self._pins) <= live
         assert set(self._running) <= live
-        for target, _ in self._running.values():
+        for target, _, _ in self._running.values():
             beside = sum(count - 1 for count in target.held_chunks.values())
             assert target.shared_tokens == self._chunk_tokens * beside
             if target.ahead is not None:
                 target.ahead.check_invariants(live)
-        assert self._running_chunks == Counter(key for _, keys in self._running.values() for key in keys)
-        holders = {target.name: target for target, _ in self._running.values()}.values()
+        assert self._running_chunks == Counter(key for _, keys, _ in self._running.values() for key in keys)
+        holders = {target.name: target for target, _, _ in self._running.values()}.values()
         assert self._copies == Counter(key for target in holders for key in target.held_chunks)
         self.working_sets.check_invariants()
 

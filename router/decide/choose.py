@@ -236,6 +236,10 @@ class Chooser:
             decided_s=now,
             waited_s=waited_s,
         )
+        most = max(cost.cached)
+        if most > terms.cached_tokens:
+            best = cost.cached.index(most)
+            decision.best = cost.terms(best, choice.resident[best])
         if explain:
             priced: list[Terms] = [cost.terms(i, choice.resident[i]) for i in range(len(cost.targets))]
             decision.candidates = sorted(priced, key=lambda t: t.cost)

@@ -137,6 +137,8 @@ class Decision(msgspec.Struct):
     decided_s: float
     waited_s: float = 0.0
     """How long the reordering queue held it."""
+    best: Terms | None = None
+    """Of the candidate that has most of the prompt cached, where that is more than the worker has."""
     candidates: list[Terms] = []
     """Every candidate's terms, cheapest first; filled only where an explanation was asked for."""
     not_eligible: dict[str, str] = {}

@@ -5,12 +5,16 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind, Instruction, Refuse
 from router.edge.relay import StreamRelay
 from router.edge.upstream import Endpoint, UpstreamPool
+
+if TYPE_CHECKING:
+    from router.edge.exchange import Exchange
 
 log = logging.getLogger("router")
 
@@ -76,6 +80,10 @@ class Carrier:
 
     def forget(self, request_id: str, kind: FailureKind | None) -> None:
         """Tell the core of a request's last failure, or that it ended without one."""
+        raise NotImplementedError
+
+    def first_byte(self, exchange: Exchange) -> None:
+        """The first byte of an answer was passed on."""
         raise NotImplementedError
 
     def ended(self, request_id: str) -> None:

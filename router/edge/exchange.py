@@ -301,7 +301,8 @@ class Exchange:
             data = data[:taken]
         if data and self.first_byte_s is None:
             self.first_byte_s = now
-        if data and not self.progress.began and self._speaks(data):
+        begins = bool(data) and not self.progress.began and self._speaks(data)
+        if begins:
             self.progress.began = True
             if self.in_core and self.route is not None and self.route.stream and head.status == 200:
                 proxy.perform(proxy.core.first_token(self.request_id, now))
@@ -313,6 +314,8 @@ class Exchange:
             data = _chunk(stream.pass_on(data))
         if prefix or data:
             self.client.write(prefix + data if prefix else data)
+        if begins and head.status == 200:
+            proxy.first_byte(self)
         progress = self.progress
         progress.note(data, now)
         if stream is not None and stream.failed and self._fails(stream):

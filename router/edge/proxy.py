@@ -53,6 +53,8 @@ class Proxy(Carrier):
         self.tracer: Callable[[Exchange, float], tuple[Any, bytes] | None] | None = None
         """Called with every exchange that begins, and the time; what it returns is the exchange's `span`."""
         self.exchanges: dict[str, Exchange] = {}
+        self.on_first_byte: list[Callable[..., None]] = []
+        """Called with every exchange whose answer has begun, once that is on its way to the client."""
         self.on_end: list[Callable[..., None]] = []
         """Called with every exchange that ended."""
         self.on_worker_lost: list[Callable[..., None]] = []
@@ -148,6 +150,9 @@ class Proxy(Carrier):
         if not gives_up(instructions, request_id):
             instructions = instructions + self.core.aborted(request_id, now)
         self.perform(one for one in instructions if isinstance(one, WorkerLost) or one.request_id != request_id)
+
+    def first_byte(self, exchange: Exchange) -> None:
+        self._tell(self.on_first_byte, exchange)
 
     def ended(self, request_id: str) -> None:
         self._tell(self.on_end, self.exchanges.pop(request_id))

@@ -13,6 +13,7 @@ import itertools
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -32,6 +33,7 @@ log = logging.getLogger("router")
 
 SNAPSHOT_VERSION = 2
 SNAPSHOT_S_MAX = 60.0
+EMPTIED_MAX = 1000
 WHOLE_BYTES_MAX = 64 << 10
 """Longer payloads are applied in slices, with turns of other streams between them."""
 
@@ -68,6 +70,9 @@ class IndexFeed:
         self._counters: dict[tuple[str, int], StreamCounters] = {}
         """(worker, rank) -> counters, kept while the worker is followed."""
         self._generation = itertools.count()
+        self.emptied: OrderedDict[str, float] = OrderedDict()
+        """worker -> when what it held was last forgotten as a whole: it died, restarted, said so, or a gap was not
+        repaired. Of `time.monotonic`; the last EMPTIED_MAX workers."""
         self.events = EventFeed(self, hwm=10_000)
 
     # The caller's thread -------------------------------------------------------------------------------------------
@@ -117,6 +122,7 @@ class IndexFeed:
 
     def forget(self, worker_id: str) -> None:
         """Stop listening to a worker."""
+        self._emptied(worker_id)
         self._drop(worker_id)
         self._workers.pop(worker_id, None)
         for key in [key for key in self._counters if key[0] == worker_id]:
@@ -284,7 +290,14 @@ class IndexFeed:
             with self._lock:
                 self._streams.pop(stream.stream_id, None)
 
+    def _emptied(self, worker_id: str) -> None:
+        self.emptied[worker_id] = time.monotonic()
+        self.emptied.move_to_end(worker_id)
+        while len(self.emptied) > EMPTIED_MAX:
+            self.emptied.popitem(last=False)
+
     def _clear(self, stream: WorkerStream) -> None:
+        self._emptied(stream.worker_id)
         stream.position = stream.since = None
         try:
             self._index.clear(stream.holder)
@@ -335,9 +348,9 @@ class IndexFeed:
     def _apply(self, stream: WorkerStream, apply: Apply) -> Callable[[], bool] | None:
         try:
             if len(apply.payload) <= WHOLE_BYTES_MAX:
-                self._applied(stream, apply, self._index.ingest(stream.holder, apply.payload))
+                self._applied(stream, apply, self._index.ingest(stream.holder, apply.payload, time.monotonic()))
                 return None
-            ingesting = self._index.begin(stream.holder, apply.payload)
+            ingesting = self._index.begin(stream.holder, apply.payload, time.monotonic())
             if ingesting.step():
                 return lambda: self._go_on(stream, apply, ingesting)
             self._applied(stream, apply, ingesting.report)
@@ -370,6 +383,8 @@ class IndexFeed:
             counters.replayed += 1
         else:
             counters.snapshots += 1
+        if report.cleared:
+            self._emptied(stream.worker_id)
         if apply.seq is None or report.cleared:
             stream.since = 0
         elif stream.since is None:

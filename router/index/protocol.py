@@ -139,14 +139,14 @@ class PrefixIndex(Protocol):
         Not to be guessed from the stream: a repeated store and a second copy look the same there.
         """
 
-    def ingest(self, holder: HolderId, payload: bytes) -> IngestReport:
+    def ingest(self, holder: HolderId, payload: bytes, now_s: float = 0.0) -> IngestReport:
         """Decode one event-batch payload and apply it. A malformed event is reported and skipped, never raised; of a
-        payload that cannot be read to its end nothing is applied.
+        payload that cannot be read to its end nothing is applied. `now_s`: when what it removes left, for `gone`.
 
         What readers see is the state between two batches, or between two slices of a very large one.
         """
 
-    def begin(self, holder: HolderId, payload: bytes) -> Ingesting:
+    def begin(self, holder: HolderId, payload: bytes, now_s: float = 0.0) -> Ingesting:
         """The same in slices, so that the caller can do other work between them. Nothing is applied before `step`.
 
         Names are resolved over a slice as a whole; what a later slice spells out waits for it, as over batches.
@@ -175,6 +175,11 @@ class PrefixIndex(Protocol):
         On a holder with state groups (or sliding windows announced sparsely) that is only the planned checkpoint, the
         last block boundary <= len(prompt) - 1.
         """
+
+    def gone(self, token_ids: Tokens, scope: Scope, start: int, step: int) -> tuple[int, HolderId, float] | None:
+        """What of the prompt behind `start`, which nobody holds, was held: (its end, who held its first block, when
+        that left), in blocks of `step` tokens. None where that block is not among those that left last; of windows
+        nothing is remembered. A hint: of 262,144 blocks, two that hash alike keep the newer."""
 
     def unpin(self, pin: PinId) -> None:
         """Ends a pin. Nothing happens where it ended before or its holder was removed."""

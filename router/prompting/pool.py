@@ -24,6 +24,7 @@ from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer, TokenizerError
 from router.prompting.config import PoolConfig
 from router.prompting.encode import envelope, is_within_bounds, prompt_ids, question
+from router.prompting.outline import Outline, outline
 
 log = logging.getLogger("router")
 
@@ -42,6 +43,8 @@ class Order(msgspec.Struct):
     """The model under which a worker is to be asked: made is that question instead of ids."""
     as_sent: bool = False
     """ChatTemplate.as_sent"""
+    outlined: int = 0
+    """Messages of a chat that are outlined already (router/prompting/outline.py)."""
 
 
 class Helpers:
@@ -62,26 +65,26 @@ class Helpers:
         kind: Kind | None,
         order: Callable[[RoutingRequest], Order],
         wanted: Callable[[], bool],
-    ) -> tuple[RoutingRequest, array[int] | bytes | None]:
-        """(what a body, in pieces, asks for; ids, or a question for a worker, or None). `kind`: of its path; None where
-        the body tells. `order` says what to make of it, `wanted` whether its client is still there. Neither may raise.
-        Raises RequestError for a body that is none, or that cannot be read now."""
+    ) -> tuple[RoutingRequest, array[int] | bytes | None, Outline | None]:
+        """(what a body, in pieces, asks for; ids, or a question for a worker, or None; a chat's outline). `kind`: of
+        its path; None where the body tells. `order` says what to make of it, `wanted` whether its client is there.
+        Neither may raise. Raises RequestError for a body that is none, or that cannot be read now."""
         size = sum(map(len, body))
         if self.waiting_bytes + size > self._config.waiting_mb << 20:
             self.counts["full"] += 1
             raise _not_now("too many large bodies wait to be read")
         looked: list[RoutingRequest] = []
 
-        async def work(process: Process) -> array[int] | bytes | None:
+        async def work(process: Process) -> tuple[array[int] | bytes | None, Outline | None]:
             if not wanted():
                 raise _not_now("the client left")
             looked.append(await self._look(process, body, kind))
             return await self._make(process, order(looked[0]))
 
-        made = None
+        made, drawn = None, None
         self.waiting_bytes += size
         try:
-            made = await self.processes.use(body[0], work)
+            made, drawn = await self.processes.use(body[0], work)
         except Ended as error:
             self.counts["failed"] += 1
             log.warning("a body of %d bytes could not be read: %s", size, error)
@@ -89,7 +92,17 @@ class Helpers:
                 raise _not_now("the body could not be read in time") from None
         finally:
             self.waiting_bytes -= size
-        return looked[0], made
+        return looked[0], made, drawn
+
+    async def outline(self, body: Sequence[bytes], kind: Kind) -> Outline | None:
+        """Of a whole chat that was read before; None where that fails."""
+        try:
+            found: Outline | None = await self.processes.use(
+                body[0], lambda process: process.call(self._config.seconds_max, _outline, body, kind)
+            )
+        except (Ended, RequestError):
+            return None
+        return found
 
     def close_idle(self, now: float) -> None:
         """End processes that had nothing to do for a while. `now`: of `time.monotonic`."""
@@ -104,15 +117,15 @@ class Helpers:
         chats = fields.pop("chats")
         return RoutingRequest(kind=kind or ("chat" if chats else "completion"), **fields)
 
-    async def _make(self, process: Process, order: Order) -> array[int] | bytes | None:
+    async def _make(self, process: Process, order: Order) -> tuple[array[int] | bytes | None, Outline | None]:
         await process.call(START_S_MAX, _load, order.folder)
-        cpu_s, made, problem = await process.call(self._config.seconds_max, _make, order)
+        cpu_s, made, drawn, problem = await process.call(self._config.seconds_max, _make, order)
         self.cpu_s += cpu_s
         self.counts["read"] += 1
         if problem is not None:
             self.counts["unread"] += 1
             log.debug("a large prompt left to the worker to judge: %s", problem)
-        return made or None
+        return made or None, drawn
 
 
 def _not_now(message: str) -> RequestError:
@@ -151,19 +164,25 @@ def _load(shelf: _Shelf, folder: str | None) -> None:
         shelf.tokenizers[folder] = found
 
 
-def _make(shelf: _Shelf, order: Order) -> tuple[float, array[int] | bytes | None, str | None]:
-    """(CPU seconds, what was ordered, why not)."""
-    started, made, problem = time.thread_time(), None, None
+def _make(shelf: _Shelf, order: Order) -> tuple[float, array[int] | bytes | None, Outline | None, str | None]:
+    """(CPU seconds, what was ordered, an outline of what is new, why not)."""
+    started, made, drawn, problem = time.thread_time(), None, None, None
     body, shelf.body = shelf.body, b""
     try:
         if order.kind != "other":
-            made = _made(order, body, shelf.tokenizers.get(order.folder or ""))
+            made, drawn = _made(order, body, shelf.tokenizers.get(order.folder or ""))
     except (RequestError, TokenizerError, ValueError, RecursionError, MemoryError) as error:
         problem = f"{type(error).__name__}: {error}"[:300]
-    return time.thread_time() - started, made, problem
+    return time.thread_time() - started, made, drawn, problem
 
 
-def _made(order: Order, body: bytes, tokenizer: Tokenizer | TokenizerError | None) -> array[int] | bytes | None:
+def _outline(shelf: _Shelf, pieces: Sequence[bytes], kind: Kind) -> Outline | None:
+    return outline(read_routing(kind, b"".join(pieces)))
+
+
+def _made(
+    order: Order, body: bytes, tokenizer: Tokenizer | TokenizerError | None
+) -> tuple[array[int] | bytes | None, Outline | None]:
     if isinstance(tokenizer, TokenizerError):
         raise tokenizer
     if not is_within_bounds(body):
@@ -173,5 +192,6 @@ def _made(order: Order, body: bytes, tokenizer: Tokenizer | TokenizerError | Non
         tokenizer.chat_template.as_sent = order.as_sent
     ids = prompt_ids(parsed, tokenizer, order.tokens_max)
     if ids is None:
-        return None if order.asks is None else question(parsed, order.asks)
-    return ids if isinstance(ids, array) else array(ID_TYPE, ids)
+        return None if order.asks is None else question(parsed, order.asks), None
+    drawn = outline(parsed, order.outlined) or outline(parsed)
+    return ids if isinstance(ids, array) else array(ID_TYPE, ids), drawn

@@ -111,6 +111,33 @@ def check_copies_are_counted(make: MakeIndex) -> None:
     assert tokens_of(index) == 48
 
 
+def check_what_is_gone_is_remembered(make: MakeIndex) -> None:
+    """Who held it and when it left, until a miss in between; what is still held somewhere is for `match` to tell."""
+    index, holder = one_holder(make)
+    other = index.add_holder("v", "m")
+    index.ingest(holder, batch(run(8)), 1.0)
+    index.ingest(other, batch(run(3)), 1.0)
+    assert index.gone(PROMPT, SCOPE, 0, 16) is None
+    index.ingest(holder, batch(removed(8, 7)), 2.0)
+    index.ingest(holder, batch(removed(6, 5, 3)), 3.5)
+    assert index.gone(PROMPT, SCOPE, 64, 16) == (128, holder, 3.5)
+    assert index.gone(PROMPT, SCOPE, 32, 16) == (48, holder, 3.5), "the fourth block is still there"
+    assert index.gone(PROMPT, SCOPE, 96, 16) == (128, holder, 2.0)
+    assert index.gone(PROMPT, Scope("m", salt="s"), 64, 16) is None
+    assert index.gone(PROMPT[:120], SCOPE, 64, 16) == (112, holder, 3.5)
+    index.ingest(other, batch(removed(3)), 4.0)
+    assert index.gone(index.prepare(PROMPT), SCOPE, 32, 16) == (48, other, 4.0), "the last one to have it"
+    with pytest.raises(ValueError, match="step is 0"):
+        index.gone(PROMPT, SCOPE, 0, 0)
+
+
+def check_what_leaves_a_window_is_not_gone(make: MakeIndex) -> None:
+    index, holder = one_holder(make)
+    index.ingest(holder, batch(grouped(run(4), 0, "sliding_window", 32)), 1.0)
+    index.ingest(holder, batch(removed(1, 2, group=0)), 2.0)
+    assert index.gone(PROMPT, SCOPE, 0, 16) is None
+
+
 def check_two_names_of_one_block(make: MakeIndex) -> None:
     index, holder = one_holder(make)
     index.ingest(holder, batch(run(2), run(2, first=11)))

@@ -136,7 +136,7 @@ def test_native_equals_the_reference(
             if operation[0] in ("flush", "restart"):
                 payload = encode_batch(EventBatch(0.0, pending), legacy)
                 pending = []
-                reports = [index.ingest(holders[0][at], payload) for index in pair]
+                reports = [index.ingest(holders[0][at], payload, float(len(asked))) for index in pair]
                 assert _counts(reports[0]) == _counts(reports[1])
                 if operation[0] == "restart":
                     for index in pair:
@@ -149,6 +149,7 @@ def test_native_equals_the_reference(
         pair[0].check_invariants()
     for prompt in [*asked, *(tuple(bits >> i & 1 for i in range(8)) for bits in range(256))]:
         _same_matches(pair, prompt)
+        assert pair[0].gone(prompt, SCOPE, 0, 1) == pair[1].gone(prompt, SCOPE, 0, 1)
     for holder in holders[0]:
         assert pair[0].groups(holder) == pair[1].groups(holder)
         twins = (ReferenceIndex(seed), make_index(seed))

@@ -232,6 +232,9 @@ bool Holder::remove(u64 name, u32 slot) {
     const auto last_in_slot = [&](u32 node) {
         --entries_;
         count_length(slot, nodes_[node].length, -1);
+        // What leaves a window does so all the time, and nothing is lost by it.
+        const Role role = groups[slot / kTiers].role();
+        if (role == Role::Full || role == Role::State) departed_.note(nodes_[node].key, id);
         nodes_.remove(node, seat, slot);
     };
     if ((entry->meta & kMany) == 0) {

@@ -190,9 +190,10 @@ private:
 
 class Holder {
 public:
-    Holder(u64 id, std::string name, Model* model, const Digester& digester, Pages& pages, Nodes& nodes, Seats& seats)
+    Holder(u64 id, std::string name, Model* model, const Digester& digester, Pages& pages, Nodes& nodes, Seats& seats,
+           Departed& departed)
         : id(id), name(std::move(name)), model(model), seat(seats.take(this)), digester_(digester), pages_(pages),
-          nodes_(nodes), seats_(seats), names_(pages) {}
+          nodes_(nodes), seats_(seats), departed_(departed), names_(pages) {}
 
     const u64 id;
     const std::string name;
@@ -293,6 +294,7 @@ private:
     Pages& pages_;
     Nodes& nodes_;
     Seats& seats_;
+    Departed& departed_;
     Names names_;
     Links links_;
     Parking parking_;

@@ -29,7 +29,7 @@ u64 Index::add_holder(std::string name, const std::string& model) {
         entry->start = digester_.text(3, {Text(model)});
     }
     const u64 id = next_holder_++;
-    auto holder = std::make_unique<Holder>(id, std::move(name), entry.get(), digester_, pages_, nodes_, seats_);
+    auto holder = std::make_unique<Holder>(id, std::move(name), entry.get(), digester_, pages_, nodes_, seats_, departed_);
     entry->holders.push_back(holder.get());
     holders_.emplace(id, std::move(holder));
     return id;
@@ -96,6 +96,7 @@ bool Index::step(Ingest& ingest) {
     }
     const std::unique_lock lock(mutex_);
     const Seat seat = holder->seat;
+    departed_.now_s = ingest.now_s;
     holder->apply(batch_, first, report);
     if (holder->seat != seat) move_pins(*holder);
     place(holder);
@@ -103,8 +104,8 @@ bool Index::step(Ingest& ingest) {
     return !ingest.cursor.done;
 }
 
-Report Index::ingest(u64 holder, const u8* payload, std::size_t size) {
-    Ingest ingest{holder, payload, size};
+Report Index::ingest(u64 holder, const u8* payload, std::size_t size, double now_s) {
+    Ingest ingest{holder, payload, size, now_s};
     while (step(ingest)) {
     }
     return std::move(ingest.report);
@@ -152,6 +153,20 @@ std::vector<u64> Index::chunk_keys(const Tokens& prompt, const ScopeView& scope,
     std::vector<u64> keys;
     for (u64 end = chunk; end < prompt.count; end += chunk) keys.push_back(prefixes.at(end));
     return keys;
+}
+
+std::optional<Gone> Index::gone(const Tokens& prompt, const ScopeView& scope, u64 start, u64 step) const {
+    const Query asked = query(prompt, scope);
+    Prefixes prefixes(asked, digester_, step);
+    const std::shared_lock lock(mutex_);
+    std::optional<Gone> found;
+    for (u64 end = start - start % step + step; end < prompt.count; end += step) {
+        const std::optional<Gone> left = departed_.find(prefixes.at(end));
+        if (!left) break;
+        if (!found) found = left;
+        found->end = end;
+    }
+    return found;
 }
 
 u64 Index::pin(u64 id, const Tokens& prompt, const ScopeView& scope) {
@@ -214,7 +229,7 @@ void Index::place(const Holder* holder) { static_cast<ModelHolders*>(holder->mod
 Stats Index::stats() const {
     const std::shared_lock lock(mutex_);
     Stats stats{holders_.size(), 0, 0, pins_.size(), 0, nodes_.size()};
-    stats.bytes = pages_.bytes() + pin_pages_.bytes() + nodes_.bytes() + seats_.bytes() + boundaries_.bytes() + checkpoints_.bytes();
+    stats.bytes = pages_.bytes() + pin_pages_.bytes() + nodes_.bytes() + seats_.bytes() + boundaries_.bytes() + checkpoints_.bytes() + departed_.bytes();
     for (const auto& [id, holder] : holders_) {
         stats.entries += holder->entries();
         stats.parked += holder->parked();

@@ -42,6 +42,7 @@ struct Ingest {
     u64 holder;
     const u8* payload;
     std::size_t size;
+    double now_s = 0;
     Cursor cursor = {};
     Report report = {};
 };
@@ -68,13 +69,16 @@ public:
     void set_reannounces(u64 holder, bool reannounces);
     // One slice; false: it was the last one.
     bool step(Ingest& ingest);
-    Report ingest(u64 holder, const u8* payload, std::size_t size);
+    Report ingest(u64 holder, const u8* payload, std::size_t size, double now_s = 0);
     std::vector<Match> match(const Tokens& prompt, const ScopeView& scope) const;
     u64 pin(u64 holder, const Tokens& prompt, const ScopeView& scope);
     // Keys of the prefixes that end at the multiples of `chunk`, the whole prompt left out: its last token is always
     // computed.
     std::vector<u64> chunk_keys(const Tokens& prompt, const ScopeView& scope, u64 chunk) const;
     void unpin(u64 pin);
+    // What of the prompt behind `start` was held and left last, in blocks of `step` tokens; nothing where the first of them
+    // is not remembered.
+    std::optional<Gone> gone(const Tokens& prompt, const ScopeView& scope, u64 start, u64 step) const;
     Stats stats() const;
 
     // visit(const Holder&), under the reader's lock.
@@ -114,6 +118,7 @@ private:
     Pages pages_, pin_pages_;  // before everything that lives in them
     Nodes nodes_;
     Seats seats_;
+    Departed departed_;
     Promises boundaries_, checkpoints_;
     std::map<std::string, std::unique_ptr<ModelHolders>, std::less<>> models_;
     std::unordered_map<u64, std::unique_ptr<Holder>> holders_;

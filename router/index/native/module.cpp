@@ -155,9 +155,9 @@ private:
 
 // A payload that is applied slice by slice.
 struct Ingesting {
-    Ingesting(Index& index, u64 holder, nb::bytes payload)
+    Ingesting(Index& index, u64 holder, nb::bytes payload, double now_s)
         : index(index), payload(payload),
-          ingest{holder, static_cast<const u8*>(payload.data()), payload.size()} {}
+          ingest{holder, static_cast<const u8*>(payload.data()), payload.size(), now_s} {}
     Index& index;
     const nb::bytes payload;
     Ingest ingest;
@@ -375,13 +375,15 @@ NB_MODULE(_native, module) {
              nb::call_guard<nb::gil_scoped_release>())
         .def("declare_groups", &declare_groups, nb::arg("holder"), nb::arg("groups"))
         .def("ingest",
-             [](Index& index, u64 holder, nb::bytes payload) {
+             [](Index& index, u64 holder, nb::bytes payload, double now_s) {
                  const nb::gil_scoped_release released;
-                 return index.ingest(holder, static_cast<const u8*>(payload.data()), payload.size());
+                 return index.ingest(holder, static_cast<const u8*>(payload.data()), payload.size(), now_s);
              },
-             nb::arg("holder"), nb::arg("payload"))
-        .def("begin", [](Index& index, u64 holder, nb::bytes payload) { return new Ingesting(index, holder, payload); },
-             nb::arg("holder"), nb::arg("payload"), nb::keep_alive<0, 1>())
+             nb::arg("holder"), nb::arg("payload"), nb::arg("now_s") = 0.0)
+        .def("begin", [](Index& index, u64 holder, nb::bytes payload, double now_s) {
+                 return new Ingesting(index, holder, payload, now_s);
+             },
+             nb::arg("holder"), nb::arg("payload"), nb::arg("now_s") = 0.0, nb::keep_alive<0, 1>())
         .def("prepare", [](Index&, nb::handle token_ids) { return new Prompt(token_ids); }, nb::arg("token_ids"))
         .def("match", &match, nb::arg("token_ids"), nb::arg("scope"), nb::arg("order") = nb::none(), nb::arg("keep") = 1)
         .def("pin",
@@ -399,6 +401,17 @@ NB_MODULE(_native, module) {
                  return prompt.with([&](const Tokens& tokens) { return index.chunk_keys(tokens, scope.view(), chunk); });
              },
              nb::arg("token_ids"), nb::arg("scope"), nb::arg("chunk_tokens"))
+        .def("gone",
+             [](const Index& index, nb::handle token_ids, nb::handle of, u64 start, u64 step) -> nb::object {
+                 const Given prompt(token_ids);
+                 const Scope scope(index, of);
+                 if (step == 0) throw nb::value_error("step is 0: expected at least 1");
+                 const std::optional<Gone> gone =
+                     prompt.with([&](const Tokens& tokens) { return index.gone(tokens, scope.view(), start, step); });
+                 if (!gone) return nb::none();
+                 return nb::make_tuple(gone->end, gone->holder, gone->at_s);
+             },
+             nb::arg("token_ids"), nb::arg("scope"), nb::arg("start"), nb::arg("step"))
         .def("unpin", &Index::unpin, nb::arg("pin"), nb::call_guard<nb::gil_scoped_release>())
         .def("stats", &Index::stats, nb::call_guard<nb::gil_scoped_release>())
         .def("groups", &groups, nb::arg("holder"))

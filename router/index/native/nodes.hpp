@@ -6,6 +6,8 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
+#include <memory>
 #include <unordered_map>
 
 #include "table.hpp"
@@ -263,6 +265,55 @@ private:
     Table table_;
     std::unordered_map<std::pair<u64, u32>, u32, AgainHash> again_;  // names beyond the first for one presence
     std::size_t heap_ = 0;
+};
+
+// -- what left ------------------------------------------------------------------------------------------------------------
+
+// Which blocks left a holder last, and when: what was there and is not any more can then be told from what never was.
+// Bounded: kDepartedMax of them, of two that hash alike the older one goes. Hints: nothing is decided by them.
+constexpr std::size_t kDepartedMax = std::size_t{1} << 18;
+
+// What of a prompt's beginning was held and is not: [start, end), by whom, and when its first block left.
+struct Gone {
+    u64 end, holder;
+    double at_s;
+};
+
+class Departed {
+public:
+    double now_s = 0;  // of the batch that is applied
+
+    void note(u64 key, u64 holder) {
+        // Zeros from the system cost nothing before they are touched.
+        if (!entries_) entries_.reset(static_cast<Entry*>(std::calloc(kDepartedMax, sizeof(Entry))));
+        if (!entries_) return;
+        Entry* pair = entries_.get() + place(key);
+        Entry& entry = pair[0].key == key || (pair[1].key != key && pair[0].at_s <= pair[1].at_s) ? pair[0] : pair[1];
+        entry = Entry{key, holder + 1, now_s};
+    }
+
+    // The entry of the prefix with this key; nothing where none is remembered.
+    std::optional<Gone> find(u64 key) const {
+        if (!entries_) return std::nullopt;
+        for (const Entry* entry = entries_.get() + place(key), *end = entry + 2; entry != end; ++entry) {
+            if (entry->key == key && entry->by != 0) return Gone{0, entry->by - 1, entry->at_s};
+        }
+        return std::nullopt;
+    }
+
+    std::size_t bytes() const { return entries_ ? kDepartedMax * sizeof(Entry) : 0; }
+
+private:
+    struct Entry {
+        u64 key, by;  // the holder and one more; 0: never used
+        double at_s;
+    };
+    struct Free {
+        void operator()(Entry* entries) const { std::free(entries); }
+    };
+    static std::size_t place(u64 key) { return (keyed(key) >> 32) % (kDepartedMax / 2) * 2; }
+
+    std::unique_ptr<Entry[], Free> entries_;
 };
 
 }  // namespace blockcast

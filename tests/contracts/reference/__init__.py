@@ -28,13 +28,13 @@ MALFORMED_KEPT = 16
 class Whole:
     """A payload that is applied in one step."""
 
-    def __init__(self, index: ReferenceIndex, holder: HolderId, payload: bytes) -> None:
-        self._work = (index, holder, payload)
+    def __init__(self, index: ReferenceIndex, holder: HolderId, payload: bytes, now_s: float) -> None:
+        self._work = (index, holder, payload, now_s)
         self.report = IngestReport()
 
     def step(self) -> bool:
-        index, holder, payload = self._work
-        self.report = index.ingest(holder, payload)
+        index, *work = self._work
+        self.report = index.ingest(*work)
         return False
 
 
@@ -56,6 +56,7 @@ class ReferenceIndex:
         self._lock = threading.RLock()
         self._holders: dict[HolderId, Holder] = {}
         self._pins: dict[HolderId, Pins] = {}
+        self._gone: dict[int, tuple[HolderId, float]] = {}
         self._pinned: dict[PinId, tuple[HolderId, list[int], int | None]] = {}
         self._holder_ids: Iterator[int] = itertools.count()
         self._pin_ids: Iterator[int] = itertools.count()
@@ -89,11 +90,15 @@ class ReferenceIndex:
         with self._lock:
             self._get(holder).reannounces = reannounces
 
-    def begin(self, holder: HolderId, payload: bytes) -> Whole:
-        return Whole(self, holder, payload)
+    def begin(self, holder: HolderId, payload: bytes, now_s: float = 0.0) -> Whole:
+        return Whole(self, holder, payload, now_s)
 
-    def ingest(self, holder: HolderId, payload: bytes) -> IngestReport:
-        report = self._ingest(holder, payload)
+    def ingest(self, holder: HolderId, payload: bytes, now_s: float = 0.0) -> IngestReport:
+        with self._lock:
+            left = self._get(holder).left
+            report = self._ingest(holder, payload)
+            self._gone.update(dict.fromkeys(left, (holder, now_s)))
+            left.clear()
         report.malformed_events = len(report.malformed)
         del report.malformed[MALFORMED_KEPT:]
         return report
@@ -151,6 +156,15 @@ class ReferenceIndex:
         if chunk_tokens < 1:
             raise ValueError(f"chunk is {chunk_tokens}: expected at least 1")
         return self._digester.prefixes(as_token_list(token_ids), scope)[chunk_tokens:-1:chunk_tokens]
+
+    def gone(self, token_ids: Tokens, scope: Scope, start: int, step: int) -> tuple[int, HolderId, float] | None:
+        if step < 1:
+            raise ValueError(f"step is {step}: expected at least 1")
+        with self._lock:
+            prefixes = self._digester.prefixes(as_token_list(token_ids), scope)
+            ends = list(range(start - start % step + step, len(prefixes) - 1, step))
+            known = list(itertools.takewhile(lambda end: prefixes[end] in self._gone, ends))
+            return (known[-1], *self._gone[prefixes[known[0]]]) if known else None
 
     def pin(self, holder: HolderId, token_ids: Tokens, scope: Scope) -> PinId:
         with self._lock:

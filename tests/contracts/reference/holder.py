@@ -61,6 +61,8 @@ class Holder:
         self._batch = 0
         self._taught: dict[int, Place] = {}
         self.parking = Parking()
+        self.left: list[int] = []
+        """Keys of the blocks that a batch removed, but those of windows."""
 
     def check_invariants(self) -> None:
         """Assert what the module promises; for tests."""
@@ -396,6 +398,8 @@ class Holder:
             self.blocks[known.place.key, held.length][slot] -= 1
             return True
         self._count(known.place.key, held.length, slot, -1, self.groups[slot[0]])
+        if self.groups[slot[0]].role in ("full", "state"):
+            self.left.append(known.place.key)
         del known.held[slot]
         if not known.held:
             del self.names[name]

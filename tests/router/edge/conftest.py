@@ -74,6 +74,9 @@ class EmptyIndex:
         self.pins.add(pin)
         return PinId(pin)
 
+    def gone(self, token_ids: Sequence[int], scope: Scope, start: int, step: int) -> None:
+        return None
+
     def unpin(self, pin: PinId) -> None:
         self.pins.remove(pin)
 

@@ -1,0 +1,188 @@
+"""The shell around router/turns: tells the ledger of first bytes and ends, asks index and feed what it wants to know.
+
+Nothing here is on a decision's path: a request is looked at after its first byte was passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from prompts.routing import Kind
+from prompts.segments import ID_TYPE
+from router.app.reading import Asked as Read
+from router.counters import Metrics
+from router.decide.core import RouterCore
+from router.decide.messages import Decision, RouteRequest
+from router.decide.workers import CacheView
+from router.edge.exchange import Exchange
+from router.edge.proxy import Proxy
+from router.index.protocol import Tokens
+from router.prompting.outline import Outline, outline
+from router.prompting.pool import Helpers
+from router.prompting.reader import PromptReader
+from router.turns.config import TurnsConfig
+from router.turns.ledger import Asked, Begun, Ledger
+from router.turns.why import BLOCK_TOKENS, GROUPS, Facts, Why
+
+log = logging.getLogger("router")
+
+
+class Reasons:
+    """One a process."""
+
+    def __init__(
+        self,
+        config: TurnsConfig,
+        core: RouterCore,
+        proxy: Proxy,
+        prompts: PromptReader,
+        helpers: Helpers,
+        metrics: Metrics,
+        *,
+        emptied: Mapping[str, float],
+    ) -> None:
+        self.ledger = Ledger(config, metrics.turns, metrics.turn_tokens, metrics.reused_tokens)
+        self._core, self._proxy, self._prompts, self._helpers = core, proxy, prompts, helpers
+        self._emptied = emptied
+        self._read: dict[str, Read] = {}
+        """What requests without a first byte ask for."""
+        self._begun: dict[str, Begun | None] = {}
+        """Requests past their first byte; None while their outline is made elsewhere."""
+        self._outlining: set[asyncio.Task[None]] = set()
+        if config.enabled:
+            proxy.on_first_byte.append(self._first_byte)
+            proxy.on_end.append(self._ended)
+        self.enabled = config.enabled
+
+    def enter(self, request_id: str, read: Read) -> None:
+        """A request was read and is about to be placed."""
+        if self.enabled and read.parsed.kind != "other":
+            self._read[request_id] = read
+
+    def outlined(self, session: str | None) -> int:
+        """How many messages of the session's next prompt are known."""
+        return self.ledger.book.outlined(session)
+
+    def explain(self, read: Read, route: RouteRequest, decision: Decision, now: float) -> dict[str, Any] | None:
+        """Why a request would miss that is not sent."""
+        if not self.enabled or route.token_ids is None:
+            return None
+        ids = _ids(route.token_ids)
+        prompt = self._core.index.prepare(ids)
+        keys = self._core.index.chunk_keys(prompt, route.scope, self._core.config.working_set.chunk_tokens)
+        asked = self._asked("", read, route, ids, keys, decision)
+        return shown(self.ledger.explain(asked, decision, self._facts(prompt, route), now, time.time()))
+
+    # Requests -----------------------------------------------------------------------------------------------------
+
+    def _first_byte(self, exchange: Exchange) -> None:
+        read, route, decision = self._read.pop(exchange.request_id, None), exchange.route, exchange.decision
+        if read is None or route is None or decision is None or route.token_ids is None:
+            return
+        prompt = self._core.book.asked(route.request_id)
+        if prompt is None:
+            return
+        ids = _ids(route.token_ids)
+        keys = prompt.keys(self._core.config.working_set.chunk_tokens)
+        asked = self._asked(exchange.trace_id.decode("latin-1"), read, route, ids, keys, decision)
+        facts = self._facts(prompt.ids, route)
+        now = self._proxy.now()
+        if read.outline is not None and read.outline.after and self.ledger.parts_ways(asked):
+            self._begun[exchange.request_id] = None
+            task = asyncio.get_running_loop().create_task(
+                self._begin_later(exchange, asked, read.parsed.kind, decision, facts, now)
+            )
+            self._outlining.add(task)
+            task.add_done_callback(self._outlining.discard)
+        else:
+            self._begun[exchange.request_id] = self.ledger.begun(asked, decision, facts, now, time.time())
+
+    async def _begin_later(
+        self, exchange: Exchange, asked: Asked, kind: Kind, decision: Decision, facts: Facts, now: float
+    ) -> None:
+        """The conversation was changed: its large body is looked at once more, elsewhere."""
+        whole = await self._helpers.outline(exchange.request.pieces, kind)
+        asked.outline = lambda after: whole if not after else None
+        begun = self.ledger.begun(asked, decision, facts, now, time.time())
+        if exchange.request_id in self._begun:
+            self._begun[exchange.request_id] = begun
+        if exchange.done:
+            self._end(exchange, begun)
+
+    def _ended(self, exchange: Exchange) -> None:
+        self._read.pop(exchange.request_id, None)
+        begun = self._begun.pop(exchange.request_id, None)
+        if begun is not None:
+            self._end(exchange, begun)
+
+    def _end(self, exchange: Exchange, begun: Begun) -> None:
+        if exchange.outcome != "status_200":
+            return
+        usage, route = exchange.usage, exchange.route
+        said = usage.completion_tokens if usage is not None else None
+        if said is None:
+            said = exchange.progress.reads if route is not None and route.stream else 0
+        self.ledger.ended(begun, usage, said, self._proxy.now())
+        if exchange.sampled:
+            fields = shown(begun.why)
+            log.info("why %s", msgspec.json.encode(fields).decode(), extra={"fields": {"why": fields}})
+
+    # What the ledger wants to know ----------------------------------------------------------------------------------
+
+    def _asked(
+        self, name: str, read: Read, route: RouteRequest, ids: array[int], keys: Sequence[int], decision: Decision
+    ) -> Asked:
+        worker = self._core.workers.get(decision.worker)
+        block = worker.spec.block_size if worker is not None else None
+        return Asked(
+            name, ids, route.scope, keys, _outliner(read), decision.worker, block or BLOCK_TOKENS, route.session,
+            route.parent, route.final,
+        )  # fmt: skip
+
+    def _facts(self, prompt: Tokens, route: RouteRequest) -> Facts:
+        core = self._core
+
+        def gone(start: int, step: int) -> tuple[int, str, float] | None:
+            found = core.index.gone(prompt, route.scope, start, step)
+            if found is None:
+                return None
+            end, holder, when_s = found
+            workers = (worker.worker_id for worker in core.workers.values() if holder in worker.holders)
+            return end, next(workers, "one that is known no more"), when_s
+
+        def text(ids: Sequence[int]) -> str:
+            tokenizer = self._prompts.get(route.scope.model)
+            return "" if tokenizer is None else tokenizer.decode(list(ids), skip_special_tokens=False)
+
+        def guessed(worker_id: str) -> bool:
+            worker = core.workers.get(worker_id)
+            return worker is not None and worker.spec.cache_view is CacheView.HISTORY
+
+        return Facts(gone, self._emptied.get, text, guessed)
+
+
+def _outliner(read: Read) -> Callable[[int], Outline | None]:
+    if read.outline is not None:
+        made = read.outline
+        return lambda after: made if made.after == after else None
+    parsed = read.parsed
+    return lambda after: outline(parsed, after)
+
+
+def _ids(ids: Sequence[int]) -> array[int]:
+    return ids if isinstance(ids, array) else array(ID_TYPE, ids)
+
+
+def shown(why: Why) -> dict[str, Any]:
+    """As JSON has it."""
+    fields: dict[str, Any] = msgspec.to_builtins(why)
+    for part, row in zip(why.parts, fields["parts"]):
+        row |= {"tokens": part.tokens, "group": GROUPS.get(part.reason, "none")}
+    return fields

@@ -1,0 +1,219 @@
+"""What a conversation is made of, as digests: enough to say which of its messages changed, and how. Pure.
+
+Owns what counts as the same. No text leaves here. Everything is a CRC of 32 bits: two texts that share one are taken
+for the same, which names a wrong reason once in four billion times and decides nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Mapping
+from typing import Any, Literal
+from zlib import crc32
+
+import msgspec
+
+from prompts.messages import BILLING_LINE
+from prompts.routing import RoutingRequest
+
+WORDS = 5
+"""Of a message: as sent, JSON normalised, that without thinking and billing lines, what it is, its length."""
+TOOL_WORDS = 2
+"""Of a tool: as sent, normalised."""
+_ROLES = {"system": 0, "developer": 0, "user": 1, "assistant": 2, "tool": 3}
+_ROLE, THINKS, BILLED, CALLS = 7, 8, 16, 32
+_THINKING_FIELDS = frozenset(("reasoning_content", "reasoning", "thinking"))
+_THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+_BILLING_LINE = re.compile(rf"^{BILLING_LINE}[^\n]*\n?", re.MULTILINE)
+_TAIL = 0.1
+"""A message may begin so much of the prompt earlier or later than its characters say."""
+_encoder = msgspec.json.Encoder()
+_sorted = msgspec.json.Encoder(order="sorted")
+
+How = Literal[
+    "billing_line", "system_prompt", "tools", "template_flag", "thinking_dropped", "tool_arguments", "truncated",
+    "edited", "re_encoded",
+]  # fmt: skip
+
+
+class Outline(msgspec.Struct):
+    """Of a chat's messages from `after` on."""
+
+    after: int
+    messages: array[int]
+    """WORDS numbers each."""
+    tools: array[int] = array("I")
+    """TOOL_WORDS numbers each; of a whole outline only (`after` 0)."""
+    flags: int = 0
+    """What else the template is told."""
+
+    @property
+    def count(self) -> int:
+        """Of all messages, those before included."""
+        return self.after + len(self.messages) // WORDS
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return 4 * (len(self.messages) + len(self.tools)) + 256
+
+
+def outline(parsed: RoutingRequest, after: int = 0) -> Outline | None:
+    """Of a chat whose first `after` messages are known already; None where it is none, or has fewer."""
+    messages = parsed.messages
+    if messages is None or len(messages) < after:
+        return None
+    words = array("I")
+    for message in messages[after:] if after else messages:
+        words.extend(_message(message))
+    flags = _flags(parsed)
+    if after:
+        return Outline(after, words, flags=flags)
+    tools = array("I")
+    for tool in parsed.tools or ():
+        tools.append(crc32(_encoder.encode(tool)))
+        tools.append(crc32(_sorted.encode(tool)))
+    return Outline(0, words, tools, flags)
+
+
+def _flags(parsed: RoutingRequest) -> int:
+    told = (
+        parsed.chat_template_kwargs, parsed.reasoning_effort, parsed.add_generation_prompt,
+        parsed.continue_final_message, parsed.add_special_tokens, parsed.documents,
+    )  # fmt: skip
+    return crc32(_sorted.encode(told)) if any(value is not None for value in told) else 0
+
+
+def _message(message: Mapping[str, Any]) -> tuple[int, int, int, int, int]:
+    content = message.get("content")
+    kind = _ROLES.get(message.get("role"), 4)  # type: ignore[arg-type]
+    if type(content) is str and len(message) == 2:
+        whole = crc32(content.encode("utf-8", "surrogatepass"))
+        if "<think>" not in content and BILLING_LINE not in content:
+            return whole, whole, whole, kind, len(content)
+    text, thinks = _text(content)
+    rest = {name: value for name, value in message.items() if name not in ("content", "role") and value is not None}
+    raw = text.encode("utf-8", "surrogatepass")
+    whole, size = crc32(raw), len(text)
+    if rest:
+        said = _encoder.encode(rest)
+        whole, size = crc32(said, whole), size + len(said)
+    if rest.get("tool_calls"):
+        kind |= CALLS
+        rest["tool_calls"] = _parsed_calls(rest["tool_calls"])
+    plain = crc32(_sorted.encode(rest), crc32(raw)) if rest else whole
+    bare_text = _BILLING_LINE.sub("", text) if BILLING_LINE in text else text
+    kind |= BILLED if bare_text is not text else 0
+    if "<think>" in bare_text:
+        bare_text, thinks = _THOUGHT.sub("", bare_text), True
+    bare_rest = {name: value for name, value in rest.items() if name not in _THINKING_FIELDS}
+    if thinks or len(bare_rest) < len(rest):
+        kind |= THINKS
+    bare = crc32(bare_text.encode("utf-8", "surrogatepass"))
+    return whole, plain, crc32(_sorted.encode(bare_rest), bare) if bare_rest else bare, kind, size
+
+
+def _text(content: Any) -> tuple[str, bool]:
+    """(what a message says, whether it has parts that are thoughts), without the billing line that is not rendered."""
+    if isinstance(content, str):
+        return content.partition("\n")[2] if content.startswith(BILLING_LINE) else content, False
+    if not isinstance(content, list):
+        return "" if content is None else _sorted.encode(content).decode(), False
+    texts, thinks = [], False
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) else part
+        if isinstance(part, dict) and part.get("type") == "thinking":
+            thinks = True
+            texts.append(f"<think>{part.get('thinking')}</think>")
+        else:
+            text = text if isinstance(text, str) else _sorted.encode(part).decode()
+            texts.append("" if text.startswith(BILLING_LINE) else text)
+    return "".join(texts), thinks
+
+
+def _parsed_calls(calls: Any) -> Any:
+    """Calls whose arguments are JSON in a string, with what that means."""
+    if not isinstance(calls, list):
+        return calls
+    found = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                arguments = msgspec.json.decode(function["arguments"])
+            except (msgspec.DecodeError, UnicodeError, RecursionError):
+                arguments = function["arguments"]
+            call = {**call, "function": {**function, "arguments": arguments}}
+        found.append(call)
+    return found
+
+
+def extended(known: Outline, new: Outline) -> Outline:
+    """`known` with the messages of `new` behind its own."""
+    assert new.after == known.count
+    return Outline(0, known.messages + new.messages, known.tools, new.flags)
+
+
+# How a conversation differs from the one before ----------------------------------------------------------------------
+
+
+def alike(old: Outline, new: Outline) -> int:
+    """Messages that both have, in whatever place: none in conversations that have nothing to do with each other."""
+    return len(set(old.messages[2::WORDS]) & set(new.messages[2::WORDS]))
+
+
+def difference(old: Outline, new: Outline, share: float) -> tuple[How, int | None]:
+    """(how `new` is another prompt than `old`, in which message), where their tokens part after this share of the old
+    one's. Both are whole. Where no message, tool or flag tells, the template rendered the same otherwise: it dropped a
+    thought, or another encoding was chosen."""
+    before, now = old.messages, new.messages
+    count = min(len(before), len(now)) // WORDS
+    changed = [i for i in range(count) if before[i * WORDS] != now[i * WORDS]]
+    if old.tools != new.tools:
+        return "tools", None
+    if changed:
+        first = _at(before, changed, share)
+        return _of_message(before, now, first), first
+    if len(now) < len(before):
+        return "truncated", count
+    if old.flags != new.flags:
+        return "template_flag", None
+    kinds = before[3::WORDS]
+    asked = max((i for i, kind in enumerate(kinds) if kind & _ROLE == 1), default=-1)
+    thought = next((i for i, kind in enumerate(kinds) if i > asked and kind & THINKS), None)
+    return ("re_encoded", None) if thought is None else ("thinking_dropped", thought)
+
+
+def _at(before: array[int], changed: list[int], share: float) -> int:
+    """Of the messages that changed, the one where the tokens part: what a template drops anyway changes nothing."""
+    if len(changed) == 1:
+        return changed[0]
+    sizes = before[4::WORDS]
+    parting = (share - _TAIL) * sum(sizes)
+    return next((i for i in changed if sum(sizes[: i + 1]) >= parting), changed[-1])
+
+
+def _of_message(before: array[int], now: array[int], first: int) -> How:
+    at = first * WORDS
+    if now[at] in before[at + WORDS :: WORDS] or len(now) < len(before):
+        return "truncated"
+    kind, role = before[at + 3] | now[at + 3], now[at + 3] & _ROLE
+    same = before[at + 2] == now[at + 2]
+    if kind & BILLED and same:
+        return "billing_line"
+    if before[at + 1] == now[at + 1]:
+        return "tool_arguments"
+    if same and kind & THINKS:
+        return "thinking_dropped"
+    return "system_prompt" if role == 0 else "edited"
+
+
+def answered(outline: Outline, message: int) -> How | None:
+    """How the answer that stands at `message` may have been rendered otherwise than it was generated; None where none
+    stands there."""
+    at = message * WORDS + 3
+    if at >= len(outline.messages) or outline.messages[at] & _ROLE != 2:
+        return None
+    kind = outline.messages[at]
+    return "thinking_dropped" if kind & THINKS else "tool_arguments" if kind & CALLS else "re_encoded"

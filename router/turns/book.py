@@ -1,0 +1,190 @@
+"""The last prompts of conversations: token ids and digests, no text. Pure.
+
+Owns which earlier prompt a new one goes on from: by the session's name, by its parent's, or, where a client names none,
+by the prompts that begin alike. Invariants: `used_bytes` is the sum of what the prompts take, at most `bytes_max`;
+every prompt is found from each of its names; the oldest goes first, and none stays longer than `keep_s`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from router.index.protocol import Scope
+from router.prompting.outline import Outline, alike
+
+BRANCHES_MAX = 4
+"""Conversations that go on under one session's name: agents ask for titles and summaries in between."""
+PROMPT_BYTES = 600
+"""Of a prompt, besides ids and outline."""
+_ALIKE_MIN = 0.5
+"""Two prompts without messages are one conversation's where they share so much of the shorter one."""
+
+
+@dataclass(slots=True, eq=False)
+class Past:
+    """A prompt that was computed."""
+
+    scope: Scope
+    ids: array[int]
+    outline: Outline | None
+    worker: str
+    """The target that computed it."""
+    at_s: float
+    session: str | None
+    keys: tuple[int, ...] = ()
+    """Chunks by which it is found where its session has no name."""
+    answer_tokens: int = 0
+    """Generated, once that is known."""
+    bytes: int = field(default=0)
+
+    @property
+    def messages(self) -> int:
+        """How many it had."""
+        return 0 if self.outline is None else self.outline.count
+
+    @property
+    def known_tokens(self) -> int:
+        """Of prompt and answer, what a cache can hold: the last token was never computed."""
+        return len(self.ids) + max(self.answer_tokens - 1, 0)
+
+
+class TurnBook:
+    """One a process."""
+
+    def __init__(self, bytes_max: int, keep_s: float) -> None:
+        self._bytes_max, self._keep_s = bytes_max, keep_s
+        self._pasts: OrderedDict[int, Past] = OrderedDict()
+        """id -> prompt, the longest unused first."""
+        self._sessions: dict[str, list[Past]] = {}
+        """The last first."""
+        self._keys: dict[int, Past] = {}
+        self.used_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._pasts)
+
+    def goes_on(self, ids: array[int], scope: Scope, session: str | None, keys: Sequence[int]) -> Past | None:
+        """The prompt of which this one is a continuation, every token of it. Cheap, and usually all there is to ask."""
+        for past in self._candidates(session, None, keys):
+            if past.scope == scope and len(past.ids) <= len(ids) and ids[: len(past.ids)] == past.ids:
+                return past
+        return None
+
+    def before(
+        self,
+        ids: array[int],
+        scope: Scope,
+        outline: Outline | None,
+        session: str | None,
+        parent: str | None,
+        keys: Sequence[int],
+    ) -> tuple[Past, int] | None:
+        """(the prompt that this one most likely goes on from, tokens that both begin with); None for what is new."""
+        best, found = (-1, -1), None
+        for past in self._candidates(session, parent, keys):
+            common = shared(past.ids, ids)
+            likeness = _likeness(past, outline, common, len(ids))
+            if likeness is not None and (likeness, common) > best:
+                best, found = (likeness, common), (past, common)
+        return found
+
+    def put(self, past: Past, instead: Past | None = None) -> None:
+        """It was computed; `instead` of the one it goes on from."""
+        if instead is not None and instead.session == past.session:
+            self._drop(instead)
+        past.bytes = PROMPT_BYTES + 4 * len(past.ids) + (past.outline.size if past.outline is not None else 0)
+        if past.bytes > self._bytes_max:
+            return
+        self._pasts[id(past)] = past
+        self.used_bytes += past.bytes
+        for key in past.keys:
+            self._keys[key] = past
+        if past.session is not None:
+            branches = self._sessions.setdefault(past.session, [])
+            branches.insert(0, past)
+            for old in branches[BRANCHES_MAX:]:
+                self._drop(old)
+        while self.used_bytes > self._bytes_max:
+            self._drop(next(iter(self._pasts.values())))
+
+    def forget(self, session: str) -> None:
+        """It is over."""
+        for past in list(self._sessions.get(session, ())):
+            self._drop(past)
+
+    def expire(self, now: float) -> None:
+        """Forget what is too old."""
+        while self._pasts:
+            past = next(iter(self._pasts.values()))
+            if now - past.at_s < self._keep_s:
+                return
+            self._drop(past)
+
+    def outlined(self, session: str | None) -> int:
+        """Messages of the session's last prompt: the next one will most likely have the same."""
+        branches = self._sessions.get(session, ()) if session is not None else ()
+        return branches[0].outline.count if branches and branches[0].outline is not None else 0
+
+    def _candidates(self, session: str | None, parent: str | None, keys: Sequence[int]) -> list[Past]:
+        if session is None:
+            found: dict[int, Past] = {}
+            for key in reversed(keys):  # the longest common beginning first
+                past = self._keys.get(key)
+                if past is not None:
+                    found[id(past)] = past
+                    if len(found) == BRANCHES_MAX:
+                        break
+            return list(found.values())
+        return self._sessions.get(session) or (self._sessions.get(parent, []) if parent is not None else [])
+
+    def _drop(self, past: Past) -> None:
+        if self._pasts.pop(id(past), None) is None:
+            return
+        self.used_bytes -= past.bytes
+        for key in past.keys:
+            if self._keys.get(key) is past:
+                del self._keys[key]
+        if past.session is not None:
+            branches = self._sessions[past.session]
+            branches.remove(past)
+            if not branches:
+                del self._sessions[past.session]
+
+    def check_invariants(self) -> None:
+        assert self.used_bytes == sum(past.bytes for past in self._pasts.values()) <= self._bytes_max
+        named = [past for branches in self._sessions.values() for past in branches]
+        assert {id(past) for past in named} == {i for i, past in self._pasts.items() if past.session is not None}
+        assert all(0 < len(branches) <= BRANCHES_MAX for branches in self._sessions.values())
+        assert {id(past) for past in self._keys.values()} <= set(self._pasts)
+
+
+def marks(keys: Sequence[int]) -> tuple[int, ...]:
+    """The chunks by which a prompt without a session's name is found again: its last, and those at powers of two."""
+    count, places = len(keys), {len(keys) - 1}
+    while count > 1:
+        count //= 2
+        places.add(count - 1)
+    return tuple(keys[place] for place in sorted(places) if place >= 0)
+
+
+def shared(a: array[int], b: array[int]) -> int:
+    """Tokens that both begin with."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _likeness(past: Past, outline: Outline | None, common: int, tokens: int) -> int | None:
+    if outline is not None and past.outline is not None:
+        return alike(past.outline, outline) or None
+    return common if past.session is not None or common >= _ALIKE_MIN * min(len(past.ids), tokens) else None

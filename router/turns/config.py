@@ -1,0 +1,23 @@
+"""What the book of turns can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from options import Flag, Seconds, Size
+
+
+# fmt: off
+@dataclass(frozen=True, slots=True)
+class TurnsConfig:
+    """Why turns miss (router/turns)."""
+
+    enabled: Annotated[bool, Flag("--reasons/--no-reasons"),
+        "Say why prompts were not cached: GET /requests/ID, /route, metrics, dashboard."] = True
+    memory_mb: Annotated[int, Meta(ge=1, le=10**6, title="MIB"), Size(1 << 20),
+        "For the last prompts of conversations, as token ids and digests."] = 64
+    keep_s: Annotated[Seconds, "A conversation's last prompt is forgotten after so long."] = 3600.0
+    requests_max: Annotated[int, Meta(ge=1, le=10**7), "Requests that GET /requests/ID knows, the last ones."] = 4096

@@ -1,0 +1,216 @@
+"""`GET /requests/ID`, `/route`, metrics and the log say why a turn missed; large bodies and hostile names too."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.tiny.tokenizer import write_tokenizer
+from prompts.tokenizer import Tokenizer
+from router.app.metrics_page import families, render
+from router.app.reasons import Reasons
+from router.decide.workers import ServedModel
+from router.turns.config import TurnsConfig
+from router.turns.why import NO_LOSS
+
+WORDS = "the quick brown fox jumps over a lazy dog while seven wizards mix potions of jade and quartz "
+ANSWER = "It is so."
+
+
+class Talk:
+    """A client and its conversation, through the edge; the worker says that it reused nothing."""
+
+    def __init__(self, edge: Any, make_post: Any, *, words: int = 10) -> None:
+        self.edge, self.post, self.count = edge, make_post, 0
+        self.messages: list[dict[str, Any]] = [{"role": "system", "content": WORDS * words}]
+
+    def turn(self, text: str = "Go on.") -> None:
+        if self.count:
+            self.messages.append({"role": "assistant", "content": ANSWER})
+        self.messages.append({"role": "user", "content": text * 20})
+
+    def body(self) -> bytes:
+        return json.dumps({"model": "tiny", "messages": self.messages}).encode()
+
+    async def send(self, session: str | None = "s") -> dict[str, Any]:
+        self.count += 1
+        name = f"{session}-{self.count}-{len(self.messages)}"
+        headers = [b"x-request-id: " + name.encode()]
+        if session is not None:
+            headers.append(b"x-claude-code-session-id: " + session.encode())
+        assert (await self.edge.exchange(self.post(self.body(), headers=headers))).startswith(b"HTTP/1.1 200")
+        for _ in range(100):
+            status, found = await self.ask(name)
+            if status == 200 and "reported_tokens" in found:
+                return found
+            await asyncio.sleep(0.02)
+        raise AssertionError(f"{name} is not known: {found}")
+
+    async def ask(self, name: str) -> tuple[int, Any]:
+        answer = await self.edge.exchange(
+            f"GET /requests/{name} HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n".encode()
+        )
+        head, _, body = answer.partition(b"\r\n\r\n")
+        return int(head[9:12]), json.loads(body)
+
+
+@pytest.fixture
+def router(edge: Any, tmp_path: Path) -> Any:
+    """Starts a router with a tokenizer and reasons before one worker."""
+    write_tokenizer(tmp_path, 2048, 200_000)
+
+    async def start(**settings: Any) -> Reasons:
+        await edge.start(policy="kv")
+        usage = {"prompt_tokens": 9, "completion_tokens": 6, "prompt_tokens_details": {"cached_tokens": 0}}
+        await edge.worker(edge.reply(json.dumps({"choices": [], "usage": usage}).encode()))
+        (worker,) = edge.core.workers.values()
+        models = (ServedModel("tiny", "tiny", max_model_len=100_000),)
+        edge.core.add_worker(replace(worker.spec, models=models), 0.0)
+        edge.prompts._tokenizers["tiny"] = Tokenizer.load(tmp_path)
+        edge.prompts._folders["tiny"] = str(tmp_path)
+        reasons = Reasons(
+            TurnsConfig(**settings), edge.core, edge.proxy, edge.prompts, edge.helpers, edge.metrics, emptied={}
+        )
+        edge.app._reasons = edge.admin._reasons = reasons
+        edge.admin._reading.outlined = reasons.outlined
+        return reasons
+
+    return start
+
+
+def test_a_turn_is_explained_by_its_id(edge: Any, make_post: Any, router: Any) -> None:
+    async def scenario() -> None:
+        reasons = await router()
+        talk = Talk(edge, make_post)
+        talk.turn()
+        first = await talk.send()
+        assert (first["reason"], first["reported_tokens"], first["session"]) == ("new_session", 0, "s")
+        talk.turn()
+        second = await talk.send()
+        assert second["reason"] == "not_announced", "this worker tells nothing, and nothing is known to be gone"
+        assert second["parts"][-1]["reason"] == "new_text"
+        talk.messages[1]["content"] = "Something else. " * 20
+        talk.turn()
+        edited = await talk.send()
+        part = next(part for part in edited["parts"] if part["reason"] == "edited")
+        assert part["message"] == 1
+        assert part["group"] == "workload"
+        page = render(
+            families(edge.metrics, edge.admin.report(), edge.core.snapshot(0.0), edge.core.index.stats(), (), {}, {})
+        )
+        assert b'blockcast_router_turns_total{reason="new_session"} 1.0' in page
+        assert b'blockcast_router_turn_tokens_total{group="workload",reason="edited"}' in page
+        assert b'blockcast_router_reused_tokens_total{point="prompt"}' in page
+        assert sum(edge.metrics.turn_tokens.values()) == sum(one["prompt_tokens"] for one in (first, second, edited))
+        assert not reasons._read
+        assert not reasons._begun
+
+    edge.run(scenario())
+
+
+def test_what_is_not_known_is_404_and_what_is_not_read_leaves_nothing(edge: Any, make_post: Any, router: Any) -> None:
+    async def scenario() -> None:
+        reasons = await router()
+        talk = Talk(edge, make_post)
+        assert (await talk.ask("nobody"))[0] == 404
+        for body in (b'{"model": "tiny", "messages": "none"}', b'{"model": "no-such", "messages": [{}]}'):
+            await edge.exchange(make_post(body, headers=[b"x-request-id: odd"]))
+        assert (await talk.ask("odd"))[0] == 404
+        assert not reasons._read
+        assert not reasons._begun
+
+    edge.run(scenario())
+
+
+def test_route_says_why_without_sending(edge: Any, make_post: Any, router: Any) -> None:
+    async def scenario() -> None:
+        reasons = await router()
+        talk = Talk(edge, make_post)
+        talk.turn()
+        await talk.send()
+        talk.messages[0]["content"] += "One word more."
+        headers = [b"x-claude-code-session-id: s"]
+        before = len(reasons.ledger), len(reasons.ledger.book)
+        answer = await edge.exchange(make_post(talk.body(), b"/route", headers))
+        why = json.loads(answer.partition(b"\r\n\r\n")[2])["why"]
+        assert why["reason"] in ("system_prompt", "not_announced")
+        assert "system_prompt" in {part["reason"] for part in why["parts"]}
+        assert (len(reasons.ledger), len(reasons.ledger.book)) == before
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("session", ["s", None])
+def test_a_body_that_a_helper_reads_is_explained_like_another(
+    edge: Any, make_post: Any, router: Any, session: str | None
+) -> None:
+    """In the helper only the new messages are outlined; a conversation that was changed is looked at again, whole."""
+
+    async def scenario() -> None:
+        reasons = await router()
+        talk = Talk(edge, make_post, words=900)
+        assert len(talk.body()) > 64 << 10
+        for _ in range(3):
+            talk.turn()
+            told = await talk.send(session)
+        assert told["parts"][-1]["reason"] == "new_text"
+        assert reasons.outlined("s") == (len(talk.messages) if session else 0)
+        talk.messages[3]["content"] = "Something else. " * 20
+        talk.turn()
+        told = await talk.send(session)
+        part = next(
+            part for part in told["parts"] if part["reason"] not in NO_LOSS and part["reason"] != "not_announced"
+        )
+        assert (part["reason"], part["message"]) == ("edited", 3)
+
+    edge.run(scenario())
+
+
+def test_memory_is_bounded_whatever_names_and_prompts_come(edge: Any, make_post: Any, router: Any) -> None:
+    async def scenario() -> None:
+        reasons = await router(memory_mb=1, requests_max=50)
+        for number in range(120):
+            talk = Talk(edge, make_post, words=60 + number)
+            talk.messages[0]["content"] = f"{number} " + talk.messages[0]["content"]
+            talk.turn()
+            await talk.send(f"session-{number}-" + "x" * (number % 60))
+        reasons.ledger.book.check_invariants()
+        assert len(reasons.ledger) == 50
+        assert 500_000 < reasons.ledger.book.used_bytes <= 1 << 20
+        assert len(reasons.ledger.book) < 120
+
+    edge.run(scenario())
+
+
+def test_sampled_requests_say_why_in_the_log(
+    edge: Any, make_post: Any, router: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        await router()
+        edge.proxy.log_share = 1.0
+        talk = Talk(edge, make_post)
+        talk.turn()
+        with caplog.at_level(logging.INFO, logger="router"):
+            await talk.send()
+        told = [record.fields["why"] for record in caplog.records if "why" in getattr(record, "fields", {})]
+        assert [why["reason"] for why in told] == ["new_session"]
+
+    edge.run(scenario())
+
+
+def test_it_can_be_turned_off(edge: Any, make_post: Any, router: Any) -> None:
+    async def scenario() -> None:
+        reasons = await router(enabled=False)
+        talk = Talk(edge, make_post)
+        talk.turn()
+        await edge.exchange(make_post(talk.body(), headers=[b"x-request-id: off"]))
+        assert (await talk.ask("off"))[0] == 404
+        assert not len(reasons.ledger)
+
+    edge.run(scenario())

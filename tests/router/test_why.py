@@ -1,0 +1,422 @@
+"""Why a turn missed: conversations with planted causes of every class, real template, tokenizer, core and index."""
+
+from __future__ import annotations
+
+import json
+import random
+import runpy
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.tiny.tokenizer import cached_tokenizer
+from events.codec import encode_batch
+from events.types import BlockRemoved, BlockStored, EventBatch
+from prompts.routing import RoutingRequest, parse_routing
+from prompts.tokenizer import Tokenizer
+from router.decide.config import CoreConfig
+from router.decide.core import RouterCore
+from router.decide.messages import Forward, ReportedUsage, RouteRequest
+from router.decide.workers import ServedModel, WorkerSpec
+from router.index import make_index
+from router.index.protocol import Scope
+from router.prompting.outline import outline
+from router.turns.config import TurnsConfig
+from router.turns.ledger import Asked, Ledger
+from router.turns.why import GROUPS, Facts, Why, check_adds_up
+
+BLOCK = 16
+QWEN3 = runpy.run_path(str(Path(__file__).parents[1] / "prompts" / "chat_templates.py"))["QWEN3"]
+TEMPLATE = "{% if effort is defined %}<|im_start|>system\nReasoning effort: {{ effort }}<|im_end|>\n{% endif %}" + QWEN3
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": f"Does {name} " * 6, "parameters": {"a": 1, "b": 2}}}
+    for name in ("read_file", "write_file", "run")
+]
+WORDS = ("the quick brown fox jumps over a lazy dog while seven wizards mix potions of jade and quartz").split()  # noqa: SIM905
+END = "<|im_end|>\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(cached_tokenizer(), TEMPLATE)
+
+
+class Fleet:
+    """Two workers whose caches hold what they were sent until a test takes it away, behind the real core."""
+
+    def __init__(self, tokenizer: Tokenizer, rng: random.Random) -> None:
+        self.tokenizer, self.rng, self.now = tokenizer, rng, 0.0
+        self.core = RouterCore(make_index(seed=7), CoreConfig(pin_grace_s=0.25))
+        models = (ServedModel("m", "m"), ServedModel("tuned", "m", "tuned"))
+        for name in "ab":
+            self.core.add_worker(WorkerSpec(name, f"http://{name}", models, block_size=BLOCK), 0.0)
+        self.ledger = Ledger(TurnsConfig())
+        self.emptied: dict[str, float] = {}
+        self.held: dict[str, dict[tuple[int, ...], int]] = {"a": {}, "b": {}}
+        self.count = self.names = 0
+
+    def ask(
+        self, body: dict[str, Any], session: str | None = None, **changes: Any
+    ) -> tuple[RouteRequest, RoutingRequest]:
+        parsed = parse_routing("/v1/chat/completions", json.dumps(body).encode())
+        ids = array("I", self.tokenizer.encode(self.tokenizer.chat_text(parsed), False))
+        self.count += 1
+        scope = Scope("m", parsed.cache_salt, "tuned" if parsed.model == "tuned" else None)
+        route = RouteRequest(f"r{self.count}", parsed.model or "m", scope, ids, len(ids), session=session, **changes)
+        return route, parsed
+
+    def send(
+        self,
+        body: dict[str, Any],
+        session: str | None = None,
+        answer: str = "",
+        *,
+        sampled: list[int] | None = None,
+        announce: bool = True,
+        gap: float = 10.0,
+        reported: Callable[[int], int] = lambda cached: cached,
+        **changes: Any,
+    ) -> Why:
+        """One request, answered with `answer`, of which `sampled` are the ids unless the encoder's are meant."""
+        self.now += gap
+        self.core.tick(self.now)
+        route, parsed = self.ask(body, session, **changes)
+        placed = self.core.route(route, self.now)
+        assert isinstance(placed, Forward)
+        decision = placed.decision
+        asked, facts = self.asked(route, parsed, decision.worker), self.facts(route)
+        explained = self.ledger.explain(asked, decision, facts, self.now, 0.0)
+        begun = self.ledger.begun(asked, decision, facts, self.now, 0.0)
+        assert explained.parts == begun.why.parts
+        ids = list(route.token_ids or ())
+        said = self.tokenizer.encode(answer, False) if sampled is None else sampled
+        if announce:
+            self.store(decision.worker, [*ids, *said][:-1], route.scope)
+        usage = ReportedUsage(len(ids), reported(decision.predicted_cached_tokens), len(said))
+        self.core.finished(route.request_id, usage, self.now + 0.5)
+        self.ledger.ended(begun, usage, len(said), self.now + 0.5)
+        self.now += 0.5
+        check_adds_up(begun.why)
+        self.ledger.book.check_invariants()
+        return begun.why
+
+    def asked(self, route: RouteRequest, parsed: RoutingRequest, worker: str) -> Asked:
+        keys = self.core.index.chunk_keys(route.token_ids, route.scope, 64)
+        ids: Any = route.token_ids
+        return Asked(
+            route.request_id, ids, route.scope, keys, lambda after: outline(parsed, after), worker, BLOCK,
+            route.session, route.parent, route.final,
+        )  # fmt: skip
+
+    def facts(self, route: RouteRequest) -> Facts:
+        def gone(start: int, step: int) -> tuple[int, str, float] | None:
+            found = self.core.index.gone(route.token_ids or [], route.scope, start, step)
+            return None if found is None else (found[0], "ab"[found[1] - self.first], found[2])
+
+        return Facts(gone, self.emptied.get, lambda ids: self.tokenizer.decode(ids, False), lambda worker: False)
+
+    @property
+    def first(self) -> int:
+        return self.core.workers["a"].holders[0]
+
+    def store(self, worker: str, ids: list[int], scope: Scope) -> None:
+        names, parent = [], None
+        for end in range(BLOCK, len(ids) + 1, BLOCK):
+            key = (hash(scope), *ids[:end])
+            if key not in self.held[worker]:
+                self.names += 1
+                self.held[worker][key] = self.names
+                names.append((self.held[worker][key], parent, ids[end - BLOCK : end]))
+            parent = self.held[worker][key]
+        events = [BlockStored([n], p, t, BLOCK, None, "GPU", scope.lora, cache_salt=scope.salt) for n, p, t in names]
+        self.tell(worker, *events)
+
+    def resident(self, ids: list[int], scope: Scope) -> int:
+        """Of the prompt, at the worker that holds most of it."""
+        ends = range(BLOCK, len(ids), BLOCK)
+        held = [[(hash(scope), *ids[:end]) in known for end in ends] + [False] for known in self.held.values()]
+        return BLOCK * max(known.index(False) for known in held)
+
+    def remove(self, worker: str, ids: list[int], scope: Scope, keep: int) -> None:
+        ends = range(len(ids) // BLOCK * BLOCK, keep, -BLOCK)
+        known = [self.held[worker].pop((hash(scope), *ids[:end]), None) for end in ends]
+        self.tell(worker, BlockRemoved([name for name in known if name is not None], "GPU"))
+
+    def tell(self, worker: str, *events: Any) -> None:
+        holder = self.core.workers[worker].holders[0]
+        report = self.core.index.ingest(holder, encode_batch(EventBatch(0.0, list(events))), self.now)
+        assert not report.malformed
+
+
+class Conversation:
+    """A session with a system prompt, tools and thoughts, two turns old."""
+
+    def __init__(self, fleet: Fleet, *, tools: bool = False, loop: bool = False) -> None:
+        self.fleet, self.rng = fleet, fleet.rng
+        self.name = f"s{fleet.rng.getrandbits(60)}"
+        self.body: dict[str, Any] = {"model": "m", "messages": [{"role": "system", "content": self.system()}]}
+        if tools:
+            self.body["tools"] = fleet.rng.sample(TOOLS, 3)
+        self.user()
+        self.shared = fleet.resident(self.ids(), Scope("m"))
+        self.opening = self.turn(self.words(40))
+        self.user()
+        if loop:
+            for number in range(2):
+                self.call(number)
+        else:
+            self.turn(self.words(40))
+
+    def words(self, count: int) -> str:
+        return " ".join(self.rng.choices(WORDS, k=count)) + "."
+
+    def system(self) -> str:
+        return f"You help. {self.words(90)}\nx-anthropic-billing-header: cch={self.words(3)}\n{self.words(30)}"
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        return self.body["messages"]
+
+    def user(self) -> None:
+        self.messages.append({"role": "user", "content": self.words(self.rng.randrange(20, 60))})
+
+    def turn(self, answer: str, *, thought: str = "", calls: Any = None, **changes: Any) -> Why:
+        """Send it, and append the answer to its messages as a client does."""
+        text = f"<think>\n{thought}\n</think>\n\n{answer}" if thought else answer
+        for call in calls or ():
+            arguments = json.dumps(json.loads(call["function"]["arguments"]))
+            text += f'\n<tool_call>\n{{"name": "{call["function"]["name"]}", "arguments": {arguments}}}\n</tool_call>'
+        why = self.send(text + "<|im_end|>", **changes)
+        message = {"role": "assistant", "content": answer}
+        self.messages.append({**message, **({"reasoning_content": thought} if thought else {}),
+                              **({"tool_calls": calls} if calls else {})})  # fmt: skip
+        return why
+
+    def send(self, answer: str = "", **changes: Any) -> Why:
+        self.last = self.ids()
+        return self.fleet.send(self.body, self.name, answer, **changes)
+
+    def call(self, number: int) -> None:
+        arguments = json.dumps({"path": self.words(5), "limit": self.rng.randrange(99), "deep": {"x": 1, "a": [2]}})
+        calls = [{"id": f"c{number}", "type": "function", "function": {"name": "run", "arguments": arguments}}]
+        self.turn("Let me look.", thought=self.words(20), calls=calls)
+        self.messages.append({"role": "tool", "tool_call_id": f"c{number}", "content": self.words(30)})
+
+    def ids(self) -> list[int]:
+        return list(self.fleet.ask(self.body)[0].token_ids or ())
+
+
+def common(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+Planted = tuple[Why, str, int, int | None]
+"""(what was said, the reason that was planted, its position, the message it is in)."""
+
+
+def after(conversation: Conversation, reason: str, message: int | None = None) -> Planted:
+    """The next turn, which the client changed: its ids leave those of the last prompt."""
+    position = common(conversation.last, conversation.ids())
+    return conversation.send(), reason, position, message
+
+
+def new_session(fleet: Fleet) -> Planted:
+    one = Conversation(fleet)
+    return one.opening, "new_session", one.shared, None
+
+
+def new_text(fleet: Fleet) -> Planted:
+    one = Conversation(fleet)
+    said = len(fleet.tokenizer.encode(one.messages[-1]["content"] + "<|im_end|>", False))
+    position = len(one.last) + said - 1
+    one.user()
+    return one.send(), "new_text", position, None
+
+
+def billing_line(fleet: Fleet) -> Planted:
+    one = Conversation(fleet)
+    before, _, after_it = one.messages[0]["content"].partition("cch=")
+    one.messages[0]["content"] = f"{before}cch={one.words(3)}\n" + after_it.partition("\n")[2]
+    one.user()
+    return after(one, "billing_line", 0)
+
+
+def thinking_of_earlier_turns(fleet: Fleet) -> Planted:
+    one = Conversation(fleet, loop=True)
+    one.turn(one.words(30), thought=one.words(20))
+    one.user()
+    return after(one, "thinking_dropped", 4)
+
+
+def thinking_that_the_client_drops(fleet: Fleet) -> Planted:
+    one = Conversation(fleet, loop=True)
+    del one.messages[4]["reasoning_content"]
+    return after(one, "thinking_dropped", 4)
+
+
+def tool_arguments(fleet: Fleet) -> Planted:
+    one = Conversation(fleet, loop=True)
+    function = one.messages[4]["tool_calls"][0]["function"]
+    arguments = json.loads(function["arguments"])
+    one.messages[4]["tool_calls"][0]["function"]["arguments"] = json.dumps(dict(reversed(arguments.items())))
+    return after(one, "tool_arguments", 4)
+
+
+def tools_in_another_order(fleet: Fleet) -> Planted:
+    one = Conversation(fleet, tools=True)
+    one.body["tools"] = one.body["tools"][1:] + one.body["tools"][:1]
+    one.user()
+    return after(one, "tools")
+
+
+def another_tool(fleet: Fleet) -> Planted:
+    one = Conversation(fleet, tools=True)
+    one.body["tools"] = one.body["tools"][:2]
+    one.user()
+    return after(one, "tools")
+
+
+def system_prompt(fleet: Fleet) -> Planted:
+    one = Conversation(fleet)
+    one.messages[0]["content"] += one.words(3)
+    one.user()
+    return after(one, "system_prompt", 0)
+
+
+def template_flag(fleet: Fleet) -> Planted:
+    one = Conversation(fleet)
+    one.body["chat_template_kwargs"] = {"effort": "high"}
+    one.user()
+    return after(one, "template_flag")
+
+
+def truncated(fleet: Fleet) -> Planted:
+    one = Conversation(fleet)
+    del one.messages[1 : fleet.rng.choice([2, 3])]
+    one.user()
+    return after(one, "truncated", 1)
+
+
+def edited(fleet: Fleet) -> Planted:
+    one = Conversation(fleet)
+    one.messages[3]["content"] = one.words(25)
+    one.user()
+    return after(one, "edited", 3)
+
+
+def an_answer_encoded_otherwise(fleet: Fleet) -> Planted:
+    one = Conversation(fleet)
+    one.user()
+    encode, answer, cut = fleet.tokenizer.encode, one.words(60), fleet.rng.randrange(10, 60)
+    sampled = [*encode(answer[:cut], False), *(i for c in answer[cut:] for i in encode(c, False))]
+    one.turn(answer, sampled=[*sampled, *encode("<|im_end|>", False)])
+    one.user()
+    prompt = len(one.last)
+    position = prompt + common(sampled, one.ids()[prompt:])
+    return one.send(), "re_encoded", max(position // BLOCK * BLOCK, prompt), len(one.messages) - 2
+
+
+def salt(fleet: Fleet) -> Planted:
+    one = Conversation(fleet)
+    one.body["cache_salt"] = one.words(2)
+    one.user()
+    return one.send(), "salt", 0, None
+
+
+def lora(fleet: Fleet) -> Planted:
+    one = Conversation(fleet)
+    one.body["model"] = "tuned"
+    one.user()
+    return one.send(), "lora", 0, None
+
+
+def evicted(fleet: Fleet) -> Planted:
+    one = Conversation(fleet)
+    one.user()
+    ids, scope, keep = one.ids(), Scope("m"), BLOCK * fleet.rng.randrange(2, 8)
+    fleet.now += 1.0
+    fleet.remove(one.opening.worker, ids, scope, keep)
+    why = one.send()
+    part = next(part for part in why.parts if part.reason == "evicted")
+    assert (part.worker, part.ago_s) == (one.opening.worker, 10.0)
+    assert fleet.resident(ids, scope) >= part.end, "announced again"
+    return why, "evicted", keep, None
+
+
+def worker_lost(fleet: Fleet) -> Planted:
+    one = Conversation(fleet)
+    one.user()
+    worker = one.opening.worker
+    fleet.now += 2.0
+    fleet.core.index.clear(fleet.core.workers[worker].holders[0])
+    fleet.held[worker].clear()
+    fleet.emptied[worker] = fleet.now
+    position = fleet.resident(one.ids(), Scope("m"))
+    return one.send(), "worker_lost", position, None
+
+
+def elsewhere(fleet: Fleet) -> Planted:
+    one = Conversation(fleet)
+    one.user()
+    for number in range(30):
+        busy = RouteRequest(f"busy{number}", "m", Scope("m"), [7] * 9000 + [number], 9001, worker=one.opening.worker)
+        fleet.core.route(busy, fleet.now)
+    why = one.send(gap=0.01)
+    for number in range(30):
+        fleet.core.aborted(f"busy{number}", fleet.now)
+    part = next(part for part in why.parts if part.reason == "elsewhere")
+    assert (part.worker, why.best_worker) == (one.opening.worker, one.opening.worker) != (why.worker, why.worker)
+    assert part.there_s is not None
+    assert part.here_s is not None
+    assert part.there_s > part.here_s
+    return why, "elsewhere", why.chosen_tokens, None
+
+
+def not_announced(fleet: Fleet) -> Planted:
+    one = Conversation(fleet)
+    one.user()
+    one.turn(one.words(40), announce=False)
+    one.user()
+    position = fleet.resident(one.ids(), Scope("m"))
+    return one.send(gap=1.0), "not_announced", position, None
+
+
+def mispredicted(fleet: Fleet) -> Planted:
+    one = Conversation(fleet)
+    one.user()
+    position = fleet.resident(one.ids(), Scope("m")) - 2 * BLOCK
+    return one.send(reported=lambda cached: cached - 2 * BLOCK), "mispredicted", position, None
+
+
+CAUSES = (
+    new_session, new_text, billing_line, thinking_of_earlier_turns, thinking_that_the_client_drops, tool_arguments,
+    tools_in_another_order, another_tool, system_prompt, template_flag, truncated, edited, an_answer_encoded_otherwise,
+    salt, lora, evicted, worker_lost, elsewhere, not_announced, mispredicted,
+)  # fmt: skip
+TURNS = 12
+"""Of each cause."""
+
+
+def test_planted_causes_are_named_and_placed(tokenizer: Tokenizer) -> None:
+    seed = random.randrange(2**32)
+    fleet = Fleet(tokenizer, random.Random(seed))
+    wrong, turns = [], 0
+    for cause in random.Random(seed).sample(CAUSES * TURNS, len(CAUSES) * TURNS):
+        why, reason, position, message = cause(fleet)
+        turns += 1
+        main = next((part for part in why.parts if part.reason == why.reason), None)
+        told = (why.reason, why.position, main.message if main is not None else None)
+        if told != (reason, position, message):
+            wrong.append((cause.__name__, told, (reason, position, message), why.prompt_tokens))
+    assert turns >= 200
+    named = [one for one in wrong if one[1][0] != one[2][0]]
+    assert len(named) <= 0.02 * turns, (seed, named)
+    assert not [one for one in wrong if one not in named], (seed, wrong)
+    ledger = fleet.ledger
+    assert sum(ledger.tokens.values()) == ledger.sums["prompt"] - ledger.sums["reported"], (
+        "they add up to all that was computed"
+    )
+    assert set(ledger.tokens) - {"block_rest", "new_text", "new_session"} <= set(GROUPS)
