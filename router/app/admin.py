@@ -21,12 +21,12 @@ from router.app.dashboard import Dashboard
 from router.app.metrics_page import families, render
 from router.app.openapi import Worker, document
 from router.app.reading import Reading
-from router.app.reasons import Reasons, shown
 from router.app.siblings import RELAYED, Report, Siblings, WorkerSums
 from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Refuse
 from router.decide.workers import CacheView, WorkerState
+from router.edge.reasons import Reasons, shown
 from router.fleet.members import Fleet
 from router.http.request import HttpRequest
 from router.http.routes import Answer, Handler, Routes

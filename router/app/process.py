@@ -29,7 +29,6 @@ from router.app.dashboard import Dashboard
 from router.app.guard import AdminGuard, Guard, anybody
 from router.app.hand_over import VERSION, HandOver, Predecessor, Will, http_path
 from router.app.reading import Reading
-from router.app.reasons import Reasons
 from router.app.server import TICK_S, RouterApp
 from router.app.siblings import Siblings
 from router.app.system import Heap, naming, raise_file_limit, settle_heap, tls_context
@@ -41,6 +40,7 @@ from router.decide.messages import Decision, FailureKind
 from router.decide.workers import WorkerState
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
+from router.edge.reasons import Reasons
 from router.edge.relay import make_relay
 from router.edge.upstream import UpstreamPool
 from router.fleet.discovery import Prober, parse_worker_flag

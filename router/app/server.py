@@ -16,12 +16,12 @@ from typing import Any
 from prompts.errors import RequestError
 from router.app.guard import Guard, bearer
 from router.app.reading import Asked, Reading
-from router.app.reasons import Reasons
 from router.app.tenants import Tenants, name_of
 from router.counters import Metrics
 from router.edge.config import EdgeConfig
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
+from router.edge.reasons import Reasons
 from router.http.answers import MethodNotAllowed
 from router.http.connection import ClientConnection
 from router.http.request import HttpRequest

@@ -5,16 +5,12 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind, Instruction, Refuse
 from router.edge.relay import StreamRelay
 from router.edge.upstream import Endpoint, UpstreamPool
-
-if TYPE_CHECKING:
-    from router.edge.exchange import Exchange
 
 log = logging.getLogger("router")
 
@@ -82,7 +78,7 @@ class Carrier:
         """Tell the core of a request's last failure, or that it ended without one."""
         raise NotImplementedError
 
-    def first_byte(self, exchange: Exchange) -> None:
+    def first_byte(self, request_id: str) -> None:
         """The first byte of an answer was passed on."""
         raise NotImplementedError
 

@@ -315,7 +315,7 @@ class Exchange:
         if prefix or data:
             self.client.write(prefix + data if prefix else data)
         if begins and head.status == 200:
-            proxy.first_byte(self)
+            proxy.first_byte(self.request_id)
         progress = self.progress
         progress.note(data, now)
         if stream is not None and stream.failed and self._fails(stream):

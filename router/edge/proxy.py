@@ -151,8 +151,8 @@ class Proxy(Carrier):
             instructions = instructions + self.core.aborted(request_id, now)
         self.perform(one for one in instructions if isinstance(one, WorkerLost) or one.request_id != request_id)
 
-    def first_byte(self, exchange: Exchange) -> None:
-        self._tell(self.on_first_byte, exchange)
+    def first_byte(self, request_id: str) -> None:
+        self._tell(self.on_first_byte, self.exchanges[request_id])
 
     def ended(self, request_id: str) -> None:
         self._tell(self.on_end, self.exchanges.pop(request_id))

@@ -14,8 +14,8 @@ import pytest
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.tokenizer import Tokenizer
 from router.app.metrics_page import families, render
-from router.app.reasons import Reasons
 from router.decide.workers import ServedModel
+from router.edge.reasons import Reasons
 from router.turns.config import TurnsConfig
 from router.turns.why import NO_LOSS
 

@@ -10,13 +10,12 @@ import logging
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from prompts.routing import Kind
+from prompts.routing import Kind, RoutingRequest
 from prompts.segments import ID_TYPE
-from router.app.reading import Asked as Read
 from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, RouteRequest
@@ -32,6 +31,13 @@ from router.turns.ledger import Asked, Begun, Ledger
 from router.turns.why import BLOCK_TOKENS, GROUPS, Facts, Why
 
 log = logging.getLogger("router")
+
+
+class Read(Protocol):
+    """What a request asks for, as router/app/reading.py read it."""
+
+    parsed: RoutingRequest
+    outline: Outline | None
 
 
 class Reasons:
