@@ -58,7 +58,12 @@ def test_every_counter_of_event_streams_is_explained() -> None:
 
 
 def test_every_route_is_listed(edge: Any) -> None:
-    listed = PAGE.partition("## Routes")[2].partition("\n## ")[0].replace("/ID", "/{worker_id}")
+    listed = (
+        PAGE.partition("## Routes")[2]
+        .partition("\n## ")[0]
+        .replace("requests/ID", "requests/{request_id}")
+        .replace("/ID", "/{worker_id}")
+    )
     for path in json.loads(document("x"))["paths"]:
         assert f"{path}`" in listed, path
 
