@@ -14,8 +14,9 @@ from zlib import crc32
 
 import msgspec
 
+from prompts.errors import RequestError
 from prompts.messages import BILLING_LINE
-from prompts.routing import RoutingRequest
+from prompts.routing import RoutingRequest, chat_of
 
 WORDS = 5
 """Of a message: as sent, JSON normalised, that without thinking and billing lines, what it is, its length."""
@@ -60,7 +61,13 @@ class Outline(msgspec.Struct):
 
 
 def outline(parsed: RoutingRequest, after: int = 0) -> Outline | None:
-    """Of a chat whose first `after` messages are known already; None where it is none, or has fewer."""
+    """Of a chat, or what stands for one, whose first `after` messages are known already; None where it is none, or has
+    fewer. Messages and Responses bodies are outlined as the chat that is rendered of them."""
+    if parsed.source is not None:
+        try:
+            parsed = chat_of(parsed, None)
+        except RequestError:
+            return None
     messages = parsed.messages
     if messages is None or len(messages) < after:
         return None

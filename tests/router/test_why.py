@@ -23,7 +23,7 @@ from router.decide.messages import Forward, ReportedUsage, RouteRequest
 from router.decide.workers import ServedModel, WorkerSpec
 from router.index import make_index
 from router.index.protocol import Scope
-from router.prompting.outline import outline
+from router.prompting.outline import Outline, difference, outline
 from router.turns.config import TurnsConfig
 from router.turns.ledger import Asked, Ledger
 from router.turns.why import GROUPS, Facts, Why, check_adds_up
@@ -420,3 +420,20 @@ def test_planted_causes_are_named_and_placed(tokenizer: Tokenizer) -> None:
         "they add up to all that was computed"
     )
     assert set(ledger.tokens) - {"block_rest", "new_text", "new_session"} <= set(GROUPS)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_a_body_of_another_api_is_outlined_as_the_chat_it_stands_for(path: str) -> None:
+    def read(texts: list[str]) -> Outline:
+        roles = ["user" if i % 2 == 0 else "assistant" for i in range(len(texts))]
+        turns = [{"role": role, "content": text} for role, text in zip(roles, texts)]
+        body = {"model": "m", "max_tokens": 5, "messages": turns, "system": "s"}
+        if path == "/v1/responses":
+            body = {"model": "m", "input": turns, "instructions": "s"}
+        found = outline(parse_routing(path, json.dumps(body).encode()))
+        assert found is not None
+        return found
+
+    old, new = read(["one", "two", "three"]), read(["one", "twos", "three", "four", "five"])
+    assert old.count == 4
+    assert difference(old, new, 0.6) == ("edited", 2)
