@@ -318,7 +318,11 @@ def _count(chunks: dict[int, int], keys: Sequence[int], more: int, copies: dict[
         elif count > 1 or more < 0:
             beside += more
         if count == ends and copies is not None:
-            _count(copies, (key,), more)
+            left = copies.get(key, 0) + more
+            if left:
+                copies[key] = left
+            else:
+                del copies[key]
     return beside
 
 
