@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -26,11 +27,14 @@ from router.index.protocol import Tokens
 from router.prompting.outline import Outline, outline
 from router.prompting.pool import Helpers
 from router.prompting.reader import PromptReader
+from router.prompting.sessions import Session
 from router.turns.config import TurnsConfig
 from router.turns.ledger import Asked, Begun, Ledger
 from router.turns.why import BLOCK_TOKENS, GROUPS, Facts, Why
 
 log = logging.getLogger("router")
+
+NAME_CHARS = 256
 
 
 class Read(Protocol):
@@ -38,6 +42,7 @@ class Read(Protocol):
 
     parsed: RoutingRequest
     outline: Outline | None
+    session: Session
 
 
 class Reasons:
@@ -65,12 +70,17 @@ class Reasons:
         if config.enabled:
             proxy.on_first_byte.append(self._first_byte)
             proxy.on_end.append(self._ended)
-        self.enabled = config.enabled
+        self.enabled, self._share = config.enabled, config.share
 
     def enter(self, request_id: str, read: Read) -> None:
         """A request was read and is about to be placed."""
-        if self.enabled and read.parsed.kind != "other":
+        if self.enabled and read.parsed.kind != "other" and (self._share >= 1 or self._drawn(read)):
             self._read[request_id] = read
+
+    def _drawn(self, read: Read) -> bool:
+        """Whether its conversation, with those that it started, is one of the share."""
+        name = read.session.parent or read.session.name or _beginning(read.parsed)
+        return zlib.crc32(name.encode("utf-8", "replace")) < self._share * 2**32
 
     def outlined(self, session: str | None) -> int:
         """How many messages of the session's next prompt are known."""
@@ -172,6 +182,18 @@ class Reasons:
             return worker is not None and worker.spec.cache_view is CacheView.HISTORY
 
         return Facts(gone, self._emptied.get, text, guessed)
+
+
+def _beginning(parsed: RoutingRequest) -> str:
+    """What stays the same in all turns of a conversation without a name: what its user said first."""
+    found: Any = parsed.prompt
+    for message in parsed.messages or ():
+        if message.get("role") not in ("system", "developer"):
+            found = message.get("content")
+            break
+    if isinstance(found, list) and found and isinstance(found[0], dict):
+        found = found[0].get("text")
+    return found[:NAME_CHARS] if isinstance(found, str) else repr(found[:16] if isinstance(found, list) else None)
 
 
 def _outliner(read: Read) -> Callable[[int], Outline | None]:

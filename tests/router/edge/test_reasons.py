@@ -75,7 +75,13 @@ def router(edge: Any, tmp_path: Path) -> Any:
         edge.prompts._tokenizers["tiny"] = Tokenizer.load(tmp_path)
         edge.prompts._folders["tiny"] = str(tmp_path)
         reasons = Reasons(
-            TurnsConfig(**settings), edge.core, edge.proxy, edge.prompts, edge.helpers, edge.metrics, emptied={}
+            TurnsConfig(**{"share": 1.0, **settings}),
+            edge.core,
+            edge.proxy,
+            edge.prompts,
+            edge.helpers,
+            edge.metrics,
+            emptied={},
         )
         edge.app._reasons = edge.admin._reasons = reasons
         edge.admin._reading.outlined = reasons.outlined
@@ -212,5 +218,35 @@ def test_it_can_be_turned_off(edge: Any, make_post: Any, router: Any) -> None:
         await edge.exchange(make_post(talk.body(), headers=[b"x-request-id: off"]))
         assert (await talk.ask("off"))[0] == 404
         assert not len(reasons.ledger)
+
+    edge.run(scenario())
+
+
+def question(number: int) -> Any:
+    """As text, or in parts."""
+    text = f"Question {number}?"
+    return [{"type": "text", "text": text}] if number % 4 == 0 else text
+
+
+def test_a_share_of_the_conversations_is_looked_at_whole(edge: Any, make_post: Any, router: Any) -> None:
+    """All turns of a conversation or none, named or not."""
+
+    async def scenario() -> None:
+        reasons = await router(share=0.5)
+        counts = []
+        for number in range(24):
+            headers = [b"x-session-id: s%d" % number] if number % 2 else []
+            messages: list[dict[str, Any]] = [
+                {"role": "system", "content": "You help."},
+                {"role": "user", "content": question(number)},
+            ]
+            before = len(reasons.ledger)
+            for _ in range(3):
+                body = json.dumps({"model": "tiny", "messages": messages}).encode()
+                await edge.exchange(make_post(body, headers=headers))
+                messages += [{"role": "assistant", "content": "So."}, {"role": "user", "content": "And then?"}]
+            counts.append(len(reasons.ledger) - before)
+        assert set(counts) == {0, 3}
+        assert 4 <= counts.count(3) <= 20
 
     edge.run(scenario())
