@@ -43,7 +43,7 @@ class Factory:
 def generation() -> tuple[Generation, Choice]:
     choice = new_choice(0, SamplingParams(), Factory(), keep=True)  # type: ignore[arg-type]
     choice.thoughts, choice.texts = ["I ", "think"], ["Let me", " see"]
-    choice.calls = [CallPiece(0, '{"a": 1}', "f", "call_1"), CallPiece(1, "{}", "g", "call_2")]
+    choice.called = [(CallPiece(0, '{"a": 1}', "f", "call_1"), []), (CallPiece(1, "{}", "g", "call_2"), [])]
     choice.finish_reason, choice.cached_tokens, choice.completion_tokens, choice.thought_tokens = "stop", 2, 9, 4
     body = ChatRequest(messages=[{"role": "user"}])
     made = Generation(id="x_1", model="m", body=body, prompts=[[1, 2, 3]], n=1, choices=[choice], requests=[])

@@ -30,7 +30,7 @@ async def _here(request: web.Request) -> web.Response:
 def test_a_client_gone_before_the_answers_head_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
     async def play() -> None:
         app = web.Application(middlewares=[errors])
-        app[STATE] = cast(Any, SimpleNamespace(check_key=lambda authorization: None))
+        app[STATE] = cast(Any, SimpleNamespace(check_key=lambda *_: None))
         app.add_routes([web.get("/gone", _gone), web.get("/here", _here)])
         runner = web.AppRunner(app)
         await runner.setup()

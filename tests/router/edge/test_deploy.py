@@ -23,6 +23,7 @@ from router.app.metrics_page import feed_families, render
 from router.fleet.streams import StreamCounters
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
+pytestmark = pytest.mark.skipif(not DEPLOY.exists(), reason="stands beside the sources only")
 METRIC = re.compile(r"\b(blockcast_router_\w+?)(?:_bucket)?(?:\{([^}]*)\}|\b)")
 LABEL = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"")
 GROUPED = re.compile(r"\b(?:by|on) ?\(([^)]*)\)")
