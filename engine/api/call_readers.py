@@ -40,19 +40,36 @@ class Sink(Protocol):
         """Text that belongs to no call."""
 
 
-class Reader(Protocol):
+class CallReader:
     """`status` says where it stands; `begun` whether the call has been told; `told` whether what the last `read` took
     has been, so that it need not be text again."""
 
-    status: Status
-    begun: bool
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self.status = Status.MORE
+        self.begun = False
 
     @property
-    def told(self) -> bool: ...
+    def told(self) -> bool:
+        return self.begun
 
     def read(self, text: str, at: int) -> int:
         """Take text from `at`; where it stopped. What is left while MORE may be the beginning of a mark: it comes again
         with more behind it."""
+        while at < len(text) and self.status is Status.MORE:
+            end = self._take(text, at)
+            if end is None:
+                break
+            at = end
+        return at
+
+    def _take(self, text: str, at: int) -> int | None:
+        """Take the next part of a text that is not empty; its end, or None where nothing can be taken yet."""
+        raise NotImplementedError
+
+    def _begin(self, name: str) -> None:
+        self.begun = True
+        self._sink.begin(name)
 
     def finish(self, rest: str) -> None:
         """Nothing follows; `rest` was left. Only where the call has been told."""
@@ -108,14 +125,14 @@ class JsonValue:
         return len(text) if found is None else found.start()
 
 
-class ObjectCall:
+class ObjectCall(CallReader):
     """`{"name": "f", "arguments": {...}}`, in any order; `parameters` is another name for the arguments."""
 
     _ARGUMENTS = ("arguments", "parameters")
     _KEYS = ("name", *_ARGUMENTS, "id", "type")
 
     def __init__(self, sink: Sink, *, needs_arguments: bool = False) -> None:
-        self._sink = sink
+        super().__init__(sink)
         self._needs_arguments = needs_arguments
         self._seen: set[str] = set()
         self._expects = "{"
@@ -125,11 +142,14 @@ class ObjectCall:
         self._key: str | None = None
         self._name = ""
         self._arguments: str | None = None
-        self.status = Status.MORE
-        self.begun = self.told = False
+        self._told = False
+
+    @property
+    def told(self) -> bool:
+        return self._told
 
     def read(self, text: str, at: int) -> int:
-        self.told = self._streams
+        self._told = self._streams
         while at < len(text) and self.status is Status.MORE:
             if self._value is not None:
                 end = self._value.read(text, at)
@@ -168,7 +188,7 @@ class ObjectCall:
             self._expects = ","
             self._value = JsonValue()
             if self._key in self._ARGUMENTS and self._name and char == "{":
-                self._begin()
+                self._begin(self._name)
                 self._streams = True
         elif self._expects == "," and char == ",":
             self._expects = "key"
@@ -197,50 +217,36 @@ class ObjectCall:
             arguments = _whole_arguments(self._arguments, self._needs_arguments)
             if not self._name or arguments is None:
                 return False
-            self._begin()
+            self._begin(self._name)
             self._sink.arguments(arguments)
         self.status = Status.DONE
         return True
 
-    def _begin(self) -> None:
-        self.begun = self.told = True
-        self._sink.begin(self._name)
-
-    def finish(self, rest: str) -> None:
-        pass
+    def _begin(self, name: str) -> None:
+        self._told = True
+        super()._begin(name)
 
 
-class NamedCall:
+class NamedCall(CallReader):
     """`f{...}` or `f[ARGS]{...}`."""
 
     _ARGS, _ID = "[ARGS]", "[CALL_ID]"
 
     def __init__(self, sink: Sink) -> None:
-        self._sink = sink
+        super().__init__(sink)
         self._name = ""
         self._parts: list[str] = []
         self._has_id = False
         self._value: JsonValue | None = None
-        self.status = Status.MORE
-        self.begun = False
 
-    @property
-    def told(self) -> bool:
-        return self.begun
-
-    def read(self, text: str, at: int) -> int:
-        while at < len(text) and self.status is Status.MORE:
-            if self._value is not None:
-                end = self._value.read(text, at)
-                self._sink.arguments(text[at:end])
-                if self._value.done:
-                    self.status = Status.DONE
-                return end
-            taken = self._head(text, at)
-            if taken is None:
-                return at
-            at = taken
-        return at
+    def _take(self, text: str, at: int) -> int | None:
+        if self._value is None:
+            return self._head(text, at)
+        end = self._value.read(text, at)
+        self._sink.arguments(text[at:end])
+        if self._value.done:
+            self.status = Status.DONE
+        return end
 
     def _head(self, text: str, at: int) -> int | None:
         """What stands before the arguments; None where the rest may be the beginning of a mark."""
@@ -256,8 +262,7 @@ class NamedCall:
         if text[at] == "{":
             self._value = JsonValue()
             self._name = self._name or "".join(self._parts)
-            self.begun = True
-            self._sink.begin(self._name)
+            self._begin(self._name)
             return at
         rest = text[at : at + len(self._ID)]
         for mark in (self._ARGS, self._ID):
@@ -271,9 +276,6 @@ class NamedCall:
             return found.end()
         self.status = Status.BAD
         return at
-
-    def finish(self, rest: str) -> None:
-        pass
 
 
 def _json_string(raw: str) -> str | None:

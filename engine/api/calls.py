@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.api.call_readers import NAME, NamedCall, ObjectCall, Reader, Sink, Status, Types
+from engine.api.call_readers import NAME, CallReader, NamedCall, ObjectCall, Sink, Status, Types
 from engine.api.detokenizer import Marks
 from engine.api.markup_calls import PythonCall, XmlCall, schema_types
 
@@ -28,7 +28,7 @@ class Format:
 
     name: str
     opens: tuple[str, ...]
-    begins: Mapping[str, Callable[[Sink, Types], Reader]]
+    begins: Mapping[str, Callable[[Sink, Types], CallReader]]
     """What a call begins with -> its reader."""
     close: str = ""
     bare: str = ""
@@ -44,19 +44,19 @@ class Format:
         return (*self.opens, self.close, "[ARGS]", "[CALL_ID]")
 
 
-def _object(sink: Sink, types: Types) -> Reader:
+def _object(sink: Sink, types: Types) -> CallReader:
     return ObjectCall(sink)
 
 
-def _object_with_arguments(sink: Sink, types: Types) -> Reader:
+def _object_with_arguments(sink: Sink, types: Types) -> CallReader:
     return ObjectCall(sink, needs_arguments=True)
 
 
-def _named(sink: Sink, types: Types) -> Reader:
+def _named(sink: Sink, types: Types) -> CallReader:
     return NamedCall(sink)
 
 
-def _python(sink: Sink, types: Types) -> Reader:
+def _python(sink: Sink, types: Types) -> CallReader:
     return PythonCall(sink)
 
 
@@ -126,7 +126,7 @@ class CallParser:
         """The end of what was pushed: it may be the beginning of a mark."""
         self._back: list[str] = []
         """Markup of what is not known to be a call yet."""
-        self._reader: Reader | None = None
+        self._reader: CallReader | None = None
         self._in_array = False
         self._called = False
         """A call of this region has ended."""
@@ -283,7 +283,7 @@ class CallParser:
         self._back.append(char)
         return at + 1
 
-    def _begin_reader(self, make: Callable[[Sink, Types], Reader]) -> None:
+    def _begin_reader(self, make: Callable[[Sink, Types], CallReader]) -> None:
         self._reader = make(self, self._types)
         self._step = self._call
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from engine.api.call_readers import NAME, NAME_CHARS_MAX, Sink, Status, Types
+from engine.api.call_readers import NAME, NAME_CHARS_MAX, CallReader, Sink, Status, Types
 from engine.api.detokenizer import Marks
 
 
-class XmlCall:
+class XmlCall(CallReader):
     """`<function=f>` with `<parameter=p>value</parameter>`s: values are JSON where the tool's schema asks for it."""
 
     OPENS = "<function="
@@ -25,7 +25,7 @@ class XmlCall:
     _IN_VALUE = Marks((_VALUE_ENDS, _PARAMETER, _ENDS))
 
     def __init__(self, sink: Sink, types: Types) -> None:
-        self._sink = sink
+        super().__init__(sink)
         self._types = types
         self._step = self._open
         self._name: list[str] = []
@@ -36,20 +36,11 @@ class XmlCall:
         self._value: list[str] = []
         self._newline = ""
         self._fresh = False
-        self.status = Status.MORE
-        self.begun = False
 
-    @property
-    def told(self) -> bool:
-        return self.begun
-
-    def read(self, text: str, at: int) -> int:
-        while at < len(text) and self.status is Status.MORE:
-            before = (at, self._step)
-            at = self._step(text, at)
-            if (at, self._step) == before:
-                break
-        return at
+    def _take(self, text: str, at: int) -> int | None:
+        step = self._step
+        end = step(text, at)
+        return None if end == at and self._step == step else end
 
     def _open(self, text: str, at: int) -> int:
         self._step = self._in_name
@@ -69,8 +60,7 @@ class XmlCall:
             self.status = Status.BAD
             return end
         self._own_types = self._types.get(name, {})
-        self.begun = True
-        self._sink.begin(name)
+        self._begin(name)
         self._step = self._between
         return end + 1
 
@@ -153,7 +143,7 @@ class XmlCall:
         # else `rest` is the beginning of a mark
 
 
-class PythonCall:
+class PythonCall(CallReader):
     """`f(a=1, b="x")`: told when it is whole, as only then Python's own parser can say that it is one."""
 
     _ENDS = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]"), "": re.compile(r"""["'()\[\]{}]""")}
@@ -161,23 +151,15 @@ class PythonCall:
     _ESCAPES = str.maketrans({"\n": "\\n", "\r": "\\r", "\t": "\\t", "\0": "\\x00"})
 
     def __init__(self, sink: Sink) -> None:
-        self._sink = sink
+        super().__init__(sink)
         self._source: list[str] = []
         self._in_name = True
         self._depth = 0
         self._quote = ""
         self._escaped = False
-        self.status = Status.MORE
-        self.begun = False
 
-    @property
-    def told(self) -> bool:
-        return self.begun
-
-    def read(self, text: str, at: int) -> int:
-        while at < len(text) and self.status is Status.MORE:
-            at = self._head(text, at) if self._in_name else self._body(text, at)
-        return at
+    def _take(self, text: str, at: int) -> int:
+        return self._head(text, at) if self._in_name else self._body(text, at)
 
     def _head(self, text: str, at: int) -> int:
         found = NAME.match(text, at)
@@ -222,14 +204,10 @@ class PythonCall:
             self.status = Status.BAD
             self._source.pop()
             return at
-        self.begun = True
-        self._sink.begin(called[0])
+        self._begin(called[0])
         self._sink.arguments(called[1])
         self.status = Status.DONE
         return at + 1
-
-    def finish(self, rest: str) -> None:
-        pass
 
 
 def _quoted(text: str) -> str:
