@@ -183,12 +183,23 @@ def reply(
     return script
 
 
+def gated(gate: asyncio.Event) -> Script:
+    """A script: answers when the gate is set."""
+
+    async def script(request: Received, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await gate.wait()
+        await reply()(request, reader, writer)
+
+    return script
+
+
 class Edge:
     """The edge under test. `worker` and `start` first, then `connect` and talk bytes."""
 
     def __init__(self, *, relays: bool) -> None:
         self.index = EmptyIndex()
         self.reply = reply
+        self.gated = gated
         self._relays = relays
         self._tasks: list[asyncio.Task[None]] = []
         self.upstreams: list[Upstream] = []

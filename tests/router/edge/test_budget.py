@@ -99,12 +99,8 @@ def test_bodies_in_flight_count_until_they_are_answered(edge: Any, make_post: An
     async def scenario() -> None:
         gate = asyncio.Event()
 
-        async def gated(request: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await gate.wait()
-            await edge.reply()(request, reader, writer)
-
         await edge.start(limits=limits)
-        upstream = await edge.worker(gated)
+        upstream = await edge.worker(edge.gated(gate))
         body = b'{"model":"tiny","x":"' + b"y" * MIB + b'"}'
         running = [asyncio.create_task(edge.exchange(make_post(body, b"/v1/completions"))) for _ in range(2)]
         while len(upstream.received) < 2:
@@ -125,12 +121,8 @@ def test_what_is_sent_ahead_of_an_answer_is_bounded_too(edge: Any, make_post: An
     async def scenario() -> None:
         gate = asyncio.Event()
 
-        async def gated(request: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await gate.wait()
-            await edge.reply()(request, reader, writer)
-
         await edge.start(limits=limits)
-        await edge.worker(gated)
+        await edge.worker(edge.gated(gate))
         small = make_post(b'{"model":"tiny","prompt":"x"}', b"/v1/completions", close=False)
         clients = [await edge.connect() for _ in range(8)]
         for _, writer in clients:

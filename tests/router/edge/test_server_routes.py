@@ -276,11 +276,7 @@ def test_wishes_are_headers_and_wrong_ones_are_named(edge: Any, make_post: Any) 
         await edge.start(policy="kv", core={"queue": {"enabled": True, "hold_above_s": 0.0, "tick_s": 0.01}})
         gate = asyncio.Event()
 
-        async def slow(request: Any, reader: Any, writer: Any) -> None:
-            await gate.wait()
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}")
-
-        await edge.worker(slow)
+        await edge.worker(edge.gated(gate))
         first = asyncio.create_task(
             edge.exchange(make_post(CHAT[:-1] + b', "stream": true}', headers=[b"x-blockcast-priority: 3"]))
         )

@@ -97,12 +97,8 @@ def test_one_key_in_flight_leaves_room_for_the_others(edge: Any, make_post: Any,
     async def scenario() -> None:
         gate = asyncio.Event()
 
-        async def slow(request: Any, reader: Any, writer: Any) -> None:
-            await gate.wait()
-            await edge.reply()(request, reader, writer)
-
         await edge.start(policy="kv", api_keys=("one", "two"), **bounds)
-        await edge.worker(slow)
+        await edge.worker(edge.gated(gate))
         first = [
             asyncio.ensure_future(edge.exchange(make_post(body(), b"/v1/completions", [key("one")]))) for _ in range(2)
         ]
