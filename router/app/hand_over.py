@@ -100,12 +100,11 @@ class Predecessor:
 class HandOver:
     """The side of the router that runs: offers everything to whoever may connect, one heir at a time."""
 
-    def __init__(
-        self, path: Path, will: Callable[[], Will], sockets: Callable[[], list[Any]], leave: Callable[[], None]
-    ) -> None:
-        """`leave`: stop accepting and end; called when an heir has taken over."""
+    def __init__(self, path: Path, will: Callable[[], tuple[Will, list[Any]]], leave: Callable[[], None]) -> None:
+        """`will`: what an heir is told and the sockets that it is given. `leave`: stop accepting and end; called when
+        an heir has taken over."""
         self._path = path
-        self._will, self._sockets, self._leave = will, sockets, leave
+        self._will, self._leave = will, leave
         self._task: asyncio.Task[None] | None = None
         self._listener = socket.socket(socket.AF_UNIX)
 
@@ -140,10 +139,11 @@ class HandOver:
     async def _offer(self, line: socket.socket) -> bool:
         """True where an heir has taken over."""
         loop = asyncio.get_running_loop()
-        body = msgspec.json.encode(self._will())
+        will, sockets = self._will()
+        body = msgspec.json.encode(will)
         line.setblocking(True)  # some hundred bytes into an empty buffer
         line.settimeout(ANSWER_S_MAX)
-        socket.send_fds(line, [len(body).to_bytes(8, "big")], [sock.fileno() for sock in self._sockets()])
+        socket.send_fds(line, [len(body).to_bytes(8, "big")], [sock.fileno() for sock in sockets])
         line.setblocking(False)
         await loop.sock_sendall(line, body)
         log.info("a new router begins to take over")

@@ -23,15 +23,16 @@ from typing import Any
 import aiohttp
 
 from router.app.accounting import count_end, log_state, request_fields
+from router.app.addresses import Addresses
 from router.app.admin import Admin
 from router.app.config import ProcessConfig
 from router.app.dashboard import Dashboard
-from router.app.guard import AdminGuard, Guard, anybody
+from router.app.guard import Guard
 from router.app.hand_over import VERSION, HandOver, Predecessor, Will, http_path
 from router.app.reading import Reading
 from router.app.server import TICK_S, RouterApp
 from router.app.siblings import Siblings
-from router.app.system import Heap, naming, raise_file_limit, settle_heap, tls_context
+from router.app.system import Heap, naming, raise_file_limit, settle_heap
 from router.app.tenants import Tenants
 from router.app.tracing import Tracing
 from router.counters import Metrics
@@ -123,14 +124,12 @@ class RouterProcess:
             emptied=self._feed.emptied,
         )
         self._reading.outlined = self._reasons.outlined
-        self._listeners: list[Listener] = []
+        self._addresses = Addresses(config, self._admin_key, self._app)
         self._peers: PeerSockets | None = None
         self._loop = asyncio.get_running_loop()
         self._swept_s = 0.0
         endpoint = config.otlp_endpoint
         self._tracing = None if endpoint is None else Tracing(endpoint, config.trace_share, version)
-        self._named: list[str] = []
-        """The listeners that an heir takes, of all the first ones."""
         self._fleet: Fleet
         self._others: PeerClient
         self._admin: Admin
@@ -162,11 +161,11 @@ class RouterProcess:
             self._assemble(session, siblings)
             stack.push_async_callback(self._fleet.close)
             if self._predecessor is None:
-                port = await self._listen()
+                port = await self._addresses.open(None)
                 self._start_fleet()
             else:
                 await self._inherit(self._predecessor, stack)
-                port = await self._listen()
+                port = await self._addresses.open(self._predecessor)
             self._peers = self._meet_peers()
             if self._peers is not None:
                 stack.callback(self._peers.close)
@@ -238,33 +237,8 @@ class RouterProcess:
             proxy.tracer = tracing.begin
             proxy.on_end.append(lambda exchange: tracing.end(exchange, self._now()))
 
-    async def _listen(self) -> int:
-        """Open every address; the main one's port."""
-        config = self._config
-        tls = tls_context(config.tls_cert, config.tls_key)
-        shared = config.share is not None
-        admin = config.admin_address
-        named = [config.host] if admin is None else [config.host, admin[0]]
-        guard = AdminGuard(self._admin_key, [*config.admin_hosts, *named])
-        heir = self._predecessor
-        main = self._listener(guard.loopback_only if admin is None else guard.elsewhere)
-        self._named.append("main")
-        with naming("--host and --port", f"{config.host}:{config.port}"):
-            given = () if heir is None else heir.of("main")
-            port = await main.start(config.host, config.port, tls, reuse_port=shared, inherited=given)
-        if admin is not None:
-            self._named.append("admin")
-            with naming("--admin", config.admin or ""):
-                given = () if heir is None else heir.of("admin")
-                other = self._listener(guard.admin_address)
-                admin_port = await other.start(*admin, tls, reuse_port=shared, inherited=given)
-            log.info("admin routes on %s:%d", admin[0], admin_port)
-        if config.share is not None:
-            await self._listener(anybody).start_unix(config.share.control(config.share.index))
-        return port
-
-    def _listener(self, guard: Guard) -> Listener:
-        app = RouterApp(
+    def _app(self, guard: Guard) -> RouterApp:
+        return RouterApp(
             self._proxy,
             self._reading,
             self._tenants,
@@ -274,9 +248,6 @@ class RouterProcess:
             guard=guard,
             reasons=self._reasons,
         )
-        listener = Listener(app, self._config.edge.client_timeouts, self._config.edge.connections_max)
-        self._listeners.append(listener)
-        return listener
 
     # Taking over, and being taken over from ------------------------------------------------------------------------
 
@@ -300,25 +271,23 @@ class RouterProcess:
     async def _offer(self, path: Path) -> HandOver:
         """Let another router take over. Raises OSError."""
         with naming("--hand-over", str(path)):
-            offer = HandOver(path, self._will, self._offered, self._left)
-            await self._listener(anybody).start_unix(http_path(path))
-            http_path(path).chmod(0o600)
+            offer = HandOver(path, self._will, self._left)
+            await self._addresses.open_to_heirs(path)
             offer.start()
         return offer
 
-    def _offered(self) -> list[Any]:
-        return [sock for listener in self._listeners[: len(self._named)] for sock in listener.sockets]
-
-    def _will(self) -> Will:
-        listeners = zip(self._named, self._listeners)
-        return Will(
+    def _will(self) -> tuple[Will, list[Any]]:
+        """What an heir is told, and the sockets that it is given."""
+        offered = self._addresses.offered()
+        will = Will(
             VERSION,
             self._index.seed,
             self._admin_key,
-            [name for name, listener in listeners for _ in listener.sockets],
+            [name for name, _ in offered],
             self._fleet.named(),
             [worker.worker_id for worker in self._core.workers.values() if worker.state is WorkerState.DRAINING],
         )
+        return will, [sock for _, sock in offered]
 
     def _left(self) -> None:
         log.info("another router has taken over")
@@ -389,8 +358,7 @@ class RouterProcess:
         idle = (self._pool.close_idle, self._helpers.close_idle, self._heap.beat)
         for step in (self._proxy.sweep, *idle, self._dashboard.beat, self._look_at_workers):
             self._guarded("sweep", step, now)
-        for listener in self._listeners:
-            self._guarded("listener", listener.sweep, now)
+        self._addresses.each(lambda listener: self._guarded("listener", listener.sweep, now))
 
     def _guarded(self, where: str, step: Callable[[float], None], now: float) -> None:
         """A timer is a boundary: a step that raises keeps nothing from the others."""
@@ -433,30 +401,26 @@ class RouterProcess:
         if self._stop.is_set():
             log.warning("second signal: %d requests are cut off", len(self._proxy.exchanges))
             self._hurry.set()
-            for listener in self._listeners:
-                listener.abort()
+            self._addresses.each(Listener.abort)
         self._stop.set()
 
     async def _drain(self) -> None:
         """For `unready_s` only what asks for readiness is told; then no new requests, and those in flight have
         `shutdown_s` to end. Where another router has taken over, connections end in their own time."""
         if self._taken_over:
-            for listener in self._listeners:
-                listener.retire()
+            self._addresses.each(Listener.retire)
         else:
             await self._leave_rotation()
-            for listener in self._listeners:
-                listener.stop_listening()
+            self._addresses.each(Listener.stop_listening)
         deadline_s = self._now() + self._config.edge.shutdown_s
         if self._proxy.exchanges:
             log.info("shutting down: %d requests in flight", len(self._proxy.exchanges))
-        while any(listener.connections if self._taken_over else listener.busy for listener in self._listeners):
+        while self._addresses.connected if self._taken_over else self._addresses.busy:
             if self._now() > deadline_s or self._hurry.is_set():
                 log.warning("%d requests were not done in time and are cut off", len(self._proxy.exchanges))
                 break
             await asyncio.sleep(0.02)
-        for listener in self._listeners:
-            listener.abort()
+        self._addresses.each(Listener.abort)
         await asyncio.sleep(0)
 
     async def _leave_rotation(self) -> None:

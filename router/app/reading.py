@@ -14,9 +14,9 @@ import msgspec
 
 from prompts.errors import bad_value
 from prompts.routing import KINDS, Kind, RoutingRequest, read_routing
-from router.app.stored import StoredResponses
 from router.decide.core import RouterCore
 from router.decide.messages import RouteRequest
+from router.edge.stored import StoredResponses
 from router.http.request import HttpRequest
 from router.index.protocol import Scope
 from router.prompting.encode import cut, is_light

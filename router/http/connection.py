@@ -66,8 +66,7 @@ class ClientConnection(asyncio.Protocol):
     __slots__ = (
         "_app", "_body_bytes", "_busy", "_head_only", "_held", "_keep_alive", "_lingers", "_parser", "_party",
         "_path", "_paused_reading", "_registry", "_retiring", "_since_s", "_socket", "_stepping", "_transport",
-        "_unread",
-        "answering", "peer", "tls", "work",
+        "_unread", "answering", "peer", "tls", "work",
     )  # fmt: skip
 
     def __init__(self, app: Application, registry: set[ClientConnection]) -> None:

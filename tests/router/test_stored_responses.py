@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.app.stored import StoredResponses
+from router.edge.stored import StoredResponses
 
 
 def ended(book: StoredResponses, beginning: bytes, worker: str = "w", **more: Any) -> None:
