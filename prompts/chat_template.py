@@ -23,6 +23,7 @@ import jinja2.sandbox
 import jinja2.utils
 
 from prompts.errors import RequestError
+from prompts.sampled import GeneratedArguments
 
 ContentFormat = Literal["string", "parts"]
 Message = dict[str, Any]
@@ -92,7 +93,10 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """`tojson` without Jinja's HTML escapes: a prompt is not a page."""
+    """`tojson` without Jinja's HTML escapes: a prompt is not a page. A call's arguments are written as they were
+    generated, unless the template asks for another form."""
+    if type(value) is GeneratedArguments and indent is None and separators is None and not sort_keys:
+        return value.text
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -7,11 +7,13 @@ can say of such a prompt.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
 
 from prompts.chat_template import ChatTemplate, ContentFormat, Message
+from prompts.sampled import as_generated
 from prompts.schemas import TEXT_PARTS, is_media
 
 MEDIA_MARKER = "\ue000\ue0ffmedia\ue0ff\ue000"
@@ -19,6 +21,10 @@ MEDIA_MARKER = "\ue000\ue0ffmedia\ue0ff\ue000"
 BILLING_LINE = "x-anthropic-billing-header"
 """A line at the head of a coding agent's system text that changes with every request. vLLM drops it, so that the prompt
 behind it is found in the cache."""
+
+
+Generated = Callable[[str], str | None]
+"""A call's id -> its arguments as they were generated, where that is known."""
 
 
 class ChatPrompt(Protocol):
@@ -44,7 +50,7 @@ class ChatPrompt(Protocol):
     def reasoning_effort(self) -> str | None: ...
 
 
-def render_chat(template: ChatTemplate, request: ChatPrompt) -> str:
+def render_chat(template: ChatTemplate, request: ChatPrompt, generated: Generated | None = None) -> str:
     """The prompt's text, cut at the first media part. Raises RequestError where the template cannot render it."""
     tools = None if request.tools is None else [_tool(tool) for tool in request.tools]
     form = template.content_format(request.chat_template, has_tools=tools is not None)
@@ -59,7 +65,7 @@ def render_chat(template: ChatTemplate, request: ChatPrompt) -> str:
         variables["reasoning_effort"] = request.reasoning_effort
         variables.setdefault("enable_thinking", request.reasoning_effort != "none")
         variables.setdefault("enable_thinking", request.reasoning_effort != "none")
-    messages = [_message(message, form) for message in request.messages or []]
+    messages = [_message(message, form, generated) for message in request.messages or []]
     if any(message["role"] == "developer" for message in messages):
         source = template.source(request.chat_template, has_tools=tools is not None)
         if '"developer"' not in source and "'developer'" not in source:
@@ -76,7 +82,7 @@ def render_chat(template: ChatTemplate, request: ChatPrompt) -> str:
     return text.partition(MEDIA_MARKER)[0]
 
 
-def _message(message: Message, form: ContentFormat) -> Message:
+def _message(message: Message, form: ContentFormat, generated: Generated | None) -> Message:
     content = message.get("content")
     two = len(message) == 2 and form == "string" and next(iter(message)) == "role"
     if two and type(content) is str and not content.startswith(BILLING_LINE):
@@ -96,7 +102,7 @@ def _message(message: Message, form: ContentFormat) -> Message:
     if role == "assistant":
         calls = message.get("tool_calls")
         if isinstance(calls, list) and calls:
-            made["tool_calls"] = [_tool_call(call) for call in calls]
+            made["tool_calls"] = [_tool_call(call, generated) for call in calls]
         for name in ("reasoning_content", "reasoning"):
             if message.get(name) is not None:
                 made[name] = message[name]
@@ -172,7 +178,7 @@ def _part_text(part: Any) -> str:
     return text if isinstance(text, str) else ""
 
 
-def _tool_call(call: Any) -> Any:
+def _tool_call(call: Any, generated: Generated | None) -> Any:
     """The call with its arguments as an object: templates write them with `tojson`. What is no object becomes an empty
     one, or a conversation that holds it could never go on."""
     function = call.get("function") if isinstance(call, dict) else None
@@ -184,7 +190,11 @@ def _tool_call(call: Any) -> Any:
             arguments = msgspec.json.decode(arguments) if arguments else {}
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             arguments = {}
-    return {**call, "function": {**function, "arguments": arguments if isinstance(arguments, dict) else {}}}
+    if not isinstance(arguments, dict):
+        arguments = {}
+    elif generated is not None and isinstance(call_id := call.get("id"), str):
+        arguments = as_generated(arguments, generated(call_id))
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _tool(tool: Message) -> Message:

@@ -6,6 +6,7 @@ Owns detokenising, token counts and the finish reason of one choice; its `speech
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -32,8 +33,8 @@ class Piece:
 
 @dataclass(slots=True)
 class Choice:
-    """`text`, `thought`, `calls`, `token_ids`, `logprobs` hold the whole answer so far where `keep` is set, for answers
-    sent at the end."""
+    """`text`, `thought`, `token_ids`, `logprobs` hold the whole answer so far where `keep` is set, for answers sent at
+    the end."""
 
     index: int
     params: SamplingParams
@@ -49,6 +50,8 @@ class Choice:
     called: list[tuple[CallPiece, list[str]]] = field(default_factory=list)
     """The first piece of each call, and the arguments of those after it."""
     token_ids: list[int] = field(default_factory=list)
+    said: array[int] = field(default_factory=lambda: array("I"))
+    """The ids that became text, always kept: what an answer goes on from counts too."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: str | None = None
@@ -80,17 +83,18 @@ class Choice:
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         piece = self._decode(output)
+        self.said.extend(self._spoken(output)[: len(piece.token_ids)])
         self.completion_tokens += len(piece.token_ids)
         if piece.finish_reason is not None:
             self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+        for call in piece.calls:
+            if call.name is not None:
+                self.called.append((call, []))
+            else:
+                self.called[-1][1].append(call.arguments)
         if self.keep:
             self.texts.append(piece.text)
             self.thoughts.append(piece.thought)
-            for call in piece.calls:
-                if call.name is not None:
-                    self.called.append((call, []))
-                else:
-                    self.called[-1][1].append(call.arguments)
             self.token_ids.extend(piece.token_ids)
             self.logprobs.extend(piece.logprobs)
         return piece

@@ -189,6 +189,7 @@ class Admin:
             event_faults=self._event_faults(),
             events_ignored=self._events_ignored(),
             peer_messages=self._peer_messages(),
+            sampled={model: (one.mended_tokens, one.used_bytes) for model, one in self._prompts.sampled.items()},
             segments={model: (one.hit_tokens, one.miss_tokens, one.used_bytes) for model, one in segments.items()},
         )
 

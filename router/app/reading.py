@@ -14,6 +14,7 @@ import msgspec
 
 from prompts.errors import bad_value
 from prompts.routing import KINDS, Kind, RoutingRequest, read_routing
+from prompts.sampled import Span
 from router.decide.core import RouterCore
 from router.decide.messages import RouteRequest
 from router.edge.stored import StoredResponses
@@ -48,6 +49,7 @@ class Asked:
         "priority",
         "role",
         "session",
+        "spans",
         "worker",
     )  # fmt: skip
 
@@ -59,6 +61,8 @@ class Asked:
         self.parsed = parsed
         self.outline: Outline | None = None
         """Of its messages, or the last of them, where it was read elsewhere."""
+        self.spans: list[Span] = []
+        """Where the prompt is priced with ids that were sampled, which the encoder would not choose."""
         self.model = model
         self.base = base
         self.lora = lora
@@ -127,7 +131,7 @@ class Reading:
 
         def order(parsed: RoutingRequest) -> Order:
             name, base, _ = self._model(parsed.model)
-            made = self._prompts.order(base, parsed.kind, self._tokens_max(name))
+            made = self._prompts.order(base, parsed.kind, self._tokens_max(name), request.pieces)
             made.outlined = self.outlined(self._names.of(request.header, parsed).name)
             return made
 
@@ -154,6 +158,8 @@ class Reading:
         parsed = asked.parsed
         if parsed.echoes_chat and not self._core.registry.is_ours(asked.model):
             token_ids = None  # nothing of it will be reused
+        if token_ids is not None and parsed.kind in ("chat", "messages", "responses"):
+            token_ids = self._as_sampled(asked, token_ids)
         return RouteRequest(
             request_id=request_id,
             model=asked.model,
@@ -170,6 +176,18 @@ class Reading:
             role=asked.role,
             deadline_s=None if asked.deadline_ms is None else started_s + asked.deadline_ms / 1000.0,
         )
+
+    def _as_sampled(self, asked: Asked, token_ids: Sequence[int]) -> Sequence[int]:
+        """With the ids that were sampled, where all workers can be told so: they are ours."""
+        book = self._prompts.sampled.get(asked.base)
+        found = None if book is None else book.mend(token_ids)
+        if found is None or not self._core.registry.is_ours(asked.model):
+            return token_ids
+        tokens_max = self._tokens_max(asked.model)
+        if tokens_max is not None and len(found.ids) >= tokens_max > len(token_ids):
+            return token_ids  # too long, as the worker finds too
+        asked.spans = found.spans
+        return found.ids
 
     def _estimate(self, asked: Asked) -> int:
         """What a prompt that was not tokenised may come to: never more than its model takes, or an image in a body

@@ -45,6 +45,8 @@ class Order(msgspec.Struct):
     """ChatTemplate.as_sent"""
     outlined: int = 0
     """Messages of a chat that are outlined already (router/prompting/outline.py)."""
+    calls: dict[str, str] = {}
+    """Of those that the body names: their arguments, as they were generated."""
 
 
 class Helpers:
@@ -190,6 +192,7 @@ def _made(
     parsed = read_routing(order.kind, body)
     if tokenizer is not None and tokenizer.chat_template is not None:
         tokenizer.chat_template.as_sent = order.as_sent
+        tokenizer.generated = order.calls.get
     ids = prompt_ids(parsed, tokenizer, order.tokens_max)
     if ids is None:
         return None if order.asks is None else question(parsed, order.asks), None

@@ -1,0 +1,121 @@
+"""Conversations go on from the ids that were sampled: a random model, whose answers the encoder writes otherwise."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from programs import Program, call, until
+
+pytestmark = pytest.mark.live
+
+ENGINE = ("engine", "serve", "--port", "0", "--served-model-name", "m", "--log-level", "warning")
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Program], Program]]:
+    folder: Path = tmp_path_factory.mktemp("sampled")
+    engines = [Program(folder / f"e{i}.log", *ENGINE) for i in range(2)]
+    started = list(engines)
+    try:
+        urls = [engine.await_ready().url for engine in engines]
+        router = Program(folder / "router.log", "router", "run", "--port", "0", *urls)
+        started.append(router)
+        router.await_ready()
+        until(lambda: [w["state"] for w in call(router.url + "/workers")[2]["workers"]] == ["up"] * 2, "two workers")
+        yield engines, router
+    finally:
+        for program in started:
+            program.close()
+
+
+def settled(engines: list[Program], router: Program) -> bool:
+    """The router has applied what the engines have published."""
+    workers = call(f"{router.url}/workers")[2]["workers"]
+    seqs = {w["worker_id"]: s["last_seq"] for w in workers for s in w["events"]["streams"]}
+    for engine in engines:
+        published = metric(engine, "engine:kv_event_batches_total")
+        seq = seqs[engine.url.removeprefix("http://")]
+        if (0 if seq is None else seq + 1) != published:
+            return False
+    return True
+
+
+def metric(program: Program, name: str) -> float:
+    with urllib.request.urlopen(program.url + "/metrics") as page:
+        lines = page.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+def turn(url: str, messages: list[Any], worker: str = "", **more: Any) -> tuple[dict[str, str], Any]:
+    """One more turn of a chat, at this worker if one is named: (headers, usage)."""
+    body = {"model": "m", "messages": messages, "max_tokens": 40, "temperature": 1, "min_tokens": 20, **more}
+    headers = {"Content-Type": "application/json"} | ({"x-blockcast-worker": worker} if worker else {})
+    asked = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(asked, timeout=60) as got:
+        headers, answer = dict(got.headers), json.loads(got.read())
+    messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+    messages.append({"role": "user", "content": "And then? " * 4})
+    return headers, answer["usage"]
+
+
+def test_an_engine_goes_on_from_what_it_sampled(fleet: tuple[list[Program], Program]) -> None:
+    engine = fleet[0][0]
+    before = metric(engine, "engine:sampled_tokens_reused_total")
+    for seed in range(4):
+        messages: list[Any] = [{"role": "user", "content": f"Question {seed}? " * 10}]
+        computed = 0
+        for number in range(6):
+            _, usage = turn(engine.url, messages, seed=100 * seed + number)
+            assert usage["prompt_tokens_details"]["cached_tokens"] >= computed // BLOCK * BLOCK
+            computed = usage["total_tokens"] - 1  # of the last token nothing was computed
+    assert metric(engine, "engine:sampled_tokens_reused_total") > before
+
+
+def test_a_router_prices_and_forwards_what_was_sampled(fleet: tuple[list[Program], Program]) -> None:
+    engines, router = fleet
+    for seed in range(4):
+        messages: list[Any] = [{"role": "user", "content": f"Another question {seed}? " * 10}]
+        computed, worker = 0, None
+        for number in range(8):
+            until(lambda: settled(engines, router), "the router has applied what was published")
+            headers, usage = turn(router.url, messages, seed=100 * seed + number)
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            assert int(headers["x-blockcast-predicted-cached-tokens"]) == cached
+            if headers["x-blockcast-worker"] == worker:
+                assert cached >= computed // BLOCK * BLOCK
+            worker, computed = headers["x-blockcast-worker"], usage["total_tokens"] - 1
+    assert metric(router, "blockcast_router_sampled_tokens_total") > 0
+
+
+@pytest.mark.parametrize("system_chars", [0, 80_000], ids=["short", "read by a helper"])
+def test_whoever_gets_the_next_turn_takes_the_ids_that_were_priced(
+    fleet: tuple[list[Program], Program], system_chars: int
+) -> None:
+    """Each worker has said half of the conversation, and knows nothing of the other half but what the router tells."""
+    engines, router = fleet
+    names = [engine.url.removeprefix("http://") for engine in engines]
+    system = [{"role": "system", "content": "long " * (system_chars // 5)}] if system_chars else []
+    messages: list[Any] = [*system, {"role": "user", "content": f"A third question of {system_chars}? " * 10}]
+    seen = dict.fromkeys(names, 0)
+    for number in range(8):
+        until(lambda: settled(engines, router), "the router has applied what was published")
+        headers, usage = turn(router.url, messages, names[number % 2], seed=number)
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert int(headers["x-blockcast-predicted-cached-tokens"]) == cached
+        assert cached >= seen[headers["x-blockcast-worker"]] // BLOCK * BLOCK
+        seen[headers["x-blockcast-worker"]] = usage["total_tokens"] - 1
+
+
+def test_spans_are_checked(fleet: tuple[list[Program], Program]) -> None:
+    engine = fleet[0][0]
+    for spans in ("[[0, 1, [1, 99999999]]]", "[[5, 100000, []]]", '[["a", 1, []]]', "{}"):
+        body = f'{{"prompt_token_spans":{spans},"model":"m","messages":[{{"role":"user","content":"Hi"}}]}}'
+        status, _, answer = call(f"{engine.url}/v1/chat/completions", body.encode())
+        assert status == 400, answer
+        assert answer["error"]["param"].startswith("prompt_token_spans")
