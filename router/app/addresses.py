@@ -38,7 +38,7 @@ class Addresses:
         hosts = [config.host] if admin is None else [config.host, admin[0]]
         guard = AdminGuard(self._admin_key, [*config.admin_hosts, *hosts])
         own = guard.loopback_only if admin is None else guard.elsewhere
-        port = await self._open("main", "--host and --port", (config.host, config.port), own, predecessor)
+        port = await self._open("main", "--host and --port", (config.host, config.http_port), own, predecessor)
         if admin is not None:
             admin_port = await self._open("admin", "--admin", admin, guard.admin_address, predecessor)
             log.info("admin routes on %s:%d", admin[0], admin_port)

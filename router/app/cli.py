@@ -17,7 +17,7 @@ import click
 from options import ConfigError
 from options.command import config_command, load_given, with_flags
 from options.logs import configure_logging
-from router.app.config import SCHEMA, ProcessConfig
+from router.app.config import EPP_SCHEMA, SCHEMA, EppConfig, ProcessConfig
 from router.app.process import run_process
 from router.app.supervise import supervise
 from router.commands.top import top
@@ -65,6 +65,10 @@ def run(urls: tuple[str, ...], **given: Any) -> None:
     if config.admin_api_key is None and config.processes > 1:
         config = replace(config, admin_api_key=secrets.token_urlsafe(24))
         print(f"router admin key: {config.admin_api_key}", flush=True)
+    _serve(config)
+
+
+def _serve(config: ProcessConfig) -> None:
     try:
         if config.processes == 1:
             run_process(config, own_version())
@@ -74,6 +78,33 @@ def run(urls: tuple[str, ...], **given: Any) -> None:
         raise click.UsageError(str(error)) from None
     except OSError as error:
         raise click.ClickException(str(error)) from None
+
+
+EPP_HELP = """Tell Envoy which worker of URL... each request goes to: the Endpoint Picker Protocol (ext_proc, gRPC).
+
+Gateways of the Gateway API Inference Extension speak it too. Envoy carries the bytes; deploy/envoy/ configures it.
+
+Chooses as `router run` does and takes its flags. Needs `pip install 'blockcast[epp]'`.
+
+\b
+  router epp http://gpu1:8000 http://gpu2:8000 --port 9002
+"""
+
+
+@cli.command(help=EPP_HELP)
+@click.argument("urls", nargs=-1, metavar="[URL]...")
+@with_flags(EPP_SCHEMA)
+def epp(urls: tuple[str, ...], **given: Any) -> None:
+    try:
+        import grpc  # noqa: F401
+        import grpc_health  # noqa: F401
+        from envoy.service.ext_proc.v3 import external_processor_pb2  # noqa: F401
+    except ImportError as error:
+        raise click.ClickException(f"router epp needs more: pip install 'blockcast[epp]' ({error})") from None
+    given["workers"] = (*urls, *given["workers"])
+    config: EppConfig = load_given(EPP_SCHEMA, given).config
+    configure_logging(config.log_level, as_json=config.log_json)
+    _serve(config)
 
 
 CHECK_HELP = """Find out what stands between the workers of URL... and exact routing: events off or at another address,

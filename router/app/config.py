@@ -16,6 +16,7 @@ from router.edge.config import EdgeConfig
 from router.fleet.discovery import WorkerFlag, parse_worker_flag
 from router.fleet.lists import read_workers_file
 from router.fleet.members import FleetConfig
+from router.picker.config import PickerConfig
 from router.prompting.config import PoolConfig
 from router.turns.config import TurnsConfig
 
@@ -133,6 +134,11 @@ class ProcessConfig:
         host, _, port = self.admin.rpartition(":")
         return host.strip("[]"), int(port)
 
+    @property
+    def http_port(self) -> int:
+        """Of the main HTTP address."""
+        return self.port
+
     @staticmethod
     def verified(loaded: Loaded) -> ProcessConfig:
         """What a start would find wrong besides: in a workers file every line. Raises ConfigError."""
@@ -142,4 +148,22 @@ class ProcessConfig:
         return config
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EppConfig(ProcessConfig):
+    """Of `router epp`: `port` is gRPC's, and HTTP serves metrics and admin routes alone."""
+
+    port: Annotated[int, Meta(ge=0, le=65535), Flag(), "Of the endpoint picker; 0 lets the system choose."] = 9002
+    picker: Annotated[PickerConfig, ROOT] = field(default_factory=PickerConfig)
+
+    def __post_init__(self) -> None:
+        ProcessConfig.__post_init__(self)
+        if self.processes > 1 or self.hand_over is not None:
+            raise ConfigError("--processes, --hand-over: not for `router epp`: start several, with --peer each")
+
+    @property
+    def http_port(self) -> int:
+        return self.picker.metrics_port
+
+
 SCHEMA = Schema(ProcessConfig, "router")
+EPP_SCHEMA = Schema(EppConfig, "router")

@@ -18,16 +18,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
 from router.app.accounting import count_end, log_state, request_fields
 from router.app.addresses import Addresses
 from router.app.admin import Admin
-from router.app.config import ProcessConfig
+from router.app.config import EppConfig, ProcessConfig
 from router.app.dashboard import Dashboard
-from router.app.guard import Guard
+from router.app.guard import Guard, anybody
 from router.app.hand_over import VERSION, HandOver, Predecessor, Will, http_path
 from router.app.reading import Reading
 from router.app.server import TICK_S, RouterApp
@@ -57,6 +57,9 @@ from router.prompting.pool import Helpers
 from router.prompting.reader import PromptReader
 from router.prompting.remote import RemoteTokenizer
 from router.prompting.sessions import SessionNames
+
+if TYPE_CHECKING:
+    from router.picker.server import PickerServer
 
 log = logging.getLogger("router")
 
@@ -128,6 +131,7 @@ class RouterProcess:
         self._reading.outlined = self._reasons.outlined
         self._addresses = Addresses(config, self._admin_key, self._app)
         self._peers: PeerSockets | None = None
+        self._picker: PickerServer | None = None
         self._loop = asyncio.get_running_loop()
         self._swept_s = 0.0
         endpoint = config.otlp_endpoint
@@ -173,6 +177,8 @@ class RouterProcess:
                 stack.callback(self._peers.close)
             beat = self._loop.create_task(self._beat())
             stack.callback(beat.cancel)
+            if isinstance(self._config, EppConfig):
+                await self._start_picker(self._config)
             if self._predecessor is not None:
                 await self._predecessor.take()
             if self._config.hand_over is not None:
@@ -240,7 +246,21 @@ class RouterProcess:
             proxy.tracer = tracing.begin
             proxy.on_end.append(lambda exchange: tracing.end(exchange, self._now()))
 
-    def _app(self, guard: Guard) -> RouterApp:
+    async def _start_picker(self, config: EppConfig) -> None:
+        """Raises OSError where a port cannot be had."""
+        from router.picker.endpoints import Endpoints
+        from router.picker.pick import Pick, Picking
+        from router.picker.server import PickerServer
+
+        picking = Picking(config.picker, Endpoints(self._core.workers))
+        picker = PickerServer(self._app(anybody, kind=Pick), picking, ready=self._admin.not_ready)
+        tls = None if config.tls_cert is None or config.tls_key is None else (config.tls_cert, config.tls_key)
+        port = await picker.start(config.host, config.port, config.picker.health_port, tls)
+        self._picker = picker
+        log.info("endpoint picker on %s:%d", config.host, port)
+        print(f"picker listening on {config.host}:{port}", flush=True)
+
+    def _app(self, guard: Guard, kind: Callable[..., Exchange] = Exchange) -> RouterApp:
         return RouterApp(
             self._proxy,
             self._reading,
@@ -250,6 +270,8 @@ class RouterProcess:
             self._admin.routes,
             guard=guard,
             reasons=self._reasons,
+            kind=kind,
+            serves=not isinstance(self._config, EppConfig),
         )
 
     # Taking over, and being taken over from ------------------------------------------------------------------------
@@ -362,6 +384,8 @@ class RouterProcess:
         for step in (self._proxy.sweep, *idle, self._dashboard.beat, self._look_at_workers):
             self._guarded("sweep", step, now)
         self._addresses.each(lambda listener: self._guarded("listener", listener.sweep, now))
+        if self._picker is not None:
+            self._guarded("picker", self._picker.beat, now)
 
     def _guarded(self, where: str, step: Callable[[float], None], now: float) -> None:
         """A timer is a boundary: a step that raises keeps nothing from the others."""
@@ -418,7 +442,11 @@ class RouterProcess:
         deadline_s = self._now() + self._config.edge.shutdown_s
         if self._proxy.exchanges:
             log.info("shutting down: %d requests in flight", len(self._proxy.exchanges))
-        while self._addresses.connected if self._taken_over else self._addresses.busy:
+        picker = self._picker
+        ending = None if picker is None else self._loop.create_task(picker.stop(self._config.edge.shutdown_s))
+        while (self._addresses.connected if self._taken_over else self._addresses.busy) or (
+            ending is not None and self._proxy.exchanges
+        ):
             if self._now() > deadline_s or self._hurry.is_set():
                 log.warning("%d requests were not done in time and are cut off", len(self._proxy.exchanges))
                 break

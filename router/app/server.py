@@ -10,23 +10,26 @@ import asyncio
 import hmac
 import logging
 import os
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
 
 from prompts.errors import RequestError
 from router.app.guard import Guard, bearer
 from router.app.reading import Asked, Reading
-from router.app.tenants import Tenants, name_of
+from router.app.tenants import Tenants, amended, name_of
 from router.counters import Metrics
 from router.edge.config import EdgeConfig
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
 from router.edge.reasons import Reasons
 from router.http.answers import MethodNotAllowed
-from router.http.connection import ClientConnection
+from router.http.connection import Client, ClientConnection
 from router.http.request import HttpRequest
 from router.http.routes import Routes
 from router.prompting.reader import Read
+
+if TYPE_CHECKING:
+    from router.picker.caller import Caller
 
 log = logging.getLogger("router")
 
@@ -61,7 +64,11 @@ class RouterApp:
         *,
         guard: Guard,
         reasons: Reasons | None = None,
+        kind: Callable[..., Exchange] = Exchange,
+        serves: bool = True,
     ) -> None:
+        """`kind`: makes what carries a request, or has it carried. `serves`: this address passes requests on."""
+        self._kind = kind
         self.limits = config.limits
         self.budget = proxy.budget
         self._proxy = proxy
@@ -72,7 +79,7 @@ class RouterApp:
         self._own = routes
         self._guard = guard
         self._reasons = reasons
-        self._passed = frozenset(PASSED + config.pass_routes)
+        self._passed = frozenset(PASSED + config.pass_routes if serves else ())
         self._passed_below = tuple(path[:-1] for path in self._passed if path.endswith("/*"))
         self._trace_prefix = os.urandom(6).hex()
         self._traces = 0
@@ -88,18 +95,22 @@ class RouterApp:
             if not self._own.is_public(request):
                 self._guard(connection, request)
             return connection.peer
-        party = self._key_of(request) if self._keys else connection.peer
-        if party is None:
-            raise RequestError(
-                "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY", param=None,
-                code="invalid_api_key", status=401,
-            )  # fmt: skip
+        party = self._party(connection, request)
         if request.method not in PASSED_METHODS:
             raise MethodNotAllowed(request, PASSED_METHODS)
         if path != "/v1/models" and path not in self._passed and not self._is_below(path):
             raise RequestError(
                 f"{path[:200]} is not passed on to workers; --pass-route makes it so", param=None, code="not_found",
                 status=404,
+            )  # fmt: skip
+        return party
+
+    def _party(self, client: Client, request: HttpRequest) -> str:
+        party = self._key_of(request) if self._keys else client.peer
+        if party is None:
+            raise RequestError(
+                "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY", param=None,
+                code="invalid_api_key", status=401,
             )  # fmt: skip
         return party
 
@@ -115,6 +126,15 @@ class RouterApp:
         else:
             self._own.handle(connection, request)
 
+    def pick(self, caller: Caller, request: HttpRequest) -> None:
+        """Choose for a request whose bytes a gateway carries; which paths may pass is the gateway's to say."""
+        caller.party = self._party(caller, request)
+        self._serve(caller, request)
+
+    def rename(self, request: HttpRequest, model: str) -> None:
+        """Ask for another model in its body, a JSON object."""
+        request.pieces = amended(request.pieces, {"model": model})
+
     def rejected(self, status: int) -> None:
         self._metrics.http_errors[str(status)] += 1
 
@@ -123,7 +143,7 @@ class RouterApp:
 
     # Workers ------------------------------------------------------------------------------------------------------
 
-    def _serve(self, connection: ClientConnection, request: HttpRequest) -> None:
+    def _serve(self, connection: Client, request: HttpRequest) -> None:
         """Send a request on: by its prompt where it has one that can be read, else by its model and load."""
         reading, path, tenant = self._reading, request.path, connection.party
         if not reading.is_light(request, path):
@@ -183,10 +203,10 @@ class RouterApp:
 
     # Shared -------------------------------------------------------------------------------------------------------
 
-    def _open(self, connection: ClientConnection, request: HttpRequest, tenant: str) -> Exchange:
+    def _open(self, connection: Client, request: HttpRequest, tenant: str) -> Exchange:
         """Raises RequestError where the key has enough in flight."""
         self._tenants.check(tenant)
-        exchange = self._proxy.open(connection, request, self._trace_id(request))
+        exchange = self._proxy.open(connection, request, self._trace_id(request), self._kind)
         self._tenants.enter(tenant, exchange.request_id)
         connection.work = exchange
         return exchange

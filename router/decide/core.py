@@ -132,6 +132,19 @@ class RouterCore:
         self._rng.setstate(chance)
         return choice if isinstance(choice, Refuse) else self._chooser.decision(request, choice, now, explain=True)
 
+    def others(self, request_id: str, count: int, now: float) -> list[str]:
+        """Up to `count` workers that could take a request in flight if its own cannot: of some drawn by chance, those
+        with the shortest queues, the shortest first."""
+        live = self._live.get(request_id)
+        if live is None or live.decision is None or not count:
+            return []
+        found = self.registry.candidates(live.request, live.tried | {live.decision.worker})
+        if isinstance(found, Refuse):
+            return []
+        drawn = self._rng.sample(found, min(len(found), 4 * count))
+        drawn.sort(key=lambda target: target.queue_s(now))
+        return list(dict.fromkeys(target.worker_id for target in drawn))[:count]
+
     def first_token(self, request_id: str, now: float) -> list[Instruction]:
         """The first byte of the answer's content came (call it for streams only)."""
         live = self._live.get(request_id)

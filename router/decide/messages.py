@@ -40,6 +40,8 @@ class RouteRequest:
     """The session that started this one: its prompts begin alike."""
     final: bool = False
     """No request of the session will follow."""
+    subset: frozenset[str] | None = None
+    """Workers that may be chosen, as a gateway says; None: all."""
     role: str | None = None
     """Role label a worker must carry, or None for any."""
     deadline_s: float | None = None

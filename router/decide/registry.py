@@ -135,6 +135,11 @@ class Registry:
             pool = [t for t in pool if request.worker in (t.worker_id, t.name)]
             if not pool:
                 return self._refuse_pinned(request)
+        if request.subset is not None:
+            pool = [t for t in pool if t.worker_id in request.subset]
+            if not pool:
+                message = "None of the endpoints that the gateway allows can take this."
+                return Refuse(request.request_id, 503, "no_worker", message, 1.0)
         if tried:
             pool = [t for t in pool if t.worker_id not in tried]
             if not pool:
@@ -166,6 +171,8 @@ class Registry:
                 reason = "context too short"
             elif reason is None and request.worker not in (None, worker.worker_id):
                 reason = "another worker is pinned"
+            elif reason is None and request.subset is not None and worker.worker_id not in request.subset:
+                reason = "not among the gateway's endpoints"
             if reason is not None:
                 found[worker.worker_id] = reason
         return found

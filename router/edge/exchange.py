@@ -30,7 +30,7 @@ from router.http.request import HttpRequest
 from router.http.response import LengthBody, ResponseHead
 
 if TYPE_CHECKING:
-    from router.http.connection import ClientConnection
+    from router.http.connection import Client
 
 PROGRESS_EVERY = 32
 """Chunks of a stream between two reports of progress to the core."""
@@ -47,9 +47,7 @@ class Exchange:
         "route", "sampled", "sent_s", "span", "spans", "started_s", "trace_id", "usage",
     )  # fmt: skip
 
-    def __init__(
-        self, proxy: Carrier, client: ClientConnection, request: HttpRequest, request_id: str, trace_id: bytes
-    ) -> None:
+    def __init__(self, proxy: Carrier, client: Client, request: HttpRequest, request_id: str, trace_id: bytes) -> None:
         self._proxy = proxy
         self.client = client
         self.request = request
@@ -87,6 +85,9 @@ class Exchange:
         self.done = False
 
     # From the core ------------------------------------------------------------------------------------------------
+
+    def asks(self, route: RouteRequest) -> None:
+        """Add what is known of the request besides what it says itself: the core is asked next."""
 
     def forward(self, decision: Decision) -> None:
         """Start an attempt."""

@@ -23,7 +23,7 @@ from router.edge.relay import StreamRelay
 from router.edge.upstream import Endpoint, UpstreamPool
 from router.http.budget import Budget
 from router.http.config import HttpLimits
-from router.http.connection import ClientConnection
+from router.http.connection import Client
 from router.http.request import HttpRequest
 
 log = logging.getLogger("router")
@@ -65,10 +65,12 @@ class Proxy(Carrier):
         self._endpoints: dict[str, tuple[str, Endpoint]] = {}
         self._count = 0
 
-    def open(self, client: ClientConnection, request: HttpRequest, trace_id: bytes) -> Exchange:
+    def open(
+        self, client: Client, request: HttpRequest, trace_id: bytes, kind: Callable[..., Exchange] = Exchange
+    ) -> Exchange:
         """Begin the life of a complete request."""
         self._count += 1
-        exchange = Exchange(self, client, request, f"r{self._count}", trace_id)
+        exchange = kind(self, client, request, f"r{self._count}", trace_id)
         self.exchanges[exchange.request_id] = exchange
         if self.tracer is not None:
             exchange.span = self.tracer(exchange, self.now())
@@ -78,6 +80,7 @@ class Proxy(Carrier):
         """Ask the core for a worker and do what it says."""
         if exchange.done:
             return
+        exchange.asks(route)
         exchange.route = route
         exchange.in_core = True
         exchange.sampled = self.log_share > 0 and random.random() < self.log_share

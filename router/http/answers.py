@@ -42,3 +42,13 @@ def error_headers(error: RequestError, given: Collection[Header]) -> Iterator[He
         yield b"allow", error.allow.encode()
     elif error.code == "overloaded" and not given:
         yield b"retry-after", b"1"
+
+
+def refusal(
+    status: int, code: str, message: str, retry_after_s: float | None, *, param: str | None
+) -> tuple[RequestError, list[Header]]:
+    """An error of the router's own and its headers. `param`: the field of the body that it is about."""
+    if code == "unknown_model":
+        code = "model_not_found"  # OpenAI's word
+    headers = [] if retry_after_s is None else [(b"retry-after", b"%d" % max(1, round(retry_after_s)))]
+    return RequestError(message, param=param, code=code, status=status), headers

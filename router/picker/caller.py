@@ -1,0 +1,213 @@
+"""What stands where a client's connection stands in `router run`: one gRPC stream of Envoy's, for one request.
+
+Owns the way between conversation and exchange, the bytes booked, and the future that the stream waits on. Refuses to
+know gRPC (router/picker/server.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from prompts.errors import RequestError
+from router.http.answers import JSON, Header, error_headers, refusal
+from router.http.budget import SMALL_BYTES, Budget
+from router.http.config import HttpLimits
+from router.http.connection import Work
+from router.http.request import HttpRequest
+from router.picker.conversation import Begun, Choice, Conversation, Phase
+from router.picker.messages import FAIRNESS, OBJECTIVE, REWRITE, Request, Response
+from router.picker.pick import Pick
+
+if TYPE_CHECKING:
+    from router.picker.pick import Picking
+
+NAME_BYTES_MAX = 256
+_OBJECT = re.compile(rb"[ \t\r\n]*\{")
+
+
+class Application(Protocol):
+    """router/app/server.py is it."""
+
+    limits: HttpLimits
+    budget: Budget
+
+    def pick(self, caller: Caller, request: HttpRequest) -> None:
+        """Find a worker, now or later. Raises RequestError."""
+
+    def rename(self, request: HttpRequest, model: str) -> None:
+        """Ask for another model in its body."""
+
+    def rejected(self, status: int) -> None: ...
+
+    def crashed(self, where: str, error: Exception) -> None: ...
+
+
+class Caller:
+    """One request. `receive` what Envoy sends; while `waits`, wait for `decided`; send what `take` gives."""
+
+    def __init__(self, app: Application, picking: Picking, peer: str) -> None:
+        self._app = app
+        self.picking = picking
+        self.peer = self.party = peer
+        self.work: Work | None = None
+        self.answering = False
+        self._pick: Pick | None = None
+        self._path = ""
+        self._held = 0
+        self._booked = ""
+        """On whom."""
+        self._conversation = Conversation(self, app.limits.body_bytes_max)
+        self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.abandoned = False
+        self.objective: str | None = None
+        self.fairness = ""
+
+    @property
+    def waits(self) -> bool:
+        """The next thing to happen is not Envoy's."""
+        return self._conversation.phase is Phase.CHOOSING
+
+    @property
+    def over(self) -> bool:
+        return self._conversation.phase is Phase.OVER
+
+    @property
+    def sees_answer(self) -> bool:
+        return self._conversation.sees_answer
+
+    @property
+    def hint(self) -> list[str] | None:
+        return self._conversation.hint
+
+    def take(self) -> list[Response]:
+        return self._conversation.take()
+
+    def receive(self, message: Request) -> None:
+        """Raises OutOfTurn. Whatever else goes wrong ends this request alone."""
+        try:
+            self._conversation.receive(message)
+        except RequestError as refused:
+            self._app.rejected(refused.status)
+            self._drop_work()
+            self.respond_error(refused)
+
+    def closed(self) -> None:
+        """Envoy asks no more, or cannot be told any more."""
+        try:
+            pick, self._pick = self._pick, None
+            if pick is not None and not pick.done:
+                pick.left()
+        except Exception as error:  # noqa: BLE001  a boundary
+            self._app.crashed("picker", error)
+        self._drop_work()
+        if self._held:
+            self._app.budget.change(self._booked, self._held, 0)
+            self._held = 0
+
+    # The conversation's party ---------------------------------------------------------------------------------------
+
+    def complete(self, request: HttpRequest) -> None:
+        self._path = request.path
+        self.objective = _text(request.header(OBJECTIVE))
+        self.fairness = _text(request.header(FAIRNESS)) or ""
+        model = _text(request.header(REWRITE))
+        if model is not None and _OBJECT.match(request.pieces[0]) is not None:
+            self._app.rename(request, model)
+        try:
+            self._app.pick(self, request)
+        except RequestError as refused:
+            self._app.rejected(refused.status)
+            self._drop_work()
+            self.respond_error(refused)
+        except Exception as error:  # noqa: BLE001  a boundary: this request fails
+            self.crash(error)
+
+    def opened(self, pick: Pick) -> None:
+        """The exchange of this request."""
+        self._pick = pick
+
+    def keeps(self, size: int) -> None:
+        kept = size if size > SMALL_BYTES else 0
+        if kept != self._held:
+            self._booked = self.peer
+            self._app.budget.change(self._booked, self._held, kept)
+            self._held = kept
+
+    def begun(self, answer: Begun) -> Sequence[Header]:
+        if self._conversation.phase is not Phase.CHOSEN or self._pick is None:
+            self._drop_work()  # answered by Envoy before it was sent anywhere
+            return ()
+        return self._pick.begun(answer)
+
+    def content(self, data: bytes) -> None:
+        if self._pick is not None:
+            self._pick.content(data)
+
+    def ended(self) -> None:
+        if self._pick is not None:
+            self._pick.completed()
+
+    # The exchange's client ------------------------------------------------------------------------------------------
+
+    def chosen(self, choice: Choice) -> None:
+        if self._conversation.phase is Phase.CHOOSING:
+            self._conversation.choose(choice)
+            self._decide()
+
+    def respond_error(self, error: RequestError, headers: Collection[Header] = ()) -> None:
+        if self._conversation.phase in (Phase.CHOSEN, Phase.ANSWER, Phase.OVER):
+            return  # Envoy has gone on with it
+        self.work = None
+        fields = [(b"content-type", JSON), *headers, *error_headers(error, headers)]
+        self._conversation.refuse(error.status, fields, msgspec.json.encode(error.body(self._path)))
+        self._decide()
+
+    def refuse(
+        self, status: int, code: str, message: str, retry_after_s: float | None, *, param: str | None = None
+    ) -> None:
+        self.respond_error(*refusal(status, code, message, retry_after_s, param=param))
+
+    def crash(self, error: Exception) -> None:
+        self._app.crashed("picker", error)
+        self._drop_work()
+        self.refuse(500, "internal_error", "the router failed to answer; its log says why", None)
+
+    def abandon(self) -> None:
+        """It has taken too long."""
+        self.abandoned = True
+        self._drop_work()
+        self._decide()
+
+    def cut(self) -> None:
+        self.abandon()
+
+    def write(self, data: bytes) -> None:
+        raise AssertionError("Envoy carries the bytes")
+
+    def plain_socket(self) -> int:
+        return -1
+
+    def finish(self, *, keep_alive: bool) -> None:
+        self.work = None
+
+    def _decide(self) -> None:
+        if not self.decided.done():
+            self.decided.set_result(None)
+
+    def _drop_work(self) -> None:
+        work, self.work = self.work, None
+        if work is None:
+            return
+        try:
+            work.client_gone()
+        except Exception as error:  # noqa: BLE001  a boundary
+            self._app.crashed("picker", error)
+
+
+def _text(value: bytes | None) -> str | None:
+    return value[:NAME_BYTES_MAX].decode("utf-8", "replace") if value else None

@@ -1,0 +1,348 @@
+"""The picker over real gRPC, before the core and the edge's books; Envoy is played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from router.app.server import RouterApp
+from router.edge.config import EdgeConfig
+from router.picker.config import PickerConfig
+from router.picker.endpoints import Endpoints
+from router.picker.messages import BUFFERED, DUPLEX, HINT, HINTS, NONE
+from router.picker.pick import Pick, Picking
+from router.picker.server import READY, PickerServer
+
+BODY = json.dumps({"model": "tiny", "prompt": "Hello", "stream": True}).encode()
+
+
+class Envoy:
+    """Streams to one picker."""
+
+    def __init__(self, edge: Any, server: PickerServer, port: int, picking: Picking) -> None:
+        self.edge, self.server, self.port, self.picking = edge, server, port, picking
+        self.ended: list[Any] = []
+        edge.proxy.on_end.append(self.ended.append)
+        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+
+    def stream(self, raw: bool = False) -> Any:
+        method = self.channel.stream_stream(
+            "/envoy.service.ext_proc.v3.ExternalProcessor/Process",
+            request_serializer=None if raw else pb.ProcessingRequest.SerializeToString,
+            response_deserializer=None if raw else pb.ProcessingResponse.FromString,
+        )
+        return method(timeout=10)
+
+    async def ask(self, body: bytes = BODY, hint: Any = None, answer: int = NONE, **headers: str) -> tuple[Any, Any]:
+        """(stream, the answer to the request)."""
+        stream = self.stream()
+        head = request_head(answer, **headers)
+        if hint is not None:
+            head.metadata_context.filter_metadata[HINTS].update({HINT: hint})
+        await stream.write(head)
+        await stream.read()
+        await stream.write(pb.ProcessingRequest(request_body={"body": body, "end_of_stream": True}))
+        return stream, await stream.read()
+
+
+def request_head(answer: int = NONE, **headers: str) -> Any:
+    fields = {":method": "POST", ":path": "/v1/completions", **{k.replace("_", "-"): v for k, v in headers.items()}}
+    message = pb.ProcessingRequest(
+        request_headers={"headers": {"headers": [{"key": k, "raw_value": v.encode()} for k, v in fields.items()]}}
+    )
+    message.protocol_config.request_body_mode = BUFFERED
+    message.protocol_config.response_body_mode = answer
+    return message
+
+
+def answer_head(status: int = 200, served: str | None = None) -> Any:
+    message = pb.ProcessingRequest(
+        response_headers={"headers": {"headers": [{"key": ":status", "raw_value": b"%d" % status}]}}
+    )
+    if served is not None:
+        message.attributes["envoy.filters.http.ext_proc"].update({"upstream.address": served})
+    return message
+
+
+def endpoints(response: Any) -> list[str]:
+    options = {o.header.key: o.header.raw_value for o in response.request_body.response.header_mutation.set_headers}
+    found: list[str] = options["x-gateway-destination-endpoint"].decode().split(",")
+    return found
+
+
+def worker_of(response: Any) -> str:
+    options = response.response_headers.response.header_mutation.set_headers
+    return next(o.header.raw_value.decode() for o in options if o.header.key == "x-blockcast-worker")
+
+
+@asynccontextmanager
+async def picker(
+    edge: Any, workers: int = 3, config: PickerConfig | None = None, **settings: Any
+) -> AsyncIterator[Envoy]:
+    await edge.start(**settings)
+    for number in range(workers):
+        await edge.worker(edge.reply(), f"w{number}", port=9100 + number)
+    picking = Picking(config or PickerConfig(), Endpoints(edge.core.workers))
+    given = {key: value for key, value in settings.items() if key == "api_keys"}
+    app = RouterApp(edge.proxy, edge.app._reading, edge.tenants, edge.metrics, EdgeConfig(**given), edge.admin.routes,
+                    guard=lambda *_: None, kind=Pick)  # fmt: skip
+    server = PickerServer(app, picking, ready=edge.admin.not_ready)
+    port = await server.start("127.0.0.1", 0, 0, None)
+    envoy = Envoy(edge, server, port, picking)
+    try:
+        server.beat(time.monotonic())
+        yield envoy
+    finally:
+        await envoy.channel.close()
+        await server.stop(0)
+
+
+def load(edge: Any) -> dict[str, int]:
+    return {target.worker_id: target.requests for target in edge.core.tracker.targets.values()}
+
+
+async def until(probe: Any) -> None:
+    for _ in range(500):
+        if probe():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("never")
+
+
+def test_a_choice_has_fallbacks_and_ends_with_its_stream(edge: Any) -> None:
+    async def scenario() -> None:
+        async with picker(edge) as envoy:
+            stream, chosen = await envoy.ask()
+            found = endpoints(chosen)
+            assert sorted(found) == ["127.0.0.1:9100", "127.0.0.1:9101", "127.0.0.1:9102"]
+            assert sum(load(edge).values()) == 1
+            await stream.write(answer_head())
+            first = f"w{found[0][-1]}"
+            assert worker_of(await stream.read()) == first
+            assert load(edge)[first] == 1  # until the stream ends
+            await stream.done_writing()
+            await until(lambda: not sum(load(edge).values()))
+            assert [exchange.outcome for exchange in envoy.ended] == ["status_200"]
+            gone, _ = await envoy.ask()
+            gone.cancel()
+            await until(lambda: not sum(load(edge).values()))
+            assert envoy.ended[1].outcome == "client_gone"
+
+    edge.run(scenario())
+
+
+def test_the_books_follow_to_whoever_served(edge: Any) -> None:
+    async def scenario() -> None:
+        async with picker(edge) as envoy:
+            stream, chosen = await envoy.ask()
+            first, second, _ = endpoints(chosen)
+            await stream.write(answer_head(served=second))
+            assert worker_of(await stream.read()) == f"w{second[-1]}"
+            assert load(edge) == {f"w{n}": int(second.endswith(str(n))) for n in range(3)}
+            assert edge.metrics.failures[f"w{first[-1]}", "reset"] == 1
+            await stream.done_writing()
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize(("status", "kind"), [(503, "server_error"), (429, "overloaded"), (500, "internal_error")])
+def test_a_worker_s_failure_is_held_against_it(edge: Any, status: int, kind: str) -> None:
+    async def scenario() -> None:
+        async with picker(edge) as envoy:
+            stream, chosen = await envoy.ask()
+            await stream.write(answer_head(status))
+            await stream.read()
+            assert edge.metrics.failures[f"w{endpoints(chosen)[0][-1]}", kind] == 1
+            assert not sum(load(edge).values())
+            await stream.done_writing()
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("hint", [["127.0.0.1:9101"], "127.0.0.1:9101, 127.0.0.1:1"])
+def test_only_the_gateway_s_subset_is_chosen(edge: Any, hint: Any) -> None:
+    async def scenario() -> None:
+        async with picker(edge) as envoy:
+            for _ in range(4):
+                stream, chosen = await envoy.ask(hint=hint)
+                assert endpoints(chosen) == ["127.0.0.1:9101"]
+                stream.cancel()
+            for empty in ([], ["10.9.9.9:1"], "nonsense"):
+                _, refused = await envoy.ask(hint=empty)
+                assert refused.immediate_response.status.code == 503
+
+    edge.run(scenario())
+
+
+def test_load_is_shed_with_429(edge: Any) -> None:
+    async def scenario() -> None:
+        async with picker(edge, core={"requests_max": 1}) as envoy:
+            stream, _ = await envoy.ask()
+            _, refused = await envoy.ask()
+            assert refused.immediate_response.status.code == 429
+            names = {o.header.key for o in refused.immediate_response.headers.set_headers}
+            assert names >= {"retry-after", "content-type"}
+            stream.cancel()
+
+    edge.run(scenario())
+
+
+def test_no_worker_is_503_and_health_says_so(edge: Any) -> None:
+    async def scenario() -> None:
+        async with picker(edge, workers=0) as envoy:
+            _, refused = await envoy.ask()
+            assert refused.immediate_response.status.code == 503
+            health = health_pb2_grpc.HealthStub(envoy.channel)
+
+            async def state(name: str) -> int:
+                return int((await health.Check(health_pb2.HealthCheckRequest(service=name))).status)
+
+            assert await state("liveness") == 1
+            assert [await state(name) for name in READY] == [2] * len(READY)
+            await edge.worker(edge.reply(), "w0", port=9100)
+            for _ in range(100):
+                envoy.server.beat(time.monotonic())
+                await asyncio.sleep(0.01)
+                if await state("") == 1:
+                    break
+            assert [await state(name) for name in READY] == [1] * len(READY)
+
+    edge.run(scenario())
+
+
+def test_objectives_and_fairness_become_priorities(edge: Any) -> None:
+    asked: list[int] = []
+
+    async def scenario() -> None:
+        async with picker(edge, config=PickerConfig(objectives=("batch=7", "chat=-2"))) as envoy:
+            route = edge.core.route
+            edge.core.route = lambda request, now, **kw: (asked.append(request.priority), route(request, now, **kw))[1]
+            streams = []
+            for headers in (
+                {"x_gateway_inference_objective": "batch"}, {"x_gateway_inference_objective": "chat"},
+                {"x_gateway_inference_objective": "unknown"}, {"x_gateway_inference_fairness_id": "a"},
+                {"x_gateway_inference_fairness_id": "a"}, {"x_gateway_inference_fairness_id": "b"},
+            ):  # fmt: skip
+                streams.append((await envoy.ask(**headers))[0])
+            assert asked == [7000, -1999, 2, 0, 1, 0]
+            for stream in streams:
+                stream.cancel()
+            await until(lambda: not envoy.picking.in_flight)
+
+    edge.run(scenario())
+
+
+def test_keys_are_asked_for(edge: Any) -> None:
+    async def scenario() -> None:
+        async with picker(edge, api_keys=("secret",)) as envoy:
+            _, refused = await envoy.ask()
+            assert refused.immediate_response.status.code == 401
+            stream, chosen = await envoy.ask(authorization="Bearer secret")
+            assert endpoints(chosen)
+            stream.cancel()
+
+    edge.run(scenario())
+
+
+def test_an_answer_s_usage_is_read_where_it_comes_by(edge: Any) -> None:
+    usage = b'data: {"usage": {"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4}}}\n\n'
+
+    async def scenario() -> None:
+        async with picker(edge) as envoy:
+            stream, _ = await envoy.ask(answer=DUPLEX)
+            await stream.write(answer_head())
+            await stream.read()
+            for number in range(40):
+                await stream.write(pb.ProcessingRequest(response_body={"body": b"data: %d\n\n" % number}))
+                assert (await stream.read()).HasField("response_body")
+            assert any(target.decode_requests for target in edge.core.tracker.targets.values())
+            await stream.write(pb.ProcessingRequest(response_body={"body": usage, "end_of_stream": True}))
+            await stream.read()
+            await until(lambda: not sum(load(edge).values()))
+            assert (envoy.ended[0].usage.prompt_tokens, envoy.ended[0].usage.cached_tokens) == (10, 4)
+
+    edge.run(scenario())
+
+
+def test_a_name_is_looked_up(edge: Any) -> None:
+    async def scenario() -> None:
+        async with picker(edge, workers=0) as envoy:
+            await edge.worker(edge.reply(), "named", port=9100)
+            worker = edge.core.workers["named"]
+            worker.spec = type(worker.spec)(
+                **{
+                    **{name: getattr(worker.spec, name) for name in worker.spec.__slots__},
+                    "url": "http://localhost:9100",
+                }
+            )
+            envoy.server.beat(time.monotonic() + 5)
+            await until(lambda: envoy.picking.endpoints.of("named") is not None)
+            stream, chosen = await envoy.ask()
+            assert endpoints(chosen) == ["127.0.0.1:9100"]
+            stream.cancel()
+
+    edge.run(scenario())
+
+
+def test_garbage_ends_its_own_stream_alone(edge: Any) -> None:
+    """Bytes that are no message, messages cut and mutated, in any order, from many at once."""
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    good = [
+        request_head(DUPLEX), request_head(), answer_head(), answer_head(503, "127.0.0.1:9101"),
+        pb.ProcessingRequest(request_body={"body": BODY, "end_of_stream": True}),
+        pb.ProcessingRequest(response_body={"body": b"data: x\n\n", "end_of_stream": True}),
+        pb.ProcessingRequest(request_trailers={}), pb.ProcessingRequest(response_trailers={}), pb.ProcessingRequest(),
+    ]  # fmt: skip
+
+    def message() -> bytes:
+        data = bytearray(rng.choice(good).SerializeToString())
+        kind = rng.randrange(4)
+        if kind == 0 and data:
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        elif kind == 1:
+            del data[rng.randrange(len(data) + 1) :]
+        elif kind == 2 and rng.random() < 0.3:
+            data = bytearray(rng.randbytes(rng.randrange(200)))
+        return bytes(data)
+
+    async def scenario() -> None:
+        async with picker(edge) as envoy:
+
+            async def attack() -> None:
+                stream = envoy.stream(raw=True)
+                try:
+                    for _ in range(rng.randrange(1, 7)):
+                        await stream.write(message())
+                        if rng.random() < 0.3:
+                            await asyncio.sleep(0)
+                    if rng.random() < 0.5:
+                        await stream.done_writing()
+                        while await asyncio.wait_for(stream.read(), 5) is not grpc.aio.EOF:
+                            pass
+                except (grpc.RpcError, asyncio.InvalidStateError):
+                    pass
+                finally:
+                    stream.cancel()
+
+            for _ in range(20):
+                await asyncio.gather(*(attack() for _ in range(20)))
+                stream, chosen = await asyncio.wait_for(envoy.ask(), 5)
+                assert endpoints(chosen)
+                stream.cancel()
+            await until(lambda: envoy.server.streams == 0)
+            assert not edge.metrics.crashes
+            assert not sum(load(edge).values())
+
+    edge.run(scenario(), 60)
