@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from router.decide.books import CacheBook
 from router.decide.choose import Chooser, Chosen
 from router.decide.config import CoreConfig
-from router.decide.held import HeldQueue
+from router.decide.held import HeldQueue, Live, RetryBudget, gave_up
 from router.decide.lengths import OutputLengths
 from router.decide.messages import (
     Decision,
@@ -35,8 +35,8 @@ from router.decide.messages import (
     WorkerLost,
 )
 from router.decide.registry import Registry
-from router.decide.retry import Live, RetryBudget, gave_up
 from router.decide.status import CoreSnapshot, worker_row
+from router.decide.told import EngineLoad
 from router.decide.tracker import LoadTracker
 from router.decide.watchdog import Stillness, Watchdog
 from router.decide.workers import Breaker, CacheView, ServedModel, Worker, WorkerSpec, WorkerState
@@ -109,6 +109,15 @@ class RouterCore:
         changed = self.stillness.look(moved, now)
         self.registry.avoided = frozenset(self.stillness.workers)
         return changed
+
+    def sent_to(self, worker_id: str) -> list[int]:
+        """Requests in flight on each rank: what an engine that is asked for its load now may have of ours."""
+        return [target.requests for target in self.registry.targets_of(worker_id)]
+
+    def engine_says(self, worker_id: str, loads: Sequence[EngineLoad | None], sent: Sequence[int], now: float) -> None:
+        """The load that a worker told, or not, of each rank; `sent`: what `sent_to` said when it was asked."""
+        for target, load, count in zip(self.registry.targets_of(worker_id), loads, sent):
+            self.tracker.told(target.name, load, now, sent=count)
 
     def resolve_model(self, name: str) -> ServedModel | None:
         """What a client's model name means (base model, LoRA), or None where no worker serves it."""

@@ -200,6 +200,7 @@ class KvCost:
             decode_s=decode_s,
             hot_s=hot_s,
             stall_s=stall_s,
+            others_requests=others.running + others.waiting if (others := target.believed) is not None else 0,
             ttft_s=target.slow * (waiting + held + prefill) + seat_s + memory_s + load_s,
             cost=cost,
         )

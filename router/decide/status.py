@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from router.decide.target import Target
+from router.decide.told import EngineLoad
 from router.decide.tracker import LoadTracker
 from router.decide.workers import Worker
 
@@ -26,6 +27,10 @@ class WorkerSnapshot:
     peer_prefilling: int
     """What other routers have in flight there, as they told; `queue_s`, `utilisation` and `slow` count it in."""
     peer_decoding: int
+    engine_load: EngineLoad | None
+    """What its engine said last of its sequences and memory; None where it does not, or not lately."""
+    others_requests: int
+    """Of those, what no router of ours sent, as far as it is believed; counted in, too."""
     queue_s: float
     utilisation: float
     slow: float
@@ -49,7 +54,7 @@ class CoreSnapshot:
 
 def worker_row(worker: Worker, target: Target, tracker: LoadTracker, alarms: list[str], now: float) -> WorkerSnapshot:
     """One target's row of `/workers`."""
-    service, peer = target.service, target.peer
+    service, peer, told, others = target.service, target.peer, target.told, target.others()
     return WorkerSnapshot(
         worker_id=worker.worker_id,
         target=target.name,
@@ -61,8 +66,10 @@ def worker_row(worker: Worker, target: Target, tracker: LoadTracker, alarms: lis
         cache_view=worker.spec.cache_view.value,
         prefilling=len(target.prefills),
         decoding=target.decode_requests,
-        peer_prefilling=peer.prefill_requests if peer is not None else 0,
-        peer_decoding=peer.decode_requests if peer is not None else 0,
+        peer_prefilling=(peer.prefill_requests if peer else 0) - (others.prefill_requests if others else 0),
+        peer_decoding=(peer.decode_requests if peer else 0) - (others.decode_requests if others else 0),
+        engine_load=told.load if told is not None else None,
+        others_requests=others.prefill_requests + others.decode_requests if others else 0,
         queue_s=target.queue_s(now),
         utilisation=tracker.utilisation(target, now),
         slow=target.slow,

@@ -15,10 +15,13 @@ from dataclasses import dataclass, field
 from router.decide.ahead import CacheAhead
 from router.decide.config import ServiceModel
 from router.decide.learn import Observation, PoolSpeeds, Taught
+from router.decide.told import Claim, Told, Wager
 from router.index.protocol import HolderId
 
 SEATS_PRIOR = 256
 """Of an engine of which that is not known; vLLM's default."""
+LEFT_PRIOR = 256.0
+"""Tokens still to come of requests of others, before there were any of ours."""
 SEAT_WAIT, SEAT_VOTES = 4.0, 8
 """So many times the expected wait is one for a seat, if so many in a row agree."""
 
@@ -53,6 +56,8 @@ class InFlight:
     """Generated, as far as the edge has counted."""
     decode_start: DecodeSums | None = None
     """What the target had done when the first token was seen."""
+    wager: Wager | None = None
+    """Where its target's engine claims to have requests of others."""
 
 
 @dataclass(slots=True)
@@ -135,7 +140,8 @@ class Target:
     """Prompts and answers so far of those."""
     pending_tokens: int = 0
     """Prompts of those without a first token."""
-    left_mean: float = 0.0
+    left_mean: float = LEFT_PRIOR
+    """Of one of those who run; while there are only others' requests, as when there were some of ours."""
     left_tokens: float = 0.0
     """What is expected to be generated still, by all. As nothing is known of a length but its mean, what was said
     already makes no answer shorter."""
@@ -170,7 +176,9 @@ class Target:
     arrivals_scaled: float = 0.0
     """Requests routed here per second, averaged and scaled like `utilisation_scaled`."""
     peer: SharedLoad | None = None
-    """The sum of what other routers have in flight here."""
+    """The sum of what other routers have in flight here, and of what its engine says that others have."""
+    told: Told | None = None
+    """What its engine says of its load, where it does."""
     open_interval: Interval | None = None
     waiting_s: float = 0.0
     """Sum of P of everything without a first token, other routers' included; Q before progress."""
@@ -220,7 +228,8 @@ class Target:
             self.sharers += self.peer.decode_requests + self.peer.prefill_requests
         self.step_now_s = self.service.step_s + self.decode_request_s * requests + self.decode_context_s * context
         self.slow = 1.0 + self.step_now_s / self.step_prefill_s
-        self.left_mean = self.left_tokens / self.requests if self.requests else 0.0
+        if self.requests:
+            self.left_mean = self.left_tokens / self.requests
         over = self.sharers + 1 - self.seats
         self.seat_s = self.drain_seconds(over / self.seats) if over > 0 else 0.0
         self.sharing_s = 2.0 * self.decode_request_s * self.sharers
@@ -242,6 +251,13 @@ class Target:
         if progress > self.progress_max_s:
             progress = self.progress_max_s
         return waiting - progress if progress > 0.0 else waiting
+
+    def first_token_seconds(self, prompt_tokens: int, cached_tokens: int, now: float) -> float:
+        """Until such a prompt has its first token: what waits, a step and a half, seats and memory."""
+        seconds = self.slow * (self.queue_s(now) + self.prefill_seconds(prompt_tokens, cached_tokens))
+        over = prompt_tokens - cached_tokens - self.room_tokens
+        memory_s = self.drain_seconds(over / self.capacity_tokens) if over > 0.0 and self.capacity_tokens else 0.0
+        return seconds + 1.5 * self.step_now_s + self.seat_s + memory_s
 
     def decode_seconds(self, prompt_tokens: int, expected_tokens: float) -> float:
         """What the rest of such an answer would take here, and what it would cost the answers beside it: n sequences
@@ -272,7 +288,54 @@ class Target:
 
     def drain_seconds(self, share: float) -> float:
         """Until such a share (1: all) of what runs here has ended."""
-        return share * self.left_mean * self.step_now_s
+        return share * self.left_mean * self.step_now_s if self.sharers else 0.0
+
+    @property
+    def believed(self) -> Claim | None:
+        """What its engine says that others have here."""
+        return self.told.believed if self.told is not None else None
+
+    def others(self) -> SharedLoad | None:
+        """That, as if another router had told it."""
+        claim = self.believed
+        if claim is None or self.told is None:
+            return None
+        each_s = self.utilisation_scaled / self.arrivals_scaled if self.arrivals_scaled > 0.0 else 0.0
+        return SharedLoad(
+            prefill_s=claim.waiting * each_s,
+            prefill_requests=claim.waiting,
+            oldest_prefill_s=each_s,
+            oldest_routed_s=self.told.heard_s,
+            decode_requests=claim.running,
+            decode_context=claim.held_tokens,
+        )
+
+    def compare(self, wager: Wager, seen: Observation) -> None:
+        """An answer has ended: were its steps as long as ours make them, or as the engine's claim would?"""
+        step_s = self.service.step_s + self.decode_request_s * seen.decode_requests
+        step_s += self.decode_context_s * seen.decode_context
+        without_s = seen.steps * step_s + self.prefill_rate * seen.uncached_tokens
+        if self.told is not None:
+            self.told.served(seen.elapsed_s, without_s, without_s + seen.steps * wager.step_more_s)
+
+    def accrue(self, now: float) -> None:
+        """Bring the totals over time up to now, before the counts change."""
+        sums, peer = self.sums, self.peer
+        passed = now - sums.at_s
+        if passed <= 0.0:
+            return
+        sums.at_s = now
+        requests, context = self.decode_requests, self.context_tokens
+        if peer is not None:
+            requests += peer.decode_requests
+            context += peer.decode_context
+            claim = self.believed
+            if claim is not None:
+                requests -= claim.running
+                context -= claim.held_tokens
+            sums.uncached_tokens += passed * min(peer.utilisation, 1.0) / self.prefill_rate
+        sums.request_seconds += passed * requests
+        sums.context_seconds += passed * context
 
     def requeue(self) -> None:
         """Recompute what `queue_s` reads, after what is in the queue changed."""

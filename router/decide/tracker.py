@@ -18,6 +18,7 @@ from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.learn import PoolSpeeds
 from router.decide.shortlist import LoadOrder
 from router.decide.target import InFlight, Interval, RequestPhase, SharedLoad, Target, merged
+from router.decide.told import DOUBTS_MAX, EngineLoad, Told, Wager
 from router.index.protocol import HolderId
 
 _MERGE_S = 0.004
@@ -98,6 +99,8 @@ class LoadTracker:
             routed_s=now,
             stream=stream,
         )
+        if target.told is not None and target.told.claim:
+            flight.wager = self._wager(flight, target.told, now)
         if not stream:
             heapq.heappush(self._estimates, (now + flight.expected_s, request_id))
         self.requests[request_id] = flight
@@ -120,6 +123,9 @@ class LoadTracker:
         flight = self.requests.get(request_id)
         if flight is None or flight.phase is RequestPhase.DECODE:
             return None
+        if flight.wager is not None and flight.target.told is not None:
+            flight.target.told.served(now - flight.routed_s, flight.wager.without_s, flight.wager.with_s)
+            self._apply_peers(flight.target)
         self._observe(flight, now)
         self._start_decode(flight, now)
         flight.target.note_wait(now - flight.routed_s, flight.expected_s, now)
@@ -147,7 +153,7 @@ class LoadTracker:
             return None
         target = flight.target
         self._touch(target)
-        self._accrue(target, now)
+        target.accrue(now)
         target.requests -= 1
         target.ended_s = now
         # Recomputed when empty, so that rounding never accumulates.
@@ -194,7 +200,7 @@ class LoadTracker:
         target = flight.target
         self._touch(target)
         self._leave_prefill(flight)
-        self._accrue(target, now)
+        target.accrue(now)
         target.head_since_s = max(target.head_since_s, now)
         flight.phase = RequestPhase.DECODE
         flight.context_tokens = flight.prompt_tokens
@@ -243,22 +249,6 @@ class LoadTracker:
                 order.rebuild(1.0)
         return self._epoch_s
 
-    @staticmethod
-    def _accrue(target: Target, now: float) -> None:
-        """Bring the totals over time up to now, before the counts change."""
-        sums, peer = target.sums, target.peer
-        passed = now - sums.at_s
-        if passed <= 0.0:
-            return
-        sums.at_s = now
-        requests, context = target.decode_requests, target.context_tokens
-        if peer is not None:
-            requests += peer.decode_requests
-            context += peer.decode_context
-            sums.uncached_tokens += passed * min(peer.utilisation, 1.0) / target.prefill_rate
-        sums.request_seconds += passed * requests
-        sums.context_seconds += passed * context
-
     # Learning ----------------------------------------------------------------------------------------------------
     def _observe(self, flight: InFlight, now: float) -> None:
         """Time from when the worker turned to this request until its first token: one observation, or part of one."""
@@ -266,7 +256,7 @@ class LoadTracker:
             return
         target = flight.target
         oldest = next(iter(target.prefills)) == flight.request_id
-        alone = target.peer is None or target.peer.prefill_s <= 0.0
+        alone = (target.peer is None or target.peer.prefill_s <= 0.0) and target.believed is None
         uncached = flight.prompt_tokens - flight.cached_tokens
         quadratic = float(flight.prompt_tokens**2 - flight.cached_tokens**2)
         interval = target.open_interval
@@ -305,9 +295,12 @@ class LoadTracker:
         target, start = flight.target, flight.decode_start
         if start is None or said < DECODED_TOKENS or self.targets.get(target.name) is not target:
             return said
-        self._accrue(target, now)
+        target.accrue(now)
         elapsed_s = now - start.at_s
-        if elapsed_s > 0.0 and now - target.decode_learnt_s >= DECODE_EVERY_S:
+        if flight.wager is not None and target.told is not None:
+            target.compare(flight.wager, target.sums.since(start, elapsed_s, steps=said - 1))
+            self._apply_peers(target)
+        if target.believed is None and elapsed_s > 0.0 and now - target.decode_learnt_s >= DECODE_EVERY_S:
             target.decode_learnt_s = now
             names, _ = target.speeds.observe(target.name, target.sums.since(start, elapsed_s, steps=said - 1))
             self._renew(target, names)
@@ -373,8 +366,43 @@ class LoadTracker:
             if name in self.targets:
                 self._apply_peers(self.targets[name])
 
+    # Engines that tell of their load -------------------------------------------------------------------------------
+    def told(self, name: str, load: EngineLoad | None, now: float, *, sent: int) -> None:
+        """What a target's engine says; None: it was asked in vain. `sent`: our requests when it was asked."""
+        target = self.targets.get(name)
+        if target is None or (load is None and target.told is None):
+            return
+        told = target.told = target.told or Told()
+        before, sent = told.believed, max(sent, target.requests)
+        held = target.context_tokens + target.pending_tokens - target.shared_tokens
+        for known in self._peers.values():
+            if (peer := known.get(name)) is not None:
+                sent += peer.decode_requests + peer.prefill_requests
+                held += peer.decode_context
+        told.hear(load, now, sent=sent, seats=target.seats, held_tokens=held, capacity=target.capacity_tokens)
+        if told.believed != before:
+            target.accrue(now)
+            self._apply_peers(target)
+
+    def _wager(self, flight: InFlight, told: Told, now: float) -> Wager:
+        """What is to be expected where the claim is true, and where it is not."""
+        target, doubts = flight.target, told.doubts
+        told.sent(now)
+        expected = []
+        for told.doubts in (DOUBTS_MAX, 0):
+            self._apply_peers(target)
+            first_s = target.first_token_seconds(flight.prompt_tokens, flight.cached_tokens, now)
+            expected.append((first_s, target.step_now_s))
+        told.doubts = doubts
+        self._apply_peers(target)
+        (without_s, step_s), (with_s, longer_s) = expected
+        return Wager(without_s, with_s, longer_s - step_s)
+
     def _apply_peers(self, target: Target) -> None:
         loads = [known[target.name] for known in self._peers.values() if target.name in known]
+        others = target.others()
+        if others is not None:
+            loads.append(others)
         target.peer = merged(loads, target.prefill_rate) if loads else None
         target.refresh()
         target.requeue()

@@ -6,6 +6,8 @@ length. Numbers and names that go on into books and native code are bounded here
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +17,7 @@ import msgspec
 
 from events.sources import EventSource, parse_sources
 from events.types import DecodeError
+from router.decide.told import EngineLoad
 from router.decide.workers import ServedModel
 
 MODELS_MAX = 4096
@@ -28,6 +31,14 @@ BLOCK_TOKENS_MAX = 1 << 24
 LINE_CHARS_MAX = 8192
 """Of the one line of metrics that is read."""
 _PORT = re.compile(r"tcp://\S{1,512}:([0-9]{1,5})|(?:ipc|inproc)://\S{1,512}")
+REQUESTS_MAX = 10**6
+"""That an engine has at once."""
+_LOAD_KINDS = {
+    "vllm:num_requests_running": "running", "vllm:num_requests_waiting": "waiting",
+    "vllm:kv_cache_usage_perc": "usage", "vllm:gpu_cache_usage_perc": "usage",
+    "sglang:num_running_reqs": "running", "sglang:num_queue_reqs": "waiting", "sglang:token_usage": "usage",
+}  # fmt: skip
+_LOAD = re.compile(rf"^({'|'.join(_LOAD_KINDS)})(\{{[^\n]{{0,{LINE_CHARS_MAX}}}\}})?[ \t]+(\S{{1,64}})", re.MULTILINE)
 _LABEL = re.compile(r'(?<!\w)(\w+)="([^"]*)"')
 
 
@@ -140,6 +151,34 @@ def _cache_configs(metrics: str) -> Iterator[dict[str, str]]:
         if brace and name.endswith("cache_config_info") and not name.startswith("#") and found < RANKS_MAX:
             found += 1
             yield dict(_LABEL.findall(labels))
+
+
+def read_loads(metrics: str, ranks: int) -> list[EngineLoad | None]:
+    """What an engine says of its load, for each rank; None where it says nothing that can be true. vLLM's names (ours
+    are the same) or SGLang's; series of one rank, one a model, are added up."""
+    found: dict[tuple[int, str], list[float]] = {}
+    for line in itertools.islice(_LOAD.finditer(metrics), 8 * RANKS_MAX):
+        engine = number(dict(_LABEL.findall(line[2] or "")).get("engine", "0")) if ranks > 1 else 0
+        kind = _LOAD_KINDS[line[1]]
+        value = _float(line[3])
+        if engine is not None and engine < ranks:
+            possible = value is not None and 0.0 <= value <= (1.0 if kind == "usage" else REQUESTS_MAX)
+            found.setdefault((engine, kind), []).append(value if value is not None and possible else math.nan)
+    loads: list[EngineLoad | None] = []
+    for rank in range(ranks):
+        running, waiting = (sum(found.get((rank, kind), [math.nan])) for kind in ("running", "waiting"))
+        shares = found.get((rank, "usage"), [math.nan])
+        usage = sum(shares) / len(shares)
+        told = not math.isnan(running) and not math.isnan(waiting)
+        loads.append(EngineLoad(int(running), int(waiting), None if math.isnan(usage) else usage) if told else None)
+    return loads
+
+
+def _float(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _cards(body: bytes) -> list[dict[str, Any]]:

@@ -21,12 +21,14 @@ from events.sources import DEFAULT_PORT, EventSource, default_source
 from events.types import DecodeError
 from options import ConfigError
 from router.asking import Unanswered, ask
+from router.decide.told import EngineLoad
 from router.decide.workers import VLLM, CacheView, ServedModel, WorkerSpec
 from router.fleet.answers import (
     number,
     read_block_size,
     read_cache_capacity,
     read_engine,
+    read_loads,
     read_models,
     read_roots,
     read_server_info,
@@ -279,6 +281,10 @@ class Prober:
             return known.sources  # a worker that is busy or behind a busy proxy publishes where it did
         host = urlsplit(flag.url).hostname or "127.0.0.1"
         return (default_source(host, flag.topic),) if await self._listens(host, DEFAULT_PORT) else ()
+
+    async def loads(self, flag: WorkerFlag, ranks: int) -> list[EngineLoad | None]:
+        """What each rank says of its load."""
+        return read_loads(await self._metrics(flag), ranks)
 
     async def _metrics(self, flag: WorkerFlag) -> str:
         """The worker's `/metrics`; empty where there are none that can be read."""

@@ -41,6 +41,7 @@ NOT_CURED_BY_HEALTH = frozenset(
 RESTART_S = 1.0
 RESTART_S_MAX = 60.0
 """After a fault of our own in a worker's watch, or in following a list: doubles up to the second."""
+LOADS_S_MAX = 60.0
 REASON_CHARS_MAX = 300
 """What a worker says goes into the log and `/workers` up to here."""
 TOKENIZER_S_MAX = 60.0
@@ -53,6 +54,8 @@ class FleetConfig:
     health_s: Annotated[Seconds, Flag("--health-interval"), "Between two looks at a worker."] = 2.0
     sources_s: Annotated[Seconds, "Between two looks at where a worker publishes."] = 10.0
     """A new epoch means that it restarted."""
+    loads_s: Annotated[Seconds, "Between two looks at what a worker's `/metrics` says of its load."] = 4.0
+    """Doubles up to a minute while it says nothing."""
     starting_s: Annotated[Seconds, "Between two looks at a worker that is down, or was never reached."] = 0.5
     starting_s_max: Annotated[Seconds, "The pause for one that was never reached doubles up to this."] = 5.0
     failures_to_down: Annotated[int, Meta(ge=1, le=10**9), "Failed looks in a row that take it out."] = 2
@@ -78,6 +81,9 @@ class _Member:
     peers_from_s: float = 0.0
     """When other routers may be asked for what this one lacks."""
     peers_pause_s: float = 0.0
+    loads_from_s: float = 0.0
+    """When it may be asked for its load again."""
+    loads_pause_s: float = 0.0
     restart_s: float = 0.0
     """The pause after the last fault of its watch."""
 
@@ -279,6 +285,7 @@ class Fleet:
                 looked_s = self._now()
                 await self._look_again(member, was_down=was_down)
             await self._fill_up(member)
+            await self._ask_load(member)
 
     async def _fill_up(self, member: _Member) -> None:
         """Take from other routers what a gap or a reconnect made this one forget."""
@@ -294,6 +301,18 @@ class Fleet:
             self._feed.resume(worker_id, rank, snapshot)
         member.peers_pause_s = _longer(member.peers_pause_s, self._config.peers_s, self._config.peers_s_max)
         member.peers_from_s = self._now() + member.peers_pause_s
+
+    async def _ask_load(self, member: _Member) -> None:
+        """What does the worker itself say that it has to do?"""
+        if self._now() < member.loads_from_s:
+            return
+        worker_id = member.flag.worker_id
+        sent = self._core.sent_to(worker_id)
+        loads = await self._prober.loads(member.flag, len(sent))
+        self._core.engine_says(worker_id, loads, sent, self._now())
+        silent = all(load is None for load in loads)
+        member.loads_pause_s = _longer(member.loads_pause_s, self._config.loads_s, LOADS_S_MAX) if silent else 0.0
+        member.loads_from_s = self._now() + max(self._config.loads_s, member.loads_pause_s)
 
     async def _join(self, member: _Member) -> bool:
         """Learn what the worker is and register it; False where it does not answer yet."""
