@@ -116,6 +116,8 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     """Wait for KV memory, where running requests hold too much of it."""
     decode_s: float = 0.0
     """The rest of the answer there, and what it costs the answers beside it; counts `decode_weight` times."""
+    rest_s: float = 0.0
+    """Until the step that runs ends: a prompt begins with the next."""
     hot_s: float = 0.0
     """The part of `prefill_s` that is laid to others who run now and begin alike: the price is without it."""
     stall_s: float = 0.0

@@ -89,10 +89,11 @@ class KvCost:
         utilisation, work, arrivals, shortest = 0.0, 0.0, 0.0, math.inf
         waits: list[float] = []
         self.waits = waits
+        self.rests = [target.rest_seconds(now) for target in targets]
         for target in targets:
             wait = target.waiting_s
             if wait:  # as `Target.queue_s`, written out: this loop is a good part of what a decision costs
-                progress = (now - target.busy_since_s) / target.slow
+                progress = (now - target.busy_since_s - target.lead_share * target.step_now_s) / target.slow
                 if progress > target.progress_max_s:
                     progress = target.progress_max_s
                 if progress > 0.0:
@@ -116,7 +117,7 @@ class KvCost:
         config, length = self.config, self.prompt_tokens
         weight, decode_weight, tie_s = 1.0 + self.beta, config.decode_weight, config.tie_s
         utilisation_weight = config.utilisation_weight * self.factor
-        loads, ahead, crowding = self.loads, self.ahead, self.crowding
+        loads, ahead, crowding, rests = self.loads, self.ahead, self.crowding, self.rests
         square, expected, memory = length * length, self.expected_tokens, self.memory
         best, ties = float("inf"), []
         hot, hot_share = self.hot_tokens, self.hot_share
@@ -146,7 +147,7 @@ class KvCost:
                         shared *= 2.0 * left / (left + expected)
                     decode_s += shared * (target.sharing_s + sharers * context_s)
                 cost += decode_weight * decode_s
-            cost += target.seat_s + stall
+            cost += target.seat_s + stall + rests[i]
             if memory:
                 cost += memory.get(i, 0.0)
             if loads is not None:
@@ -179,7 +180,8 @@ class KvCost:
         cost += config.utilisation_weight * utilisation + load_s + crowding_s
         seat_s, memory_s = target.seat_s, self.memory.get(i, 0.0)
         decode_s = target.decode_seconds(self.prompt_tokens, self.expected_tokens)
-        cost += seat_s + memory_s + config.decode_weight * (decode_s + stall_s)
+        rest_s = self.rests[i]
+        cost += seat_s + memory_s + rest_s + config.decode_weight * (decode_s + stall_s)
         return Terms(
             worker=target.name,
             cached_tokens=hit,
@@ -198,10 +200,11 @@ class KvCost:
             memory_s=memory_s,
             evicted_tokens=self.evicted.get(i, 0),
             decode_s=decode_s,
+            rest_s=rest_s,
             hot_s=hot_s,
             stall_s=stall_s,
             others_requests=others.running + others.waiting if (others := target.believed) is not None else 0,
-            ttft_s=target.slow * (waiting + held + prefill) + seat_s + memory_s + load_s,
+            ttft_s=target.slow * (waiting + held + prefill) + rest_s + seat_s + memory_s + load_s,
             cost=cost,
         )
 

@@ -5,7 +5,7 @@ beaten by KEEP others that come before it and have as long a prefix is not price
 price exceeds the least by at most what differs between this request and the typical one:
 
     |W * P - (that of the typical one)| * (the pool's largest slow - its least) + what `decode` differs by between the
-    two + progress + what a target's load changed since it was placed
+    two + progress + a step + what a target's load changed since it was placed
 
 Where the index says who is unbeaten; here is only the order. Refuses to know requests, the index and clocks. Invariant:
 `holders` is `_order` without its keys; the sums are over what was placed.
@@ -24,7 +24,7 @@ from router.index.protocol import HolderId
 
 POOL_MIN = 33
 """Smaller pools are priced whole."""
-KEEP = 6
+KEEP = 8
 TYPICAL_TOKENS, TYPICAL_ANSWER = 1024, 256.0
 """Uncached prompt and answer of the typical request."""
 RENEWED = 2
@@ -88,6 +88,8 @@ class LoadOrder:
         prefill_s = target.prefill_seconds(TYPICAL_TOKENS, 0)
         key = target.slow * (target.waiting_s - 0.5 * target.progress_max_s + prefill_s) + target.seat_s
         key += self._config.utilisation_weight * target.utilisation_scaled * factor
+        if target.sharers:
+            key += 0.5 * target.step_now_s
         if target.peer is not None:
             key += self._config.utilisation_weight * target.peer.utilisation
         if target.capacity_tokens and target.room_tokens < TYPICAL_TOKENS:

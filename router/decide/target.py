@@ -184,6 +184,10 @@ class Target:
     """Sum of P of everything without a first token, other routers' included; Q before progress."""
     busy_since_s: float = 0.0
     """When the worker turned to the oldest of them."""
+    lead_share: float = 0.0
+    """Of a step: what goes by before the oldest of them makes progress, as a step has its fixed part first."""
+    stepped_s: float = -math.inf
+    """When a step was last seen to end: by a first token, or a last one."""
     progress_max_s: float = 0.0
     """What progress can be at most: a part of the oldest one's P."""
     routed: int = 0
@@ -247,7 +251,7 @@ class Target:
         waiting = self.waiting_s
         if waiting == 0.0:
             return 0.0
-        progress = (now - self.busy_since_s) / self.slow
+        progress = (now - self.busy_since_s - self.lead_share * self.step_now_s) / self.slow
         if progress > self.progress_max_s:
             progress = self.progress_max_s
         return waiting - progress if progress > 0.0 else waiting
@@ -258,6 +262,14 @@ class Target:
         over = prompt_tokens - cached_tokens - self.room_tokens
         memory_s = self.drain_seconds(over / self.capacity_tokens) if over > 0.0 and self.capacity_tokens else 0.0
         return seconds + 1.5 * self.step_now_s + self.seat_s + memory_s
+
+    def rest_seconds(self, now: float) -> float:
+        """Until the step that runs ends, and another may begin with a new prompt: what is left of it if it was seen to
+        begin, else half of one; what it prefills is in Q."""
+        rest_s = self.step_now_s - (now - self.stepped_s)
+        if rest_s > 0.0:
+            return rest_s if self.sharers else 0.0
+        return 0.5 * self.step_now_s if self.sharers and not self.waiting_s else 0.0
 
     def decode_seconds(self, prompt_tokens: int, expected_tokens: float) -> float:
         """What the rest of such an answer would take here, and what it would cost the answers beside it: n sequences
@@ -351,6 +363,7 @@ class Target:
             if peer.oldest_routed_s < oldest_routed_s:
                 oldest_s, oldest_routed_s = peer.oldest_prefill_s, peer.oldest_routed_s
         self.busy_since_s = max(since, oldest_routed_s)
+        self.lead_share = max(0.0, 1.0 - oldest_s / self.step_prefill_s)
         self.progress_max_s = min(self.progress_cap * oldest_s, self.waiting_s)
 
 

@@ -17,8 +17,9 @@ TELLING, TELLING_S = 1.3, 0.02
 """Expectations are told apart that differ by more than the factor and the seconds."""
 VALID_S = 15.0
 """What was said longer ago counts no longer."""
-PROBE_S = 10.0
-"""A claim that nobody was sent to test for so long is tested by the next request."""
+PROBE_S, PROBES = 4.0, 5
+"""A claim that nobody was sent to test for so long is tested by the next request; after each that found it true, up to
+so many, twice as long."""
 USAGE_DOUBT = 0.05
 """Share of the KV memory that books and engine may differ by: blocks that are not full, answers not yet counted."""
 
@@ -74,6 +75,8 @@ class Told:
     testing: bool = False
     """The next request is placed as if nothing had been claimed."""
     heard_s: float = -math.inf
+    _found_true: int = 0
+    """Times in a row."""
     _seen: Claim = Claim()
     """By the last look alone."""
     _tested_s: float = -math.inf
@@ -106,7 +109,7 @@ class Told:
             self._tested_s = now
         if not self.claim:
             self.testing = False
-        elif not sent and now - self._tested_s > PROBE_S:
+        elif not sent and now - self._tested_s >= PROBE_S * 2**self._found_true:
             self.testing = True
 
     def sent(self, now: float) -> None:
@@ -119,6 +122,8 @@ class Told:
             return
         if seconds * seconds > without_s * with_s:
             self.doubts = max(self.doubts - 1, 0)
+            self._found_true = min(self._found_true + 1, PROBES)
         else:
+            self._found_true = 0
             self.doubts = min(self.doubts + 1, DOUBTS_MAX)
             self.testing = bool(self.claim)

@@ -128,6 +128,7 @@ class LoadTracker:
             self._apply_peers(flight.target)
         self._observe(flight, now)
         self._start_decode(flight, now)
+        flight.target.stepped_s = now
         flight.target.note_wait(now - flight.routed_s, flight.expected_s, now)
         return flight
 
@@ -156,6 +157,8 @@ class LoadTracker:
         target.accrue(now)
         target.requests -= 1
         target.ended_s = now
+        if computed:
+            target.stepped_s = now
         # Recomputed when empty, so that rounding never accumulates.
         target.left_tokens = target.left_tokens - flight.expected_tokens if target.requests else 0.0
         if flight.phase is RequestPhase.PREFILL:

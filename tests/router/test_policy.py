@@ -77,7 +77,9 @@ def test_every_term_by_hand() -> None:
     assert cost.beta == pytest.approx(beta)
     assert first.ttft_s == pytest.approx(slow0 * (q0 + p0))
     assert first.cost == pytest.approx(slow0 * (q0 + (1 + beta) * p0) + 0.1 * u0)
-    assert second.cost == pytest.approx(slow1 * (1 + beta) * p1)
+    rest = 0.5 * (0.012 + 50e-6 + 2.5e-8 * 4000)  # its last step was seen long ago: half of one
+    assert (first.rest_s, second.rest_s) == pytest.approx((0.0, rest))
+    assert second.cost == pytest.approx(slow1 * (1 + beta) * p1 + rest)
     assert cost.choose(0) == 1
 
 
@@ -149,11 +151,33 @@ def test_progress_is_capped_and_starts_at_the_last_first_token() -> None:
     p = target.prefill_seconds(1000, 0)
     tracker.route("a", target, prompt_tokens=1000, cached_tokens=0, stream=True, now=0.0)
     tracker.route("b", target, prompt_tokens=1000, cached_tokens=0, stream=True, now=0.01)
-    assert target.queue_s(0.01) == pytest.approx(2 * p - 0.01 / target.slow)
+    lead = (1 - p / 0.2048) * 0.012  # of a step that is not full its fixed part comes first
+    assert target.queue_s(0.01) == pytest.approx(2 * p - (0.01 - lead) / target.slow)
+    assert target.queue_s(0.004) == pytest.approx(2 * p), "not begun"
     assert target.queue_s(100.0) == pytest.approx(1.05 * p), "without a first token it is never quite done"
     tracker.first_token("a", 50.0)
     assert target.queue_s(50.0) == pytest.approx(p), "b was begun when a was done"
-    assert target.queue_s(50.05) == pytest.approx(p - 0.05 / target.slow)
+    assert target.queue_s(50.05) == pytest.approx(p - (0.05 - (1 - p / 0.2048) * target.step_now_s) / target.slow)
+
+
+def test_a_prompt_begins_when_the_step_that_runs_has_ended() -> None:
+    """Workers 0 and 1 decode one request each; the step of the first was seen to end 2 ms ago, the other's 9 ms."""
+    tracker, targets = tracker_of(3)
+    for name, target, at in (("a", targets[0], 1.007), ("b", targets[1], 1.0)):
+        tracker.route(name, target, prompt_tokens=100, cached_tokens=99, stream=True, now=0.9)
+        tracker.first_token(name, at)
+    step_s = targets[0].step_now_s
+    cost = price(tracker, targets, [0, 0, 0], 100, 1.009)
+    rests = [cost.terms(i, 0).rest_s for i in range(3)]
+    assert rests == pytest.approx([step_s - 0.002, step_s - 0.009, 0.0]), "who has nothing to do begins at once"
+    assert cost.terms(0, 0).cost - cost.terms(1, 0).cost == pytest.approx(0.007)
+    tracker.end("a", 1.0125)
+    assert targets[0].rest_seconds(1.0125) == 0.0
+    assert targets[1].rest_seconds(1.5) == pytest.approx(step_s / 2), "nobody saw when the last began"
+    tracker.route("c", targets[1], prompt_tokens=100, cached_tokens=0, stream=True, now=1.5)
+    assert targets[1].rest_seconds(1.5) == 0.0, "the step that runs has its prompt: it is in the queue"
+    tracker.end("c", 1.51, computed=False)
+    assert targets[1].rest_seconds(1.511) == pytest.approx(step_s / 2), "what failed shows no step"
 
 
 def test_beta_is_what_later_requests_will_wait() -> None:
