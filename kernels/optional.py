@@ -1,9 +1,9 @@
-"""Backends that take one operation from a package made for it: flash-attn for the attention of prompts, fla-core for
-their gated delta rule. Everything else is the Triton backend's.
+"""The Triton backend with an operation borrowed from a package made for it: the attention of prompts from
+FlashAttention-3 or FlashInfer, their gated delta rule from fla-core.
 
-The packages are optional and imported when a backend is made. FlashAttention-2 takes pages of 256 tokens only, and our
-blocks are smaller and lie strided in the pool, so the context of prompts is gathered first and given as one ragged
-batch without pages; decoding stays with Triton, which reads the blocks where they are.
+The packages are optional and imported when a backend is made. Nothing is copied for them: `pages` shows them the pool
+as pages that begin at every token row, so that our block tables, which hold such rows, are their page tables. Decoding
+stays with Triton, whose launches are recorded; so do tensors and blocks that a package does not take.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -11,140 +11,246 @@ batch without pages; decoding stays with Triton, which reads the blocks where th
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.interface import KeptTable, PagedKV, Ragged
-from kernels.transfer import upload
+from kernels.interface import IntArray, KeptTable, PagedKV, Ragged
+from kernels.transfer import to_device
 from kernels.triton.backend import TritonKernels
 from kernels.triton.plan import AttentionPlan, RecurrentPlan
 from kernels.triton.recurrent import gated_delta
 
+PAGE_MAX = 32
+"""Tokens of a block. FlashAttention-3 may load larger ones whole: what lies past a context would be multiplied."""
+HEAD_DIM_MAX = 256
+FLASHINFER_WORKSPACE_BYTES = 128 << 20
+
 
 @dataclass(frozen=True, slots=True)
-class PromptGather:
-    """The prompts of a batch as flash-attn wants them."""
+class Prompts:
+    """The sequences of a batch that have more than one query."""
 
-    rows: Tensor
-    """[context tokens of all prompts]: their K rows of layer 0."""
-    query_starts: Tensor
-    key_starts: Tensor
-    """[prompts + 1] int32, from 0."""
     first_token: int
+    query_starts: Tensor
+    """[prompts + 1] int32, from 0."""
+    lens: Tensor
+    """[prompts] int32: context lengths."""
+    pages: Tensor
+    """[prompts, width] int32: the row where each block begins, K of layer 0."""
     query_len_max: int
-    key_len_max: int
+    window: int | None
+    batch: Ragged
+    table: KeptTable
 
 
-@dataclass(frozen=True, slots=True)
-class FlashPlan:
-    paged: AttentionPlan
-    prompts: PromptGather | None
+class PromptAttention(Protocol):
+    """Causal attention of prompts whose K and V are stored already."""
+
+    def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: Prompts, scale: float) -> Tensor:
+        """q: [tokens of the prompts, heads, dim]; returns the same shape."""
+        ...
 
 
-class FlashAttnKernels(TritonKernels):
-    """The Triton backend with flash-attn for prompts: FlashAttention-3 where it is installed, else 2."""
+def pages(kv: PagedKV, layer: int) -> tuple[Tensor, Tensor]:
+    """K and V of a layer: [rows, block_size, kv_heads, dim] each, where page r begins at row r of layer 0."""
+    row, ahead = kv.row_elems, layer * kv.layer_rows
+    count = kv.buffer.numel() // row - ahead - 2 * kv.block_size + 1
+    shape = (count, kv.block_size, kv.num_kv_heads, kv.head_dim)
+    start = kv.buffer.storage_offset() + ahead * row
+    k, v = (kv.buffer.as_strided(shape, (row, row, kv.head_dim, 1), start + i * kv.block_size * row) for i in (0, 1))
+    return k, v
 
-    name = "flash-attn"
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._varlen = _function("flash-attn", ("flash_attn_interface", "flash_attn"), "flash_attn_varlen_func")
+class FlashAttention3:
+    """Raises ValueError where it is not installed."""
 
-    def plan_kept(self, batch: Ragged, table: KeptTable, kv: PagedKV, window: int | None) -> FlashPlan:  # type: ignore[override]
-        return FlashPlan(super().plan_kept(batch, table, kv, window), _gather(batch, table, kv, self.device))
+    def __init__(self) -> None:
+        self._attend = _function("flash-attn", "flash_attn_interface", "flash_attn_with_kvcache")
 
-    def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: FlashPlan | AttentionPlan, scale: float
-    ) -> Tensor:
-        if isinstance(plan, AttentionPlan):  # a captured decode step
-            return super().attention(q, k, v, kv, layer, plan, scale)
-        out = self.store_and_decode(q, k, v, kv, layer, plan.paged, scale)
-        prompts = plan.prompts
-        if prompts is None:
-            return out
-        rows = kv.rows()[layer * kv.layer_rows :]
-        shape = (-1, kv.num_kv_heads, kv.head_dim)
-        window = -1 if plan.paged.window is None else plan.paged.window - 1
-        found = self._varlen(
-            q[prompts.first_token :],
-            rows.index_select(0, prompts.rows).view(shape),
-            rows[kv.block_size :].index_select(0, prompts.rows).view(shape),
+    def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: Prompts, scale: float) -> Tensor:
+        k, v = pages(kv, layer)
+        out: Tensor = self._attend(
+            q,
+            k,
+            v,
+            cache_seqlens=prompts.lens,
+            page_table=prompts.pages,
             cu_seqlens_q=prompts.query_starts,
-            cu_seqlens_k=prompts.key_starts,
             max_seqlen_q=prompts.query_len_max,
-            max_seqlen_k=prompts.key_len_max,
             softmax_scale=scale,
             causal=True,
-            window_size=(window, -1 if window < 0 else 0),
+            window_size=(-1, -1) if prompts.window is None else (prompts.window - 1, 0),
         )
-        out[prompts.first_token :] = found[0] if isinstance(found, tuple) else found
         return out
 
 
-class FlaKernels(TritonKernels):
-    """The Triton backend with fla-core's chunked gated delta rule for prompts."""
-
-    name = "fla"
+class FlashInfer:
+    """Raises ValueError where it is not installed. Of each group two wrappers take turns: the memory from which one
+    sends its plan must not be written while the step before has not read it."""
 
     def __init__(self, device: torch.device) -> None:
+        self._wrapper = _function("flashinfer", "flashinfer", "BatchPrefillWithPagedKVCacheWrapper")
+        self._workspace = torch.empty(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._device = device
+        self._planned: dict[int, tuple[Prompts | None, Any, Any]] = {}
+        """By group: (what the first wrapper is planned for, it, the other one)."""
+
+    def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: Prompts, scale: float) -> Tensor:
+        if id(kv) not in self._planned:
+            self._planned[id(kv)] = (None, *(self._wrapper(self._workspace, "NHD") for _ in range(2)))
+        known, wrapper, other = self._planned[id(kv)]
+        if known is not prompts:
+            self._plan(other, q, kv, prompts, scale)
+            self._planned[id(kv)] = (prompts, other, wrapper)
+            wrapper = other
+        out: Tensor = wrapper.run(q, pages(kv, layer))
+        return out
+
+    def _plan(self, wrapper: Any, q: Tensor, kv: PagedKV, prompts: Prompts, scale: float) -> None:
+        batch, table, first = prompts.batch, prompts.table, prompts.batch.decode_count
+        lens = batch.context_lens[first:]
+        counts = -(-lens // kv.block_size)
+        here = kv.block_rows(table.here[table.rows[first:], : counts.max()])
+        used = here[np.arange(here.shape[1]) < counts[:, None]]
+        starts = batch.query_starts[first:] - batch.query_starts[first]
+        page_starts = np.concatenate(([0], np.cumsum(counts)))
+        wrapper.plan(
+            _ints(starts),
+            _ints(page_starts),
+            to_device(used.astype(np.int32), self._device),
+            _ints((lens - 1) % kv.block_size + 1),
+            q.shape[1],
+            kv.num_kv_heads,
+            kv.head_dim,
+            kv.block_size,
+            causal=True,
+            sm_scale=scale,
+            window_left=-1 if prompts.window is None else prompts.window - 1,
+            q_data_type=q.dtype,
+            kv_data_type=kv.buffer.dtype,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaPrompts:
+    """What fla-core wants to know of the prompts, once a step."""
+
+    decode: RecurrentPlan
+    units: Tensor
+    """[prompts] int64."""
+    starts_there: Tensor
+    starts_here: Tensor
+    """[prompts + 1] int64 each, from 0; on the device and on the host."""
+
+
+class BorrowingKernels(TritonKernels):
+    """The Triton backend with prompts' attention, or their gated delta rule, from elsewhere."""
+
+    def __init__(
+        self, device: torch.device, name: str, attend: PromptAttention | None = None, *, delta: bool = False
+    ) -> None:
+        """Raises ValueError for `delta` where fla-core is not installed, or is too old."""
         super().__init__(device)
-        self._chunked = _function("fla", ("fla.ops.gated_delta_rule",), "chunk_gated_delta_rule")
+        self.name = name
+        self._attend = attend
+        self._chunked: Callable[..., Any] | None = None
+        if delta:
+            self._chunked = _function("fla", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+            if "state_v_first" not in inspect.signature(self._chunked).parameters:
+                raise ValueError("attention backend 'fla': expected fla-core 0.6 or newer")
+
+    def plan_kept(self, batch: Ragged, table: KeptTable, kv: PagedKV, window: int | None) -> AttentionPlan:
+        plan = super().plan_kept(batch, table, kv, window)
+        first = batch.decode_count
+        if self._attend is None or first == len(batch.context_lens) or not _takes(kv):
+            return plan
+        prompts = Prompts(
+            first_token=int(batch.query_starts[first]),
+            query_starts=plan.starts[first:] - plan.starts[first],
+            lens=plan.lens[first:],
+            pages=plan.table[:, first:].t().contiguous(),
+            query_len_max=int(np.diff(batch.query_starts[first:]).max()),
+            window=window,
+            batch=batch,
+            table=table,
+        )
+        return replace(plan, borrowed=prompts)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: AttentionPlan, scale: float
+    ) -> Tensor:
+        prompts: Prompts | None = plan.borrowed
+        if prompts is None or self._attend is None:
+            return super().attention(q, k, v, kv, layer, plan, scale)
+        out = self.store_and_decode(q, k, v, kv, layer, plan, scale)
+        first = prompts.first_token
+        out[first:] = self._attend(q[first:], kv, layer, prompts, scale)
+        return out
+
+    def plan_state(self, batch: Ragged, units: IntArray) -> RecurrentPlan:
+        plan, first = super().plan_state(batch, units), batch.decode_count
+        if self._chunked is None or first == len(units):
+            return plan
+        starts = batch.query_starts[first:] - batch.query_starts[first]
+        prompts = DeltaPrompts(
+            decode=RecurrentPlan(plan.starts, plan.units, plan.tile_seq, plan.tile_token, first, first),
+            units=plan.units[first:].long(),
+            starts_there=to_device(starts, self.device),
+            starts_here=torch.from_numpy(starts),
+        )
+        return replace(plan, borrowed=prompts)
 
     def gated_delta(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: RecurrentPlan
     ) -> Tensor:
-        count = plan.decode_count
-        if plan.sequences == count:
+        prompts: DeltaPrompts | None = plan.borrowed
+        if prompts is None or self._chunked is None:
             return gated_delta(q, k, v, log_decay, rate, states, plan)
-        out = torch.empty_like(v)
+        count, out = plan.decode_count, torch.empty_like(v)
         if count:
-            decode = RecurrentPlan(plan.starts, plan.units, plan.tile_seq, plan.tile_token, count, count)
-            out[:count] = gated_delta(q[:count], k[:count], v[:count], log_decay[:count], rate[:count], states, decode)
-        per_key = v.shape[1] // q.shape[1]
-        units = plan.units[count:].long()
+            out[:count] = gated_delta(
+                q[:count], k[:count], v[:count], log_decay[:count], rate[:count], states, prompts.decode
+            )
         found, last = self._chunked(
-            q[count:].repeat_interleave(per_key, 1)[None],
-            k[count:].repeat_interleave(per_key, 1)[None],
-            v[count:][None],
+            *(x[count:][None] for x in (q, k, v)),
             g=log_decay[count:][None],
             beta=rate[count:][None],
-            initial_state=states[units].float(),
+            initial_state=states[prompts.units].float(),
             output_final_state=True,
             use_qk_l2norm_in_kernel=True,
-            cu_seqlens=(plan.starts[count:] - count).long(),
+            cu_seqlens=prompts.starts_there,
+            cu_seqlens_cpu=prompts.starts_here,
         )
         out[count:] = found[0]
-        states[units] = last.to(states.dtype)
+        states[prompts.units] = last.to(states.dtype)
         return out
 
 
-def _function(backend: str, modules: tuple[str, ...], name: str) -> Callable[..., Any]:
-    """The function `name` of the first of the modules that is installed."""
-    errors = []
-    for module in modules:
-        try:
-            found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            errors.append(f"{module}: {error}")
-        else:
-            return found
-    raise ValueError(f"attention backend {backend!r}: {name} is not installed ({'; '.join(errors)})")
+def _takes(kv: PagedKV) -> bool:
+    """Whether the packages take such a pool."""
+    return (
+        kv.buffer.dtype in (torch.bfloat16, torch.float16)
+        and kv.block_size <= PAGE_MAX
+        and kv.head_dim % 8 == 0
+        and kv.head_dim <= HEAD_DIM_MAX
+    )
 
 
-def _gather(batch: Ragged, table: KeptTable, kv: PagedKV, device: torch.device) -> PromptGather | None:
-    first = batch.decode_count
-    lens = batch.context_lens[first:]
-    if not len(lens):
-        return None
-    heads = kv.block_rows(table.here[table.rows[first:], : table.width(batch, kv)])
-    rows = [(row[:, None] + np.arange(kv.block_size)).reshape(-1)[:n] for row, n in zip(heads, lens.tolist())]
-    query_starts = batch.query_starts[first:] - batch.query_starts[first]
-    key_starts = np.concatenate(([0], np.cumsum(lens)))
-    rows_there, queries, keys = upload([np.concatenate(rows), query_starts, key_starts], device)
-    longest = int(np.diff(query_starts).max())
-    return PromptGather(rows_there, queries, keys, int(batch.query_starts[first]), longest, int(lens.max()))
+def _ints(array: IntArray) -> Tensor:
+    """On the host, as int32."""
+    return torch.from_numpy(array.astype(np.int32))
+
+
+def _function(backend: str, module: str, name: str) -> Callable[..., Any]:
+    """Raises ValueError where it is not installed."""
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"attention backend {backend!r}: {name} of {module} is not installed ({error})") from error
+    return found

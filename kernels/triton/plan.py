@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,6 +52,8 @@ class AttentionPlan:
     tiles_by_size: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     refilled: Tensor | None = None
     """Of a fixed plan: slots, lens and the rows of its sequences in one piece, [3, step]."""
+    borrowed: Any = None
+    """What `kernels.optional` wants to know besides, where others attend to the prompts."""
 
     def tiles(self, queries: int) -> tuple[Tensor, Tensor]:
         """[tiles] each: sequence and first query in it of each tile of prefill queries; uploaded once a step.
@@ -129,6 +132,8 @@ class RecurrentPlan:
     """[tiles]: sequence and first token (in the batch) of each chunk of STATE_CHUNK tokens."""
     decode_count: int
     sequences: int
+    borrowed: Any = None
+    """As above."""
 
 
 def plan_recurrent(batch: Ragged, units: IntArray, device: torch.device) -> RecurrentPlan:

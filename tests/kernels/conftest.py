@@ -52,6 +52,8 @@ def on_gpu() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {})
+        if params.get("ops") == "triton" and "shares" in item.name:
+            item.add_marker(pytest.mark.slow)
         if params.get("ops") not in ("triton", "triton-gpu") or "window" not in params:
             continue
         usual = (params["window"], params["block_size"], str(params["dtype"])) in {

@@ -13,7 +13,8 @@ import torch
 from kernels import Kernels, PagedKV, Ragged, select
 from kernels.cpu import packed
 from kernels.cpu.packed import BlockedMatrix, NativeMatrix, has_native_products, pack_matrix, packed_linear
-from kernels.reference.backend import ReferenceKernels
+from kernels.reference.backend import ReferenceKernels, attend
+from kernels.reference.cascade import attend_part, join_parts
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 CPU = torch.device("cpu")
@@ -126,6 +127,55 @@ def test_decode_buckets_of_very_different_lengths(ops, rng):
     plan = exact.plan_attention(batch, table, exact_kv, None)
     expected = exact.attention(q.double(), k.double(), v.double(), exact_kv, 0, plan, 0.25)
     assert relative_error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_prefixes_that_a_batch_shares(ops, dtype, rng):
+    """Some decode behind one prefix, some behind a longer one that begins with it, one behind another, one alone."""
+    block_size, per_unit = rng.choice(((16, 1), (16, 3), (24, 2), (128, 1)))
+    heads, kv_heads, dim = rng.choice(((4, 2, 16), (6, 1, 32), (3, 3, 48)))
+    kv = make_pool(dtype, block_size, 2, kv_heads, dim, per_unit, 9000 // block_size // per_unit + 90)
+    kv.buffer.normal_()
+    per_row = [1100 // block_size * block_size, 1500 // block_size * block_size]
+    free = rng.sample(range(kv.buffer.numel() // kv.unit_elems * kv.blocks_per_unit), 9000 // block_size + 60)
+
+    def blocks(tokens: int) -> list[int]:
+        return [free.pop() for _ in range(-(-tokens // block_size))]
+
+    first = blocks(per_row[0])
+    longer = first + blocks(per_row[1] - per_row[0])
+    other = blocks(1024)
+    tables, lens = [], []
+    for prefix, own in (
+        [(first, rng.choice((1, 5, 70))) for _ in range(2)] + [(longer, rng.choice((1, 17, 130))) for _ in range(3)]
+        + [(other, 40), (other, 1), ([], 1200), ([], 3), (first, 90)]
+    ):  # fmt: skip
+        tables.append(prefix + blocks(own))
+        lens.append(len(prefix) * block_size + own)
+    starts = [n - 1 for n in lens[:-1]] + [lens[-1] - 60]  # the last one is a prompt
+    order = [*rng.sample(range(len(lens) - 1), len(lens) - 1), len(lens) - 1]
+    table = np.full((len(lens), max(map(len, tables))), 10**6)
+    for row, i in enumerate(order):
+        table[row, : len(tables[i])] = tables[i]
+    batch, exact, exact_kv = (
+        Ragged.of([starts[i] for i in order], [lens[i] for i in order]),
+        ReferenceKernels(CPU),
+        twin(kv),
+    )
+    q, k, v = (torch.randn(batch.token_count, n, dim).to(dtype) for n in (heads, kv_heads, kv_heads))
+    for window in (None, 600):
+        found = ops.attention(q, k, v, kv, 1, ops.plan_attention(batch, table, kv, window), dim**-0.5)
+        plan = exact.plan_attention(batch, table, exact_kv, window)
+        expected = exact.attention(q.double(), k.double(), v.double(), exact_kv, 1, plan, dim**-0.5)
+        assert relative_error(found, expected) < TOLERANCE[dtype]
+
+
+def test_attention_in_parts(rng):
+    q, k, v = torch.randn(7, 4, 16), torch.randn(90, 2, 16), torch.randn(90, 2, 16)
+    whole = torch.stack([attend(query[None], k, v, None, 0.3)[0] for query in q])
+    for cut in (0, 1, 64, 89):
+        parts = [attend_part(q, k[part], v[part], 0.3) for part in (slice(0, cut), slice(cut, 90))]
+        assert relative_error(join_parts(parts), whole) < 1e-5
 
 
 @pytest.mark.parametrize("zero_centred", [False, True])

@@ -194,3 +194,38 @@ def test_long_contexts_lose_nothing(ops, rng):
     plan = ops.plan_attention(Ragged.of([19_999], lens), table, kv, None)
     found = ops.attention(q, k, torch.full((1, 1, 16), 0.75), kv, 0, plan, 0.25)
     assert relative_error(found, torch.full_like(found, 0.75)) < 1e-5
+
+
+def plan_of(tables: list[list[int]], lens: list[int], window: int | None = None) -> _native.AttentionPlan:
+    """All decode; blocks of 16 tokens."""
+    kv = PagedKV(torch.zeros(2000 * 512), 512, 1, 16, 1, 1, 16)
+    width = max(map(len, tables))
+    table = np.array([[*row, *[0] * (width - len(row))] for row in tables])
+    return CpuKernels(CPU).plan_attention(Ragged.of([n - 1 for n in lens], lens), table, kv, window)
+
+
+def test_which_prefixes_are_attended_once():
+    """What is left out saves less than what is taken: tokens that all but one of a group need not look at."""
+    a, b, other = list(range(80)), list(range(100, 170)), list(range(200, 270))
+    assert plan_of([a, a[:70] + b, a], [1280, 1200, 1280]).shared() == [(1088, 3)]
+    assert plan_of([a + b + b[:9], a[:70] + b, a + b + other], [2401, 1200, 2401]).shared() == [(2368, 2)]
+    assert plan_of([a, b], [1280, 1100]).shared() == []
+    assert plan_of([a[:64] + b, a[:64] + other], [1040, 1040]).shared() == [(1024, 2)]
+    assert plan_of([a[:63] + b, a[:63] + other], [1040, 1040]).shared() == []
+    assert plan_of([a, a], [1024, 1280]).shared() == []  # the first one's last token is its own
+    assert plan_of([a, a], [1280, 1280], window=1200).shared() == []
+    both = [a + b[:9], other + b[:9], a + b[9:20], other + b[20:25], a + b[30:31]]
+    lens = [1281, 1121, 1281, 1121, 1281]
+    assert sorted(plan_of(both, lens).shared()) == [(1088, 2), (1280, 3)]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_shared_prefixes_in_threads(ops, dtype, rng, threads):
+    torch.set_num_threads(threads)
+    try:
+        kv, table = filled_pool(rng, dtype, [2100] * 40, 16, 1, 1, 2, 64)
+        table[1:, :128] = table[0, :128]
+        ends = [2048 + rng.randrange(2, 50) for _ in range(40)]
+        assert compare(ops, kv, table, [end - 1 for end in ends], ends, 4, 0, None, 0.125) < TOLERANCE[dtype]
+    finally:
+        torch.set_num_threads(1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-import types
 from dataclasses import replace
 
 import numpy as np
@@ -155,67 +154,6 @@ def test_experts_that_get_none_or_all(rng, routing):
     assert relative_error(found, expected) < 1e-5
 
 
-def test_flash_attn_gets_gathered_prompts(rng, monkeypatch):
-    """Against a stand-in that follows the documented contract of flash_attn_varlen_func."""
-    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=varlen_by_reference))
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    ops, exact = select(DEVICE, "flash-attn"), ReferenceKernels(DEVICE)
-    lens, starts = [9, 40, 33], [8, 0, 20]
-    kv, table = filled_pool(torch.float32, lens, 2, 16)
-    batch, exact_kv = Ragged.of(starts, lens), twin(kv)
-    count = batch.token_count
-    q, k, v = torch.randn(count, 4, 16), torch.randn(count, 2, 16), torch.randn(count, 2, 16)
-    for window in (None, 11):
-        found = ops.attention(q, k, v, kv, 1, ops.plan_attention(batch, table, kv, window), 0.25)
-        plan = exact.plan_attention(batch, table, exact_kv, window)
-        expected = exact.attention(q.double(), k.double(), v.double(), exact_kv, 1, plan, 0.25)
-        assert relative_error(found, expected) < 1e-5
-
-
-def varlen_by_reference(
-    q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size
-):
-    from kernels.reference.backend import attend
-
-    assert causal
-    assert int(cu_seqlens_q.diff().max()) == max_seqlen_q
-    assert int(cu_seqlens_k.diff().max()) == max_seqlen_k
-    window = None if window_size == (-1, -1) else window_size[0] + 1
-    pairs = zip(cu_seqlens_q.tolist(), cu_seqlens_q.tolist()[1:], cu_seqlens_k.tolist(), cu_seqlens_k.tolist()[1:])
-    return torch.cat([attend(q[a:b], k[c:d], v[c:d], window, softmax_scale) for a, b, c, d in pairs])
-
-
-def test_fla_gets_the_prompts_only(rng, monkeypatch):
-    """Against a stand-in that follows the documented contract of chunk_gated_delta_rule."""
-    module = types.SimpleNamespace(chunk_gated_delta_rule=delta_by_reference)
-    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", module)
-    monkeypatch.setitem(sys.modules, "fla", types.SimpleNamespace(ops=None))
-    monkeypatch.setitem(sys.modules, "fla.ops", types.SimpleNamespace(gated_delta_rule=module))
-    ops, exact = select(DEVICE, "fla"), ReferenceKernels(DEVICE)
-    batch, units = Ragged.of([5, 5, 0], [6, 24, 30]), np.array([2, 0, 4])
-    count = batch.token_count
-    q, k, v = torch.randn(count, 2, 16), torch.randn(count, 2, 16), torch.randn(count, 4, 16)
-    decay, rate, states = -torch.rand(count, 4), torch.rand(count, 4), torch.randn(5, 4, 16, 16)
-    exact_states = states.double()
-    found = ops.gated_delta(q, k, v, decay, rate, states, ops.plan_state(batch, units))
-    args = (x.double() for x in (q, k, v, decay, rate))
-    expected = exact.gated_delta(*args, exact_states, exact.plan_state(batch, units))
-    assert relative_error(found, expected) < 1e-5
-    assert relative_error(states, exact_states) < 1e-5
-
-
-def delta_by_reference(q, k, v, *, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens):
-    assert output_final_state
-    assert use_qk_l2norm_in_kernel
-    bounds = cu_seqlens.tolist()
-    assert bounds[0] == 0
-    assert bounds[-1] == q.shape[1]
-    exact, states = ReferenceKernels(DEVICE), initial_state.clone()
-    batch = Ragged.of([0] * (len(bounds) - 1), torch.tensor(bounds).diff().tolist())
-    plan = exact.plan_state(batch, np.arange(len(bounds) - 1))
-    return exact.gated_delta(q[0], k[0], v[0], g[0], beta[0], states, plan)[None], states
-
-
 @interpreter_only
 def test_dispatch(monkeypatch, caplog):
     assert [select("cpu", name).name for name in ("auto", "torch", "cpu", "reference", "triton")] == [
@@ -224,7 +162,7 @@ def test_dispatch(monkeypatch, caplog):
     assert not caplog.records
     assert select("meta", "torch").name == "reference"
     assert "the host waits for the device in every layer" in caplog.text
-    for backend in ("flash-attn", "fla"):
+    for backend in ("flash-attn", "flashinfer", "fla"):
         with pytest.raises(ValueError, match=f"attention backend '{backend}': .* is not installed"):
             select("cpu", backend)
     with pytest.raises(ValueError, match="attention backend 'cpu' cannot run on device meta"):

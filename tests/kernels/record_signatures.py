@@ -1,0 +1,53 @@
+#!/usr/bin/env python3
+"""Writes tests/golden/kernel_signatures.json: how what `kernels.optional` borrows can be called.
+
+    pip download --no-deps --no-binary :all: flash-attn==VERSION      # FlashAttention-3 is in its folder `hopper`
+    pip download --no-deps flashinfer-python==VERSION fla-core==VERSION
+    tests/kernels/record_signatures.py FOLDER...                      # each unpacked
+
+Read from the sources: nothing is imported, so no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+TARGET = Path(__file__).parents[1] / "golden" / "kernel_signatures.json"
+FUNCTIONS = {
+    "flash_attn_with_kvcache": "hopper/flash_attn_interface.py",
+    "BatchPrefillWithPagedKVCacheWrapper.__init__": "flashinfer/prefill.py",
+    "BatchPrefillWithPagedKVCacheWrapper.plan": "flashinfer/prefill.py",
+    "BatchPrefillWithPagedKVCacheWrapper.run": "flashinfer/prefill.py",
+    "chunk_gated_delta_rule": "fla/ops/gated_delta_rule/chunk.py",
+}
+
+
+def signature(source: str, name: str) -> list[list[Any]]:
+    """[name, whether it must be given, whether it can be given without its name] of each parameter."""
+    body: list[Any] = ast.parse(source).body
+    *owners, last = name.split(".")
+    for owner in owners:
+        body = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == owner).body
+    found = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == last][-1].args
+    positional = [*found.posonlyargs, *found.args]
+    needed = len(positional) - len(found.defaults)
+    rows: list[list[Any]] = [[arg.arg, i < needed, True] for i, arg in enumerate(positional) if arg.arg != "self"]
+    return rows + [[arg.arg, default is None, False] for arg, default in zip(found.kwonlyargs, found.kw_defaults)]
+
+
+def main() -> None:
+    recorded = {}
+    for name, path in FUNCTIONS.items():
+        folder = next(Path(folder) for folder in sys.argv[1:] if (Path(folder) / path).is_file())
+        source = (folder / path).read_text()
+        recorded[name] = {"from": f"{folder.name}: {path}", "parameters": signature(source, name)}
+    lines = [f'"{name}": {json.dumps(found)}' for name, found in recorded.items()]
+    TARGET.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()

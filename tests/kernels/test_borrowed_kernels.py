@@ -1,0 +1,251 @@
+"""Operations that are borrowed: against stand-ins that do what the packages' documentation says, and take no argument
+that the packages, as they were published, do not."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+import types
+from dataclasses import replace
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import PagedKV, Ragged, backends, select
+from kernels.optional import pages
+from kernels.reference.backend import ReferenceKernels, attend
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("stand-ins are for CPU tensors: set TRITON_INTERPRET=1", allow_module_level=True)
+
+CPU = torch.device("cpu")
+SIGNATURES = json.loads((Path(__file__).parents[1] / "golden" / "kernel_signatures.json").read_text())
+
+
+def as_published(name, call):
+    """The call, which refuses what the published one would refuse."""
+    parameters = SIGNATURES[name]["parameters"]
+
+    def checked(*args, **kwargs):
+        given = [parameter for parameter, _, by_place in parameters if by_place][: len(args)]
+        assert len(given) == len(args)
+        assert not set(given) & kwargs.keys()
+        assert kwargs.keys() <= {parameter for parameter, _, _ in parameters}
+        assert {parameter for parameter, needed, _ in parameters if needed} <= {*given, *kwargs}
+        return call(*args, **kwargs)
+
+    checked.__signature__ = inspect.Signature(
+        inspect.Parameter(parameter, inspect.Parameter.KEYWORD_ONLY) for parameter, _, _ in parameters
+    )
+    return checked
+
+
+def test_what_is_not_published_is_refused():
+    call = as_published("BatchPrefillWithPagedKVCacheWrapper.run", lambda *args, **kwargs: None)
+    call(1, 2, return_lse=True)
+    for args, kwargs in (((1,), {}), ((1, 2), {"scale": 1}), ((1, 2), {"q": 1}), ((1, 2, 3), {})):
+        with pytest.raises(AssertionError):
+            call(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("flash_attn_interface", "flash_attn_with_kvcache"),
+        ("flashinfer", "BatchPrefillWithPagedKVCacheWrapper.plan"),
+        ("flashinfer", "BatchPrefillWithPagedKVCacheWrapper.run"),
+        ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    ],
+)
+@pytest.mark.gpu
+def test_what_is_installed_is_what_was_recorded(module, name):
+    owner = pytest.importorskip(module)
+    for part in name.split("."):
+        owner = getattr(owner, part)
+    installed = set(inspect.signature(owner).parameters)
+    assert {parameter for parameter, _, _ in SIGNATURES[name]["parameters"]} <= installed
+
+
+def cached(k_pages, v_pages, table, count):
+    """[count, heads, dim] each, of the sequence with this page table."""
+    size = k_pages.shape[1]
+    pick = table[: -(-count // size)].long()
+    return k_pages[pick].flatten(0, 1)[:count], v_pages[pick].flatten(0, 1)[:count]
+
+
+def flash_by_reference(
+    q, k_cache, v_cache, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale, causal, window_size
+):
+    assert causal
+    assert k_cache.stride(-1) == v_cache.stride(-1) == page_table.stride(-1) == 1
+    assert {cache_seqlens.dtype, page_table.dtype, cu_seqlens_q.dtype} == {torch.int32}
+    assert int(cu_seqlens_q.diff().max()) == max_seqlen_q
+    window = None if window_size == (-1, -1) else window_size[0] + 1
+    bounds, out = cu_seqlens_q.tolist(), torch.empty_like(q)
+    for i, (begin, end) in enumerate(pairwise(bounds)):
+        k, v = cached(k_cache, v_cache, page_table[i], int(cache_seqlens[i]))
+        out[begin:end] = attend(q[begin:end], k, v, window, softmax_scale)
+    return out
+
+
+class WrapperByReference:
+    made = 0
+
+    def __init__(self, float_workspace_buffer, kv_layout):
+        assert kv_layout == "NHD"
+        type(self).made += 1
+        self.plan = as_published("BatchPrefillWithPagedKVCacheWrapper.plan", self._plan)
+        self.run = as_published("BatchPrefillWithPagedKVCacheWrapper.run", self._run)
+
+    def _plan(
+        self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
+        head_dim_qk, page_size, *, causal, sm_scale, window_left, q_data_type, kv_data_type,
+    ):  # fmt: skip
+        assert causal
+        self.planned = (
+            qo_indptr.tolist(), paged_kv_indptr.tolist(), paged_kv_indices, paged_kv_last_page_len.tolist()
+        )  # fmt: skip
+        self.shape = (num_qo_heads, num_kv_heads, head_dim_qk, page_size, q_data_type, kv_data_type)
+        self.scale, self.window = sm_scale, None if window_left == -1 else window_left + 1
+
+    def _run(self, q, paged_kv_cache):
+        k_pages, v_pages = paged_kv_cache
+        assert self.shape == (q.shape[1], k_pages.shape[2], q.shape[2], k_pages.shape[1], q.dtype, k_pages.dtype)
+        starts, page_starts, indices, last = self.planned
+        out = torch.empty_like(q)
+        for i, used in enumerate(last):
+            count = (page_starts[i + 1] - page_starts[i] - 1) * k_pages.shape[1] + used
+            k, v = cached(k_pages, v_pages, indices[page_starts[i] :], count)
+            part = slice(starts[i], starts[i + 1])
+            out[part] = attend(q[part], k, v, self.window, self.scale)
+        return out
+
+
+@pytest.fixture
+def lent(monkeypatch):
+    """The packages, as stand-ins."""
+    flash = as_published("flash_attn_with_kvcache", flash_by_reference)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", types.SimpleNamespace(flash_attn_with_kvcache=flash))
+    made = as_published("BatchPrefillWithPagedKVCacheWrapper.__init__", WrapperByReference)
+    module = types.SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=made)
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    delta = types.SimpleNamespace(chunk_gated_delta_rule=as_published("chunk_gated_delta_rule", delta_by_reference))
+    for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
+        monkeypatch.setitem(sys.modules, name, delta)
+
+
+def pool(lens, block_size, per_unit, dim, dtype):
+    """Poisoned outside the contexts; units have a tail that belongs to no block. With the block table."""
+    layers, heads = 3, 2
+    widths = [-(-n // block_size) for n in lens]
+    units = -(-sum(widths) // per_unit) + 2
+    elems = per_unit * 2 * layers * block_size * heads * dim + 3 * heads * dim
+    kv = PagedKV(
+        torch.full((units * elems,), float("nan"), dtype=dtype), elems, per_unit, block_size, layers, heads, dim
+    )
+    blocks = torch.randperm(units * per_unit).tolist()
+    table = np.full((len(lens), max(widths)), 10**6)
+    for i, (n, width) in enumerate(zip(lens, widths, strict=True)):
+        table[i, :width] = [blocks.pop() for _ in range(width)]
+        at = np.arange(n)
+        of = table[i, at // block_size]
+        for layer in range(layers):
+            for view in kv.layer_views(layer):
+                view[of // per_unit, of % per_unit, at % block_size] = torch.randn(n, heads, dim).to(dtype)
+    return kv, table
+
+
+@pytest.mark.parametrize("per_unit", [1, 3])
+@pytest.mark.parametrize("backend", ["flash-attn", "flashinfer"])
+def test_prompts_are_attended_where_they_lie(lent, rng, backend, per_unit):
+    ops, exact = select(CPU, backend), ReferenceKernels(CPU)
+    lens, starts = [9, 40, 33, 16], [8, 0, 20, 11]
+    kv, table = pool(lens, 16, per_unit, 16, torch.bfloat16)
+    batch, exact_kv = Ragged.of(starts, lens), replace(kv, buffer=kv.buffer.double())
+    count, before = batch.token_count, WrapperByReference.made
+    for window in (None, 11, None):
+        plan = ops.plan_attention(batch, table, kv, window)
+        exact_plan = exact.plan_attention(batch, table, exact_kv, window)
+        for layer in (0, 2):
+            q, k, v = (torch.randn(count, heads, 16).bfloat16() for heads in (4, 2, 2))
+            found = ops.attention(q, k, v, kv, layer, plan, 0.25)
+            expected = exact.attention(q.double(), k.double(), v.double(), exact_kv, layer, exact_plan, 0.25)
+            assert (found.double() - expected).norm() < 1e-2 * expected.norm()
+    if backend == "flashinfer":
+        assert WrapperByReference.made == before + 2  # of the one group, however many steps
+
+
+def test_pages_are_all_that_the_pool_has():
+    kv, _ = pool([16], 16, 3, 16, torch.float32)
+    for layer in range(3):
+        last = kv.buffer.numel() // kv.row_elems - 2 * 16 - layer * kv.layer_rows
+        for number, view in enumerate(pages(kv, layer)):
+            assert len(view) == last + 1
+            start = (last + layer * kv.layer_rows + number * 16) * kv.row_elems
+            flat = kv.buffer[start : start + 16 * kv.row_elems]
+            assert flat.data_ptr() == view[-1].data_ptr()
+            assert view[-1].is_contiguous()
+
+
+@pytest.mark.parametrize(("block_size", "dim", "dtype"), [
+    (64, 16, torch.bfloat16), (16, 20, torch.bfloat16), (16, 16, torch.float32),
+])  # fmt: skip
+def test_what_a_package_does_not_take_is_computed_here(lent, rng, monkeypatch, block_size, dim, dtype):
+    monkeypatch.setattr(sys.modules["flash_attn_interface"], "flash_attn_with_kvcache", None)
+    ops, lens = select(CPU, "flash-attn"), [40]
+    kv, table = pool(lens, block_size, 1, dim, dtype)
+    q, k, v = (torch.randn(40, heads, dim).to(dtype) for heads in (4, 2, 2))
+    batch = Ragged.of([0], lens)
+    assert ops.attention(q, k, v, kv, 1, ops.plan_attention(batch, table, kv, None), 0.25).isfinite().all()
+
+
+def delta_by_reference(
+    q, k, v, *, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, cu_seqlens_cpu
+):
+    assert output_final_state
+    assert use_qk_l2norm_in_kernel
+    assert cu_seqlens.dtype == cu_seqlens_cpu.dtype == torch.int64
+    bounds = cu_seqlens.tolist()
+    assert bounds == cu_seqlens_cpu.tolist()
+    assert bounds[0] == 0
+    assert bounds[-1] == q.shape[1]
+    exact, states = ReferenceKernels(CPU), initial_state.clone()
+    batch = Ragged.of([0] * (len(bounds) - 1), torch.tensor(bounds).diff().tolist())
+    plan = exact.plan_state(batch, np.arange(len(bounds) - 1))
+    return exact.gated_delta(q[0], k[0], v[0], g[0], beta[0], states, plan)[None], states
+
+
+def test_fla_gets_the_prompts_only(lent, rng):
+    ops, exact = select(CPU, "fla"), ReferenceKernels(CPU)
+    batch, units = Ragged.of([5, 5, 0], [6, 24, 30]), np.array([2, 0, 4])
+    count = batch.token_count
+    q, k, v = torch.randn(count, 2, 16), torch.randn(count, 2, 16), torch.randn(count, 4, 16)
+    decay, rate, states = -torch.rand(count, 4), torch.rand(count, 4), torch.randn(5, 4, 16, 16)
+    exact_states = states.double()
+    found = ops.gated_delta(q, k, v, decay, rate, states, ops.plan_state(batch, units))
+    args = (x.double() for x in (q, k, v, decay, rate))
+    expected = exact.gated_delta(*args, exact_states, exact.plan_state(batch, units))
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+    assert (states - exact_states).norm() < 1e-5 * exact_states.norm()
+
+
+def test_an_fla_that_is_too_old(lent, monkeypatch):
+    module = import_module("fla.ops.gated_delta_rule")
+    monkeypatch.setattr(module, "chunk_gated_delta_rule", lambda q, k, v, g, beta, cu_seqlens=None: None)
+    with pytest.raises(ValueError, match=r"attention backend 'fla': expected fla-core 0\.6 or newer"):
+        select(CPU, "fla")
+
+
+@pytest.mark.parametrize(("major", "installed", "chosen"), [
+    (9, True, "flash-attn"), (9, False, "triton"), (8, True, "triton"), (10, True, "triton"),
+])  # fmt: skip
+def test_auto_takes_the_fastest_that_is_installed(monkeypatch, major, installed, chosen):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    monkeypatch.setattr(backends, "find_spec", lambda name: (installed and name == "flash_attn_interface") or None)
+    assert backends._fastest(torch.device("cuda")) == chosen
