@@ -106,4 +106,7 @@ def matrix_rate(device: torch.device, size: int, dtype: torch.dtype) -> float:
 def machine(device: torch.device) -> dict[str, Any]:
     """What the figures were measured on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return {**figures.machine("torch", "triton", "transformers", "flash-attn-3", "flashinfer-python", "fla-core"), "device": name}
+    return {
+        **figures.machine("torch", "triton", "transformers", "flash-attn-3", "flashinfer-python", "fla-core"),
+        "device": name,
+    }
