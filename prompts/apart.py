@@ -9,6 +9,7 @@ the reason: no orphans. Pickles go only between our own processes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import pickle
@@ -53,7 +54,7 @@ class Process:
         self.child: subprocess.Popen[bytes] | None = None
         self._setup = (memory_bytes, setup)
         self._threads = threads
-        self._stream: Any
+        self._stream: Any = None
         self._ended: list[subprocess.Popen[bytes]] = []
 
     async def call(self, seconds_max: float, work: Callable[..., Any], *arguments: Any) -> Any:
@@ -80,6 +81,7 @@ class Process:
         return pickle.load(stream)
 
     def _start(self) -> None:
+        self._hang_up()
         ours, theirs = socket.socketpair()
         with theirs, ours:
             self.child = subprocess.Popen(
@@ -89,6 +91,13 @@ class Process:
             )
             self._stream = ours.makefile("rwb")
         pickle.dump(self._setup, self._stream)
+
+    def _hang_up(self) -> None:
+        """Close the socket to a process that has ended; whoever reads from it has come to its end."""
+        if self._stream is not None:
+            with contextlib.suppress(OSError):  # an order that was never sent on
+                self._stream.close()
+            self._stream = None
 
     def end(self) -> None:
         """Kill it; it is reaped later, as taking back gigabytes takes time."""
@@ -103,6 +112,7 @@ class Process:
         self.end()
         for child in self._ended:
             child.wait()
+        self._hang_up()
 
 
 class Processes:

@@ -3,11 +3,12 @@ now, and the requests ahead of the next one will evict some of that. Pure.
 
 An engine takes requests in as they come, each when there is room for its prompt, looks up its hits at that moment, and
 evicts what was used longest ago of what no running request holds. Played here at once, counted in steps of decoding:
-where there is no room, the running request that is to end first ends, and the others have grown by then.
+where there is no room, the running request that is to end first ends, and the others have grown by then. Where they grow
+beyond the cache before that, the one taken in last is preempted: it waits, before all others, until another has ended.
 
 Refuses to know what is resident: that is the index's. What is not known here (other routers' requests, what was there
 before) is taken for room, so that nothing is called evicted that need not be. Invariants: a piece is held or free,
-never both; nothing is free beyond the capacity.
+never both; nothing is free beyond the capacity; nobody is preempted while nobody runs.
 """
 
 from __future__ import annotations
@@ -26,14 +27,21 @@ more where they would be too many."""
 class _Sent:
     """A request that has not ended."""
 
+    request_id: str
     keys: Sequence[int]
     prompt_tokens: int
     own_tokens: int
     """Of the blocks of its prompt, what is in no piece."""
-    start_step: float
-    end_step: float
-    """When it is expected to end."""
-    running: bool = True
+    tokens: float
+    """Of its answer, expected."""
+    said_tokens: float = 0.0
+    """Of them, when it was taken in: some, where it had been preempted."""
+    start_step: float = 0.0
+    """When it would have been taken in, had it never been preempted."""
+
+    @property
+    def end_step(self) -> float:
+        return self.start_step + self.tokens
 
 
 class CacheAhead:
@@ -51,11 +59,16 @@ class CacheAhead:
         """Pieces that nobody holds, the next to be evicted first."""
         self._sent: dict[str, _Sent] = {}
         self._ends: list[tuple[float, int, str]] = []
-        """Heap of (step at which it is expected to end, how many were sent before, request): of those that run, and of
-        some that have ended."""
-        self._count_sent = 0
-        self._running = 0
+        """Heap of (step at which it is expected to end, how many were taken in before, request): of those that run, and
+        of some that do no longer."""
+        self._count_taken = 0
+        self._runs: dict[str, _Sent] = {}
+        """Those that run, as they were taken in."""
+        self._preempted: list[_Sent] = []
+        """The next to be taken in again last."""
         self._own_tokens = 0
+        self._gone: list[int] = []
+        """What went since something was sent last."""
         self._starts = 0.0
         """Sums over those that run: their `own_tokens`, and the steps they started at."""
         self._step = 0.0
@@ -80,6 +93,17 @@ class CacheAhead:
                 return min(cached_tokens, start)
         return cached_tokens
 
+    def make_way(self, keys: Sequence[int], *, prompt_tokens: int, cached_tokens: int, seats: int) -> int:
+        """Such a prompt is about to be sent there: what of its first `cached_tokens` there still is when it is taken in,
+        as those that run have grown until then."""
+        self._play_on(keys, prompt_tokens, seats)
+        if self._gone and self._loses:
+            lost = set(self._gone) - self._free.keys() - self._held.keys()
+            for i, key in enumerate(keys[: -(-cached_tokens // self.chunk_tokens)]):
+                if key in lost:
+                    return i * self.chunk_tokens
+        return cached_tokens
+
     def sent(
         self,
         request_id: str,
@@ -92,19 +116,13 @@ class CacheAhead:
     ) -> None:
         """A prompt of which so much will be cached went there; `seats` run at once."""
         assert request_id not in self._sent
-        tokens, chunk = -(-prompt_tokens // self._block_tokens) * self._block_tokens, self.chunk_tokens
-        own_tokens = tokens - chunk * len(keys)
-        while self._running >= seats or (self._running and self._in_use() + tokens > self._capacity_tokens):
-            shared = sum(1 for key in keys if key in self._held)
-            if self._running < seats and self._in_use() + tokens - shared * chunk <= self._capacity_tokens:
-                break
-            self._end_first()
-        sent = self._sent[request_id] = _Sent(keys, prompt_tokens, own_tokens, self._step, self._step + expected_tokens)
-        self._count_sent += 1
-        heapq.heappush(self._ends, (sent.end_step, self._count_sent, request_id))
-        self._count(sent, 1)
-        self._hold(keys, cached_tokens // chunk)
-        gone = self._make_room()
+        self._play_on(keys, prompt_tokens, seats)
+        own_tokens = self._in_blocks(prompt_tokens) - self.chunk_tokens * len(keys)
+        self._sent[request_id] = sent = _Sent(request_id, keys, prompt_tokens, own_tokens, expected_tokens)
+        self._take_in(sent, cached_tokens // self.chunk_tokens)
+        self._make_room()
+        gone = [key for key in self._gone if key not in self._held and key not in self._free]
+        self._gone.clear()
         if gone and self._loses:
             self._evicts[request_id] = gone
             self.evicted.update(dict.fromkeys(gone, request_id))
@@ -125,10 +143,17 @@ class CacheAhead:
         """It is over, after so many tokens."""
         self.taken_in(request_id)
         sent = self._sent.pop(request_id, None)
-        if sent is not None and sent.running:
+        if sent is None:
+            return
+        if request_id in self._runs:
             self._step = max(self._step, sent.start_step + answer_tokens)
             self._release(sent, answer_tokens)
+            self._resume()
+            gone = len(self._gone)
             self._make_room()
+            del self._gone[gone:]
+        elif sent in self._preempted:
+            self._preempted.remove(sent)
 
     def copied(self) -> None:
         """It has slower tiers too: what is evicted is not lost."""
@@ -137,13 +162,14 @@ class CacheAhead:
 
     def clear(self) -> None:
         """The worker restarted. What was sent is still to end."""
-        for sent in self._sent.values():
-            sent.running = False
+        self._runs.clear()
+        self._preempted.clear()
+        self._gone.clear()
         self._held.clear()
         self._free.clear()
         self._ends.clear()
         self._forget_evictions()
-        self._running, self._own_tokens, self._starts = 0, 0, 0.0
+        self._own_tokens, self._starts = 0, 0.0
 
     def _forget_evictions(self) -> None:
         self._evicts.clear()
@@ -152,13 +178,27 @@ class CacheAhead:
 
     def _in_use(self) -> float:
         """Tokens that running requests hold, with what they have generated by now."""
-        grown = self._running * self._step - self._starts
+        grown = len(self._runs) * self._step - self._starts
         return len(self._held) * self.chunk_tokens + self._own_tokens + grown
 
-    def _count(self, sent: _Sent, more: int) -> None:
-        self._running += more
-        self._own_tokens += more * sent.own_tokens
-        self._starts = self._starts + more * sent.start_step if self._running else 0.0
+    def _has_room(self, tokens: float, keys: Sequence[int], seats: int) -> bool:
+        """Whether one of so many tokens can be taken in now. Where nobody runs it can."""
+        if not self._runs or len(self._runs) >= seats:
+            return not self._runs
+        over = self._in_use() + tokens - self._capacity_tokens
+        return over <= 0 or over <= self.chunk_tokens * sum(1 for key in keys if key in self._held)
+
+    def _take_in(self, sent: _Sent, hits: int) -> None:
+        """It runs from now on."""
+        sent.start_step = self._step - sent.said_tokens
+        self._runs[sent.request_id] = sent
+        self._own_tokens += sent.own_tokens
+        self._starts += sent.start_step
+        self._count_taken += 1
+        heapq.heappush(self._ends, (sent.end_step, self._count_taken, sent.request_id))
+        self._hold(sent.keys, hits)
+        for key in self._answer_keys(sent, sent.said_tokens):
+            self._free.pop(key, None)
 
     def _hold(self, keys: Sequence[int], hits: int) -> None:
         held, free, evicted, before, since = self._held, self._free, self.evicted, 0, 0
@@ -175,24 +215,62 @@ class CacheAhead:
                 since = since + 1 if i and keys[i - 1] != before else 1
                 free.pop(before + since, None)
 
-    def _end_first(self) -> None:
-        """And whoever ends in the same step."""
-        self._step = max(self._step, self._ends[0][0])
-        while self._ends and self._ends[0][0] <= self._step:
-            sent = self._sent.get(heapq.heappop(self._ends)[2])
-            if sent is not None and sent.running:
-                self._release(sent, self._step - sent.start_step)
+    def _in_blocks(self, tokens: int) -> int:
+        return -(-tokens // self._block_tokens) * self._block_tokens
+
+    def _play_on(self, keys: Sequence[int], prompt_tokens: int, seats: int) -> None:
+        """Until such a prompt is taken in."""
+        tokens = self._in_blocks(prompt_tokens)
+        while self._preempted or not self._has_room(tokens, keys, seats):
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Until somebody ends, and whoever ends in the same step; or until one has to be preempted, as all have grown."""
+        runs, ends = self._runs, self._ends
+        while (sent := runs.get(ends[0][2])) is None or sent.end_step != ends[0][0]:
+            heapq.heappop(ends)
+        full_step = self._step + (self._capacity_tokens - self._in_use()) / len(runs)
+        if len(runs) > 1 and full_step < ends[0][0]:
+            self._step = max(self._step, full_step)
+            self._make_room()
+            last = next(reversed(runs.values()))
+            last.said_tokens = self._step - last.start_step
+            self._release(last, last.said_tokens)
+            self._preempted.append(last)
+            return
+        self._step = max(self._step, ends[0][0])
+        self._make_room()
+        while ends and ends[0][0] <= self._step:
+            end_step, _, request_id = heapq.heappop(ends)
+            if (sent := runs.get(request_id)) is not None and sent.end_step == end_step:
+                self._release(sent, sent.tokens)
+        self._resume()
+        self._make_room()
+
+    def _resume(self) -> None:
+        """Who was preempted is taken in again, as far as there is room for what it has and a block more."""
+        while self._preempted:
+            sent = self._preempted[-1]
+            tokens = sent.own_tokens + self.chunk_tokens * len(sent.keys) + sent.said_tokens + self._block_tokens
+            if not self._has_room(tokens, sent.keys, len(self._runs) + 1):
+                break
+            self._take_in(self._preempted.pop(), 0)
+
+    def _answer_keys(self, sent: _Sent, answer_tokens: float) -> range:
+        """The pieces of its answer, as far as they are full, have names of their own."""
+        last = sent.keys[-1] if sent.keys else 0
+        return range(last + 1, last + 1 + int(sent.prompt_tokens + answer_tokens) // self.chunk_tokens - len(sent.keys))
 
     def _release(self, sent: _Sent, answer_tokens: float) -> None:
-        """Its pieces are free, the last first; those of its answer have names of their own, as far as they are full."""
-        sent.running = False
-        self._count(sent, -1)
-        free, held, keys = self._free, self._held, sent.keys
-        last = keys[-1] if keys else 0
-        for i in range(int(sent.prompt_tokens + answer_tokens) // self.chunk_tokens - len(keys), 0, -1):
-            free[last + i] = None
-            free.move_to_end(last + i)
-        for key in reversed(keys):
+        """Its pieces are free, the last first."""
+        del self._runs[sent.request_id]
+        self._own_tokens -= sent.own_tokens
+        self._starts = self._starts - sent.start_step if self._runs else 0.0
+        free, held = self._free, self._held
+        for key in reversed(self._answer_keys(sent, answer_tokens)):
+            free[key] = None
+            free.move_to_end(key)
+        for key in reversed(sent.keys):
             count = held[key] - 1
             if count:
                 held[key] = count
@@ -200,18 +278,19 @@ class CacheAhead:
                 del held[key]
                 free[key] = None
 
-    def _make_room(self) -> list[int]:
-        """Evict what is too much; the pieces that went."""
-        gone, room = [], (self._capacity_tokens - self._in_use()) // self.chunk_tokens
+    def _make_room(self) -> None:
+        """Evict what is too much."""
+        room = (self._capacity_tokens - self._in_use()) // self.chunk_tokens
         while self._free and len(self._free) > room:
-            gone.append(self._free.popitem(last=False)[0])
-        return gone
+            self._gone.append(self._free.popitem(last=False)[0])
 
     def check_invariants(self, live: set[str]) -> None:
         """Counts agree with what they count; only what is in flight (`live`) is taken for that."""
-        running = [sent for sent in self._sent.values() if sent.running]
+        running = self._runs.values()
         assert set(self._sent) <= live
-        assert self._running == len(running)
+        assert self._runs.keys() <= self._sent.keys()
+        assert not self._preempted or self._runs
+        assert not self._runs.keys() & {sent.request_id for sent in self._preempted}
         chunk = self.chunk_tokens
         assert self._own_tokens == sum(sent.own_tokens for sent in running)
         assert abs(self._starts - sum(sent.start_step for sent in running)) < 1e-3

@@ -173,6 +173,14 @@ class CacheBook:
             hits.resident.append(usable)
         return hits
 
+    def make_way(self, target: Target, prompt: AskedPrompt, cached_tokens: int) -> int:
+        """The prompt is about to be sent there: what of its first `cached_tokens` will be left when it is taken in."""
+        ahead = target.ahead
+        if ahead is None:
+            return cached_tokens
+        keys = prompt.keys(ahead.chunk_tokens)
+        return ahead.make_way(keys, prompt_tokens=prompt.tokens, cached_tokens=cached_tokens, seats=target.seats)
+
     def sent(
         self,
         request_id: str,

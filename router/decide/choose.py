@@ -56,6 +56,12 @@ class Chosen:
         """slow * P of the winner: what decides a held request's turn, beside its waiting."""
         return self.target.slow * self.target.prefill_seconds(self.cost.prompt_tokens, self.cost.cached[self.winner])
 
+    def lose(self, tokens: int) -> None:
+        """So much of the winner's h will be evicted until the request is taken in there."""
+        cost, winner = self.cost, self.winner
+        cost.cached[winner] -= tokens
+        cost.evicted[winner] = cost.evicted.get(winner, 0) + tokens
+
 
 class Chooser:
     """Prices candidates and picks one."""

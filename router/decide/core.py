@@ -294,6 +294,11 @@ class RouterCore:
     def _commit(self, live: Live, choice: Chosen, now: float) -> Forward:
         """Send it: count it, pin its prefix, remember its session."""
         request = live.request
+        if choice.prompt is not None:
+            cached_tokens = choice.cost.cached[choice.winner]
+            left = self.book.make_way(choice.target, choice.prompt, cached_tokens)
+            if left != cached_tokens:
+                choice.lose(cached_tokens - left)
         decision = self._chooser.decision(
             request, choice, now, explain=live.explain, attempt=live.attempt, waited_s=now - live.arrived_s
         )

@@ -63,7 +63,7 @@ class KvCost:
     def __init__(
         self,
         targets: Sequence[Target],
-        cached: Sequence[int],
+        cached: list[int],
         loads: Sequence[float] | None,
         *,
         prompt_tokens: int,

@@ -48,6 +48,7 @@ class NaiveEngine:
         self._resident: dict[int, int] = {}
         self._waiting: deque[Sequence_] = deque()
         self._running: list[Sequence_] = []
+        self.preempted = 0
 
     def add(self, request_id: str, ids: Sequence[int], answer_tokens: int) -> None:
         self._waiting.append(Sequence_(request_id, list(ids), len(ids), answer_tokens))
@@ -59,6 +60,7 @@ class NaiveEngine:
                 if self._free:
                     seq.blocks.append(self._take())
                 else:
+                    self.preempted += 1
                     self._give_back(last := self._running.pop())
                     self._waiting.appendleft(last)
         while self._waiting and self._start(self._waiting[0]):
@@ -155,7 +157,8 @@ def test_where_lengths_are_known_and_no_answer_fills_a_block_every_hit_is_forese
         keys = index.chunk_keys(ids, Scope("m"), size)
         promised = next((j for j, key in enumerate(keys) if key not in known), len(keys)) * size
         known.update(keys)
-        foreseen.append(ahead.left(keys, promised, 0))
+        left = ahead.left(keys, promised, 0)
+        foreseen.append(ahead.make_way(keys, prompt_tokens=len(ids), cached_tokens=left, seats=256))
         ahead.sent(
             str(i), keys, prompt_tokens=len(ids), cached_tokens=foreseen[-1], expected_tokens=answer_tokens, seats=256
         )
@@ -212,7 +215,9 @@ class World:
         return ended
 
 
-def play(world: World, rng: random.Random, count: int, at_once: int, together: bool) -> None:
+def play(
+    world: World, rng: random.Random, count: int, at_once: int, together: bool, answers: tuple[int, int] = (2, 40)
+) -> None:
     """Beginnings that many share and more than there is room for, each with an end of its own; in bursts, or as many at
     once all the time."""
     shared = [[rng.randrange(3, 900) for _ in range(rng.randrange(100, 500))] for _ in range(2 * max(at_once, 10))]
@@ -220,7 +225,7 @@ def play(world: World, rng: random.Random, count: int, at_once: int, together: b
         room = at_once - len(world.live)
         for _ in range(room if world.count < count and (room == at_once or not together) else 0):
             own = [rng.randrange(3, 900) for _ in range(40)]
-            world.send(rng.choice(shared) + own, rng.randrange(2, 40))
+            world.send(rng.choice(shared) + own, rng.randrange(*answers))
         world.step()
 
 
@@ -232,6 +237,41 @@ def test_predictions_of_bursts_over_a_small_cache_sum_to_what_is_found(at_once: 
     predicted, reported = sum(world.predicted for world in worlds), sum(world.reported for world in worlds)
     assert abs(predicted - reported) <= 0.05 * reported
     assert sum(world.equal for world in worlds) >= 0.9 * sum(world.count for world in worlds)
+
+
+@pytest.mark.parametrize(("at_once", "together"), [(10, True), (8, False)])
+def test_where_long_answers_preempt_each_other_predictions_sum_to_what_is_found(at_once: int, together: bool) -> None:
+    """Requests that were there when one was sent grow, and are preempted, before it is taken in."""
+    worlds = [World(70, cache_tokens=70 * 32) for _ in range(3)]
+    for seed, world in enumerate(worlds):
+        play(world, random.Random(seed), 150, at_once, together, answers=(50, 200))
+    predicted, reported = sum(world.predicted for world in worlds), sum(world.reported for world in worlds)
+    assert sum(world.engine.preempted for world in worlds) > 20
+    assert abs(predicted - reported) <= 0.05 * reported
+
+
+def test_one_that_is_preempted_waits_before_all_others_and_is_forgotten_at_its_end() -> None:
+    ahead = CacheAhead(32 * 8, 32)
+    for name in "ab":
+        ahead.sent(
+            name,
+            [ord(name) * 100 + i for i in range(3)],
+            prompt_tokens=97,
+            cached_tokens=0,
+            expected_tokens=100,
+            seats=9,
+        )
+    assert not ahead.evicted
+    first = [970 * 10 + i for i in range(3)]
+    assert ahead.make_way(first, prompt_tokens=97, cached_tokens=0, seats=9) == 0
+    ahead.sent("c", first, prompt_tokens=97, cached_tokens=0, expected_tokens=100, seats=9)
+    ahead.check_invariants({"a", "b", "c"})
+    assert ahead.evicted, "a grew, b was preempted for it and came back, all before c"
+    for name in "bac":
+        ahead.ended(name, 100)
+        ahead.settled(name)
+        ahead.check_invariants({"a", "b", "c"})
+    assert not ahead.evicted
 
 
 def test_without_the_capacity_the_same_promises_are_too_high_and_raise_the_alarm() -> None:
