@@ -3,8 +3,8 @@ now, and the requests ahead of the next one will evict some of that. Pure.
 
 An engine takes requests in as they come, each when there is room for its prompt, looks up its hits at that moment, and
 evicts what was used longest ago of what no running request holds. Played here at once, counted in steps of decoding:
-where there is no room, the running request that is to end first ends, and the others have grown by then. Where they grow
-beyond the cache before that, the one taken in last is preempted: it waits, before all others, until another has ended.
+where there is no room, the running request that is to end first ends, and the others have grown by then. Where they
+grow beyond the cache before that, the one taken in last is preempted: it waits, before all others, until another ends.
 
 Refuses to know what is resident: that is the index's. What is not known here (other routers' requests, what was there
 before) is taken for room, so that nothing is called evicted that need not be. Invariants: a piece is held or free,
@@ -44,14 +44,19 @@ class _Sent:
         return self.start_step + self.tokens
 
 
+def _chunk_tokens(capacity_tokens: int, block_tokens: int) -> int:
+    chunk_tokens = block_tokens
+    while chunk_tokens * (PIECES_FEW if chunk_tokens < PIECE_TOKENS else PIECES_MAX) < capacity_tokens:
+        chunk_tokens *= 2
+    return chunk_tokens
+
+
 class CacheAhead:
     """One cache. A piece is named by the digest of the prompt up to its end."""
 
     def __init__(self, capacity_tokens: int, block_tokens: int) -> None:
         self._capacity_tokens, self._block_tokens = capacity_tokens, block_tokens
-        self.chunk_tokens = block_tokens
-        while self.chunk_tokens * (PIECES_FEW if self.chunk_tokens < PIECE_TOKENS else PIECES_MAX) < capacity_tokens:
-            self.chunk_tokens *= 2
+        self.chunk_tokens = _chunk_tokens(capacity_tokens, block_tokens)
         self._loses = True
         self._held: dict[int, int] = {}
         """piece -> how many running requests have it."""
@@ -78,9 +83,15 @@ class CacheAhead:
         self.evicted: dict[int, str] = {}
         """piece -> the request that will evict it, or has: until nothing but the events promises what it evicted."""
 
-    def follows(self, capacity_tokens: int, block_tokens: int) -> bool:
-        """Whether it is about such a cache."""
-        return (self._capacity_tokens, self._block_tokens) == (capacity_tokens, block_tokens)
+    def resize(self, capacity_tokens: int, block_tokens: int) -> bool:
+        """It holds so much, as is known now. False where it has to be followed from the start: in other
+        pieces, or as it is smaller."""
+        chunk_tokens = _chunk_tokens(capacity_tokens, block_tokens)
+        as_before = (self.chunk_tokens, self._block_tokens) == (chunk_tokens, block_tokens)
+        if not as_before or capacity_tokens < self._capacity_tokens:
+            return False
+        self._capacity_tokens = capacity_tokens
+        return True
 
     def left(self, keys: Sequence[int], cached_tokens: int, resident_tokens: int) -> int:
         """What of the first `cached_tokens` of a prompt with these pieces will be there for it: they are there by
@@ -94,8 +105,8 @@ class CacheAhead:
         return cached_tokens
 
     def make_way(self, keys: Sequence[int], *, prompt_tokens: int, cached_tokens: int, seats: int) -> int:
-        """Such a prompt is about to be sent there: what of its first `cached_tokens` there still is when it is taken in,
-        as those that run have grown until then."""
+        """Such a prompt is about to be sent there: what of its first `cached_tokens` is left when it is taken in, as
+        those that run have grown until then."""
         self._play_on(keys, prompt_tokens, seats)
         if self._gone and self._loses:
             lost = set(self._gone) - self._free.keys() - self._held.keys()
@@ -225,7 +236,7 @@ class CacheAhead:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Until somebody ends, and whoever ends in the same step; or until one has to be preempted, as all have grown."""
+        """Until somebody ends, and whoever ends in the same step; or one has to be preempted, as all have grown."""
         runs, ends = self._runs, self._ends
         while (sent := runs.get(ends[0][2])) is None or sent.end_step != ends[0][0]:
             heapq.heappop(ends)

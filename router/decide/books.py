@@ -95,15 +95,18 @@ class CacheBook:
     def join(self, target: Target, spec: WorkerSpec) -> None:
         """A target is new, or more is known of its worker."""
         tokens = spec.cache_tokens
-        target.capacity_tokens = None if tokens is None else tokens // spec.ranks
+        target.capacity_tokens = target.seen_tokens if tokens is None else tokens // spec.ranks
+        target.refresh()
         self.working_sets.set_capacity(target.name, target.capacity_tokens)
         if spec.seats is not None:
             target.seats, target.seats_told = spec.seats, True
         if spec.cache_view is CacheView.HISTORY and target.name not in self._histories:
             self._histories[target.name] = HistoryCache((tokens or self._history_tokens) // spec.ranks)
-        if target.capacity_tokens is not None and spec.cache_view is CacheView.EVENTS:
+        if target.capacity_tokens is None:
+            target.ahead = None
+        elif spec.cache_view is CacheView.EVENTS:
             block_tokens = spec.block_size or BLOCK_TOKENS
-            if target.ahead is None or not target.ahead.follows(target.capacity_tokens, block_tokens):
+            if target.ahead is None or not target.ahead.resize(target.capacity_tokens, block_tokens):
                 target.ahead = CacheAhead(target.capacity_tokens, block_tokens)
 
     def leave(self, target: Target) -> None:

@@ -119,6 +119,17 @@ class RouterCore:
         for target, load, count in zip(self.registry.targets_of(worker_id), loads, sent):
             self.tracker.told(target.name, load, now, sent=count)
 
+    def cache_seen(self, worker_id: str, tokens: Sequence[int | None]) -> None:
+        """What the caches of its ranks hold, as their events show it: counts where the worker does not tell."""
+        worker = self.workers.get(worker_id)
+        if worker is None:
+            return
+        for target, seen_tokens in zip(self.registry.targets_of(worker_id), tokens):
+            if target.seen_tokens != seen_tokens:
+                target.seen_tokens = seen_tokens
+                self.book.join(target, worker.spec)
+                self.registry.changed()
+
     def resolve_model(self, name: str) -> ServedModel | None:
         """What a client's model name means (base model, LoRA), or None where no worker serves it."""
         return self.registry.models().get(name)

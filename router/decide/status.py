@@ -31,6 +31,8 @@ class WorkerSnapshot:
     """What its engine said last of its sequences and memory; None where it does not, or not lately."""
     others_requests: int
     """Of those, what no router of ours sent, as far as it is believed; counted in, too."""
+    cache_tokens: int | None
+    """What its KV cache holds: told, or as its events show it; None where neither is known."""
     queue_s: float
     utilisation: float
     slow: float
@@ -70,6 +72,7 @@ def worker_row(worker: Worker, target: Target, tracker: LoadTracker, alarms: lis
         peer_decoding=(peer.decode_requests if peer else 0) - (others.decode_requests if others else 0),
         engine_load=told.load if told is not None else None,
         others_requests=others.prefill_requests + others.decode_requests if others else 0,
+        cache_tokens=target.capacity_tokens,
         queue_s=target.queue_s(now),
         utilisation=tracker.utilisation(target, now),
         slow=target.slow,

@@ -146,7 +146,9 @@ class Target:
     """What is expected to be generated still, by all. As nothing is known of a length but its mean, what was said
     already makes no answer shorter."""
     capacity_tokens: int | None = None
-    """Of its KV cache, where that is known."""
+    """Of its KV cache, where that is known: told by its worker, or seen."""
+    seen_tokens: int | None = None
+    """Its capacity as its events show it."""
     held_chunks: dict[int, int] = field(default_factory=dict)
     """Chunks of running prompts and how many requests have each; `shared_tokens` counts all but one of them."""
     shared_tokens: int = 0
@@ -238,6 +240,7 @@ class Target:
         self.seat_s = self.drain_seconds(over / self.seats) if over > 0 else 0.0
         self.sharing_s = 2.0 * self.decode_request_s * self.sharers
         self.sharing_s += self.decode_context_s * (context + self.pending_tokens)
+        self.room_tokens = math.inf
         if self.capacity_tokens is not None:
             self.room_tokens = float(self.capacity_tokens - context - self.pending_tokens + self.shared_tokens)
 

@@ -26,7 +26,7 @@ from events.feed_sockets import StreamSource
 from events.sources import EventSource
 from events.stream_memory import digest
 from events.stream_types import Apply, Clear, Gap, Instruction, Malformed, Origin, Restarted
-from router.fleet.streams import StreamCounters, WorkerStream
+from router.fleet.streams import FullCache, StreamCounters, WorkerStream
 from router.index.protocol import Dumping, HolderId, Ingesting, IngestReport, PrefixIndex
 
 log = logging.getLogger("router")
@@ -176,6 +176,10 @@ class IndexFeed:
     def stored_blocks(self, worker_id: str) -> int:
         """Blocks the worker announced so far: what the drift watchdog wants to know."""
         return sum(stream.counters.stored for stream in self._workers.get(worker_id, []))
+
+    def capacities(self, worker_id: str) -> list[int | None]:
+        """By rank, how many tokens its cache holds, as far as its events show that."""
+        return [stream.full.tokens for stream in self._workers.get(worker_id, [])]
 
     def snapshot(self, worker_id: str, rank: int) -> PeerSnapshot | None:
         """What another router may start from; None where this one is not in step with the stream. Waits: the feed's
@@ -339,6 +343,7 @@ class IndexFeed:
                 counters.gaps += 1
             elif isinstance(instruction, Restarted):
                 counters.restarts += 1
+                stream.full = FullCache()
                 log.info("worker %s rank %d restarted: %s", stream.worker_id, stream.rank, instruction.reason)
             elif isinstance(instruction, Malformed):
                 counters.malformed += 1
@@ -377,6 +382,8 @@ class IndexFeed:
             stream.check_rank(batch_rank(apply.payload))
         counters.applied(len(apply.payload), report)
         stream.skipped(report.malformed)
+        if report.removed:  # only then it can be full
+            stream.full.saw(self._index.held_tokens(stream.holder), report)
         if apply.origin is Origin.LIVE:
             stream.last_event_s = time.time()
         elif apply.origin is Origin.REPLAY:

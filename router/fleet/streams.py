@@ -22,6 +22,34 @@ MALFORMED_KEPT = 3
 """Messages about malformed events kept for `/workers`; all are counted, the first is logged."""
 
 
+EVICTIONS_SURE, HELD_SHARE_MIN = 8, 0.5
+"""After so many batches that evict and store, of a cache that holds at least such a share of the most it ever held."""
+
+
+@dataclass(slots=True)
+class FullCache:
+    """How many tokens a cache holds that does not tell: the most that it ever held, once it is full. It is full where
+    it evicts to make room for what it stores; a removal alone (an operator's, one by age) tells nothing, and one that
+    empties half of it shows that it removes for other reasons than room."""
+
+    most_tokens: int = 0
+    evictions: int = 0
+
+    @property
+    def tokens(self) -> int | None:
+        """Its capacity as far as it was seen; None while it was not full."""
+        return self.most_tokens if self.evictions >= EVICTIONS_SURE else None
+
+    def saw(self, held_tokens: int, report: IngestReport) -> None:
+        """A batch came, and it holds so much now."""
+        self.most_tokens = max(self.most_tokens, held_tokens)
+        if report.removed and not report.cleared:
+            if held_tokens < HELD_SHARE_MIN * self.most_tokens:
+                self.evictions = 0
+            elif report.stored:
+                self.evictions += 1
+
+
 @dataclass(slots=True)
 class StreamCounters:
     """What one stream brought since it was first followed; sums go on over reconnects and restarts."""
@@ -79,6 +107,7 @@ class WorkerStream:
     last_event_s: float | None = None
     """Wall clock of the last live batch's arrival."""
     topic: str = ""
+    full: FullCache = field(default_factory=FullCache)
     problems: list[str] = field(default_factory=list)
 
     def is_at(self, source: EventSource, holder: HolderId) -> bool:

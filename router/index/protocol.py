@@ -192,6 +192,9 @@ class PrefixIndex(Protocol):
         `blocks` counts names held, `silent` is True where the group is declared, has never spoken and is ignored.
         """
 
+    def held_tokens(self, holder: HolderId) -> int:
+        """Tokens of the blocks that it holds, of the group that holds most."""
+
     def begin_dump(self, holder: HolderId) -> Dumping:
         """The holder's content as payloads that `ingest` of an index with the same seed takes (snapshot for a peer).
 

@@ -497,7 +497,9 @@ def check_encoder_groups_are_ignored(make: MakeIndex) -> None:
 
 def check_groups_report(make: MakeIndex) -> None:
     index, holder = one_holder(make)
+    assert index.held_tokens(holder) == 0
     index.ingest(holder, batch(grouped(run(4), 1, "full_attention"), grouped(run(2), 0, "sliding_window", 40)))
+    assert index.held_tokens(holder) == 64
     assert index.groups(holder) == [
         {
             "group_idx": 0,
@@ -813,6 +815,7 @@ def check_dump_moves_to_an_index_of_the_same_seed(make_seeded: Callable[[int], P
     for chunk in chunks:
         assert twin.ingest(copy, chunk).malformed == []
     assert twin.groups(copy) == index.groups(holder)
+    assert twin.held_tokens(copy) == index.held_tokens(holder)
     assert twin.stats().entries == index.stats().entries
     for payload in (batch(removed(8, group=1)), batch(removed(8, group=1)), batch(removed(7, group=0))):
         assert tokens_of(twin) == tokens_of(index)

@@ -10,10 +10,12 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -21,6 +23,10 @@ from urllib.parse import quote
 import openai
 import pytest
 from programs import Program, call, until
+
+from events.config import KVEventsConfig
+from events.publisher import EventPublisher
+from events.types import BlockRemoved, BlockStored
 
 pytestmark = pytest.mark.live
 
@@ -344,3 +350,49 @@ def test_processes_share_a_port_and_add_up(cluster: Cluster, tmp_path: Path) -> 
         assert router.process.wait(30) == 0
     finally:
         router.close()
+
+
+class Mute(BaseHTTPRequestHandler):
+    """A worker without `/metrics`."""
+
+    def do_GET(self) -> None:
+        card = {"id": "m", "object": "model", "owned_by": "someone", "max_model_len": 100}
+        found = self.path in ("/health", "/v1/models")
+        body = json.dumps({"object": "list", "data": [card]}).encode() if found else b"{}"
+        self.send_response(200 if found else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_a_worker_without_metrics_shows_what_it_holds_by_what_it_evicts(tmp_path: Path) -> None:
+    config = KVEventsConfig(enable_kv_cache_events=True, endpoint="tcp://*:*", replay_endpoint="tcp://*:*")
+    pub, server = EventPublisher(config), ThreadingHTTPServer(("127.0.0.1", 0), Mute)
+    threading.Thread(target=server.serve_forever).start()
+    source = pub.source()
+    events, replay = (str(at).replace("*", "127.0.0.1") for at in (source.endpoint, source.replay_endpoint))
+    worker = f"url=http://127.0.0.1:{server.server_port},events={events},replay={replay}"
+    router = Program(tmp_path / "router.log", "router", "run", "--port", "0", "--worker", worker)
+    try:
+        router.await_ready()
+
+        def row() -> Any:
+            rows = call(f"{router.url}/workers")[2]["workers"]
+            return rows[0] if rows else {}
+
+        pub.publish([BlockStored(list(range(1, 11)), None, list(range(40)), 4, None, "GPU", None)])
+        until(
+            lambda: row().get("events", {}).get("streams", [{}])[0].get("stored") == 10, lambda: f"ten blocks: {row()}"
+        )
+        assert row()["cache_tokens"] is None
+        for i in range(10, 20):
+            pub.publish([BlockRemoved([i - 9], "GPU"), BlockStored([i + 1], None, [i] * 4, 4, None, "GPU", None)])
+        until(lambda: row()["cache_tokens"] == 40, lambda: f"40 tokens: {row()}")
+    finally:
+        router.close()
+        pub.close()
+        server.shutdown()
+        server.server_close()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from events import BlockRemoved, BlockStored, Event, EventBatch, block_hash, encode_batch
@@ -22,8 +22,9 @@ from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, Forward, ReportedUsage, RouteRequest
 from router.decide.workers import ServedModel, WorkerSpec
+from router.fleet.streams import FullCache
 from router.index import make_index
-from router.index.protocol import Scope
+from router.index.protocol import IngestReport, Scope
 
 
 @dataclass(eq=False)
@@ -184,6 +185,8 @@ class World:
         models = (ServedModel("m", "m"),)
         worker = self.core.add_worker(WorkerSpec("w", "http://w", models, block_size=32, **spec), 0.0)  # type: ignore[arg-type]
         self.holder = worker.holders[0]
+        self.full = FullCache()
+        self.sees = not spec
         self.now, self.count = 0.0, 0
         self.live: dict[str, Decision] = {}
         self.predicted = self.reported = self.equal = 0
@@ -201,7 +204,11 @@ class World:
         self.now += 0.02
         ended = self.engine.step()
         if self.engine.events:
-            self.core.index.ingest(self.holder, encode_batch(EventBatch(ts=self.now, events=self.engine.events)))
+            payload = encode_batch(EventBatch(ts=self.now, events=self.engine.events))
+            report = self.core.index.ingest(self.holder, payload)
+            if report.removed and self.sees:
+                self.full.saw(self.core.index.held_tokens(self.holder), report)
+                self.core.cache_seen("w", [self.full.tokens])
             self.engine.events = []
         for seq in ended:
             predicted = self.live.pop(seq.request_id).predicted_cached_tokens
@@ -274,8 +281,78 @@ def test_one_that_is_preempted_waits_before_all_others_and_is_forgotten_at_its_e
     assert not ahead.evicted
 
 
+@pytest.mark.parametrize("answers", [(2, 40), (50, 200)])
+def test_a_capacity_that_nobody_tells_is_seen_and_predictions_hold(answers: tuple[int, int]) -> None:
+    worlds = [World(70) for _ in range(3)]
+    for seed, world in enumerate(worlds):
+        play(world, random.Random(seed), 60, 10, True, answers)
+        assert 62 * 32 <= (world.full.tokens or 0) <= 70 * 32
+        world.predicted = world.reported = 0
+        play(world, random.Random(seed + 10), 160, 10, True, answers)
+    predicted, reported = sum(world.predicted for world in worlds), sum(world.reported for world in worlds)
+    assert abs(predicted - reported) <= 0.05 * reported
+
+
+@given(st.integers(0, 2**32), st.integers(12, 40), st.integers(1, 6))
+@settings(max_examples=20)
+def test_what_is_seen_of_a_cache_is_never_more_than_it_holds_nor_much_less(
+    seed: int, blocks: int, at_once: int
+) -> None:
+    """Blocks that are not full have no names: one for each that runs."""
+    rng, world = random.Random(seed), World(blocks)
+    while world.count < 120:
+        while len(world.live) < at_once:
+            world.send([rng.randrange(900) for _ in range(rng.randrange(40, 120))], 3)
+        world.step()
+        assert (world.full.tokens or 0) <= blocks * 32
+    assert world.full.tokens is not None
+    assert world.full.tokens >= (blocks - at_once - 1) * 32
+
+
+def test_a_cache_that_is_never_full_is_not_known_nor_is_one_that_removes_what_is_old() -> None:
+    world = World(70)
+    for i in range(10):
+        world.send([i] * 200, 5)
+        while world.live:
+            world.step()
+    assert (world.full.evictions, world.core.registry.targets_of("w")[0].capacity_tokens) == (0, None)
+    full = FullCache()
+    for held in range(320, 3200, 320):
+        full.saw(held, IngestReport(stored=10))
+    for _ in range(20):  # removed by age, while little is stored
+        full.saw(3200, IngestReport(removed=5))
+    assert full.tokens is None
+    for _ in range(20):
+        full.saw(3200, IngestReport(removed=5, stored=5))
+    assert full.tokens == 3200
+    full.saw(1500, IngestReport(removed=50, stored=1))
+    assert full.tokens is None, "half of it was removed: not for room"
+
+
+def test_a_worker_that_tells_its_capacity_is_believed() -> None:
+    world = World(70, cache_tokens=70 * 32)
+    world.core.cache_seen("w", [64])
+    (target,) = world.core.registry.targets_of("w")
+    assert target.capacity_tokens == 70 * 32
+
+
+def test_a_capacity_that_is_no_longer_known_leaves_nothing_behind() -> None:
+    world = World(70)
+    (target,) = world.core.registry.targets_of("w")
+    world.core.cache_seen("w", [2240])
+    sent = world.send([1] * 100, 5)
+    assert (target.capacity_tokens, sent.terms.cached_tokens) == (2240, 0)
+    assert target.ahead is not None
+    assert target.room_tokens < 2240
+    world.core.cache_seen("w", [None])
+    assert (target.capacity_tokens, target.ahead, target.room_tokens) == (None, None, float("inf"))
+    while world.live:
+        world.step()
+
+
 def test_without_the_capacity_the_same_promises_are_too_high_and_raise_the_alarm() -> None:
     world = World(70)
+    world.sees = False
     play(world, random.Random(0), 240, 10, together=True)
     assert world.predicted > 1.3 * world.reported
     (alarm,) = [a for a in world.core.watchdog.alarms("w") if a.startswith("promised")]

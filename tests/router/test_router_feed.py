@@ -102,6 +102,24 @@ def test_a_restart_on_the_same_address_forgets_the_old_life(index: ReferenceInde
     again.close()
 
 
+def test_what_a_full_cache_holds_is_seen_until_it_restarts(index: ReferenceIndex, feed: IndexFeed) -> None:
+    pub = publisher()
+    source = source_of(pub)
+    feed.follow("a", [source], [index.add_holder("a", "m")])
+    pub.publish(stored(0, 10))
+    until(lambda: feed.synced("a"), "synced")
+    for i in range(10, 20):
+        assert feed.capacities("a") == [None]
+        pub.publish([BlockRemoved([i - 9], "GPU"), BlockStored([i + 1], None, [i] * 4, 4, None, "GPU", None)])
+    until(lambda: feed.capacities("a") == [40], "ten blocks of four tokens")
+    pub.close()
+    assert source.replay_endpoint is not None
+    again = publisher(*(address.replace("127.0.0.1", "*") for address in (source.endpoint, source.replay_endpoint)))
+    again.publish(stored(0, 2))
+    until(lambda: feed.capacities("a") == [None], "the next process may have more memory")
+    again.close()
+
+
 def test_a_lost_worker_leaves_the_index_and_comes_back(index: ReferenceIndex, feed: IndexFeed) -> None:
     pub = publisher()
     holder = index.add_holder("a", "m")

@@ -49,6 +49,12 @@ u64 Group::names() const {
     return sum;
 }
 
+u64 Group::tokens() const {
+    u64 sum = 0;
+    for (const auto& [length, names] : lengths) sum += length * names;
+    return sum;
+}
+
 std::optional<u32> Holder::find_ordinal(const std::optional<std::int64_t>& key) const {
     for (u32 i = 0; i < groups.size(); ++i) {
         if (groups[i].key == key) return i;

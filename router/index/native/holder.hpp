@@ -42,6 +42,7 @@ struct Group {
     // More or fewer names of a length. True where the length appeared or vanished.
     bool count(u32 length, int by);
     u64 names() const;
+    u64 tokens() const;  // of the blocks they name
 
 private:
     Role role_ = Role::Full;

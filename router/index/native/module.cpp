@@ -300,6 +300,15 @@ nb::list groups(const Index& index, u64 id) {
     return out;
 }
 
+u64 held_tokens(const Index& index, u64 id) {
+    const nb::gil_scoped_release released;
+    u64 most = 0;
+    index.with_holder(id, [&](const Holder& holder) {
+        for (const Group& group : holder.groups) most = std::max(most, group.tokens());
+    });
+    return most;
+}
+
 }  // namespace
 
 NB_MODULE(_native, module) {
@@ -415,6 +424,7 @@ NB_MODULE(_native, module) {
         .def("unpin", &Index::unpin, nb::arg("pin"), nb::call_guard<nb::gil_scoped_release>())
         .def("stats", &Index::stats, nb::call_guard<nb::gil_scoped_release>())
         .def("groups", &groups, nb::arg("holder"))
+        .def("held_tokens", &held_tokens, nb::arg("holder"))
         .def("begin_dump", [](Index& index, u64 holder) {
                  const nb::gil_scoped_release released;
                  return new Dumping{index, index.begin_dump(holder)};

@@ -211,6 +211,11 @@ class ReferenceIndex:
                 for group in sorted(state.groups.values(), key=lambda group: -1 if group.key is None else group.key)
             ]
 
+    def held_tokens(self, holder: HolderId) -> int:
+        with self._lock:
+            groups = self._get(holder).groups.values()
+            return max((sum(length * n for length, n in group.lengths.items()) for group in groups), default=0)
+
     def begin_dump(self, holder: HolderId) -> Slices:
         with self._lock:
             return Slices([dump_holder(self._get(holder), self._digester)])
