@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from index_world import dump
 
 from router.index import make_index
-from router.index._native import extra_work
+from router.index._native import extra_work, longest_turn
 from router.index.protocol import HolderId, IngestReport, PrefixIndex, Scope
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -233,6 +233,71 @@ def test_block_lengths_are_bounded() -> None:
     report = index.ingest(holder, batch(*[stored([size], size=size) for size in range(1, 101)]))
     assert (report.stored, report.refused) == (32, 68)
     assert index.ingest(holder, batch(stored([200], size=32))).stored == 1
+
+
+# -- turns: how much is done under one hold of the lock, while requests wait ---------------------------------------------
+
+PARKED = 8192
+TURN_BLOCKS = 4096 + PARKED
+"""A run that is parked or wakes is one piece."""
+
+
+def parked(index: PrefixIndex, holder: HolderId) -> None:
+    for first in range(0, PARKED, 1024):
+        index.ingest(holder, batch(*[stored([1 << 20 | first + i], 5) for i in range(1024)]))
+    assert index.stats().parked == PARKED
+
+
+def all_wake(index: PrefixIndex, holder: HolderId) -> None:
+    parked(index, holder)
+    index.ingest(holder, batch(stored([5])))
+    assert index.stats().entries == PARKED + 1
+
+
+def all_make_room(index: PrefixIndex, holder: HolderId) -> None:
+    parked(index, holder)
+    index.ingest(holder, batch(stored(list(range(1, PARKED + 1)), 1 << 40)))
+    assert index.stats().parked == PARKED
+
+
+def all_have_waited_too_long(index: PrefixIndex, holder: HolderId) -> None:
+    parked(index, holder)
+    for _ in range(10_000):
+        index.ingest(holder, batch())
+    assert index.stats().parked == 0
+
+
+def as_many_as_an_event_may_name(index: PrefixIndex, holder: HolderId) -> None:
+    names = list(range(1, 65_537))
+    assert index.ingest(holder, batch(stored(names, size=4))).stored == len(names)
+    assert index.ingest(holder, batch(stored([], None), *[stored(names, size=4)])).stored == len(names)
+    assert index.ingest(holder, batch(removed(names))).removed == len(names)
+
+
+def a_dump(index: PrefixIndex, holder: HolderId) -> None:
+    index.ingest(holder, batch(stored(list(range(1, 20_000)))))
+    other = index.add_holder("other", "m")
+    for payload in dump(index, holder):
+        index.ingest(other, payload)
+    assert index.stats().entries == 2 * 19_999
+
+
+def copies_without_tokens(index: PrefixIndex, holder: HolderId) -> None:
+    names = list(range(1, 20_000))
+    index.ingest(holder, batch(stored(names)))
+    bare = {**stored(names), "token_ids": [], "medium": "CPU"}
+    assert index.ingest(holder, batch(bare)).stored == len(names)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [all_wake, all_make_room, all_have_waited_too_long, as_many_as_an_event_may_name, a_dump, copies_without_tokens],
+)
+def test_nobody_holds_the_lock_for_long(attack: Any) -> None:
+    index, holder = one_holder()
+    longest_turn()
+    attack(index, holder)
+    assert 1024 <= longest_turn() <= TURN_BLOCKS
 
 
 @pytest.mark.parametrize("size", [0, 1 << 24, 1 << 32, 1 << 63])

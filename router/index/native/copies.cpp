@@ -66,10 +66,9 @@ void Holder::store_copies(const Batch& batch, const Stored& event, Report& repor
             continue;
         }
         add(names[i], *place, *ordinal * kTiers + event.tier, static_cast<u32>(length));
-        settle();
+        worked(1);
         placed.push_back(names[i]);
     }
-    seats_.settle(2 * placed.size());
     report.stored += placed.size();
     wake(placed.data(), placed.size());
 }

@@ -17,11 +17,12 @@
 #include "events.hpp"
 #include "nodes.hpp"
 #include "table.hpp"
+#include "turn.hpp"
 
 namespace blockcast {
 
 constexpr u64 kSilentAfterStores = 8;
-constexpr std::size_t kParkedBlocksMax = 65536, kParkedBytesMax = std::size_t{64} << 20;
+constexpr std::size_t kParkedBlocksMax = 8192, kParkedBytesMax = std::size_t{64} << 20;
 constexpr u64 kParkedBatchesMax = 10000;
 constexpr std::size_t kHolderNamesMax = std::size_t{1} << 24;  // of one holder; more are not taken
 constexpr std::size_t kLengthsMax = 32;                        // block lengths of all its groups
@@ -93,9 +94,13 @@ public:
     std::size_t bytes() const { return bytes_; }
     void clear();
     void park(ParkedRun run);
-    std::vector<ParkedRun> release(u64 name);
+    // One run that waits for the name, the oldest first.
+    std::optional<ParkedRun> release(u64 name);
     bool cancel(u32 slot, u64 name);
-    void expire(u64 batch);
+    // Drops the oldest run if it has waited for too long; how many blocks that were.
+    std::size_t expire_one(u64 batch);
+    // Drops the oldest run if there are too many; how many blocks that were.
+    std::size_t evict_one();
     bool empty() const { return runs_.empty(); }
 
 private:
@@ -204,7 +209,7 @@ public:
     std::vector<Group> groups;  // by ordinal; slot = ordinal * kTiers + tier
 
     // `first`: of the slices of its payload.
-    void apply(const Batch& batch, bool first, Report& report);
+    void apply(const Batch& batch, bool first, Turn& turn, Report& report);
     // These names are coming: asks for the first of them.
     void expect(const u64* names, std::size_t count) const {
         for (std::size_t i = 0; i < std::min(count, kAhead); ++i) names_.prefetch(NameTraits::hash_of(names[i]));
@@ -253,6 +258,15 @@ private:
     // Each block touches two random places in memory: its name's, asked for while the payload is read (`expect`), and its
     // node's, asked for while the tokens are hashed; beyond the first kAhead, that many blocks before they are needed.
     static constexpr std::size_t kAhead = 32;
+    static constexpr std::size_t kPaidAtOnce = 1024;       // blocks
+    static constexpr std::size_t kHashedAtOnce = 1 << 16;  // tokens; more are hashed outside the lock
+
+    // So many blocks were changed.
+    void worked(std::size_t blocks) {
+        settle();
+        seats_.settle(2 * blocks);
+        turn_->pay(blocks);
+    }
 
     void forget_blocks();
     void apply_stretch(const Batch& batch, std::size_t begin, std::size_t end, Report& report);
@@ -273,6 +287,7 @@ private:
     void place_last(const Batch& batch, const Stored& event, u64 name);
     void load(const Digests& digests, Report& report);
     void wake(const u64* names, std::size_t count);
+    void park(ParkedRun run);
     std::vector<u64> attach(const ParkedRun& run);
 
     NameEntry* find(u64 name) const { return find(names_.spot(NameTraits::hash_of(name)), name); }
@@ -307,6 +322,7 @@ private:
     u64 fresh_ = 0;
     u32 fresh_slot_ = 0, fresh_length_ = 0;
     bool teaching_ = true;
+    Turn* turn_ = nullptr;  // while a batch is applied
 };
 
 }  // namespace blockcast

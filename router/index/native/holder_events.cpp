@@ -52,7 +52,8 @@ private:
 
 }  // namespace
 
-void Holder::apply(const Batch& batch, bool first, Report& report) {
+void Holder::apply(const Batch& batch, bool first, Turn& turn, Report& report) {
+    turn_ = &turn;
     ++changes_;
     batch_ += first;
     std::size_t begin = 0;
@@ -69,12 +70,17 @@ void Holder::apply(const Batch& batch, bool first, Report& report) {
         }
     }
     apply_stretch(batch, begin, batch.events.size(), report);
-    parking_.expire(batch_);
+    while (const std::size_t blocks = parking_.expire_one(batch_)) turn_->pay(blocks);
+    turn_ = nullptr;
 }
 
 void Holder::apply_stretch(const Batch& batch, std::size_t begin, std::size_t end, Report& report) {
     if (begin == end) return;
-    teach(batch, begin, end);
+    if (batch.tokens.size() > kHashedAtOnce) {
+        turn_->without([&] { teach(batch, begin, end); });  // no reader looks at what it writes
+    } else {
+        teach(batch, begin, end);
+    }
     for (std::size_t i = begin; i < end; ++i) {
         const Event& event = batch.events[i];
         if (event.kind == Event::Kind::Stored) {
@@ -91,6 +97,7 @@ void Holder::apply_stretch(const Batch& batch, std::size_t begin, std::size_t en
             };
             const bool known = (ordinal && left(*ordinal)) || std::any_of(others.begin(), others.end(), left);
             ++(known ? report.removed : report.unknown_removals);
+            turn_->pay(1);
         }
     }
     taught_.end();
@@ -218,9 +225,9 @@ void Holder::store(const Batch& batch, std::size_t run, Report& report) {
             nodes_.prefetch(Nodes::hash(places[i + kAhead].key, length));
         }
         add(names[i], places[i], slot, length);
+        if ((i + 1) % kPaidAtOnce == 0) worked(kPaidAtOnce);
     }
-    settle();
-    seats_.settle(2 * count);
+    worked(count % kPaidAtOnce);
     report.stored += count;
     wake(names, count);
 }
@@ -254,13 +261,14 @@ void Holder::store_unresolved(const Batch& batch, const Stored& event, u32 ordin
         parked.extras.assign(batch.extras.begin() + event.extras.begin,
                              batch.extras.begin() + event.extras.begin + event.extras.count);
         parked.batch = batch_;
-        parking_.park(std::move(parked));
+        park(std::move(parked));
     }
     std::vector<u64> placed;
     for (std::size_t i = 0; i < count; ++i) {
         if (places[i]) {
             add(names[i], *places[i], slot, event.block_size);
             placed.push_back(names[i]);
+            worked(1);
         } else if (!dense) {
             ParkedRun parked;
             parked.slot = slot;
@@ -269,14 +277,19 @@ void Holder::store_unresolved(const Batch& batch, const Stored& event, u32 ordin
             parked.length = event.block_size;
             parked.awaits = names[i];
             parked.batch = batch_;
-            parking_.park(std::move(parked));
+            park(std::move(parked));
             ++report.parked;
         }
     }
-    settle();
-    seats_.settle(2 * placed.size());
     report.stored += placed.size();
     wake(placed.data(), placed.size());
+}
+
+void Holder::park(ParkedRun run) {
+    if (run.names.size() > kParkedBlocksMax) return;
+    turn_->pay(run.names.size());
+    parking_.park(std::move(run));
+    while (const std::size_t blocks = parking_.evict_one()) turn_->pay(blocks);
 }
 
 // A state event with one hash names the end of its tokens; for models without full attention to say so.
@@ -302,9 +315,10 @@ void Holder::wake(const u64* names, std::size_t count) {
     while (!stack.empty()) {
         const u64 name = stack.back();
         stack.pop_back();
-        for (const ParkedRun& run : parking_.release(name)) {
-            const std::vector<u64> attached = attach(run);
+        while (const std::optional<ParkedRun> run = parking_.release(name)) {
+            const std::vector<u64> attached = attach(*run);
             stack.insert(stack.end(), attached.begin(), attached.end());
+            turn_->pay(run->names.size() - attached.size() + run->tokens.size() / 64);
         }
     }
 }
@@ -330,9 +344,9 @@ std::vector<u64> Holder::attach(const ParkedRun& run) {
         if (!run.waits[i] || !place) continue;
         add(run.names[i], *place, run.slot, run.length);
         attached.push_back(run.names[i]);
+        if (attached.size() % kPaidAtOnce == 0) worked(kPaidAtOnce);
     }
-    settle();
-    seats_.settle(2 * attached.size());
+    worked(attached.size() % kPaidAtOnce);
     return attached;
 }
 
@@ -359,10 +373,9 @@ void Holder::load(const Digests& digests, Report& report) {
         }
         add(row.name, Place{row.key, row.end}, at * kTiers + digests.tier, static_cast<u32>(row.length),
             reannounces ? 1 : static_cast<u32>(row.copies));
-        settle();
+        worked(1);
         names.push_back(row.name);
     }
-    seats_.settle(2 * names.size());
     wake(names.data(), names.size());
     report.stored += digests.rows.size();
     taught_.end();

@@ -94,10 +94,10 @@ bool Index::step(Ingest& ingest) {
     for (std::string& what : batch_.malformed) {
         if (report.malformed.size() < kMalformedKept) report.malformed.push_back(std::move(what));
     }
-    const std::unique_lock lock(mutex_);
+    Turn turn(mutex_);
     const Seat seat = holder->seat;
     departed_.now_s = ingest.now_s;
-    holder->apply(batch_, first, report);
+    holder->apply(batch_, first, turn, report);
     if (holder->seat != seat) move_pins(*holder);
     place(holder);
     seats_.settle_some();

@@ -349,6 +349,9 @@ NB_MODULE(_native, module) {
     module.def("extra_work", [] { return extra_work; },
                "Steps beyond those that every byte pays for, of all calls of this thread; for tests.");
 
+    module.def("longest_turn", [] { return std::exchange(longest_turn, 0); },
+               "The most blocks that this thread changed under one hold of the lock, since it was last asked; for tests.");
+
     nb::class_<Dumping>(module, "Dumping").def("step", &Dumping::step);
 
     nb::class_<Stats>(module, "IndexStats")

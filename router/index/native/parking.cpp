@@ -19,17 +19,17 @@ void Parking::park(ParkedRun run) {
         if (run.waits[i]) names_.emplace(run.slot, run.names[i], serial, i), ++run.waiting;
     }
     runs_.emplace(serial, std::move(run));
-    while (blocks_ > kParkedBlocksMax || bytes_ > kParkedBytesMax) take(runs_.begin());
 }
 
-std::vector<ParkedRun> Parking::release(u64 name) {
-    std::vector<ParkedRun> released;
-    for (auto at = awaited_.lower_bound({name, 0}); at != awaited_.end() && at->first == name;) {
-        const u64 serial = at->second;
-        ++at;
-        released.push_back(take(runs_.find(serial)));
-    }
-    return released;
+std::size_t Parking::evict_one() {
+    const bool full = blocks_ > kParkedBlocksMax || bytes_ > kParkedBytesMax;
+    return full ? take(runs_.begin()).names.size() : 0;
+}
+
+std::optional<ParkedRun> Parking::release(u64 name) {
+    const auto at = awaited_.lower_bound({name, 0});
+    if (at == awaited_.end() || at->first != name) return std::nullopt;
+    return take(runs_.find(at->second));
 }
 
 // The oldest waiting copy of the name goes.
@@ -43,8 +43,9 @@ bool Parking::cancel(u32 slot, u64 name) {
     return true;
 }
 
-void Parking::expire(u64 batch) {
-    while (!runs_.empty() && batch - runs_.begin()->second.batch >= kParkedBatchesMax) take(runs_.begin());
+std::size_t Parking::expire_one(u64 batch) {
+    if (runs_.empty() || batch - runs_.begin()->second.batch < kParkedBatchesMax) return 0;
+    return take(runs_.begin()).names.size();
 }
 
 ParkedRun Parking::take(std::map<u64, ParkedRun>::iterator at) {

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from events.types import BlockStored
 
-PARKED_BLOCKS_MAX = 65_536
+PARKED_BLOCKS_MAX = 8192
 PARKED_BATCHES_MAX = 10_000
 """As many as vLLM's replay ring holds: what has not come by then cannot be replayed either."""
 
@@ -56,6 +56,8 @@ class Parking:
         self.blocks = 0
 
     def park(self, run: ParkedRun) -> None:
+        if len(run.names) > PARKED_BLOCKS_MAX:
+            return
         self._serial += 1
         self._runs[self._serial] = run
         self.blocks += len(run.names)
