@@ -21,7 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 from events.feed_sockets import TOPICS_MAX, Context, FollowedStream, StreamSource, Subscription, ask
 from events.frames import SNAPSHOT_SEQ, LiveFrame, parse_live, parse_reply
 from events.stream import StreamState
-from events.stream_types import Apply, Clear, Instruction, Malformed, RequestReplay, RequestSnapshot
+from events.stream_types import Clear, Instruction, Malformed, Overflowed, RequestReplay, RequestSnapshot
 from events.types import DecodeError
 from events.wake import Turns
 
@@ -32,8 +32,6 @@ LIVE_SLICE, LIVE_SLICE_BYTES = 128, 1 << 20
 REPLY_SLICE = 256
 TURN_BYTES = 256 << 10
 """Payload applied for one stream before the next has its turn."""
-WAITING_MAX = 1_000
-"""Live messages of one topic of a bound socket that wait while an earlier one is applied; more show as a gap."""
 TICK_S = 0.1
 AGAIN_S, AGAIN_S_MAX = 1.0, 60.0
 """When a stream that could not be opened, or raised, is tried again; doubled each time."""
@@ -57,15 +55,10 @@ class FeedHandler(Protocol):
 
 
 class EventFeed:
-    """Drives any number of streams. `start` it, `add` and `remove` streams from any thread, `close` it.
+    """Drives any number of streams. `start` it, `add` and `remove` streams from any thread, `close` it."""
 
-    `hwm`: messages ZeroMQ keeps for one stream while the handler is busy; more are dropped, show as a gap and are
-    replayed.
-    """
-
-    def __init__(self, handler: FeedHandler, hwm: int = 100_000) -> None:
+    def __init__(self, handler: FeedHandler) -> None:
         self._handler = handler
-        self._hwm = hwm
         self._context: Context = zmq.Context()
         # As many sockets as ZeroMQ can have: the default of 1,023 is used up by 341 streams.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
@@ -128,7 +121,7 @@ class EventFeed:
 
         Returns the bound address. Raises zmq.ZMQError if it cannot be bound.
         """
-        subscription = Subscription(self._context, None, bind=True, hwm=self._hwm)
+        subscription = Subscription(self._context, None, bind=True)
         subscription.open(endpoint)
         subscription.accept = accept
         self._turns.ask(lambda: self._register(subscription))
@@ -229,7 +222,7 @@ class EventFeed:
         self._remove(source.stream_id)
         stream = FollowedStream(source)
         try:
-            subscription = Subscription(self._context, source.topic, bind=False, hwm=self._hwm)
+            subscription = Subscription(self._context, source.topic, bind=False)
             subscription.open(source.endpoint)
         except zmq.ZMQError as error:
             reason = f"cannot subscribe to {source.endpoint!r}: {error}"
@@ -245,7 +238,7 @@ class EventFeed:
         stream.lost_at = time.monotonic()
         for old in [old for old in set(self._subscriptions.values()) if old.stream is stream]:
             try:
-                fresh = Subscription(self._context, stream.source.topic, bind=False, hwm=self._hwm)
+                fresh = Subscription(self._context, stream.source.topic, bind=False)
                 fresh.open(stream.source.endpoint)
             except zmq.ZMQError as error:
                 logger.error("stream %s: cannot subscribe again: %s", stream.source.stream_id, error)
@@ -362,7 +355,7 @@ class EventFeed:
         if stream is None or (stream.source.topic and stream.source.topic.encode() != frame.topic):
             self.ignored_messages += 1  # a subscription matches every topic that begins with its own
             return
-        if len(stream.todo) >= WAITING_MAX:
+        if stream.is_full:
             stream.state.stats.overflowed += 1
             return
         stream.topic = frame.topic
@@ -409,7 +402,7 @@ class EventFeed:
     # Requests
 
     def _perform(self, stream: FollowedStream, instructions: list[Instruction]) -> None:
-        stream.todo.extend(instructions)
+        stream.put(instructions)
         self._work(stream)
 
     def _work(self, stream: FollowedStream) -> None:
@@ -422,17 +415,22 @@ class EventFeed:
                 if not stream.more():
                     stream.more = None
                 continue
-            instruction = stream.todo.popleft()
+            if not stream.todo:
+                stream.put(self._reply(stream, stream.take_reply()))
+                continue
+            instruction = stream.take()
             if isinstance(instruction, RequestReplay):
                 self._request(stream, instruction.request_id, instruction.start_seq)
             elif isinstance(instruction, RequestSnapshot):
                 self._request(stream, instruction.request_id, SNAPSHOT_SEQ)
             elif isinstance(instruction, Instruction):
-                if isinstance(instruction, Apply):
-                    stream.spent += len(instruction.payload)
                 stream.more = self._handler.handle(stream.source.stream_id, instruction, stream.topic)
             else:
                 stream.more = instruction
+        if stream.state.stats.overflowed != stream.overflowed_told:
+            dropped = stream.state.stats.overflowed - stream.overflowed_told
+            stream.overflowed_told += dropped
+            self._handler.handle(stream.source.stream_id, Overflowed(dropped), stream.topic)
         self._busy.add(stream) if stream.busy else self._busy.discard(stream)
 
     def _request(self, stream: FollowedStream, request_id: int, start_seq: int) -> None:
@@ -455,28 +453,34 @@ class EventFeed:
             del self._dealers[stream.dealer]
             stream.dealer.close(0)
             stream.dealer = None
+            stream.forget_replies()
 
     def _read_replies(self, stream: FollowedStream) -> None:
-        dealer, request_id = stream.dealer, stream.request_id
+        dealer = stream.dealer
         assert dealer is not None
         for _ in range(REPLY_SLICE):
-            if stream.dealer is not dealer or stream.busy:
-                return  # performing a reply replaced the request, or takes long
             try:
                 frames = dealer.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
-            now = time.monotonic()
-            try:
-                reply = parse_reply(frames)
-            except DecodeError as error:
-                self._handler.handle(stream.source.stream_id, Malformed(str(error)), b"")
-                continue
-            if reply.is_end:
+                break
+            if not stream.keep_reply(frames):
                 self._drop_request(stream)
-                self._perform(stream, stream.state.reply_end(request_id, now))
+                stream.state.stats.overflowed += 1
+                failed = stream.state.request_failed(stream.request_id, time.monotonic(), "too many bytes of replies")
+                self._perform(stream, failed)
                 return
-            self._perform(stream, stream.state.reply(request_id, reply.seq, reply.payload, now))
+        self._work(stream)
+
+    def _reply(self, stream: FollowedStream, frames: list[bytes]) -> list[Instruction]:
+        now = time.monotonic()
+        try:
+            reply = parse_reply(frames)
+        except DecodeError as error:
+            return [Malformed(str(error))]
+        if reply.is_end:
+            self._drop_request(stream)
+            return stream.state.reply_end(stream.request_id, now)
+        return stream.state.reply(stream.request_id, reply.seq, reply.payload, now)
 
     def _close_sockets(self) -> None:
         for command in self._turns.asked():  # what was bound or added last must be closed too

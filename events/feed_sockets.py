@@ -13,14 +13,19 @@ import zmq
 
 from events.frames import request_frames
 from events.stream import StreamState
-from events.stream_types import Instruction, StreamConfig
+from events.stream_types import Apply, Instruction, StreamConfig
 
 _MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 MESSAGE_BYTES_MAX = 16 << 20
 """Of one frame; a publisher that sends a longer one loses its connection."""
-REPLIES_MAX = 20_000
-"""Replies that ZeroMQ keeps: twice vLLM's ring. vLLM's ROUTER drops what a slow peer does not take."""
+QUEUED_MAX = 16
+"""Messages that ZeroMQ keeps of one connection, MESSAGE_BYTES_MAX each at most. The others wait at the publisher."""
+WAITING_MAX, WAITING_BYTES_MAX = 1_000, 64 << 20
+"""Live messages of one topic of a bound socket that wait while an earlier one is applied; more show as a gap."""
+REPLIES_BYTES_MAX = 256 << 20
+"""Replies that wait while earlier ones are applied; more end the request. They are taken out of ZeroMQ's queue at once:
+vLLM's ROUTER drops what a slow peer does not take."""
 TOPICS_MAX, TOPIC_BYTES_MAX = 1_000, 512
 """Topics of strangers that a bound socket remembers, and their length."""
 
@@ -59,6 +64,12 @@ class FollowedStream:
         self.again_at: float | None = None
         """After a fault: when it is followed again, from nothing."""
         self.todo: deque[Instruction | Callable[[], bool]] = deque()
+        self.waiting_bytes = 0
+        """Of payloads in `todo`."""
+        self.replies: deque[list[bytes]] = deque()
+        """To the request under way, in the order they came."""
+        self.reply_bytes = 0
+        self.overflowed_told = 0
         self.more: Callable[[], bool] | None = None
         """What is left of an instruction; it says whether it is to be called again."""
         self.turn = self.spent = 0
@@ -66,11 +77,45 @@ class FollowedStream:
 
     @property
     def busy(self) -> bool:
-        return self.more is not None or bool(self.todo)
+        return self.more is not None or bool(self.todo) or bool(self.replies)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.todo) >= WAITING_MAX or self.waiting_bytes >= WAITING_BYTES_MAX
+
+    def put(self, instructions: list[Instruction]) -> None:
+        self.waiting_bytes += sum(len(one.payload) for one in instructions if isinstance(one, Apply))
+        self.todo.extend(instructions)
+
+    def take(self) -> Instruction | Callable[[], bool]:
+        first = self.todo.popleft()
+        if isinstance(first, Apply):
+            self.waiting_bytes -= len(first.payload)
+            self.spent += len(first.payload)
+        return first
+
+    def keep_reply(self, frames: list[bytes]) -> bool:
+        """False: too much waits."""
+        self.replies.append(frames)
+        self.reply_bytes += sum(map(len, frames))
+        return self.reply_bytes <= REPLIES_BYTES_MAX
+
+    def take_reply(self) -> list[bytes]:
+        frames = self.replies.popleft()
+        size = sum(map(len, frames))
+        self.reply_bytes -= size
+        self.spent += 64 + size // 16  # what it has to say is applied and paid for later, if it has
+        return frames
+
+    def forget_replies(self) -> None:
+        self.replies.clear()
+        self.reply_bytes = 0
 
     def reset(self, again_at: float) -> None:
         self.state = self._begin(None)
         self.todo.clear()
+        self.forget_replies()
+        self.waiting_bytes = self.overflowed_told = 0
         self.more = None
         self.again_at = again_at
 
@@ -82,10 +127,10 @@ class FollowedStream:
 class Subscription:
     """One SUB socket with its monitor. `connect`ed ones carry one stream; bound ones a stream a topic."""
 
-    def __init__(self, context: Context, topic: str | None, bind: bool, hwm: int) -> None:
+    def __init__(self, context: Context, topic: str | None, bind: bool) -> None:
         self.socket: Socket = context.socket(zmq.SUB)
         self.socket.linger = 0
-        self.socket.rcvhwm = hwm
+        self.socket.rcvhwm = QUEUED_MAX
         self.socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         self.socket.subscribe(topic or "")
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
@@ -139,7 +184,7 @@ def ask(context: Context, endpoint: str, start_seq: int) -> Socket:
     """A socket on which the batches from `start_seq` on will come. Raises zmq.ZMQError for an unusable address."""
     dealer: Socket = context.socket(zmq.DEALER)
     dealer.linger = 0
-    dealer.rcvhwm = REPLIES_MAX
+    dealer.rcvhwm = QUEUED_MAX
     dealer.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
     if "[" in endpoint:
         dealer.setsockopt(zmq.IPV6, 1)

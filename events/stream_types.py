@@ -29,13 +29,17 @@ class StreamPhase(enum.Enum):
     REBUILD = "rebuild"
 
 
+EARLY_MAX, EARLY_BYTES_MAX = 20_000, 256 << 20
+"""Live batches that wait for the ones before them."""
+
+
 @dataclass(frozen=True)
 class StreamConfig:
     join: Join = Join.SNAPSHOT
     can_ask: bool = True
     """False where the publisher has no replay endpoint."""
-    buffer_frames_max: int = 20_000
-    buffer_bytes_max: int = 256 << 20
+    buffer_frames_max: int = EARLY_MAX
+    buffer_bytes_max: int = EARLY_BYTES_MAX
     recent_max: int = 1024
     """Applied batches whose bytes are remembered (as digests) to tell a repetition from a restart."""
     request_timeout_s: float = 5.0
@@ -123,4 +127,13 @@ class Malformed:
     reason: str
 
 
-Instruction: TypeAlias = Apply | Clear | RequestReplay | RequestSnapshot | Gap | Stale | Restarted | Malformed
+@dataclass(frozen=True, slots=True)
+class Overflowed:
+    """Notice: so many messages were dropped because too much of the stream waited; made by the shell."""
+
+    count: int
+
+
+Instruction: TypeAlias = (
+    Apply | Clear | RequestReplay | RequestSnapshot | Gap | Stale | Restarted | Malformed | Overflowed
+)

@@ -16,7 +16,7 @@ ROW = re.compile(r"^\| (client|worker|list|peer) \| (.+) \| `([^`]+)` \| ([\d.]+
 ROWS = ROW.findall((ROOT / "docs" / "security.md").read_text())
 METRICS = (ROOT / "docs" / "operations.md").read_text()
 BOUNDS = re.compile(
-    r"_(BYTES|CHARS|DIGITS)_MAX$|^(DIGITS|LINE|TRAILERS|MODELS|RANKS|GROUPS|PEERS|TARGETS|TOPICS|EVENTS)_MAX$"
+    r"_(BYTES|CHARS|DIGITS)_MAX$|^(DIGITS|LINE|TRAILERS|MODELS|RANKS|GROUPS|PEERS|TARGETS|TOPICS|EVENTS|QUEUED|WAITING|EARLY)_MAX$"
 )
 """Constants of the rooms where foreign bytes come in whose names say that they are such a bound."""
 ELSEWHERE = {

@@ -25,7 +25,7 @@ from events.feed import EventFeed
 from events.feed_sockets import StreamSource
 from events.sources import EventSource
 from events.stream_memory import digest
-from events.stream_types import Apply, Clear, Gap, Instruction, Malformed, Origin, Restarted
+from events.stream_types import Apply, Clear, Gap, Instruction, Malformed, Origin, Overflowed, Restarted
 from router.fleet.streams import FullCache, StreamCounters, WorkerStream
 from router.index.protocol import Dumping, HolderId, Ingesting, IngestReport, PrefixIndex
 
@@ -73,7 +73,7 @@ class IndexFeed:
         self.emptied: OrderedDict[str, float] = OrderedDict()
         """worker -> when what it held was last forgotten as a whole: it died, restarted, said so, or a gap was not
         repaired. Of `time.monotonic`; the last EMPTIED_MAX workers."""
-        self.events = EventFeed(self, hwm=10_000)
+        self.events = EventFeed(self)
 
     # The caller's thread -------------------------------------------------------------------------------------------
     def start(self) -> None:
@@ -348,6 +348,8 @@ class IndexFeed:
             elif isinstance(instruction, Malformed):
                 counters.malformed += 1
                 stream.skipped([instruction.reason])
+            elif isinstance(instruction, Overflowed):
+                counters.overflowed += instruction.count
         return None
 
     def _apply(self, stream: WorkerStream, apply: Apply) -> Callable[[], bool] | None:

@@ -69,6 +69,7 @@ class StreamCounters:
     restarts: int = 0
     snapshots: int = 0
     replayed: int = 0
+    overflowed: int = 0
 
     def applied(self, size: int, report: IngestReport) -> None:
         """A batch of `size` bytes was ingested."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import resource
 import threading
 import time
@@ -13,13 +15,14 @@ import msgspec
 import pytest
 import zmq
 
+from events import feed_sockets
 from events.config import KVEventsConfig
-from events.feed import WAITING_MAX, EventFeed
-from events.feed_sockets import MESSAGE_BYTES_MAX, TOPIC_BYTES_MAX, TOPICS_MAX, StreamSource
-from events.frames import pack_seq
+from events.feed import EventFeed
+from events.feed_sockets import MESSAGE_BYTES_MAX, TOPIC_BYTES_MAX, TOPICS_MAX, WAITING_MAX, StreamSource
+from events.frames import END_SEQ, pack_seq
 from events.publisher import EventPublisher
 from events.sources import EventSource, resolve_endpoint
-from events.stream_types import Apply, Clear, Instruction, Join, Malformed, StreamConfig
+from events.stream_types import Apply, Clear, Gap, Instruction, Join, Malformed, Overflowed, StreamConfig
 from events.types import BlockStored, Event
 from router.fleet.feed import IndexFeed
 from router.index import make_index
@@ -364,7 +367,142 @@ def test_what_waits_for_one_topic_is_bounded(context: zmq.Context[Any], started:
         time.sleep(0.0001)
     until(lambda: "a" in feed.states() and feed.states()["a"].stats.overflowed, "it overflows")
     assert len(feed._streams["a"].todo) <= WAITING_MAX
+    until(lambda: Overflowed in handler.kinds("a"), "it is told")
     release.set()
+
+
+def test_the_bytes_that_wait_for_one_topic_are_bounded(
+    context: zmq.Context[Any], started: Callable[[Any], EventFeed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed_sockets, "WAITING_BYTES_MAX", 10_000)
+    handler = Recorder()
+    feed = started(handler)
+    address = feed.bind("tcp://127.0.0.1:*", lambda topic: StreamSource(topic, "", config=StreamConfig(join=Join.LIVE)))
+    socket = pub_socket(context)
+    socket.connect(address)
+    release, seq = threading.Event(), itertools.count()
+
+    def holds(stream_id: str, instruction: Instruction) -> Callable[[], bool] | None:
+        return (lambda: not release.is_set() and not time.sleep(0.001)) if isinstance(instruction, Apply) else None
+
+    def send() -> None:
+        socket.send_multipart([b"a", pack_seq(next(seq)), b"x" * 1000])
+
+    handler.does = holds
+
+    def overflows() -> bool:
+        send()
+        return Overflowed in handler.kinds("a")
+
+    until(overflows, "it overflows")
+    assert feed._streams["a"].waiting_bytes <= 11_000
+    release.set()
+    before = handler.applied("a")
+    until(lambda: [send(), handler.applied("a") > before + 20][1], "it is followed again")
+    until(lambda: feed._streams["a"].waiting_bytes == 0, "nothing waits")
+
+
+def test_no_socket_keeps_more_bytes_than_told(
+    context: zmq.Context[Any], started: Callable[[Any], EventFeed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ counts messages: of every socket that others send to, how many it keeps times how long one may be."""
+    opened: list[zmq.Socket[bytes]] = []
+    original = zmq.Context.socket
+
+    def noted(self: zmq.Context[Any], *args: Any, **more: Any) -> Any:
+        opened.append(original(self, *args, **more))
+        return opened[-1]
+
+    monkeypatch.setattr(zmq.Context, "socket", noted)
+    feed, pub = started(Recorder()), Pub(context)
+    feed.bind("tcp://127.0.0.1:*", lambda topic: None)
+    feed.add(dataclasses.replace(pub.source("a"), replay_endpoint="tcp://127.0.0.1:9", config=StreamConfig()))
+    kinds = (zmq.SUB, zmq.DEALER)
+    until(lambda: sum(socket.type in kinds for socket in list(opened)) >= 3, "all are opened")
+    for socket in list(opened):
+        if socket.type in kinds:
+            assert socket.rcvhwm * socket.getsockopt(zmq.MAXMSGSIZE) == 256 << 20
+
+
+def test_a_stalled_stream_loses_nothing_that_its_publisher_keeps(
+    context: zmq.Context[Any], started: Callable[[Any], EventFeed]
+) -> None:
+    handler, pub = Recorder(), Pub(context)
+    pub._socket.sndhwm = 100_000
+    feed = started(handler)
+    feed.add(pub.source("a"))
+    keep_sending(pub, lambda: handler.applied("a"), "followed")
+    release = threading.Event()
+
+    def holds(stream_id: str, instruction: Instruction) -> Callable[[], bool] | None:
+        return (lambda: not release.is_set() and not time.sleep(0.001)) if isinstance(instruction, Apply) else None
+
+    handler.does = holds
+    for _ in range(5_000):
+        pub.send(b"x" * 200)
+    release.set()
+    handler.does = lambda stream_id, instruction: None
+    until(lambda: (feed.states()["a"].position or (0, 0))[0] == pub.seq - 1, "all of it")
+    assert not {Overflowed, Gap} & handler.kinds("a")
+
+
+class Replier:
+    """Answers each question to the replay socket with the same messages, as fast as they go."""
+
+    def __init__(self, context: zmq.Context[Any], replies: list[list[bytes]]) -> None:
+        self.socket = context.socket(zmq.ROUTER)
+        self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.asked = 0
+        self._replies, self._ended = replies, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            if self.socket.poll(20):
+                identity, *_ = self.socket.recv_multipart()
+                self.asked += 1
+                for frames in self._replies:
+                    self.socket.send_multipart([identity, b"", *frames])
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.socket.close(0)
+
+
+@pytest.mark.parametrize("bytes_max", [256 << 20, 50_000])
+def test_replies_wait_here_and_not_in_zeromq(
+    bytes_max: int, context: zmq.Context[Any], started: Callable[[Any], EventFeed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow handler loses no reply of a ROUTER with its usual bounds; beyond our bytes they are asked for anew."""
+    monkeypatch.setattr(feed_sockets, "REPLIES_BYTES_MAX", bytes_max)
+    ring = [[pack_seq(seq), b"x" * 200] for seq in range(800)]
+    replier = Replier(context, [*ring, [pack_seq(END_SEQ), b""]])
+    handler, pub = Recorder(), Pub(context)
+    pub.seq = 800
+    handler.does = lambda stream_id, instruction: (
+        time.sleep(0.001) or (lambda: False) if isinstance(instruction, Apply) else None
+    )
+    try:
+        feed = started(handler)
+        source = dataclasses.replace(
+            pub.source("a"), replay_endpoint=f"tcp://127.0.0.1:{replier.port}", config=StreamConfig(join=Join.RING)
+        )
+        feed.add(source)
+        if bytes_max > 10**6:
+            keep_sending(pub, lambda: handler.applied("a") >= 800, "the ring is replayed")
+            applied = [what.seq for _, what in list(handler.told) if isinstance(what, Apply)]
+            assert applied[:800] == list(range(800))
+            assert Overflowed not in handler.kinds("a")
+        else:
+            keep_sending(pub, lambda: Overflowed in handler.kinds("a"), "the replies are too many")
+            keep_sending(pub, lambda: replier.asked >= 2, "it asks again")
+            assert feed._streams["a"].reply_bytes <= bytes_max + 300
+            assert feed.fault() is None
+            assert not feed.faults
+    finally:
+        replier.close()
 
 
 def test_one_stream_with_a_large_payload_does_not_hold_the_index(index: PrefixIndex, index_feed: IndexFeed) -> None:

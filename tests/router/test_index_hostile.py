@@ -235,7 +235,7 @@ def test_block_lengths_are_bounded() -> None:
     assert index.ingest(holder, batch(stored([200], size=32))).stored == 1
 
 
-# -- turns: how much is done under one hold of the lock, while requests wait ---------------------------------------------
+# -- turns: how much is done under one hold of the lock, while requests wait -----------------------------------------
 
 PARKED = 8192
 TURN_BLOCKS = 4096 + PARKED
