@@ -219,9 +219,18 @@ def parse_completion(data: bytes) -> CompletionRequest:
 
 
 def decode_json(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:
-    """Decode a body, translating what msgspec says into a RequestError with field, value and expectation."""
+    """Decode a body, translating what msgspec says into a RequestError with field, value and expectation.
+
+    5.0 is a whole number, as in JSON Schema and vLLM.
+    """
     try:
-        return decoder.decode(data)
+        try:
+            return decoder.decode(data)
+        except msgspec.ValidationError as error:
+            if "got `float`" not in str(error):
+                raise
+            whole: _T = msgspec.convert(_whole_numbers(msgspec.json.decode(data)), decoder.type, str_keys=True)
+            return whole
     except msgspec.ValidationError as error:
         raise _field_error(str(error), data, decoder.type) from None
     except msgspec.DecodeError as error:
@@ -231,6 +240,17 @@ def decode_json(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:
         raise RequestError(f"the body is not valid JSON: {_utf8_reason(data, error)}", param=None) from None
     except RecursionError:
         raise RequestError("the body is not usable JSON: it is nested too deeply", param=None) from None
+
+
+def _whole_numbers(value: Json) -> Json:
+    """The same with integers for floats that are whole (and exact). Raises RecursionError where it is nested deeply."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) <= 2**53 else value
+    if isinstance(value, list):
+        return [_whole_numbers(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _whole_numbers(item) for key, item in value.items()}
+    return value
 
 
 def _utf8_reason(data: bytes, error: UnicodeDecodeError) -> str:
@@ -385,5 +405,7 @@ def _check_prompt(prompt: Json) -> None:
 
 def _check_ids(where: str, ids: list[Json]) -> None:
     for index, token_id in enumerate(ids):
+        if isinstance(token_id, float) and token_id.is_integer():
+            ids[index] = token_id = int(token_id)
         if type(token_id) is not int or not 0 <= token_id < 2**32:
             raise bad_value(f"{where}[{index}]", token_id, "a token id (an integer >= 0)")
