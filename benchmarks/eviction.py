@@ -156,11 +156,11 @@ class Lfu:
 class Node:
     """A block and what it hangs from."""
 
-    __slots__ = ("children", "depth", "hash", "parent")
+    __slots__ = ("branches", "depth", "hash", "parent")
 
     def __init__(self, name: int, depth: int, parent: Node | None) -> None:
         self.hash, self.depth, self.parent = name, depth, parent
-        self.children = 0
+        self.branches = 0
 
 
 class Ours:
@@ -181,10 +181,10 @@ class Ours:
         for depth in range(found, len(names)):
             node = self.nodes[names[depth]] = Node(names[depth], depth, last)
             if last is not None:
-                last.children += 1
+                last.branches += 1
             last = node
         self.order.end(turn, names)
-        if last is not None and not last.children:
+        if last is not None and not last.branches:
             self.order.cached(last)
         while len(self.nodes) > self.capacity:
             self.evict()
@@ -193,12 +193,12 @@ class Ours:
     def evict(self) -> None:
         leaf = self.order.victim()
         assert leaf is not None
-        assert not leaf.children
+        assert not leaf.branches
         del self.nodes[leaf.hash]
         parent = leaf.parent
         if parent is not None:
-            parent.children -= 1
-        self.order.gone(leaf, None if parent is None or parent.children else parent)
+            parent.branches -= 1
+        self.order.gone(leaf, None if parent is None or parent.branches else parent)
         self.evicted += 1
 
 

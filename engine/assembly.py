@@ -83,6 +83,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
             enable_prefix_caching=config.enable_prefix_caching,
             step_tokens_max=config.max_num_batched_tokens,
             adaptive_eviction=config.eviction_policy == "adaptive",
+            host_units=executor.host_units,
         )
         scheduler_config = SchedulerConfig(
             max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
@@ -114,6 +115,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         max_model_len=scheduler.token_limit,
         block_size=config.block_size,
         num_blocks=executor.unit_count * spec.blocks_per_unit(0),
+        num_host_blocks=executor.host_units * spec.blocks_per_unit(0),
         vocab_size=executor.vocab_size,
         dtype=executor.dtype,
         device=executor.device,
@@ -125,7 +127,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         unconstrained=unconstrained,
     )
     publish = _discard if publisher is None else publisher.publish
-    core = EngineCore(scheduler, runner, publish, overlap=executor.overlap, grammars=grammars)
+    core = EngineCore(scheduler, runner, publish, overlap=executor.overlap, grammars=grammars, copy_s=executor.copy_s)
     return Assembled(core, info, publisher, executor, grammars)
 
 

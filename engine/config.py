@@ -52,6 +52,9 @@ class EngineConfig:
         "Tokens in one step; longer prompts are computed in chunks."] = 2048
     num_gpu_blocks_override: Annotated[Count | None, Flag(), "Blocks of the cache, on any device."] = None
     kv_cache_memory_bytes: Annotated[Bytes | None, Flag(), "Size of the cache, on any device: 4GB, 512MiB."] = None
+    host_cache_memory: Annotated[Bytes | None, Flag(),
+        "Host memory under the cache: what the cache evicts goes there and comes back when a prompt has it "
+        "(docs/eviction.md). [default: none]"] = None
     gpu_memory_utilization: Annotated[float, Meta(gt=0.0, le=1.0), Flag(),
         "Share of a GPU's memory for weights, steps and the cache, which gets what they leave."] = 0.9
     enable_prefix_caching: Annotated[bool, Flag("--enable-prefix-caching/--no-enable-prefix-caching"),

@@ -75,6 +75,10 @@ class Executor:
     lateness: Callable[[], Lateness | None]
     overlap: bool = False
     """Whether the runner is `Overlapping`, and shall be used so."""
+    host_units: int = 0
+    """Of host memory under the cache."""
+    copy_s: Callable[[], float] = lambda: 0.0
+    """Time spent on copies to host memory and back, where the steps wait for them."""
     enough_prompt_tokens: int | None = None
     """As `SchedulerConfig` has it."""
     unconstrained: str | None = None
@@ -105,6 +109,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens looked up."""
     prefix_cache_hits: int
     """Prompt tokens found."""
+    host_cache_hits: int
+    """Of these, found in host memory."""
+    host_cache_usage: float
+    """Share of the host memory under the cache that holds something, 0 .. 1; 0 without any."""
+    host_stored_bytes: int
+    host_loaded_bytes: int
+    host_copy_s: float
     prompt_tokens: int
     generated_tokens: int
     preemptions: int
@@ -124,10 +135,11 @@ class EngineCore:
         *,
         overlap: bool = False,
         grammars: Grammars | None = None,
+        copy_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`overlap`: the runner is `Overlapping`; a step is planned and begun while the one before is computed.
 
-        `grammars`: what constrained answers match; None: no request may have a constraint.
+        `grammars`: what constrained answers match; None: no request may have a constraint. `copy_s`: as an Executor's.
         """
         self.scheduler = scheduler
         self._submit: Callable[[StepPlan], Callable[[], StepResult]] = lambda plan: partial(runner.execute, plan)
@@ -139,6 +151,7 @@ class EngineCore:
         """Steps that were begun, oldest first, and what waits for the result of each."""
         self._publish = publish
         self._grammars = grammars
+        self._copy_s = copy_s
         self._compiling: dict[str, tuple[Request, float, Future[Any]]] = {}
         """Requests whose grammar is being compiled, when they came, and what ends with that."""
         self._steps = 0
@@ -248,6 +261,11 @@ class EngineCore:
             token_limit=self.scheduler.token_limit,
             prefix_cache_queries=totals.prefix_queried_tokens,
             prefix_cache_hits=totals.prefix_hit_tokens,
+            host_cache_hits=totals.host_hit_tokens,
+            host_cache_usage=usage.host_usage,
+            host_stored_bytes=usage.host_stored_bytes,
+            host_loaded_bytes=usage.host_loaded_bytes,
+            host_copy_s=self._copy_s(),
             prompt_tokens=totals.prompt_tokens,
             generated_tokens=totals.generated_tokens,
             preemptions=totals.preemptions,

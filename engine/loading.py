@@ -9,7 +9,15 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core import Executor, Runner
-from engine.execution.sizing import make_runner, overlaps, rank_device, resolve_max_len, sequences_max, size_cache
+from engine.execution.sizing import (
+    count_host_units,
+    make_runner,
+    overlaps,
+    rank_device,
+    resolve_max_len,
+    sequences_max,
+    size_cache,
+)
 from engine.grammars import Grammars
 from engine.model_files import locate
 from engine.models import HfConfig, Shard, build_model
@@ -63,6 +71,7 @@ def _load(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor
     if leader is not None:
         leader.await_loaded(device)
         agree = leader.smallest
+    host_units = count_host_units(config, spec)
     unit_count = size_cache(config, model, spec, dtype=dtype, device=device, agree=agree)
     made: list[ModelRunner] = []
 
@@ -93,6 +102,8 @@ def _load(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor
         close=close,
         watch=lambda lost: None if leader is None else leader.watch(lost),
         lateness=lambda: None,
+        host_units=host_units,
+        copy_s=lambda: made[0].moves.copy_s if made else 0.0,
         overlap=overlaps(config),
         enough_prompt_tokens=_enough_prompt_tokens(device, dtype),
     )

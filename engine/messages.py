@@ -28,6 +28,7 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     block_size: int
     num_blocks: int
+    num_host_blocks: int = 0
     vocab_size: int
     dtype: str
     device: str

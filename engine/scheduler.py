@@ -67,6 +67,8 @@ class SchedulerTotals:
     preemptions: int = 0
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+    host_hit_tokens: int = 0
+    """Of these, from host memory."""
     prompt_tokens: int = 0
     generated_tokens: int = 0
     finished: int = 0
@@ -360,6 +362,7 @@ class Scheduler:
     def _count_prompt(self, seq: Sequence, times: int) -> None:
         self.totals.prefix_queried_tokens += times * seq.prompt_len
         self.totals.prefix_hit_tokens += times * seq.cached_tokens
+        self.totals.host_hit_tokens += times * seq.host_tokens
         self.totals.prompt_tokens += times * seq.prompt_len
 
     def _admit(self, planned: dict[_Entry, Chunk], budget: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Annotated, NewType
+from typing import Annotated, NamedTuple, NewType
 
 import msgspec
 from msgspec import Meta
@@ -38,6 +38,24 @@ UnitId = NewType("UnitId", int)
 
 BlockId = NewType("BlockId", int)
 """Physical KV block of one group: `unit * blocks_per_unit(group) + sub_block`. What block tables and kernels hold."""
+
+
+class Way(enum.IntEnum):
+    """From which memory to which a block is copied."""
+
+    WITHIN = 0
+    """The device's own."""
+    TO_HOST = 1
+    FROM_HOST = 2
+
+
+class Move(NamedTuple):
+    """A copy of one block of a kind: an attention group, or recurrent state, which comes after the groups."""
+
+    kind: int
+    source: BlockId
+    target: BlockId
+    way: Way = Way.WITHIN
 
 
 class RunnerLost(RuntimeError):
@@ -144,6 +162,8 @@ class Sequence:
     arrival_s: float
     computed: int = 0
     cached_tokens: int = 0
+    host_tokens: int = 0
+    """Of the prompt's hit when it was admitted last, what came from host memory."""
     block_tables: list[list[BlockId]] = field(default_factory=list)
     """One list of physical blocks a group: entry i of group g holds [i * block_size, (i + 1) * block_size)."""
     table_changes: int = 0
@@ -180,8 +200,8 @@ class StepPlan:
     """State units to zero before anything is computed: sequences that start from nothing."""
     state_checkpoints: list[tuple[UnitId, UnitId]] = field(default_factory=list)
     """(source sequence state, destination checkpoint), copied after the step's compute."""
-    block_moves: list[tuple[int, BlockId, BlockId]] = field(default_factory=list)
-    """(group, source, destination) KV copies of a compaction, done before everything else."""
+    block_moves: list[Move] = field(default_factory=list)
+    """Of compactions, and to and from host memory: done in this order, before everything else."""
 
     @property
     def token_count(self) -> int:

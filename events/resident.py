@@ -2,7 +2,8 @@
 
 Owns the set and the synthesis of Stored events from it. Refuses to know sockets, sequence numbers and encoding.
 Invariants: a block is here once for each (group, medium) that holds it; iteration order is announcement order, so in
-the full-attention group parents stand before their children (guarantee 3 of docs/wire-format.md).
+the full-attention group parents stand before their children (guarantee 3 of docs/wire-format.md), unless they moved to
+another medium since: a snapshot puts them first again.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def snapshot_events(blocks: Iterable[ResidentBlock]) -> Iterator[BlockStored]:
     Neighbours that continue each other are joined into one event of at most EVENT_BLOCKS_MAX blocks.
     """
     joined: list[ResidentBlock] = []
-    for block in sorted(blocks, key=_hangs_from_others):
+    for block in _parents_first(sorted(blocks, key=_hangs_from_others)):
         continues = joined and block.parent == joined[-1].name and block.run == joined[-1].run
         if joined and (not continues or len(joined) >= EVENT_BLOCKS_MAX):
             yield _stored(joined[0].run, joined)
@@ -114,6 +115,28 @@ def snapshot_events(blocks: Iterable[ResidentBlock]) -> Iterator[BlockStored]:
         joined.append(block)
     if joined:
         yield _stored(joined[0].run, joined)
+
+
+def _parents_first(blocks: list[ResidentBlock]) -> Iterable[ResidentBlock]:
+    """In order, but each full-attention block behind what it hangs from, on whatever medium that is."""
+    if len({block.run.medium for block in blocks}) < 2:
+        return blocks
+    copies: dict[BlockName, list[ResidentBlock]] = {}
+    others = []
+    for block in blocks:
+        if _hangs_from_others(block):
+            others.append(block)
+        else:
+            copies.setdefault(block.name, []).append(block)
+    ordered: dict[BlockName, None] = {}
+    for name in copies:
+        path: list[BlockName] = []
+        at: BlockName | None = name
+        while at is not None and at in copies and at not in ordered:
+            path.append(at)
+            at = copies[at][0].parent
+        ordered.update(dict.fromkeys(reversed(path)))
+    return [*(block for name in ordered for block in copies[name]), *others]
 
 
 def _hangs_from_others(block: ResidentBlock) -> bool:

@@ -80,23 +80,25 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ a sequence's state
 
-    def start(self, seq: Sequence, source: Block[Node] | None, *, copies: bool) -> None:
+    def start(self, seq: Sequence, source: Block[Node] | None, *, copies: bool, fresh: bool = True) -> Block[Node]:
         """Give `seq` a state of its own, to be restored from the checkpoint `source` (None: zeroed) by this step.
 
         There must be room for it. Without `copies` the checkpoint itself becomes the state: nobody else may hold it.
+        Not `fresh`: the caller fills the state that is returned.
         """
         if source is not None:
             self._pool.acquire(source)
         if source is None or copies:
             own = self._allocate(self._kind)
             assert own is not None, "admitted without room for its state"
-            self._states[seq] = _State(own, source)
+            self._states[seq] = _State(own, source, fresh)
         else:
             own = source
             assert own.refs == 1
             self._tree.take(own)
             self._states[seq] = _State(own, None, fresh=False)
         seq.state_unit = own.unit.index
+        return own
 
     def plan(self, seq: Sequence, blocks: int, hash_: int) -> None:
         """Take a checkpoint of `seq` after so many blocks, named by the hash of the last of them."""
@@ -134,7 +136,7 @@ class Checkpoints:
         decoding = end - start == 1 and end > seq.prompt_len
         if not (decoding or blocks in state.shared or end - start >= _LONG_CHUNK_TOKENS // 2):
             return
-        if nodes[blocks - 1].blocks[self._kind] is None:
+        if nodes[blocks - 1].blocks[self._kind] is None and not nodes[blocks - 1].on_host(self._kind):
             self.save(seq, nodes[blocks - 1], end)
 
     def save(self, seq: Sequence, node: Node | None, end: int) -> None:
@@ -184,7 +186,7 @@ class Checkpoints:
         if decoding and rolling is not None:
             old, stamp = rolling
             if old.stamp == stamp and old.refs == 0 and old.node is not None:
-                self._tree.forget(old)
+                self._tree.forget(old, keep=False)
         before = self._checkpoint_before(block.node)
         if before is not None:
             self._supersede(before)
@@ -232,6 +234,8 @@ class Checkpoints:
 
     def _is_superseded(self, node: Node) -> bool:
         block = node.blocks[self._kind]
+        if block is None and node.host is not None:
+            block = node.host[self._kind]
         return block is not None and block.refs == 0 and block.superseded
 
     def _pass_stop(self, state: _State) -> None:
@@ -243,15 +247,14 @@ class Checkpoints:
 
     def _checkpoint_before(self, node: Node) -> Node | None:
         before = node.parent
-        while before is not None and not before.has(self._kind):
+        while before is not None and not before.has(self._kind) and not before.on_host(self._kind):
             before = before.parent
         return before
 
     def _supersede(self, node: Node) -> None:
         """Let a checkpoint that a deeper one continues go early, unless its prefix branches at it."""
         block = node.blocks[self._kind]
-        assert block is not None
-        if block.refs == 0 and len(node.children) < 2:
+        if block is not None and block.refs == 0 and len(node.children) < 2:
             self._pool.acquire(block)
             self._release(block, superseded=True)
 

@@ -2,20 +2,25 @@
 
 A step notes which nodes changed and takes the notes as `StepEvents`; whoever reads those, the publisher on its own
 thread, makes the events. Behind a step that reads a model's weights nothing of a block is in the CPU's caches, so what
-is not looked at there is saved. Refuses to know the tree. Invariant: events come in the order of the changes.
+is not looked at there is saved. Refuses to know the tree. Invariant: events come in the order of the changes, but for
+what left host memory, which may be told before blocks that moved there since.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
+from typing import Any
 
 from engine.cache.nodes import Node
 from engine.cache.spec import MAMBA, CacheSpec
-from events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
+from events import CPU, GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from events.hashing import unpack_token_ids
 
-Note = tuple[bool, int, list[Node]] | None
-"""(stored?, kind, nodes); None: all cleared."""
+STORED, REMOVED, MOVED, GONE = range(4)
+"""On the device, from it, from it to the host, from the host."""
+Note = tuple[int, int, Any] | None
+"""(change, kind, nodes), of MOVED (change, 0, {(kind, node): None}); None: all cleared."""
 
 
 class EventLog:
@@ -27,25 +32,42 @@ class EventLog:
         """(`kv_cache_spec_kind`, sliding window) of each kind of block."""
         if spec.state is not None:
             self.kinds.append((MAMBA, None))
-        self._joined = [kind != MAMBA for kind, _ in self.kinds]
+        self.joined = [kind != MAMBA for kind, _ in self.kinds]
         """Whether blocks of a chain go into one event."""
         self._notes: list[Note] = []
 
     def stored(self, kind: int, node: Node) -> None:
         notes = self._notes
-        if notes and self._joined[kind] and (last := notes[-1]) and last[0] and last[1] == kind:
+        if notes and self.joined[kind] and (last := notes[-1]) and last[0] == STORED and last[1] == kind:
             nodes = last[2]
             if nodes[-1] is node.parent:
                 nodes.append(node)
                 return
-        notes.append((True, kind, [node]))
+        notes.append((STORED, kind, [node]))
 
     def removed(self, kind: int, node: Node) -> None:
+        self._left(REMOVED, kind, node, len(self._notes))
+
+    def moved(self, kind: int, node: Node) -> None:
         last = self._notes[-1] if self._notes else None
-        if last and not last[0] and last[1] == kind:
+        if last is None or last[0] != MOVED:
+            last = (MOVED, 0, {})
+            self._notes.append(last)
+        last[2][kind, node] = None
+
+    def gone(self, kind: int, node: Node) -> None:
+        """From the host, to make room for others mostly: so it is told before those, and they in one go."""
+        at = len(self._notes)
+        if at and (last := self._notes[-1]) and last[0] == MOVED and (kind, node) not in last[2]:
+            at -= 1
+        self._left(GONE, kind, node, at)
+
+    def _left(self, change: int, kind: int, node: Node, at: int) -> None:
+        last = self._notes[at - 1] if at else None
+        if last and last[0] == change and last[1] == kind:
             last[2].append(node)
         else:
-            self._notes.append((False, kind, [node]))
+            self._notes.insert(at, (change, kind, [node]))
 
     def cleared(self) -> None:
         self._notes.append(None)
@@ -67,21 +89,47 @@ class StepEvents(Collection[Event]):
         self._log = log
 
     def __len__(self) -> int:
-        return len(self._notes)
+        return sum(1 for _ in self)
+
+    def __bool__(self) -> bool:
+        return bool(self._notes)
 
     def __iter__(self) -> Iterator[Event]:
-        return map(self._event, self._notes)
+        return chain.from_iterable(map(self._events, self._notes))
 
     def __contains__(self, event: object) -> bool:
         return any(event == own for own in self)
 
-    def _event(self, note: Note) -> Event:
+    def _events(self, note: Note) -> Iterable[Event]:
         if note is None:
-            return AllBlocksCleared()
-        stored, kind, nodes = note
+            return (AllBlocksCleared(),)
+        change, kind, nodes = note
+        if change == STORED:
+            return (self._stored(kind, nodes, GPU),)
+        if change == MOVED:
+            return self._moved(nodes)
+        return (_removed(kind, nodes, GPU if change == REMOVED else CPU),)
+
+    def _moved(self, moved: Iterable[tuple[int, Node]]) -> Iterator[Event]:
+        """Parents left the device last, and are told first."""
+        by_kind: list[list[Node]] = [[] for _ in self._log.kinds]
+        for kind, node in moved:
+            by_kind[kind].append(node)
+        for kind, nodes in enumerate(by_kind):
+            run: list[Node] = []
+            for node in reversed(nodes):
+                if run and not (self._log.joined[kind] and node.parent is run[-1]):
+                    yield self._stored(kind, run, CPU)
+                    run = []
+                run.append(node)
+            if run:
+                yield self._stored(kind, run, CPU)
+        for kind in range(len(by_kind) - 1, -1, -1):
+            if by_kind[kind]:
+                yield _removed(kind, by_kind[kind], GPU)
+
+    def _stored(self, kind: int, nodes: list[Node], medium: str) -> BlockStored:
         hashes: list[int | bytes] = [node.hash for node in nodes]
-        if not stored:
-            return BlockRemoved(block_hashes=hashes, medium=GPU, group_idx=kind)
         first, (kind_name, window) = nodes[0], self._log.kinds[kind]
         token_ids = unpack_token_ids(b"".join([node.name.packed for node in nodes]))
         assert len(token_ids) == len(hashes) * self._log.block_size
@@ -91,10 +139,14 @@ class StepEvents(Collection[Event]):
             token_ids,
             self._log.block_size,
             None,  # lora_id
-            GPU,
+            medium,
             first.name.lora_name,
             [node.name.extra_keys for node in nodes],
             kind,
             kind_name,
             window,
         )
+
+
+def _removed(kind: int, nodes: list[Node], medium: str) -> BlockRemoved:
+    return BlockRemoved(block_hashes=[node.hash for node in nodes], medium=medium, group_idx=kind)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from engine.cache.habits import Habits, Turn
 
@@ -34,8 +34,8 @@ class Place(Protocol):
 
     hash: int
     depth: int
-    children: Any
-    """What hangs from it; false without any."""
+    branches: int
+    """How many places of its cache hang from it."""
 
 
 class Entry(Generic[PlaceT]):
@@ -80,6 +80,11 @@ class Leaves(Generic[PlaceT]):
             del self._oldest[entry]
             if self._of.get(entry.turn) is entry:
                 del self._of[entry.turn]
+
+    def turn_of(self, leaf: PlaceT) -> Turn | None:
+        """Who left the path that ends there; None if it is not the end of one."""
+        entry = self._at.get(leaf)
+        return None if entry is None else entry.turn
 
     def shorten(self, leaf: PlaceT, parent: PlaceT) -> None:
         """`leaf` is gone, and `parent` the end of its path now."""
@@ -164,11 +169,11 @@ class Leaves(Generic[PlaceT]):
 class _Sampled:
     """A place of a small cache."""
 
-    __slots__ = ("children", "depth", "hash", "parent")
+    __slots__ = ("branches", "depth", "hash", "parent")
 
     def __init__(self, hash_: int, depth: int, parent: _Sampled | None) -> None:
         self.hash, self.depth, self.parent = hash_, depth, parent
-        self.children = 0
+        self.branches = 0
 
 
 class SmallCache:
@@ -193,9 +198,9 @@ class SmallCache:
         for name, depth in names[found:]:
             place = self._places[name] = _Sampled(name, depth, last)
             if last is not None:
-                last.children += 1
+                last.branches += 1
             last = place
-        if last is not None and not last.children:
+        if last is not None and not last.branches:
             self._leaves.add(last, turn)
         if turn.before is not None:
             self._leaves.leave_behind(turn.before)
@@ -209,8 +214,8 @@ class SmallCache:
         del self._places[leaf.hash]
         parent = leaf.parent
         if parent is not None:
-            parent.children -= 1
-        if parent is None or parent.children:
+            parent.branches -= 1
+        if parent is None or parent.branches:
             self._leaves.remove(leaf)
         else:
             self._leaves.shorten(leaf, parent)
@@ -250,6 +255,8 @@ class Adaptive(Generic[PlaceT]):
         self._habits = Habits(capacity, block_tokens)
         self._duel = Duel(capacity, self._habits) if duel else None
         self._leaves: Leaves[PlaceT] = Leaves(self._habits)
+        self._below: Leaves[PlaceT] = Leaves(self._habits)
+        """Of host memory: what the cache evicts goes there, where that is kept."""
         self._turn = Turn(0, 0)
 
     def begin(self, names: Sequence[int], hit: int) -> Turn:
@@ -263,12 +270,13 @@ class Adaptive(Generic[PlaceT]):
             self._duel.serve(names, turn)
         if turn.before is not None:
             self._leaves.leave_behind(turn.before)
+            self._below.leave_behind(turn.before)
             turn.before = None
         self._turn = turn
 
     def cached(self, place: PlaceT) -> None:
         """Nobody uses `place` any more."""
-        if not place.children:
+        if not place.branches:
             self._leaves.add(place, self._turn)
 
     def used(self, place: PlaceT) -> None:
@@ -277,18 +285,38 @@ class Adaptive(Generic[PlaceT]):
 
     def gone(self, leaf: PlaceT, parent: PlaceT | None) -> None:
         """`leaf` was evicted; `parent` is cached and what it hung from. None: that is in use, or there is none."""
-        if parent is None or parent.children:
+        if parent is None or parent.branches:
             self._leaves.remove(leaf)
         else:
             self._leaves.shorten(leaf, parent)
+
+    def moved(self, place: PlaceT) -> None:
+        """`place`, the end of a path, goes to host memory, or is not read there any more."""
+        self._below.add(place, self._leaves.turn_of(place) or self._turn)
+
+    def gone_below(self, leaf: PlaceT, parent: PlaceT | None) -> None:
+        """`leaf` has left host memory, or is read; of `parent`, which is there, nothing is left below it."""
+        if parent is None:
+            self._below.remove(leaf)
+        elif self._below.turn_of(leaf) is not None:
+            self._below.shorten(leaf, parent)
+        else:
+            self._below.add(parent, self._turn)
 
     def victim(self) -> PlaceT | None:
         """The end of a path that goes next; None where nothing is cached."""
         return self._leaves.choose(learned=self._duel is None or self._duel.learned)
 
+    def victim_below(self) -> PlaceT | None:
+        """The same of host memory."""
+        return self._below.choose(learned=self._duel is None or self._duel.learned)
+
     def clear(self) -> None:
         """Nothing is cached any more. What was learned stays."""
         self._leaves.clear()
+        self._below.clear()
 
-    def check_invariants(self, cached: Iterable[PlaceT]) -> None:
-        self._leaves.check_invariants({place for place in cached if not place.children})
+    def check_invariants(self, cached: Iterable[PlaceT], below: Iterable[PlaceT] = ()) -> None:
+        """`below`: the ends of paths that only host memory has, and no step reads."""
+        self._leaves.check_invariants({place for place in cached if not place.branches})
+        self._below.check_invariants(set(below))

@@ -14,20 +14,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.cache.chain import Chain
 from engine.cache.checkpoints import Checkpoints
 from engine.cache.event_log import StepEvents
 from engine.cache.eviction import Adaptive
 from engine.cache.habits import Turn
+from engine.cache.host import HostTier
 from engine.cache.naming import BlockNames
 from engine.cache.nodes import Node
 from engine.cache.pool import Block, UnitPool
-from engine.cache.prefix import FULL, PrefixTree
+from engine.cache.prefix import FULL, BlockOrder, PrefixTree
 from engine.cache.spec import CacheSpec
+from engine.cache.step_out import StepOut
 from engine.cache.windows import Windows
-from engine.types import BlockId, Chunk, Sequence, StepPlan
+from engine.types import BlockId, Chunk, Move, Sequence, StepPlan
 
 UNREAD = BlockId(0)
 """What a sliding-window table holds for positions before the window: any valid block, since no kernel may read it."""
@@ -39,39 +41,11 @@ class CacheUsage:
     live_units: int
     """Units that the running sequences need, packed; `live_units / units` is the usage that operators watch."""
     free_units: int
-
-
-class _BlockOrder:
-    """The order of the tree's nodes as one of their blocks."""
-
-    def __init__(self, order: Adaptive[Node]) -> None:
-        self._order = order
-
-    def cached(self, block: Block[Node]) -> None:
-        assert block.node is not None
-        self._order.cached(block.node)
-
-    def used(self, block: Block[Node]) -> None:
-        assert block.node is not None
-        self._order.used(block.node)
-
-    def victim(self) -> Block[Node] | None:
-        node = self._order.victim()
-        return None if node is None else node.blocks[FULL]
-
-
-@dataclass(slots=True)
-class _StepOut:
-    """What commit or abandon must know of a step that is planned."""
-
-    finishing: list[tuple[Sequence, int, int]] = field(default_factory=list)
-    """(sequence, start, end): it names the blocks [start, end)."""
-    unnamed: list[tuple[Sequence, int]] = field(default_factory=list)
-    """(sequence, end): its last block is full at `end`, with a token that is not known yet."""
-    moves: list[tuple[int, BlockId, BlockId]] = field(default_factory=list)
-    moved: list[Block[Node]] = field(default_factory=list)
-    """By a compaction that the step does first."""
-    chunks: list[Chunk] = field(default_factory=list)
+    host_usage: float = 0.0
+    """Share of host memory that holds something."""
+    host_stored_bytes: int = 0
+    host_loaded_bytes: int = 0
+    """Planned to be copied there and back, since the start."""
 
 
 class KVCache:
@@ -85,10 +59,12 @@ class KVCache:
         enable_prefix_caching: bool = True,
         step_tokens_max: int | None = None,
         adaptive_eviction: bool = False,
+        host_units: int = 0,
     ) -> None:
         """`step_tokens_max` bounds what one step adds to a sequence, and so what a sliding-window group must hold.
 
-        `adaptive_eviction` takes effect where full attention is all that the model has.
+        `adaptive_eviction` takes effect where full attention is all that the model has. `host_units`: of host memory
+        under the device's, none without prefix caching.
         """
         self.spec = spec
         self.block_size = spec.block_size
@@ -96,20 +72,27 @@ class KVCache:
         self._groups = range(len(spec.groups))
         per_unit = [spec.blocks_per_unit(g) for g in self._groups] + [1] * (spec.state is not None)
         self._windows = Windows(spec, step_tokens_max)
+        host_units *= enable_prefix_caching
         self._order: Adaptive[Node] | None = None
         if adaptive_eviction and enable_prefix_caching and len(per_unit) == 1 and not self._windows:
-            self._order = Adaptive(unit_count * per_unit[FULL], spec.block_size)
+            self._order = Adaptive((unit_count + host_units) * per_unit[FULL], spec.block_size)
         self._turns: dict[Sequence, Turn] = {}
         self.tree = PrefixTree(spec, lambda block: self.pool.drop(block), self._order)
         state_kind = None if spec.state is None else len(spec.groups)
-        order = None if self._order is None else _BlockOrder(self._order)
+        order = None if self._order is None else BlockOrder(self._order)
         self.pool: UnitPool[Node] = UnitPool(unit_count, per_unit, self.tree.forget, state_kind, order)
         self._checkpoints: Checkpoints | None = None
         if state_kind is not None:
             self._checkpoints = Checkpoints(state_kind, spec.block_size, self.pool, self.tree, self._allocate)
-        self._planning = _StepOut()
-        self._out: deque[_StepOut] = deque()
+        self._moves: list[Move] = []
+        """Of the plan being made."""
+        self.host: HostTier | None = None
+        if host_units:
+            self.host = self.tree.host = HostTier(host_units, per_unit, state_kind, self.tree, self._moves, self._order)
+        self._planning = StepOut()
+        self._out: deque[StepOut] = deque()
         self._distrusted: list[Block[Node]] = []
+        self._distrusted_host: list[Block[Node]] = []
         """Moved by steps that failed."""
         self._chains: dict[Sequence, Chain] = {}
         self._names = BlockNames(spec.block_size)
@@ -127,7 +110,8 @@ class KVCache:
 
     @property
     def usage(self) -> CacheUsage:
-        return CacheUsage(len(self.pool.units), self.pool.live_units, self.pool.free_units)
+        host = (0.0, 0, 0) if self.host is None else self.host.usage(self.spec)
+        return CacheUsage(len(self.pool.units), self.pool.live_units, self.pool.free_units, *host)
 
     @property
     def token_capacity(self) -> int:
@@ -180,9 +164,10 @@ class KVCache:
         if not self.pool.can_allocate(counts):
             return False
         # With a copy a resumed sequence has two states until its first step is done, unless another holds the source.
-        source = nodes[-1].blocks[-1] if nodes and self._checkpoints is not None else None
+        source = nodes[-1].blocks[-1] if nodes and self._checkpoints is not None and nodes[-1].has(-1) else None
         copies = source is None or source.refs > 0 or self.pool.can_allocate([*counts[:-1], counts[-1] + 1])
         chain = Chain(len(self._groups))
+        missing: list[tuple[int, Node, Block[Node]]] = []
         seq.block_tables = [[] for _ in self._groups]
         seq.table_changes += 1
         for g in self._groups:
@@ -191,22 +176,29 @@ class KVCache:
             held: list[Block[Node] | None] = [None] * start
             for node in nodes[start:]:
                 block = node.blocks[g]
-                assert block is not None
-                self.pool.acquire(block)
+                if block is None:
+                    assert self.host is not None
+                    missing.append((g, node, self.host.hold(node, g)))
+                else:
+                    self.pool.acquire(block)
                 held.append(block)
             chain.blocks[g] = held
             chain.window_starts[g] = start
-            seq.block_tables[g] = [UNREAD if block is None else block.id for block in held]
+        if self._checkpoints is not None:  # holds the source before anything is allocated
+            self._start_state(seq, source, nodes[-1] if nodes else None, copies=copies)
+        if missing:
+            self._load(chain, missing)
+        for g, blocks in enumerate(chain.blocks):
+            seq.block_tables[g] = [UNREAD if block is None else block.id for block in blocks]
+        seq.host_tokens = self.block_size * sum(g == FULL for g, _, _ in missing)
         chain.nodes = nodes
         chain.committed = len(nodes)
         self._chains[seq] = chain
         seq.computed = len(nodes) * self.block_size
-        if self._checkpoints is not None:
-            self._checkpoints.start(seq, source, copies=copies)
-            if self.enable_prefix_caching:
-                names = self._names.of(seq, last := (len(seq.token_ids) - 1) // self.block_size)
-                for stop in {len(known), last} - {0}:
-                    self._checkpoints.plan(seq, stop, names[stop - 1].hash)
+        if self._checkpoints is not None and self.enable_prefix_caching:
+            names = self._names.of(seq, last := (len(seq.token_ids) - 1) // self.block_size)
+            for stop in {len(known), last} - {0}:
+                self._checkpoints.plan(seq, stop, names[stop - 1].hash)
         self._matched.pop(seq, None)
         if self._order is not None:
             names = self._names.of(seq, count := len(seq.token_ids) // self.block_size)
@@ -270,9 +262,12 @@ class KVCache:
 
     def fill(self, plan: StepPlan) -> None:
         """Complete a plan that will be executed: the copies of states and of compacted blocks. It is out now."""
-        step, self._planning = self._planning, _StepOut()
+        step, self._planning = self._planning, StepOut()
         step.chunks = plan.chunks
-        plan.block_moves = step.moves
+        plan.block_moves = self._moves.copy()
+        self._moves.clear()
+        if self.host is not None:
+            step.stored, self.host.stored = self.host.stored, []
         for chunk in plan.chunks:
             chunk.seq.computed = chunk.end
         if self._checkpoints is not None:
@@ -287,6 +282,11 @@ class KVCache:
         """
         step = self._out.popleft()
         assert step.chunks is chunks
+        for block, own in step.loaded:
+            assert self.host is not None
+            self.host.let_go(own)
+            if block.node is not None:  # not reset meanwhile
+                self.tree.commit(block)
         for seq, start, end in step.finishing:
             self._settle(seq, start, end)
         for seq, end in step.unnamed:
@@ -321,6 +321,12 @@ class KVCache:
             for block in reversed(list(chain.pending(start, end))):
                 self.tree.withdraw(block)
             del chain.nodes[start:]
+        for block, own in reversed(step.loaded):
+            assert self.host is not None
+            if block.node is not None:
+                self.tree.withdraw(block)
+            self.host.let_go(own)
+        self._distrusted_host += step.stored
 
     def release(self, seq: Sequence) -> None:
         """Give up everything that `seq` holds, its tail first so that it is evicted first."""
@@ -336,7 +342,7 @@ class KVCache:
         seq.computed = 0
 
     def distrust_moved(self) -> bool:
-        """After a failed step: forget what its compaction, or one planned after it, may or may not have copied.
+        """After a failed step: forget what its moves, or those planned after it, may or may not have copied.
 
         True, and nothing done, while sequences hold any of it: they must be released first.
         """
@@ -344,8 +350,13 @@ class KVCache:
             return True
         for block in self._distrusted:
             if block.node is not None:
-                self.tree.forget(block)
+                self.tree.forget(block, keep=False)
         self._distrusted.clear()
+        if self.host is not None:
+            for block in self._distrusted_host + self.host.stored:
+                if block.node is not None:
+                    self.host.forget(block)
+            self._distrusted_host.clear()
         return False
 
     def forget_names(self, seq: Sequence) -> None:
@@ -392,6 +403,9 @@ class KVCache:
             self._checkpoints.check_invariants()
             for block in self._checkpoints.references():
                 refs[block] = refs.get(block, 0) + 1
+        if self.host is not None:
+            steps = [*self._out, self._planning]
+            self.host.check_invariants([own for step in steps for _, own in step.loaded])
         for unit in self.pool.units:
             for block in unit.blocks:
                 assert block.refs == refs.get(block, 0), f"{block!r}: {refs.get(block, 0)} table entries"
@@ -417,7 +431,7 @@ class KVCache:
         block = self.pool.allocate(kind)
         if block is None and self.pool.can_allocate([int(k == kind) for k in range(len(self.pool.blocks_per_unit))]):
             for group, block_moved, source in self.pool.compact(kind):
-                self._planning.moves.append((group, source, block_moved.id))
+                self._moves.append(Move(group, source, block_moved.id))
                 self._planning.moved.append(block_moved)
             for seq, chain in self._chains.items():
                 seq.table_changes += 1
@@ -426,6 +440,28 @@ class KVCache:
             block = self.pool.allocate(kind)
             assert block is not None, "a compaction that made no room"
         return block
+
+    def _start_state(self, seq: Sequence, source: Block[Node] | None, last: Node | None, *, copies: bool) -> None:
+        """Give `seq` its state: from the checkpoint `source`, from the host's of its `last` node, or of nothing."""
+        assert self._checkpoints is not None
+        if source is not None or last is None:
+            self._checkpoints.start(seq, source, copies=copies)
+            return
+        assert self.host is not None
+        own = self.host.hold(last, -1)
+        self.host.fetch(own, self._checkpoints.start(seq, None, copies=True, fresh=False))
+        self.host.let_go(own)
+
+    def _load(self, chain: Chain, missing: list[tuple[int, Node, Block[Node]]]) -> None:
+        """Have the step fill blocks of (group, node) from what the host holds, and the chain hold them: pending."""
+        assert self.host is not None
+        for g, node, own in missing:
+            block = self._allocate(g)
+            assert block is not None, "admitted without room for what is loaded"
+            self.tree.attach(node, block)
+            self.host.fetch(own, block)
+            chain.blocks[g][node.depth] = block
+            self._planning.loaded.append((block, own))
 
     def _pass_windows(self, seq: Sequence, chain: Chain, end: int) -> None:
         """Release the blocks that no query from position `end` on can see."""

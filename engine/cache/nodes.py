@@ -29,9 +29,12 @@ class HashBlock:
 
 
 class Node:
-    """A named hash block of a prefix. `blocks[k]` is the block of kind k that holds it, if one does."""
+    """A named hash block of a prefix. `blocks[k]` is the device's block of kind k that holds it, if one does.
 
-    __slots__ = ("blocks", "children", "depth", "hash", "name", "parent")
+    `host[k]` is the host's; None where the host has none of any kind.
+    """
+
+    __slots__ = ("blocks", "branches", "children", "depth", "hash", "host", "name", "parent")
 
     def __init__(self, name: HashBlock, parent: Node | None, kinds: int) -> None:
         self.name = name
@@ -39,9 +42,16 @@ class Node:
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.blocks: list[Block[Node] | None] = [None] * kinds
+        self.host: list[Block[Node] | None] | None = None
+        self.branches = 0
+        """Children whose full-attention block is on the device."""
         self.children: dict[int, Node] = {}
 
     def has(self, kind: int) -> bool:
-        """Whether a computed block of `kind` can be read here."""
+        """Whether the device has a computed block of `kind` here."""
         block = self.blocks[kind]
         return block is not None and not block.pending
+
+    def on_host(self, kind: int) -> bool:
+        """Whether the host has one."""
+        return self.host is not None and self.host[kind] is not None

@@ -31,7 +31,7 @@ _CLOCK_BITS = 40
 class Block(Generic[NodeT]):
     """One block of a unit. `node` is its place in the prefix tree, None while it is not named there."""
 
-    __slots__ = ("id", "node", "pending", "refs", "stamp", "superseded", "unit")
+    __slots__ = ("id", "node", "pending", "refs", "stamp", "superseded", "unit", "worth")
 
     def __init__(self, unit: Unit[NodeT], slot: int, per_unit: int) -> None:
         self.unit = unit
@@ -42,6 +42,8 @@ class Block(Generic[NodeT]):
         """Named, but its content is computed only in the step being planned: not announced yet."""
         self.superseded = False
         """A state that a deeper one of the same path continues; only `Checkpoints` looks at it."""
+        self.worth: int | None = None
+        """Of a cached state: what it was released with."""
         self.stamp = 0
         """Its age while cached: what has the lowest stamp is evicted first."""
 
@@ -195,6 +197,7 @@ class UnitPool(Generic[NodeT]):
         block.stamp = (self._inflation + value << _CLOCK_BITS) + self._clock
         self._cached[kind][block] = None
         if is_state:
+            block.worth = worth
             heapq.heappush(self._states, (block.stamp, next(self._state_entries), block))
             if len(self._states) > 2 * len(self._cached[kind]) + 64:  # most are of states that were used again since
                 self._states = [entry for entry in self._states if _is_current(entry)]

@@ -1,19 +1,22 @@
 """The prefix tree: what the cached blocks mean, and what the world has been told about them.
 
 A **node** is one hash block of a prefix: token ids, keys, hash, and the node before it. It names at most one block of
-every kind; it lives while it names any. A node is found by its hash **and** checked against its token ids, keys and
-parent (by induction the whole prefix), so a hash collision is a miss and never another request's KV.
+every kind on the device, and one in host memory; it lives while it names any. A node is found by its hash **and**
+checked against its token ids, keys and parent (by induction the whole prefix), so a hash collision is a miss and never
+another request's KV.
 
 Owns names and parent links. Refuses to know reference counts and sequences (the pool and `KVCache` do).
 
-Invariants: hash <-> node is a bijection; a node's group-0 block is there whenever the node names anything or has
-children (prefix closure); a block is announced once its content is computed, after its parent, and taken back before
-its parent; Stored and Removed of one (group, hash) alternate.
+Invariants: hash <-> node is a bijection; a node's group-0 block is on the device whenever the node names anything there
+or has children that do (prefix closure), and on either whenever the node is there at all; a block is announced once its
+content is computed, after its parent, and taken back before its parent; Stored and Removed of one (group, hash, medium)
+alternate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from engine.cache.event_log import EventLog
 from engine.cache.eviction import Adaptive
@@ -21,8 +24,50 @@ from engine.cache.nodes import HashBlock, Node
 from engine.cache.pool import Block
 from engine.cache.spec import CacheSpec
 
+if TYPE_CHECKING:
+    from engine.cache.host import HostTier
+
 FULL = 0
 """The kind of the full-attention group: the one whose chain of blocks carries everything else."""
+
+
+class BlockOrder:
+    """The order of the tree's nodes as one of their blocks on the device."""
+
+    def __init__(self, order: Adaptive[Node]) -> None:
+        self._order = order
+
+    def cached(self, block: Block[Node]) -> None:
+        assert block.node is not None
+        self._order.cached(block.node)
+
+    def used(self, block: Block[Node]) -> None:
+        assert block.node is not None
+        self._order.used(block.node)
+
+    def victim(self) -> Block[Node] | None:
+        node = self._order.victim()
+        return None if node is None else node.blocks[FULL]
+
+
+class HostOrder:
+    """The same, as one of their blocks in host memory."""
+
+    def __init__(self, order: Adaptive[Node]) -> None:
+        self._order = order
+
+    def cached(self, block: Block[Node]) -> None:
+        assert block.node is not None
+        if not block.node.children:
+            self._order.moved(block.node)
+
+    def used(self, block: Block[Node]) -> None:
+        assert block.node is not None
+        self._order.gone_below(block.node, None)
+
+    def victim(self) -> Block[Node] | None:
+        node = self._order.victim_below()
+        return None if node is None or node.host is None else node.host[FULL]
 
 
 class PrefixTree:
@@ -35,6 +80,8 @@ class PrefixTree:
         self._kinds = len(spec.groups) + (spec.state is not None)
         self._drop = drop
         self._order = order
+        self.host: HostTier | None = None
+        """Takes what the device evicts."""
         self.log = EventLog(spec)
 
     def __len__(self) -> int:
@@ -85,6 +132,8 @@ class PrefixTree:
         node.blocks[block.kind] = block
         block.node = node
         block.pending = True
+        if block.kind == FULL and node.parent is not None:
+            node.parent.branches += 1
 
     def commit(self, block: Block[Node]) -> None:
         """The content is there: announce it."""
@@ -94,6 +143,8 @@ class PrefixTree:
         assert block.node.parent is None or block.node.parent.has(FULL), "announced before its parent"
         block.pending = False
         self.log.stored(block.kind, block.node)
+        if self.host is not None:
+            self.host.replaced(block)
 
     def withdraw(self, block: Block[Node]) -> None:
         """Unname a pending block: its content never came. Children go first."""
@@ -101,14 +152,17 @@ class PrefixTree:
         block.pending = False
         self._unname(block)
 
-    def forget(self, block: Block[Node]) -> None:
-        """Evict a cached block, and with a full-attention block everything that hangs from it, leaves first."""
+    def forget(self, block: Block[Node], *, keep: bool = True) -> None:
+        """Evict a cached block, and with a full-attention block everything that hangs from it, leaves first.
+
+        Host memory, where there is any, takes it in if it is to `keep` it.
+        """
         assert block.node is not None
         doomed = [block]
         if block.kind == FULL:
-            below = [block.node]
+            below, host = [block.node], self.host
             for node in below:  # grows while it is walked: breadth first, so reversed it is leaves first
-                below.extend(node.children.values())
+                below.extend(c for c in node.children.values() if host is None or c.blocks[FULL] is not None)
             doomed = [
                 b for node in reversed(below) for b in (*node.blocks[FULL + 1 :], node.blocks[FULL]) if b is not None
             ]
@@ -116,7 +170,10 @@ class PrefixTree:
             assert victim.node is not None
             assert not victim.pending
             node = victim.node
-            self.log.removed(victim.kind, node)
+            if self.host is None:
+                self.log.removed(victim.kind, node)
+            else:
+                self.host.leave(victim, keep=keep)
             self._unname(victim)
             self._drop(victim)
             if self._order is not None:
@@ -128,11 +185,16 @@ class PrefixTree:
         assert block.kind != FULL
         assert block.node is not None
         assert not block.pending
-        self.log.removed(block.kind, block.node)
+        if self.host is None:
+            self.log.removed(block.kind, block.node)
+        else:
+            self.host.leave(block, keep=True)
         self._unname(block)
 
     def clear(self) -> list[Block[Node]]:
-        """Forget every name. Returns the blocks that had one: the caller frees those that nobody holds."""
+        """Forget every name. Returns the device's blocks that had one: the caller frees those that nobody holds."""
+        if self.host is not None:
+            self.host.clear()
         blocks = [b for node in self._nodes.values() for b in node.blocks if b is not None]
         for block in blocks:
             block.node = None
@@ -147,25 +209,36 @@ class PrefixTree:
         node = block.node
         assert node is not None
         node.blocks[block.kind] = None
+        if block.kind == FULL and node.parent is not None:
+            node.parent.branches -= 1
         block.node = None
-        if not any(node.blocks):
+        self.prune(node)
+
+    def prune(self, node: Node) -> None:
+        """A block of it lost its name: a node that names nothing is gone."""
+        if not any(node.blocks) and node.host is None:
             assert not node.children, "a node left before its children"
             del self._nodes[node.hash]
             if node.parent is not None:
                 del node.parent.children[node.hash]
+            if self.host is not None:
+                self.host.pruned(node)
 
     def check_invariants(self) -> None:
         if self._order is not None:
             cached = [node for node in self._nodes.values() if (full := node.blocks[FULL]) and not full.refs]
-            self._order.check_invariants(cached)
+            below = [n for n in self._nodes.values() if n.host and (own := n.host[FULL]) and not own.refs]
+            self._order.check_invariants(cached, [n for n in below if not n.children])
         for hash_, node in self._nodes.items():
             assert node.hash == hash_ == node.name.hash
-            assert any(node.blocks), "a node that names nothing"
+            assert any(node.blocks) or any(node.host or ()), "a node that names nothing"
             full = node.blocks[FULL]
-            assert full is not None, "prefix closure: no full-attention block"
+            assert full is not None or node.on_host(FULL), "prefix closure: no full-attention block"
+            assert full is not None or not any(node.blocks), "prefix closure: no full-attention block on the device"
             if node.parent is not None:
                 assert self._nodes.get(node.parent.hash) is node.parent
                 assert node.parent.children.get(hash_) is node
+            if node.parent is not None and full is not None:
                 parent_block = node.parent.blocks[FULL]
                 assert parent_block is not None
                 assert full.pending or not parent_block.pending

@@ -56,7 +56,9 @@ class Windows:
         while count:
             fewer = self.usable(nodes, count)
             if self._state_kind is not None:
-                while fewer and not nodes[fewer - 1].has(self._state_kind):
+                while (
+                    fewer and not nodes[fewer - 1].has(kind := self._state_kind) and not nodes[fewer - 1].on_host(kind)
+                ):
                     fewer -= 1
             if fewer == count:
                 break
@@ -67,9 +69,8 @@ class Windows:
         """The largest number of leading nodes, up to `count`, after which no window misses a block."""
         for group, window in self._sliding:
             while count:
-                missing = next(
-                    (i for i in range(count - 1, max(0, count - window) - 1, -1) if not nodes[i].blocks[group]), None
-                )
+                seen = range(count - 1, max(0, count - window) - 1, -1)
+                missing = next((i for i in seen if not nodes[i].blocks[group] and not nodes[i].on_host(group)), None)
                 if missing is None:
                     break
                 count = missing

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.cache.spec import CacheSpec
+from engine.execution.block_moves import BlockMoves
 from engine.execution.block_tables import BlockTables, Seats
 from engine.execution.decode_graphs import Capture, DecodeGraphs
 from engine.execution.logprobs import TENSORS, read_logprobs, token_logprobs
@@ -27,7 +28,7 @@ from engine.execution.sampler import Draft, Sampler
 from engine.grammars import Grammars
 from engine.models import CausalLM
 from engine.models.layers import Step
-from engine.types import BlockId, Chunk, RunnerLost, StepPlan, StepResult, UnitId
+from engine.types import Chunk, RunnerLost, StepPlan, StepResult, UnitId
 from kernels import Kernels, PagedKV, Ragged, select
 from kernels.interface import FixedPlans, IntArray
 from kernels.transfer import to_device, to_host
@@ -104,11 +105,13 @@ class ModelRunner:
         overlap: bool = False,
         grammars: Grammars | None = None,
         mask_threads: int = 1,
+        host_units: int = 0,
     ) -> None:
         """`capture`: how decode steps are recorded, where the kernels allow it; None: they are not.
 
         `overlap`: steps may have tokens that the step before draws. Where no device queues steps, a thread does them.
-        `grammars`: of constrained answers; None: there are none. `mask_threads`: for what they allow.
+        `grammars`: of constrained answers; None: there are none. `mask_threads`: for what they allow. `host_units`: of
+        host memory under the cache.
         """
         if num_units < 1:
             raise ValueError(f"num_units {num_units}: expected at least 1")
@@ -125,6 +128,7 @@ class ModelRunner:
         self._windows = model.windows
         stride = unit_stride_bytes(spec)
         self._buffer = torch.empty(num_units * stride, dtype=torch.uint8, device=device)
+        self.moves = BlockMoves(spec, self._buffer, stride, host_units)
         self._kv = [
             PagedKV(
                 buffer=self._buffer.view(dtype),
@@ -255,8 +259,8 @@ class ModelRunner:
         plan = step.plan
         if step.draft is not None:
             self._sampler.begin(step.draft, self._before)
-        for group, source, target in plan.block_moves:
-            self._move_block(group, source, target)
+        if plan.block_moves:
+            self.moves.do(plan.block_moves)
         self._prepare_states(plan)
         found: list[Tensor] = []
         if self._last is not None and (more := step.row_count - len(self._last)) > 0:
@@ -387,15 +391,6 @@ class ModelRunner:
     def _copy_unit(self, source: UnitId, target: UnitId) -> None:
         units = self._buffer.view(self.num_units, -1)
         units[target].copy_(units[source])
-
-    def _move_block(self, group: int, source: BlockId, target: BlockId) -> None:
-        kv = self._kv[group]
-        starts = [
-            (block // kv.blocks_per_unit) * kv.unit_elems + (block % kv.blocks_per_unit) * kv.block_elems
-            for block in (source, target)
-        ]
-        old, new = (kv.buffer[start : start + kv.block_elems] for start in starts)
-        new.copy_(old)
 
 
 def _is_scored(chunk: Chunk) -> bool:

@@ -13,7 +13,7 @@ from engine.cache.spec import CacheSpec
 from engine.config import EngineConfig
 from engine.execution.decode_graphs import CudaCapture
 from engine.execution.profiling import peak_step_bytes
-from engine.execution.runner import ModelRunner, units_for_memory
+from engine.execution.runner import ModelRunner, unit_stride_bytes, units_for_memory
 from engine.grammars import Grammars
 from engine.models import CausalLM
 from kernels import select
@@ -55,7 +55,7 @@ def size_cache(
 
         def profiled(unit_count: int) -> ModelRunner:
             return make_runner(
-                replace(config, enforce_eager=True), model, spec, unit_count,
+                replace(config, enforce_eager=True, host_cache_memory=None), model, spec, unit_count,
                 dtype=dtype, device=device, max_model_len=max_model_len, eos_token_ids=(),
             )  # fmt: skip
 
@@ -97,6 +97,7 @@ def make_runner(
         device=device, max_model_len=max_model_len, eos_token_ids=eos_token_ids, seed=config.seed,
         capture=CudaCapture(device) if device.type == "cuda" and not config.enforce_eager else None,
         overlap=overlaps(config), grammars=grammars, mask_threads=mask_threads(config, device),
+        host_units=count_host_units(config, spec),
     )  # fmt: skip
 
 
@@ -158,6 +159,22 @@ def count_units(config: EngineConfig, spec: CacheSpec, device: torch.device, ste
             count = min(count, -(-CACHE_TOKENS_MAX // (spec.block_size * per_unit)))
     if count < 1:
         raise ConfigError(f"{flag}: {budget} bytes hold no unit of the cache ({spec.unit_bytes} bytes)")
+    return count
+
+
+def count_host_units(config: EngineConfig, spec: CacheSpec) -> int:
+    """Units of host memory under each rank's cache. Raises ConfigError where they are none, or too many."""
+    memory = config.host_cache_memory
+    if memory is None:
+        return 0
+    flag = f"--host-cache-memory {memory}"
+    if not config.enable_prefix_caching:
+        raise ConfigError(f"{flag} means nothing with --no-enable-prefix-caching")
+    if memory > (physical := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+        raise ConfigError(f"{flag}: expected at most the memory of this machine, {physical} bytes")
+    count = units_for_memory(spec, memory // config.tensor_parallel_size)
+    if count < 1:
+        raise ConfigError(f"{flag}: holds no unit of the cache ({unit_stride_bytes(spec)} bytes) on each rank")
     return count
 
 

@@ -160,12 +160,23 @@ class MetricsPage:
             (gauge, "kv_cache_usage_perc", "KV cache in use by running sequences; 1 is all.", stats.kv_cache_usage),
             (counter, "prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.prefix_cache_queries),
             (counter, "prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_cache_hits),
+            (
+                gauge,
+                "cpu_cache_usage_perc",
+                "Host memory under the cache in use; 1 is all.",
+                stats.host_cache_usage,
+            ),
+            (counter, "host_cache_hits", "Prompt tokens found in host memory.", stats.host_cache_hits),
+            (counter, "host_cache_stored_bytes", "Copied to host memory.", stats.host_stored_bytes),
+            (counter, "host_cache_loaded_bytes", "Copied back from it.", stats.host_loaded_bytes),
+            (counter, "host_cache_copy_seconds", "Of these copies, where steps wait for them.", stats.host_copy_s),
             (counter, "num_preemptions", "Sequences preempted to free memory.", stats.preemptions),
         ):
             yield self._one(kind, name, text, value)
         config = {
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_blocks),
+            "num_cpu_blocks": str(info.num_host_blocks),
             "cache_dtype": info.dtype,
             "enable_prefix_caching": str(info.prefix_caching),
             "engine": "0",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
+from engine.types import BlockId, Chunk, Move, Request, SamplingParams, Sequence, StepPlan, UnitId
 
 
 class TableChange(msgspec.Struct, array_like=True, frozen=True):
@@ -37,7 +37,7 @@ class Planned(msgspec.Struct, tag="plan", array_like=True, frozen=True):
     state_restores: list[tuple[UnitId, UnitId]]
     state_resets: list[UnitId]
     state_checkpoints: list[tuple[UnitId, UnitId]]
-    block_moves: list[tuple[int, BlockId, BlockId]]
+    block_moves: list[Move]
 
 
 class PlanWriter:

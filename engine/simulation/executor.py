@@ -32,6 +32,7 @@ def load(config: EngineConfig, folder: Path) -> Executor:
     assert config.simulate is not None
     spec = read_spec(config.simulate)
     for flag, given in (("--tensor-parallel-size", config.tensor_parallel_size > 1),
+                        ("--host-cache-memory", config.host_cache_memory),
                         ("--kv-cache-memory-bytes", config.kv_cache_memory_bytes)):  # fmt: skip
         if given:
             raise ConfigError(f"{flag} means nothing with --simulate: its times and kv_tokens are those of the whole")

@@ -19,8 +19,8 @@ from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
 from engine.execution.block_tables import BlockTables, Seats
 from engine.scheduler import Scheduler, SchedulerConfig
-from engine.types import Chunk, Request, SamplingParams, SequenceOutput, StepPlan, StepResult, TokenLogprobs
-from events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from engine.types import Chunk, Request, SamplingParams, SequenceOutput, StepPlan, StepResult, TokenLogprobs, Way
+from events import CPU, GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 VOCABULARY = 5
 EOS = 4
@@ -81,6 +81,8 @@ class FakeDevice:
         self.windows = windows
         self.slots: dict[tuple[int, int], list[int | None]] = {}
         self.states: dict[int, tuple[int, int] | None] = {}
+        self.host_slots: dict[tuple[int, int], list[int | None]] = {}
+        self.host_states: dict[int, tuple[int, int] | None] = {}
         self.fail_next = False
         """The next step that is begun is not computed."""
         self.on_execute = lambda plan: None
@@ -127,8 +129,15 @@ class FakeDevice:
         plan, size = sent.plan, self.block_size
         self.plans.append([(c.seq.request.request_id, c.start, c.end) for c, _, _, _ in sent.chunks])
         self.computed_tokens += sum(c.end - c.start for c, _, _, _ in sent.chunks)
-        for group, source, destination in plan.block_moves:
-            self.slots[group, destination] = list(self.slots.get((group, source), [None] * size))
+        for kind, source, destination, way in plan.block_moves:
+            places = (self.host_slots if way is Way.FROM_HOST else self.slots), (
+                self.host_slots if way is Way.TO_HOST else self.slots)  # fmt: skip
+            if kind == len(self.windows):
+                states = (self.host_states if way is Way.FROM_HOST else self.states), (
+                    self.host_states if way is Way.TO_HOST else self.states)  # fmt: skip
+                states[1][destination] = states[0][source]
+            else:
+                places[1][kind, destination] = list(places[0].get((kind, source), [None] * size))
         for source, destination in plan.state_restores:
             self.states[destination] = self.states[source]
         for unit in plan.state_resets:
@@ -182,7 +191,8 @@ class EventChecker:
     def __init__(self, block_size: int, full_group: int = 0) -> None:
         self.block_size = block_size
         self.full_group = full_group
-        self.resident: dict[tuple[int, int], tuple[int | None, tuple[int, ...], object]] = {}
+        self.resident: dict[tuple[int, int, str], tuple[int | None, tuple[int, ...], object]] = {}
+        """By (group, name, medium)."""
         self.events: list[Event] = []
 
     def __call__(self, events: Collection[Event]) -> None:
@@ -194,8 +204,8 @@ class EventChecker:
             elif isinstance(event, BlockRemoved):
                 for name in event.block_hashes:
                     assert isinstance(name, int)
-                    del self.resident[event.group_idx, name]
-                    if event.group_idx == self.full_group:
+                    del self.resident[event.group_idx, name, event.medium]
+                    if event.group_idx == self.full_group and not self._full(name):
                         assert all(parent != name for parent, _, _ in self.resident.values()), "a parent left first"
             else:
                 self._store(event)
@@ -206,21 +216,25 @@ class EventChecker:
         assert len(event.token_ids) == len(event.block_hashes) * size > 0
         assert event.extra_keys is not None
         for index, name in enumerate(event.block_hashes):
-            assert (event.group_idx, name) not in self.resident, "stored twice"
-            assert parent is None or (self.full_group, parent) in self.resident, "a child before its parent"
-            if event.group_idx != self.full_group:
-                assert (self.full_group, name) in self.resident
+            assert (event.group_idx, name, event.medium) not in self.resident, "stored twice"
+            assert parent is None or self._full(parent), "a child before its parent"
+            assert event.group_idx == self.full_group or self._full(name)
             tokens = tuple(event.token_ids[index * size : (index + 1) * size])
-            self.resident[event.group_idx, name] = (parent, tokens, event.extra_keys[index])
+            self.resident[event.group_idx, name, event.medium] = (parent, tokens, event.extra_keys[index])
             parent = name
 
+    def _full(self, name: int) -> bool:
+        """Whether any medium has the full-attention block."""
+        return any((self.full_group, name, medium) in self.resident for medium in (GPU, CPU))
 
-def resident_in(cache: KVCache) -> set[tuple[int, int]]:
-    """{(group, hash)} of every computed block that the cache names."""
+
+def resident_in(cache: KVCache) -> set[tuple[int, int, str]]:
+    """{(group, hash, medium)} of every computed block that the cache names."""
     return {
-        (kind, node.hash)
+        (kind, node.hash, medium)
         for node in cache.tree.nodes()
-        for kind, block in enumerate(node.blocks)
+        for medium, blocks in ((GPU, node.blocks), (CPU, node.host or ()))
+        for kind, block in enumerate(blocks)
         if block is not None and not block.pending
     }
 

@@ -9,7 +9,7 @@ from collections import Counter
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import CacheSpec
-from engine.types import Sequence, StepPlan
+from engine.types import Sequence, StepPlan, Way
 from events.hashing import unpack_token_ids
 
 
@@ -51,6 +51,7 @@ class NaiveCache:
         self.cache = cache
         self.spec = cache.spec
         self.memory = Memory(cache.spec)
+        self.host = Memory(cache.spec)
         self.state_kind = len(self.spec.groups)
         self.pinned: set[tuple[int, int]] = set()
         """(kind, block) held by the step being planned; once it is over, only table entries count."""
@@ -60,9 +61,11 @@ class NaiveCache:
     def execute(self, plan: StepPlan) -> None:
         """Do what a device would: moves, restores, resets; then write all chunks; then copy checkpoints."""
         state = self.state_kind
-        for group, source, destination in plan.block_moves:
-            content = self.memory.read(group, source)
-            self.memory.write(group, destination, content)
+        memories = {Way.WITHIN: (self.memory,) * 2, Way.TO_HOST: (self.memory, self.host),
+                    Way.FROM_HOST: (self.host, self.memory)}  # fmt: skip
+        for kind, source, destination, way in plan.block_moves:
+            read, written = memories[way]
+            written.write(kind, destination, read.read(kind, source))
         for source, destination in plan.state_restores:
             self.memory.write(state, destination, self.memory.read(state, source))
         for unit in plan.state_resets:
@@ -102,7 +105,7 @@ class NaiveCache:
         """Every named block, held or not, has the bytes of its prefix, wherever moves and merges brought it."""
         size = self.spec.block_size
         seen_hashes: set[int] = set()
-        seen_blocks: set[tuple[int, int]] = set()
+        seen_blocks: set[tuple[int, int, bool]] = set()
         for node in self.cache.tree.nodes():
             assert node.hash not in seen_hashes
             seen_hashes.add(node.hash)
@@ -112,13 +115,15 @@ class NaiveCache:
                 packed = at.name.packed + packed
                 at = at.parent  # type: ignore[assignment]
             prefix = tuple(unpack_token_ids(packed))
-            for kind, block in enumerate(node.blocks):
+            tiers = [(kind, block, False) for kind, block in enumerate(node.blocks)]
+            tiers += [(kind, block, True) for kind, block in enumerate(node.host or ())]
+            for kind, block, on_host in tiers:
                 if block is None or block.pending:
                     continue
                 number = block.unit.index if kind == self.state_kind else block.id
-                assert (kind, number) not in seen_blocks, "two hashes on one block"
-                seen_blocks.add((kind, number))
-                content = self.memory.read(kind, number)
+                assert (kind, number, on_host) not in seen_blocks, "two hashes on one block"
+                seen_blocks.add((kind, number, on_host))
+                content = (self.host if on_host else self.memory).read(kind, number)
                 start = len(prefix) - size
                 wanted = prefix if kind == self.state_kind else [prefix[: start + i + 1] for i in range(size)]
                 assert content == wanted, f"block {number} of kind {kind} does not hold what its hash says"
@@ -176,8 +181,11 @@ class NaiveCache:
             per_unit = 1 if kind == self.state_kind else self.spec.blocks_per_unit(kind)
             kinds_of_unit.setdefault(block // per_unit, set()).add(kind)
         for node in self.cache.tree.nodes():
-            assert node.parent is None or node.parent.has(0), "prefix closure"
-            assert node.has(0), "prefix closure"
+            assert node.parent is None or node.parent.has(0) or node.parent.on_host(0), "prefix closure"
+            assert node.has(0) or node.on_host(0), "prefix closure"
+            if any(node.blocks):
+                assert node.has(0), "prefix closure of the device"
+                assert node.parent is None or node.parent.has(0), "prefix closure of the device"
             for kind, named in enumerate(node.blocks):
                 if named is not None:
                     kinds_of_unit.setdefault(named.unit.index, set()).add(kind)

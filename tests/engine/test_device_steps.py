@@ -25,7 +25,7 @@ from engine.execution import runner as runner_module
 from engine.execution.runner import ModelRunner
 from engine.models import HfConfig, Shard, build_model
 from engine.tiny.model import Recipe, cached_model
-from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
+from engine.types import BlockId, Chunk, Move, Request, SamplingParams, Sequence, StepPlan, UnitId
 from kernels.transfer import to_device, upload
 from kernels.triton.backend import TritonKernels
 
@@ -294,7 +294,7 @@ def test_nothing_in_a_step_waits_for_the_device(guard: Guard, family: str, rank:
             hand.step(*((seq, len(seq.token_ids)) for seq in members))
         if runner._last is not None:
             hand.overlapped(seqs, 3)
-        copies: dict[str, Any] = {"block_moves": [(0, BlockId(0), BlockId(1))]}
+        copies: dict[str, Any] = {"block_moves": [Move(0, BlockId(0), BlockId(1))]}
         if runner.spec.state is not None:
             copies |= {"state_restores": [(UnitId(3), UnitId(4))], "state_checkpoints": [(UnitId(4), UnitId(3))]}
         hand.step((seqs[0], len(seqs[0].token_ids)), **copies)

@@ -31,27 +31,29 @@ GAPS = {"qwen3_5": 2e-3}
 """How far from the likeliest a greedy token may be where rounding decides; else 1e-4. See test_runner_parity."""
 
 
-def make_core(family: str, token_count: int, block_size: int) -> EngineCore:
+def make_core(family: str, token_count: int, block_size: int, host_units: int = 0) -> EngineCore:
     """A core whose cache holds about so many tokens of KV, and a few states."""
     model, dtype = load_model(cached_model(RECIPES[family]))
     spec = model.cache_spec(block_size, dtype)
     unit_count = sum(-(-token_count // (block_size * spec.blocks_per_unit(g))) for g in range(len(spec.groups)))
     unit_count += 12 if spec.state is not None else 0
-    cache = KVCache(spec, unit_count, step_tokens_max=64)
+    cache = KVCache(spec, unit_count, step_tokens_max=64, host_units=host_units)
     config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256)
-    runner = ModelRunner(model, spec, unit_count, device=torch.device("cpu"), dtype=dtype, max_model_len=256)
+    runner = ModelRunner(
+        model, spec, unit_count, device=torch.device("cpu"), dtype=dtype, max_model_len=256, host_units=host_units
+    )
     runner._buffer.fill_(0xFF)  # a read of what no step wrote is NaN
     return EngineCore(Scheduler(config, cache), runner, lambda events: None)
 
 
 @pytest.mark.parametrize("family", list(RECIPES))
-@pytest.mark.parametrize("block_size", [4, 16])
-def test_conversations_in_a_small_cache(family, block_size):
+@pytest.mark.parametrize(("block_size", "host_units"), [(4, 0), (16, 0), (4, 100)])
+def test_conversations_in_a_small_cache(family, block_size, host_units):
     seed = random.randrange(2**32)
     print("seed", seed)
     rng = random.Random(seed)
     oracle = Oracle(cached_model(RECIPES[family]))
-    core = make_core(family, token_count=256, block_size=block_size)
+    core = make_core(family, token_count=256, block_size=block_size, host_units=host_units)
     shared = [[rng.randrange(2048) for _ in range(rng.randrange(20, 60))] for _ in range(2)]
     prompts, outputs = {}, {}
     waiting = [f"r{i}" for i in range(10)]

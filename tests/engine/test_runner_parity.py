@@ -18,7 +18,7 @@ from hand_driver import Driver, Oracle, random_cuts
 from safetensors.torch import load_file, save_file
 
 from engine.tiny.model import Recipe, cached_model
-from engine.types import BlockId
+from engine.types import BlockId, Move
 from kernels.reference.backend import ReferenceKernels
 
 LLAMA3 = {
@@ -198,7 +198,7 @@ def test_moved_blocks(driver, oracle, rng):
     for group, table in enumerate(seq.block_tables):
         fresh = d.sequence([1])
         d.grow(fresh, len(table) * d.spec.block_size)
-        moves += [(group, old, new) for old, new in zip(table, fresh.block_tables[group], strict=False)]
+        moves += [Move(group, old, new) for old, new in zip(table, fresh.block_tables[group], strict=False)]
         seq.block_tables[group] = [BlockId(b) for b in fresh.block_tables[group][: len(table)]]
     d.step((seq, 41), block_moves=moves)
     oracle.check(seq, d.logits_of(seq), first=40)

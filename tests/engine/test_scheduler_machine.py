@@ -24,6 +24,7 @@ class CoreMachine(RuleBasedStateMachine):
         eos=st.booleans(),
         overlap=st.booleans(),
         adaptive=st.booleans(),
+        host_units=st.sampled_from([0, 1, 4, 20]),
     )
     def start(
         self,
@@ -35,6 +36,7 @@ class CoreMachine(RuleBasedStateMachine):
         eos: bool,
         overlap: bool,
         adaptive: bool,
+        host_units: int,
     ) -> None:
         budget = max_num_seqs + extra_budget
         config = SchedulerConfig(
@@ -43,7 +45,7 @@ class CoreMachine(RuleBasedStateMachine):
             max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}) if eos else frozenset(),
         )
-        cache = KVCache(spec, units, step_tokens_max=budget, adaptive_eviction=adaptive)
+        cache = KVCache(spec, units, step_tokens_max=budget, adaptive_eviction=adaptive, host_units=host_units)
         self.bench = Bench(cache, config, overlap=overlap)
         self.count = 0
         self.texts: list[list[int]] = [[]]
@@ -166,13 +168,14 @@ TestCore.settings = settings(max_examples=60, stateful_step_count=30, deadline=N
         st.tuples(st.integers(0, 40), st.booleans(), st.integers(1, 4), st.integers(1, 9)), min_size=2, max_size=5
     ),
     overlap=st.booleans(),
+    host_units=st.sampled_from([0, 1, 4, 20]),
 )
 def test_whatever_fits_alone_is_served(
-    spec: CacheSpec, units: int, budget: int, asked: list[tuple[int, bool, int, int]], overlap: bool
+    spec: CacheSpec, units: int, budget: int, asked: list[tuple[int, bool, int, int]], overlap: bool, host_units: int
 ) -> None:
     """Beginnings of one text, and requests that continue one to the pool's end: none waits for ever."""
     config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=budget, max_model_len=500)
-    bench = Bench(KVCache(spec, units, step_tokens_max=budget), config, overlap=overlap)
+    bench = Bench(KVCache(spec, units, step_tokens_max=budget, host_units=host_units), config, overlap=overlap)
     for number, (new, fills, short_of, max_tokens) in enumerate(asked):
         length = max(0, bench.core.scheduler.token_limit - short_of)
         text = [3] * (length - new) + [1] * min(new, length) * fills

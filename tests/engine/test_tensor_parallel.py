@@ -31,7 +31,19 @@ from engine.parallel.orders import Planned, PlanReader, PlanWriter
 from engine.parallel.ranks import Leader
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.tiny.model import Recipe, cached_model
-from engine.types import BlockId, Chunk, Request, RunnerLost, SamplingParams, Sequence, StepPlan, TokenLogprobs, UnitId
+from engine.types import (
+    BlockId,
+    Chunk,
+    Move,
+    Request,
+    RunnerLost,
+    SamplingParams,
+    Sequence,
+    StepPlan,
+    TokenLogprobs,
+    UnitId,
+    Way,
+)
 from options import ConfigError
 
 MODELS = {
@@ -278,7 +290,7 @@ def test_plans_survive_their_messages() -> None:
             state_restores=[(UnitId(1), UnitId(2))],
             state_resets=[UnitId(4)],
             state_checkpoints=[(UnitId(3), UnitId(6))],
-            block_moves=[(1, BlockId(8), BlockId(9))],
+            block_moves=[Move(1, BlockId(8), BlockId(9)), Move(0, BlockId(2), BlockId(3), Way.TO_HOST)],
         )
         again = reader.read(msgspec.msgpack.decode(msgspec.msgpack.encode(writer.write(plan)), type=Planned))
         for found, chunk in zip(again.chunks, chunks, strict=True):

@@ -30,13 +30,14 @@ class StreamChecker:
 
     1. Stored and Removed of one (group, medium, name) alternate, beginning with Stored.
     2. `len(token_ids) == len(block_hashes) * block_size`, and there is at least one block.
-    3. In a full-attention group the parent is resident when a block is stored, and no resident block hangs from a
-       removed one. At the end of a batch, what other groups stored in it names resident full-attention blocks.
+    3. In a full-attention group the parent is resident, on any medium, when a block is stored, and no resident block
+       hangs from one that was removed from its last. At the end of a batch, what other groups stored in it names
+       resident full-attention blocks.
     """
 
     def __init__(self) -> None:
         self._parents: dict[GroupKey, dict[BlockName, BlockName | None]] = {}
-        self._child_counts: dict[GroupKey, dict[BlockName, int]] = {}
+        self._child_counts: dict[int, dict[BlockName, int]] = {}
         self._full: set[GroupKey] = set()
         self._story: deque[str] = deque(maxlen=_STORY_EVENTS)
         self.events_seen = 0
@@ -81,13 +82,13 @@ class StreamChecker:
         if full:
             self._full.add(group)
         held = self._parents.setdefault(group, {})
-        children = self._child_counts.setdefault(group, {})
+        children = self._child_counts.setdefault(group[0], {})
         parent = event.parent_block_hash
         for name in event.block_hashes:
             if name in held:
                 self._fail(1, f"block {name!r} of group {group} was stored while resident")
             if full:
-                if parent is not None and parent not in held:
+                if parent is not None and not self._holds(group[0], parent):
                     self._fail(3, f"block {name!r} was stored before its parent {parent!r} in group {group}")
                 if parent is not None:
                     children[parent] = children.get(parent, 0) + 1
@@ -102,16 +103,20 @@ class StreamChecker:
         if not event.block_hashes:
             self._fail(2, "a Removed event without blocks")
         held = self._parents.get(group, {})
-        children = self._child_counts.get(group, {})
+        children = self._child_counts.get(group[0], {})
         for name in event.block_hashes:
             if name not in held:
                 self._fail(1, f"block {name!r} of group {group} was removed while not resident")
-            if children.get(name, 0):
-                self._fail(3, f"block {name!r} of group {group} was removed before its {children[name]} children")
-            children.pop(name, None)
             parent = held.pop(name)
+            if not self._holds(group[0], name):
+                if children.get(name, 0):
+                    self._fail(3, f"block {name!r} of group {group} was removed before its {children[name]} children")
+                children.pop(name, None)
             if group in self._full and parent is not None:
                 children[parent] -= 1
+
+    def _holds(self, group_idx: int, name: BlockName) -> bool:
+        return any(name in held for (group, _), held in self._parents.items() if group == group_idx)
 
     def _check_foreign_parent(self, group: GroupKey, name: BlockName) -> None:
         held = self._parents.get(group, {})

@@ -43,7 +43,12 @@ class OurWorker:
         groups = [GroupSpec(FULL_ATTENTION, (0,), 1, 1, 1)]
         if window is not None:
             groups.append(GroupSpec(SLIDING_WINDOW, (1,), 1, 1, 1, window))
-        self._cache = KVCache(CacheSpec(BLOCK, tuple(groups)), rng.choice([24, 48]), step_tokens_max=16)
+        self._cache = KVCache(
+            CacheSpec(BLOCK, tuple(groups)),
+            rng.choice([24, 48]),
+            step_tokens_max=16,
+            host_units=rng.choice([0, 0, 6, 60]),
+        )
         config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64)
         self._events: list[Event] = []
         device = FakeDevice(BLOCK, [group.sliding_window for group in groups])
@@ -93,7 +98,8 @@ class OurWorker:
     def resident_count(self) -> int:
         """(group, block) presences."""
         nodes = self._cache.tree.nodes()
-        return sum(block is not None and not block.pending for node in nodes for block in node.blocks)
+        blocks = (block for node in nodes for block in (*node.blocks, *(node.host or ())))
+        return sum(block is not None and not block.pending for block in blocks)
 
 
 class ForeignWorker:

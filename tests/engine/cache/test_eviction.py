@@ -18,7 +18,7 @@ from engine.cache.habits import Habits, Turn
 class Place:
     def __init__(self, hash_: int, depth: int, parent: Place | None) -> None:
         self.hash, self.depth, self.parent = hash_, depth, parent
-        self.children = 0
+        self.branches = 0
 
 
 class Cache:
@@ -40,7 +40,7 @@ class Cache:
         for depth in range(found, len(names)):
             place = self.places[names[depth]] = Place(names[depth], depth, last)
             if last is not None:
-                last.children += 1
+                last.branches += 1
             last = place
         self.order.end(turn, names)
         assert last is not None
@@ -48,10 +48,10 @@ class Cache:
         while len(self.places) > self.capacity:
             leaf = self.order.victim()
             assert leaf is not None
-            assert not leaf.children, "evicted before what hangs from it"
+            assert not leaf.branches, "evicted before what hangs from it"
             del self.places[leaf.hash]
             if leaf.parent is not None:
-                leaf.parent.children -= 1
+                leaf.parent.branches -= 1
             self.order.gone(leaf, leaf.parent)
         self.served += 1
         if self.served % 50 == 0:

@@ -22,17 +22,20 @@ from engine.cache.spec import CacheSpec, StateSpec
 from engine.types import Chunk, Request, SamplingParams, Sequence, StepPlan
 
 STEP_TOKENS_MAX = 8
+HOST_UNITS = st.sampled_from([0, 1, 2, 5, 20])
 
 
 class PoolMachine(RuleBasedStateMachine):
     """A scheduler that does anything at random, within the contract of KVCache."""
 
-    @initialize(spec=specs(3, 6), units=st.integers(3, 12), adaptive=st.booleans())
-    def start(self, spec: CacheSpec, units: int, adaptive: bool) -> None:
-        self._start(spec, units, adaptive)
+    @initialize(spec=specs(3, 6), units=st.integers(3, 12), adaptive=st.booleans(), host_units=HOST_UNITS)
+    def start(self, spec: CacheSpec, units: int, adaptive: bool, host_units: int) -> None:
+        self._start(spec, units, adaptive, host_units)
 
-    def _start(self, spec: CacheSpec, units: int, adaptive: bool = False) -> None:
-        self.cache = KVCache(spec, units, step_tokens_max=STEP_TOKENS_MAX, adaptive_eviction=adaptive)
+    def _start(self, spec: CacheSpec, units: int, adaptive: bool = False, host_units: int = 0) -> None:
+        self.cache = KVCache(
+            spec, units, step_tokens_max=STEP_TOKENS_MAX, adaptive_eviction=adaptive, host_units=host_units
+        )
         self.naive = NaiveCache(self.cache)
         self.events = EventChecker(spec.block_size)
         self.running: list[Sequence] = []
@@ -176,12 +179,16 @@ class CrampedMachine(PoolMachine):
     """Two attention groups and state in a handful of units: little but compactions."""
 
     @initialize(
-        block_size=st.integers(1, 2), blocks=st.integers(3, 5), window=st.integers(3, 6), units=st.integers(5, 9)
+        block_size=st.integers(1, 2),
+        blocks=st.integers(3, 5),
+        window=st.integers(3, 6),
+        units=st.integers(5, 9),
+        host_units=HOST_UNITS,
     )
-    def start(self, block_size: int, blocks: int, window: int, units: int) -> None:  # type: ignore[override]
+    def start(self, block_size: int, blocks: int, window: int, units: int, host_units: int) -> None:  # type: ignore[override]
         state = StateSpec(layers=(9,), state_bytes=blocks * block_size * 256)
         spec = CacheSpec(block_size=block_size, groups=(group(1), group(1, window=window)), state=state)
-        self._start(spec, units)
+        self._start(spec, units, host_units=host_units)
 
 
 QUICK = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -13,6 +13,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from engine.cache.checkpoints import Checkpoints
 from engine.cache.event_log import EventLog
+from engine.cache.host import HostTier
 from engine.cache.kv_cache import UNREAD, KVCache
 from engine.cache.nodes import HashBlock, Node
 from engine.cache.pool import UnitPool
@@ -222,6 +223,126 @@ def weak_hashes(patch: Patch) -> None:
     patch.setattr("engine.cache.naming.chain_hashes", bad)
 
 
+def host_copy_never_made(patch: Patch) -> None:
+    real = HostTier._store
+
+    def store(self: HostTier, block: Any, node: Node) -> bool:
+        before = len(self._moves)
+        done = real(self, block, node)
+        del self._moves[before:]
+        return done
+
+    patch.setattr(HostTier, "_store", store)
+
+
+def host_copy_never_read(patch: Patch) -> None:
+    patch.setattr(HostTier, "fetch", lambda self, own, target: None)
+
+
+def host_moves_after_all_others(patch: Patch) -> None:
+    real = KVCache.fill
+
+    def fill(self: KVCache, plan: Any) -> None:
+        real(self, plan)
+        plan.block_moves.sort(key=lambda move: move.way)
+
+    patch.setattr(KVCache, "fill", fill)
+
+
+def host_reads_before_writes(patch: Patch) -> None:
+    real = KVCache.fill
+
+    def fill(self: KVCache, plan: Any) -> None:
+        real(self, plan)
+        plan.block_moves.sort(key=lambda move: -move.way)
+
+    patch.setattr(KVCache, "fill", fill)
+
+
+def host_block_not_held_while_it_is_read(patch: Patch) -> None:
+    def hold(self: HostTier, node: Node, kind: int) -> Any:
+        assert node.host is not None
+        return node.host[kind]
+
+    patch.setattr(HostTier, "hold", hold)
+    patch.setattr(HostTier, "let_go", lambda self, own: None)
+
+
+def host_eviction_without_cascade(patch: Patch) -> None:
+    patch.setattr(HostTier, "forget", lambda self, block: self._drop(block))
+
+
+def host_keeps_what_hung_from_what_is_lost(patch: Patch) -> None:
+    real = HostTier.leave
+
+    def leave(self: HostTier, block: Any, *, keep: bool) -> None:
+        drop_all, self._drop_all = self._drop_all, lambda top: None  # type: ignore[method-assign]
+        real(self, block, keep=keep)
+        self._drop_all = drop_all  # type: ignore[method-assign]
+
+    patch.setattr(HostTier, "leave", leave)
+
+
+def host_copy_kept_beside_the_device(patch: Patch) -> None:
+    patch.setattr(HostTier, "replaced", lambda self, block: None)
+
+
+def host_eviction_unannounced(patch: Patch) -> None:
+    patch.setattr(EventLog, "gone", lambda self, kind, node: None)
+
+
+def move_to_the_host_unannounced(patch: Patch) -> None:
+    patch.setattr(EventLog, "moved", EventLog.removed)
+
+
+def host_copy_of_a_failed_step_trusted(patch: Patch) -> None:
+    def distrust(self: KVCache) -> bool:
+        self._distrusted_host.clear()
+        stored, self.host.stored = self.host.stored, []  # type: ignore[union-attr]
+        again = real(self)
+        self.host.stored = stored  # type: ignore[union-attr]
+        return again
+
+    real = KVCache.distrust_moved
+    patch.setattr(KVCache, "distrust_moved", lambda self: real(self) if self.host is None else distrust(self))
+
+
+def host_block_leaked_by_a_failed_step(patch: Patch) -> None:
+    real = KVCache.abandon
+
+    def abandon(self: KVCache) -> None:
+        let_go = HostTier.let_go
+        HostTier.let_go = lambda self, own: None  # type: ignore[method-assign, assignment]
+        real(self)
+        HostTier.let_go = let_go  # type: ignore[method-assign]
+
+    patch.setattr(KVCache, "abandon", abandon)
+
+
+def loaded_block_announced_when_planned(patch: Patch) -> None:
+    real = KVCache._load
+
+    def load(self: KVCache, chain: Any, missing: Any) -> None:
+        real(self, chain, missing)
+        for block, own in self._planning.loaded:
+            self.tree.log.stored(block.kind, own.node)  # type: ignore[arg-type]
+
+    patch.setattr(KVCache, "_load", load)
+
+
+def state_resumed_on_nothing(patch: Patch) -> None:
+    real = KVCache._start_state
+
+    def start(self: KVCache, seq: Any, source: Any, last: Any, *, copies: bool) -> None:
+        real(self, seq, source, None if source is None else last, copies=copies)
+
+    patch.setattr(KVCache, "_start_state", start)
+
+
+def host_windows_not_read(patch: Patch) -> None:
+    patch.setattr(Node, "on_host", lambda self, kind: self.host is not None)
+
+
 MUTANTS: list[Callable[[Patch], None]] = [
     eviction_without_cascade,
     eviction_unannounced,
@@ -244,6 +365,21 @@ MUTANTS: list[Callable[[Patch], None]] = [
     hash_believed,
     hash_believed_below_any_parent,
     one_hash_two_blocks,
+    host_copy_never_made,
+    host_copy_never_read,
+    host_moves_after_all_others,
+    host_reads_before_writes,
+    host_block_not_held_while_it_is_read,
+    host_eviction_without_cascade,
+    host_keeps_what_hung_from_what_is_lost,
+    host_copy_kept_beside_the_device,
+    host_eviction_unannounced,
+    move_to_the_host_unannounced,
+    host_copy_of_a_failed_step_trusted,
+    host_block_leaked_by_a_failed_step,
+    loaded_block_announced_when_planned,
+    state_resumed_on_nothing,
+    host_windows_not_read,
 ]
 
 

@@ -1,0 +1,178 @@
+"""Host memory under the device's: the blocks that were evicted there, until a prompt asks for them.
+
+A pool of its own, of the same units and kinds, for nodes of the same prefix tree. What the device evicts is planned to
+be copied here (`leave`), and what a request finds here to be copied back (`fetch`); both go into the one list of moves
+that a step does first, in order, so memory that is given up in a plan may be used again in the same one. A block is
+in one of the two pools: once the device has a computed copy, this one goes (`replaced`).
+
+Owns the host's pool and what is planned of it. Refuses to know sequences and tensors. Invariants: a block here is
+cached, or held by a step that reads it; it hangs from a full-attention block here or on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import mul
+
+from engine.cache.eviction import Adaptive
+from engine.cache.nodes import Node
+from engine.cache.pool import Block, UnitPool
+from engine.cache.prefix import FULL, HostOrder, PrefixTree
+from engine.cache.spec import CacheSpec
+from engine.types import Move, Way
+
+
+class HostTier:
+    """`moves` is the plan's list, to which copies are added."""
+
+    def __init__(
+        self,
+        unit_count: int,
+        blocks_per_unit: Sequence[int],
+        state_kind: int | None,
+        tree: PrefixTree,
+        moves: list[Move],
+        order: Adaptive[Node] | None = None,
+    ) -> None:
+        """`order`: another one than by age, the device's too."""
+        assert unit_count > 0
+        self.pool: UnitPool[Node] = UnitPool(
+            unit_count, blocks_per_unit, self.forget, state_kind, None if order is None else HostOrder(order)
+        )
+        self._order = order
+        self._tree = tree
+        self._moves = moves
+        self.stored: list[Block[Node]] = []
+        """Blocks that the step being planned fills."""
+        self.stored_blocks = [0] * len(blocks_per_unit)
+        self.loaded_blocks = [0] * len(blocks_per_unit)
+        """Of each kind, planned since the start."""
+
+    def usage(self, spec: CacheSpec) -> tuple[float, int, int]:
+        """(share in use, bytes stored, bytes loaded)."""
+        sizes = [spec.block_bytes(g) for g in range(len(spec.groups))]
+        if spec.state is not None:
+            sizes.append(spec.state.state_bytes)
+        moved = (sum(map(mul, counts, sizes)) for counts in (self.stored_blocks, self.loaded_blocks))
+        return 1 - self.pool.free_units / len(self.pool.units), *moved
+
+    # ------------------------------------------------------------------ down
+
+    def leave(self, block: Block[Node], *, keep: bool) -> None:
+        """A computed block of the device is about to lose its name: take it in, if it is to be kept, and say so."""
+        node, kind, log = block.node, block.kind, self._tree.log
+        assert node is not None
+        if node.on_host(kind):
+            log.removed(kind, node)
+        elif keep and self._store(block, node):
+            log.moved(kind, node)
+        else:
+            if kind == FULL:
+                self._drop_all(node)
+            log.removed(kind, node)
+
+    def _store(self, block: Block[Node], node: Node) -> bool:
+        kind = block.kind
+        own = self.pool.allocate(kind)
+        if own is None:
+            return False
+        if node.host is None:
+            node.host = [None] * len(node.blocks)
+        node.host[kind] = own
+        own.node, own.superseded = node, block.superseded
+        self.pool.release(own, block.worth)
+        self._moves.append(Move(kind, block.id, own.id, Way.TO_HOST))
+        self.stored.append(own)
+        self.stored_blocks[kind] += 1
+        return True
+
+    # ------------------------------------------------------------------ up
+
+    def hold(self, node: Node, kind: int) -> Block[Node]:
+        """The node's block here, which is not evicted before `let_go`."""
+        assert node.host is not None
+        own = node.host[kind]
+        assert own is not None
+        self.pool.acquire(own)
+        return own
+
+    def fetch(self, own: Block[Node], target: Block[Node]) -> None:
+        """Copy a block that is held here to the device's `target` with the step being planned."""
+        self._moves.append(Move(own.kind, own.id, target.id, Way.FROM_HOST))
+        self.loaded_blocks[own.kind] += 1
+
+    def let_go(self, own: Block[Node]) -> None:
+        self.pool.release(own, own.worth)
+
+    def replaced(self, block: Block[Node]) -> None:
+        """The device has a computed block now: none is needed here, unless a step reads it."""
+        node = block.node
+        assert node is not None
+        if node.host is not None and (own := node.host[block.kind]) is not None and not own.refs:
+            self._drop(own)
+
+    # ------------------------------------------------------------------ out
+
+    def forget(self, block: Block[Node]) -> None:
+        """Evict a block, and with a full-attention block that the device has not what hangs from it here."""
+        assert block.node is not None
+        if block.kind == FULL and not block.node.has(FULL):
+            self._drop_all(block.node)
+        else:
+            self._drop(block)
+
+    def clear(self) -> None:
+        """Forget every name. What steps read stays until they let it go."""
+        for node in self._tree.nodes():
+            for own in node.host or ():
+                if own is not None:
+                    own.node = None
+                    if not own.refs:
+                        self.pool.drop(own)
+            node.host = None
+
+    def pruned(self, node: Node) -> None:
+        """The tree has it no more: what it hung from may be the end of its path here."""
+        above = node.parent
+        if self._order is not None:
+            ends = above is not None and above.host is not None and not above.children and (own := above.host[FULL])
+            self._order.gone_below(node, above if ends and own is not None and not own.refs else None)
+
+    def _drop_all(self, top: Node) -> None:
+        """What is here of this node and of those below it, leaves first."""
+        below = [top]
+        for node in below:
+            below.extend(node.children.values())
+        for node in reversed(below):
+            for own in reversed(node.host or ()):
+                if own is not None:
+                    self._drop(own)
+
+    def _drop(self, own: Block[Node]) -> None:
+        node, kind = own.node, own.kind
+        assert node is not None
+        assert node.host is not None
+        self._tree.log.gone(kind, node)
+        node.host[kind] = None
+        if not any(node.host):
+            node.host = None
+        own.node = None
+        if not own.refs:
+            self.pool.drop(own)
+        self._tree.prune(node)
+        if self._order is not None and any(node.blocks):
+            self._order.gone_below(node, None)
+
+    def check_invariants(self, held: Sequence[Block[Node]]) -> None:
+        """`held`: an entry for each reference of a step that is out."""
+        self.pool.check_invariants()
+        named = {own for node in self._tree.nodes() for own in node.host or () if own is not None}
+        for unit in self.pool.units:
+            for own in unit.blocks:
+                assert own.refs == held.count(own), f"{own!r} of the host"
+                assert (own in named) == (own.node is not None)
+        for node in self._tree.nodes():
+            assert node.host is None or any(node.host)
+            for kind, block in enumerate(node.host or ()):
+                assert block is None or (block.node is node and block.kind == kind)
+                assert block is None or block.refs or not node.has(kind), "kept twice"

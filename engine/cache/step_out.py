@@ -1,0 +1,26 @@
+"""What commit or abandon must know of a step that is planned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.cache.nodes import Node
+from engine.cache.pool import Block
+from engine.types import Chunk, Sequence
+
+
+@dataclass(slots=True)
+class StepOut:
+    """A step between its plan and its result."""
+
+    finishing: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    """(sequence, start, end): it names the blocks [start, end)."""
+    unnamed: list[tuple[Sequence, int]] = field(default_factory=list)
+    """(sequence, end): its last block is full at `end`, with a token that is not known yet."""
+    moved: list[Block[Node]] = field(default_factory=list)
+    """By a compaction that the step does first."""
+    stored: list[Block[Node]] = field(default_factory=list)
+    """Of the host: what the step fills there."""
+    loaded: list[tuple[Block[Node], Block[Node]]] = field(default_factory=list)
+    """(the device's block, the host's that it is read from, held), parents first."""
+    chunks: list[Chunk] = field(default_factory=list)
