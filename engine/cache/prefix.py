@@ -16,16 +16,13 @@ alternate.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from engine.cache.event_log import EventLog
 from engine.cache.eviction import Adaptive
 from engine.cache.nodes import HashBlock, Node
 from engine.cache.pool import Block
 from engine.cache.spec import CacheSpec
-
-if TYPE_CHECKING:
-    from engine.cache.host import HostTier
 
 FULL = 0
 """The kind of the full-attention group: the one whose chain of blocks carries everything else."""
@@ -70,6 +67,15 @@ class HostOrder:
         return None if node is None or node.host is None else node.host[FULL]
 
 
+class Below(Protocol):
+    """Memory that takes what the device evicts."""
+
+    def leave(self, block: Block[Node], *, keep: bool) -> None: ...
+    def replaced(self, block: Block[Node]) -> None: ...
+    def pruned(self, node: Node) -> None: ...
+    def clear(self) -> None: ...
+
+
 class PrefixTree:
     """Nodes by hash. `drop` gives a block that is no longer named back to the pool; `order` hears of what is gone."""
 
@@ -80,7 +86,7 @@ class PrefixTree:
         self._kinds = len(spec.groups) + (spec.state is not None)
         self._drop = drop
         self._order = order
-        self.host: HostTier | None = None
+        self.host: Below | None = None
         """Takes what the device evicts."""
         self.log = EventLog(spec)
 
