@@ -1,0 +1,348 @@
+#!/usr/bin/env python3
+"""How much of an agent's conversation is reused from turn to turn, while something breaks its beginnings.
+
+    benchmarks/agent_turns.py [--turns 30] [--cases ...] [--clients anthropic openai responses] [--json FILE]
+
+The official clients, unmodified, each with a session of its own: a turn brings the results of the tools that were
+called in the last one, every sixth one a question too; answers are whole and streamed by turns. Against an engine as it
+is, and one without the mending (`--sampled-mb 0`; the billing line there has a name that nobody drops).
+
+sampled     the built-in random model, calls forced: what it writes, the encoder writes with other ids, and the template
+            with other spacing
+arguments   the same, and the client writes the arguments of all earlier calls anew: keys in order, without spaces
+billing     the same as `sampled`, and the system prompt begins with a line that changes
+thinking    a scripted model that thinks before it calls two tools at once; the template drops what was thought before
+            the last question, and keeps what was thought since
+all         `sampled`, `arguments` and `billing` at once
+
+`reusable`: all tokens of the last turn, its answer with it, but the last one, of which nothing was computed; where the
+template drops a thought, what was before it. `reused`: what the engine reports, in blocks of 16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import _path
+import anthropic
+import openai
+from harness.figures import in_words, machine, markdown, write_json
+from harness.programs import serve_engine
+
+BLOCK = 16
+CASES = ("sampled", "arguments", "billing", "thinking", "all")
+CLIENTS = ("anthropic", "openai", "responses")
+TOOLS_A_QUESTION = 5
+"""Turns with results of tools between two questions."""
+_CALL = (
+    '{{- \'<tool_call>NL{"name": "\' + call.function.name + \'", "arguments": \' + (call.function.arguments | tojson)'
+    " + '}NL</tool_call>' }}"
+)
+TEMPLATE = (
+    """\
+{%- if messages[0].role == 'system' %}
+{%- set system, chat = messages[0].content, messages[1:] %}{%- else %}{%- set system, chat = '', messages %}{%- endif %}
+{{- '<|im_start|>system\\n' + system + '\\n\\n# Tools\\n<tools>' }}
+{%- for tool in tools or [] %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+{{- '\\n</tools><|im_end|>\\n' }}
+{%- set last = namespace(question=0) %}
+{%- for message in chat %}
+{%- if message.role == 'user' %}{%- set last.question = loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- for message in chat %}
+{%- if message.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+{%- else %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.reasoning_content and loop.index0 > last.question %}
+{{- '<think>' + message.reasoning_content + '</think>' }}
+{%- endif %}
+{{- message.content or '' }}
+{%- for call in message.tool_calls or [] %}
+{%- if not loop.first or message.content %}{{- 'NL' }}{%- endif %}
+"""
+    + _CALL
+    + """
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+)
+"""After Qwen3's. NL: what stands between a mark and its call."""
+SCRIPT = [
+    '<think>I must look.</think><tool_call>{"name": "read_file", "arguments": {"path":"a.txt","mode":"r","line":7}}'
+    '</tool_call><tool_call>{"name": "search", "arguments": {"words":["b", "a"],"most":3}}</tool_call>',
+    '<think>Once more.</think><tool_call>{"name": "search", "arguments": {"words": ["z"],  "most": 10}}</tool_call>'
+    '<tool_call>{"name": "read_file", "arguments": {"path": "b/c.py", "line": 1, "mode": "w"}}</tool_call>',
+]
+SPEC = {"prefill_s_per_token": 1e-6, "step_s": 1e-4, "kv_tokens": 1 << 18, "max_model_len": 32768}
+_NAME = {"type": "string", "maxLength": 16}
+TOOLS: dict[str, dict[str, Any]] = {
+    "read_file": {
+        "path": _NAME, "line": {"type": "integer", "minimum": 0, "maximum": 9999}, "mode": {"enum": ["r", "w"]},
+    },
+    "search": {"words": {"type": "array", "items": _NAME, "maxItems": 3}, "most": {"enum": [1, 3, 10]}},
+}  # fmt: skip
+
+
+def _schema(fields: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+
+
+@dataclass
+class Turn:
+    """Tokens, as the engine reports them."""
+
+    prompt: int
+    cached: int
+    completion: int
+    reusable: int = 0
+    asks: bool = False
+    """It brings a new question."""
+
+
+@dataclass
+class Session:
+    """One conversation; what a client does in its own form is the subclass's."""
+
+    url: str
+    case: str
+    mended: bool
+    scripted: bool
+    system: str
+    turns: list[Turn] = field(default_factory=list)
+    messages: list[Any] = field(default_factory=list)
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    """Of the last answer: (id, name)."""
+
+    @property
+    def system_now(self) -> str:
+        if self.case not in ("billing", "all"):
+            return self.system
+        name = "x-anthropic-billing-header" if self.mended else "x-other-billing-header"
+        return f"{name}: cch={len(self.turns) * 7919:x};\n{self.system}"
+
+    @property
+    def rewrites(self) -> bool:
+        return self.case in ("arguments", "all")
+
+    def play(self, turns: int, results: Iterator[str]) -> None:
+        for number in range(turns):
+            asks = number % (TOOLS_A_QUESTION + 1) == 0
+            self.bring({call: next(results) for call, _ in self.calls}, f"Question {number}?" if asks else None)
+            made = self.ask(stream=number % 2 == 1, seed=number)
+            made.asks = asks
+            if self.turns:
+                last = self.turns[-1]
+                made.reusable = last.prompt + last.completion - 1
+                if asks and self.case == "thinking":  # the thoughts since the last question go
+                    made.reusable = next(turn for turn in reversed(self.turns) if turn.asks).prompt
+            self.turns.append(made)
+
+    def bring(self, results: dict[str, str], question: str | None) -> None:
+        raise NotImplementedError
+
+    def ask(self, *, stream: bool, seed: int) -> Turn:
+        raise NotImplementedError
+
+
+class Anthropic(Session):
+    def bring(self, results: dict[str, str], question: str | None) -> None:
+        blocks: list[Any] = [{"type": "tool_result", "tool_use_id": c, "content": text} for c, text in results.items()]
+        if question is not None:
+            blocks.append({"type": "text", "text": question})
+        self.messages.append({"role": "user", "content": blocks})
+
+    def ask(self, *, stream: bool, seed: int) -> Turn:
+        tools: Any = [
+            {"name": name, "description": name, "input_schema": _schema(fields), "strict": not self.scripted}
+            for name, fields in TOOLS.items()
+        ]
+        body: Any = {
+            "model": "m", "max_tokens": 800, "system": [{"type": "text", "text": self.system_now}], "tools": tools,
+            "messages": self.messages, "extra_body": {"seed": seed},
+        }  # fmt: skip
+        if not self.scripted:
+            body["tool_choice"] = {"type": "any"}
+        with anthropic.Anthropic(base_url=self.url, api_key="none", max_retries=0) as client:
+            if stream:
+                with client.messages.stream(**body) as events:
+                    said = events.get_final_message()
+            else:
+                said = client.messages.create(**body)
+        assert said.stop_reason == "tool_use", said
+        content = [block.model_dump(exclude_none=True) for block in said.content]
+        self.messages.append({"role": "assistant", "content": content})
+        if self.rewrites:
+            for block in content:
+                if block["type"] == "tool_use":
+                    block["input"] = dict(sorted(block["input"].items()))
+        self.calls = [(block["id"], block["name"]) for block in content if block["type"] == "tool_use"]
+        cached = said.usage.cache_read_input_tokens or 0
+        return Turn(said.usage.input_tokens + cached, cached, said.usage.output_tokens)
+
+
+class OpenAi(Session):
+    def bring(self, results: dict[str, str], question: str | None) -> None:
+        self.messages += [{"role": "tool", "tool_call_id": call, "content": text} for call, text in results.items()]
+        if question is not None:
+            self.messages.append({"role": "user", "content": question})
+
+    def ask(self, *, stream: bool, seed: int) -> Turn:
+        tools: Any = [
+            {"type": "function", "function": {"name": name, "parameters": _schema(fields), "strict": not self.scripted}}
+            for name, fields in TOOLS.items()
+        ]
+        body: Any = {
+            "model": "m", "max_tokens": 800, "tools": tools, "seed": seed, "parallel_tool_calls": self.scripted,
+            "messages": [{"role": "system", "content": self.system_now}, *self.messages],
+        }  # fmt: skip
+        if not self.scripted:
+            body["tool_choice"] = "required"
+        with openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0) as client:
+            if stream:
+                with client.chat.completions.stream(**body, stream_options={"include_usage": True}) as events:
+                    answer: Any = events.get_final_completion()
+            else:
+                answer = client.chat.completions.create(**body)
+        choice = answer.choices[0]
+        assert choice.finish_reason == "tool_calls", answer
+        said = choice.message.model_dump(exclude_none=True)
+        for call in said["tool_calls"] if self.rewrites else ():
+            given = json.loads(call["function"]["arguments"])
+            call["function"]["arguments"] = json.dumps(given, sort_keys=True, separators=(",", ":"))
+        self.messages.append(said)
+        self.calls = [(call["id"], call["function"]["name"]) for call in said["tool_calls"]]
+        cached = answer.usage.prompt_tokens_details.cached_tokens
+        return Turn(answer.usage.prompt_tokens, cached, answer.usage.completion_tokens)
+
+
+class Responses(Session):
+    def bring(self, results: dict[str, str], question: str | None) -> None:
+        self.messages += [
+            {"type": "function_call_output", "call_id": call, "output": text} for call, text in results.items()
+        ]
+        if question is not None:
+            self.messages.append({"role": "user", "content": question})
+
+    def ask(self, *, stream: bool, seed: int) -> Turn:
+        tools: Any = [
+            {"type": "function", "name": name, "parameters": _schema(fields), "strict": not self.scripted}
+            for name, fields in TOOLS.items()
+        ]
+        body: Any = {
+            "model": "m", "max_output_tokens": 800, "tools": tools, "instructions": self.system_now, "store": False,
+            "input": self.messages, "extra_body": {"seed": seed}, "parallel_tool_calls": self.scripted,
+        }  # fmt: skip
+        if not self.scripted:
+            body["tool_choice"] = "required"
+        with openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0) as client:
+            if stream:
+                with client.responses.stream(**body) as events:
+                    answer: Any = events.get_final_response()
+            else:
+                answer = client.responses.create(**body)
+        assert answer.status == "completed", answer
+        items = [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in answer.output]
+        self.calls = [(item["call_id"], item["name"]) for item in items if item["type"] == "function_call"]
+        for item in items if self.rewrites else ():
+            if item["type"] == "function_call":
+                given = json.loads(item["arguments"])
+                item["arguments"] = json.dumps(given, sort_keys=True, separators=(",", ":"))
+        self.messages += items
+        usage = answer.usage
+        return Turn(usage.input_tokens, usage.input_tokens_details.cached_tokens, usage.output_tokens)
+
+
+SESSIONS: dict[str, type[Session]] = {"anthropic": Anthropic, "openai": OpenAi, "responses": Responses}
+
+
+@contextmanager
+def engine(folder: Path, *, scripted: bool, mended: bool) -> Iterator[str]:
+    """The URL of one that runs."""
+    name = f"{'scripted' if scripted else 'random'}-{'mended' if mended else 'plain'}"
+    template = folder / f"{name}.jinja"
+    template.write_text(TEMPLATE.replace("NL", "" if scripted else "\\n"))
+    more = ["--chat-template", str(template), "--reasoning-parser", "qwen3" if scripted else "none"]
+    if scripted:
+        (folder / "script.txt").write_text("\n".join(SCRIPT))
+        more += ["--simulate", json.dumps({**SPEC, "script": str(folder / "script.txt")})]
+    if not mended:
+        more += ["--sampled-mb", "0"]
+    flags = ("--port", "0", "--served-model-name", "m", "--log-level", "warning", *more)
+    with serve_engine(folder / f"{name}.log", *flags) as program:
+        yield program.await_line()
+
+
+def texts(folder: Path) -> tuple[str, Iterator[str]]:
+    """(a system prompt, results of tools), of this project's own pages."""
+    pages = "\n\n".join(file.read_text() for file in sorted(folder.glob("*.md")))
+    words = pages.split(" ")
+    results = (" ".join(words[at : at + 25]) for at in range(2_000, len(words) - 25, 25))
+    return " ".join(words[:1_000]), results
+
+
+def play(url: str, case: str, client: str, turns: int, *, mended: bool) -> Session:
+    system, results = texts(_path.ROOT / "docs")
+    # Each session is a stranger to the cache from the first word on.
+    system = f"{client}, {case}: {system}"
+    session = SESSIONS[client](url, case, mended, case == "thinking", system)
+    session.play(turns, results)
+    return session
+
+
+def shares(session: Session) -> dict[str, float]:
+    """Of all turns but the first."""
+    turns = session.turns[1:]
+    reusable, cached = sum(turn.reusable for turn in turns), sum(min(turn.cached, turn.reusable) for turn in turns)
+    blocks = [turn.reusable // BLOCK * BLOCK for turn in turns]
+    found = sum(map(min, (turn.cached for turn in turns), blocks))
+    return {
+        "prompt_tokens": sum(turn.prompt for turn in turns), "reusable": reusable, "reused": cached,
+        "share": cached / reusable, "share_of_blocks": found / sum(blocks),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=30)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--clients", nargs="+", choices=CLIENTS, default=list(CLIENTS))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    facts = machine("openai", "anthropic")
+    print(in_words(facts))
+    found: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        for scripted in sorted({case == "thinking" for case in args.cases}):
+            for mended in (True, False):
+                with engine(Path(name), scripted=scripted, mended=mended) as url:
+                    for case in args.cases:
+                        for client in args.clients if (case == "thinking") == scripted else ():
+                            made = shares(play(url, case, client, args.turns, mended=mended))
+                            row = found.setdefault(f"{case}, {client}", {"reusable": f"{made['reusable']:,}"})
+                            row["mended" if mended else "plain"] = made
+    table = {
+        name: {"reusable": row["reusable"], "mended": row["mended"]["share"], "plain": row["plain"]["share"],
+               "blocks": row["mended"]["share_of_blocks"]}
+        for name, row in found.items()
+    }  # fmt: skip
+    columns = {
+        "reusable tokens": ("reusable", "{}"), "reused": ("mended", "{:.2%}"), "of whole blocks": ("blocks", "{:.2%}"),
+        "without the mending": ("plain", "{:.2%}"),
+    }  # fmt: skip
+    print(markdown(table, columns, "case, client"))
+    write_json(args.json, {"machine": facts, "turns": args.turns, "cases": found})
+
+
+if __name__ == "__main__":
+    main()

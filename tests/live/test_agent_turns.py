@@ -1,0 +1,26 @@
+"""Sessions of agents through the official clients: benchmarks/agent_turns.py, in short."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.live
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_block_that_could_be_reused_is(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "agent_turns.py"), "--turns", "8", "--json", str(report)]
+    subprocess.run([*command, "--cases", "all", "thinking"], check=True, timeout=500, cwd=tmp_path)
+    cases = json.loads(report.read_text())["cases"]
+    assert set(cases) == {f"{case}, {c}" for case in ("all", "thinking") for c in ("anthropic", "openai", "responses")}
+    for name, row in cases.items():
+        assert row["mended"]["share_of_blocks"] == 1, name
+        assert row["mended"]["share"] > 0.99, name
+        assert row["plain"]["share_of_blocks"] < 1, name
