@@ -2,6 +2,7 @@
 """Routers against each other, live: simulated workers with real caches and events behind each, and the same requests.
 
     benchmarks/live_peers.py --workers 8 --rounds 2 --json peers.json
+    benchmarks/live_peers.py --workers 8 --workers 16 --rounds 5 --minutes 25 --json peers.json
     benchmarks/live_peers.py --capacity 16        # how many chunks a second so many workers make on this machine
 
 Workers are `engine serve --simulate`: everything but the computing is real. Each holds `--cache` percent of the
@@ -11,27 +12,30 @@ are killed at 40 % of the time, and started again at 60 %.
 
 Systems: ours (`router run`), smg (`cache_aware`), and vllm-router with `kv_aware` and with `cache_aware`. Others have
 their own defaults, but for a look at their workers' health every second. Requests that fail are counted and in no
-time. How late the workers' steps were is printed: where they are late the figures are the machine's.
+time. How late the workers' steps were is printed: where they are late the figures are the machine's. `--minutes` is
+shared out among the workloads: a round that would not end in its part is not begun, and how many were made is said.
+`--installed` plays ours as users have it, compiled; it is built first where it is not.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import _path  # noqa: F401
 import click
 from harness.figures import cpu_seconds, in_words, machine, markdown, rank, resident_tree_mib, write_json
 from harness.load import Client, Outcome, completion, post
-from harness.peers import peer_command
+from harness.peers import our_program, peer_command
 from harness.programs import Program, call, free_port, metric, ours, serve_engine
 from live_peers_parts import MODEL, WORKLOADS, Play, Talk, play
 from live_routing_parts import Workload
@@ -40,6 +44,8 @@ SPEC = {"prefill_s_per_token": 3e-4, "quadratic_tokens": 50_000, "step_s": 0.02,
         "decode_context_s": 2.5e-8, "max_model_len": 16_384}  # fmt: skip
 SYSTEMS = ("blockcast", "smg", "vllm-router kv_aware", "vllm-router cache_aware")
 KILLED = 2
+END_S = 5.0
+"""Kept for the end of a workload: its workers stop."""
 COLUMNS = {
     "requests": ("requests", "{:,}"), "failed": ("failed", "{:,}"), "cached": ("cached_share", "{:.1%}"),
     "TTFT mean": ("ttft_mean_ms", "{:,.0f} ms"), "TTFT p99": ("ttft_p99_ms", "{:,.0f} ms"),
@@ -93,10 +99,12 @@ class Workers:
             program.start()
 
 
-def start(system: str, workers: Workers, log: Path) -> tuple[Program, str]:
+def start(system: str, workers: Workers, log: Path, installed: Path | None) -> tuple[Program, str]:
     """(process, URL) of a router that has taken all workers in."""
     if system == "blockcast":
-        program = Program(ours("router", "run", *workers.urls, "--port", "0", "--log-level", "error"), log)
+        own = ours("router") if installed is None else [str(installed)]
+        elsewhere = {} if installed is None else {"env": {"PYTHONPATH": ""}, "cwd": log.parent}  # not the checkout's
+        program = Program([*own, "run", *workers.urls, "--port", "0", "--log-level", "error"], log, **elsewhere)  # type: ignore[arg-type]
         url = program.await_line()
 
         def up() -> bool:
@@ -134,12 +142,14 @@ def _await(program: Program, probe: Callable[[], bool], told: Callable[[], objec
         time.sleep(0.1)
 
 
-def run_once(system: str, workers: Workers, talks: Sequence[Talk], kills: bool, log: Path) -> Play:
+def run_once(
+    system: str, workers: Workers, talks: Sequence[Talk], kills: bool, log: Path, installed: Path | None
+) -> Play:
     """A fresh router before empty caches, the whole workload once."""
     for number in range(KILLED):
         workers.programs[number].await_url(f"{workers.urls[number]}/health")
     workers.forget()
-    program, url = start(system, workers, log)
+    program, url = start(system, workers, log, installed)
 
     async def both() -> Play:
         trouble = asyncio.ensure_future(workers.disturb(max(talk.start_s for talk in talks))) if kills else None
@@ -235,8 +245,58 @@ def _own_mib(pid: int) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What is played before so many workers."""
+
+    count: int
+    systems: tuple[str, ...]
+    rounds: range
+    cache_percent: float
+    seconds: float
+    logs: Path
+    installed: Path | None
+
+    def play(self, name: str, until_s: float) -> dict[str, object]:
+        """All rounds of one workload that can be expected to end in time; at least one."""
+        slower = self.count / 8
+        spec = {key: value * slower if key.endswith(("_s", "_token")) else value for key, value in SPEC.items()}
+        workload: Workload = WORKLOADS[name](self.seconds)
+        talks = [Talk.of(session) for session in workload.sessions]
+        longest = max(len(turn.prompt_ids) + turn.answer_tokens for s in workload.sessions for turn in s.turns)
+        blocks = max(int(workload.working_set_blocks() * self.cache_percent / 100), 4 * longest // 16)
+        click.echo(
+            f"\n{name}: {workload.note}; {workload.requests} requests, {workload.prompt_tokens:,} prompt tokens, "
+            f"{workload.unseen_tokens():,} new to an endless cache; {blocks:,} blocks a worker, {self.count} workers"
+        )
+        plays: dict[str, list[Play]] = {system: [] for system in self.systems}
+        with Workers(self.count, self.logs, {**spec, "kv_tokens": 16 * blocks}) as workers:
+            longest_s = 0.0
+            for number in self.rounds:
+                began_s = time.monotonic()
+                if began_s + longest_s > until_s:
+                    click.echo(f"  no time for more than {number - self.rounds.start} rounds")
+                    break
+                shift = number % len(self.systems)
+                for system in self.systems[shift:] + self.systems[:shift]:
+                    log = self.logs / f"{self.count}-{name}-{number}-{system.replace(' ', '-')}.log"
+                    played = run_once(system, workers, talks, number % 2 == 1, log, self.installed)
+                    plays[system].append(played)
+                    row, shown = figures([played]), list(COLUMNS.items())[:-1]
+                    told = "  ".join(f"{title} {form.format(row[key])}" for title, (key, form) in shown)
+                    click.echo(f"  round {number + 1} {system:<24} {told}")
+                longest_s = max(longest_s, time.monotonic() - began_s)
+            late_ms, step_ms = workers.late()
+        rows = {system: figures(found) for system, found in plays.items()}
+        click.echo(f"steps of the workers late by {late_ms:.2f} ms of {step_ms:.1f} ms in the mean\n")
+        click.echo(markdown(rows, COLUMNS, f"{name}, {self.count} workers"))
+        outcomes = {s: [[asdict(o) | {"text": ""} for o in p.outcomes] for p in found] for s, found in plays.items()}
+        return {"workers": self.count, "rows": rows, "late_ms": late_ms, "step_ms": step_ms, "plays": outcomes}
+
+
 @click.command(help=__doc__.replace("\n\n    ", "\n\n\b\n    ") if __doc__ else None)
-@click.option("--workers", "count", default=8, show_default=True, type=click.IntRange(KILLED + 1, 64))
+@click.option("--workers", "counts", multiple=True, default=[8], show_default=True,
+              type=click.IntRange(KILLED + 1, 64), help="May be repeated.")  # fmt: skip
 @click.option(
     "--system", "systems", multiple=True, type=click.Choice(SYSTEMS), default=SYSTEMS, help="May be repeated."
 )
@@ -246,11 +306,14 @@ def _own_mib(pid: int) -> float:
 @click.option("--cache", default=30.0, show_default=True, help="A worker's cache, percent of the workload's blocks.")
 @click.option("--seconds", default=7.0, show_default=True, help="In which the sessions of a run begin.")
 @click.option("--first-round", default=0, show_default=True, help="Number of the first round: for runs in parts.")
+@click.option("--minutes", type=click.FloatRange(min=1), help="In which all of it has to end.")
+@click.option("--installed/--checkout", default=False, help="Ours as `pip install` builds it, or this checkout's.")
 @click.option("--capacity", "measured", type=click.IntRange(1, 64), help="Instead: what so many workers can do here.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write every figure here.")
 def main(
-    count: int, systems: tuple[str, ...], names: tuple[str, ...], rounds: int, cache: float, seconds: float,
-    first_round: int, measured: int | None, json_file: Path | None,
+    counts: tuple[int, ...], systems: tuple[str, ...], names: tuple[str, ...], rounds: int, cache: float,
+    seconds: float, first_round: int, minutes: float | None, installed: bool, measured: int | None,
+    json_file: Path | None,
 ) -> None:  # fmt: skip
     host = machine("blockcast")
     click.echo(in_words(host))
@@ -258,35 +321,15 @@ def main(
     if measured is not None:
         capacity(measured, 20.0, logs)
         return
-    slower = count / 8
-    spec = {name: value * slower if name.endswith(("_s", "_token")) else value for name, value in SPEC.items()}
-    document: dict[str, object] = {"machine": host, "workers": count, "workloads": {}}
-    for name in names:
-        workload: Workload = WORKLOADS[name](seconds)
-        talks = [Talk.of(session) for session in workload.sessions]
-        longest = max(len(turn.prompt_ids) + turn.answer_tokens for s in workload.sessions for turn in s.turns)
-        blocks = max(int(workload.working_set_blocks() * cache / 100), 4 * longest // 16)
-        click.echo(
-            f"\n{name}: {workload.note}; {workload.requests} requests, {workload.prompt_tokens:,} prompt tokens, "
-            f"{workload.unseen_tokens():,} new to an endless cache; {blocks:,} blocks a worker"
-        )
-        plays: dict[str, list[Play]] = {system: [] for system in systems}
-        with Workers(count, logs, {**spec, "kv_tokens": 16 * blocks}) as workers:
-            for number in range(first_round, first_round + rounds):
-                shift = number % len(systems)
-                for system in systems[shift:] + systems[:shift]:
-                    log = logs / f"{name}-{number}-{system.replace(' ', '-')}.log"
-                    played = run_once(system, workers, talks, number % 2 == 1, log)
-                    plays[system].append(played)
-                    row, shown = figures([played]), list(COLUMNS.items())[:-1]
-                    told = "  ".join(f"{title} {form.format(row[key])}" for title, (key, form) in shown)
-                    click.echo(f"  round {number + 1} {system:<24} {told}")
-            late_ms, step_ms = workers.late()
-        rows = {system: figures(found) for system, found in plays.items()}
-        click.echo(f"steps of the workers late by {late_ms:.2f} ms of {step_ms:.1f} ms in the mean\n")
-        click.echo(markdown(rows, COLUMNS, f"{name}, {count} workers"))
-        outcomes = {s: [[asdict(o) | {"text": ""} for o in p.outcomes] for p in found] for s, found in plays.items()}
-        document["workloads"][name] = {"rows": rows, "late_ms": late_ms, "step_ms": step_ms, "plays": outcomes}  # type: ignore[index]
+    ours_at = our_program() if installed else None
+    until_s = math.inf if minutes is None else time.monotonic() + 60.0 * minutes
+    document: dict[str, object] = {"machine": host, "installed": installed, "workloads": {}}
+    todo = [(count, name) for count in counts for name in names]
+    for done, (count, name) in enumerate(todo):
+        plan = Plan(count, systems, range(first_round, first_round + rounds), cache, seconds, logs, ours_at)
+        share_s = (until_s - time.monotonic()) / (len(todo) - done)
+        played = plan.play(name, time.monotonic() + share_s - END_S * (minutes is not None))
+        document["workloads"][f"{name}, {count} workers"] = played  # type: ignore[index]
         write_json(json_file, document)
     click.echo(f"logs in {logs}; load {os.getloadavg()[0]:.1f}")
 
