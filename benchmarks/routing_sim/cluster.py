@@ -78,7 +78,8 @@ class Result:
     seat_waits: int = 0
     """Requests that waited for a seat."""
     seat_waits_vain: int = 0
-    """Requests sent to a worker without a free seat while another had one."""
+    """Requests that waited for a seat for longer than it takes to compute what another worker, which had one when they
+    were sent, lacks of their prefix."""
     preemptions: int = 0
     end_s: float = 0.0
     collapsed: bool = False
@@ -145,6 +146,7 @@ class Cluster:
         result.end_s = self.now
         result.prefilled = [worker.prefilled_tokens for worker in self.workers]
         result.seat_waits = sum(worker.seat_waits for worker in self.workers)
+        result.seat_waits_vain = sum(worker.seat_waits_vain for worker in self.workers)
         result.preemptions = sum(worker.preemptions for worker in self.workers)
         return result
 
@@ -167,15 +169,13 @@ class Cluster:
         for index, number in forwards:
             worker = self.workers[number]
             self.result.worker[index] = number
-            if self._taken(worker) >= self.config.limits.seats:
-                free = any(self._taken(other) < self.config.limits.seats for other in self.workers)
-                self.result.seat_waits_vain += free
-            worker.submit(Job(self.workload.requests[index], self.now), self.now)
+            job = Job(self.workload.requests[index], self.now)
+            if worker.taken >= self.config.limits.seats:
+                job.elsewhere_s = min(
+                    (o.lacking_s(job) for o in self.workers if o.taken < o.limits.seats), default=None
+                )
+            worker.submit(job, self.now)
             self._schedule_wake(worker)
-
-    @staticmethod
-    def _taken(worker: SimWorker) -> int:
-        return worker.running + len(worker.waiting)
 
     def _schedule_wake(self, worker: SimWorker) -> None:
         wake_s = worker.wake_s

@@ -9,6 +9,7 @@ without prefill are jumped over in closed form, so the cost of a run grows with 
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -139,6 +140,9 @@ class Job:
     prefill_done: bool = False
     answered: bool = False
     """Its first token was seen."""
+    elsewhere_s: float | None = None
+    """Where no seat was free when it was sent: the least that a worker which had one would have had to compute for it;
+    None where there was a seat, or none anywhere."""
 
     def __post_init__(self) -> None:
         self.length = self.request.prompt_tokens
@@ -181,11 +185,27 @@ class SimWorker:
         """When a request last had to wait for a seat."""
         self.prefilled_tokens = 0
         self.seat_waits = 0
+        self.seat_waits_vain = 0
         self.preemptions = 0
 
     @property
     def running(self) -> int:
         return len(self.prefilling) + len(self.decode)
+
+    @property
+    def taken(self) -> int:
+        """Seats that are taken, or will be by who waits."""
+        return self.running + len(self.waiting)
+
+    def lacking_s(self, job: Job) -> float:
+        """What of the prompt neither the cache has nor a request that is here already brings, in seconds."""
+        ids, limit = job.request.ids, (job.request.prompt_tokens - 1) // self.block
+        found = self.cache.match(ids, limit)
+        for other in itertools.chain(self.prefilling, self.waiting):
+            theirs = other.request.ids
+            alike = next((i for i, (a, b) in enumerate(zip(ids, theirs)) if a != b), min(len(ids), len(theirs)))
+            found = max(found, min(alike, limit))
+        return self.service.prefill_s(job.request.prompt_tokens - found * self.block, found * self.block)
 
     def submit(self, job: Job, now: float) -> None:
         """A request arrives."""
@@ -244,7 +264,11 @@ class SimWorker:
             if not self._admit(job):
                 break
             self.waiting.popleft()
-            self.seat_waits += not job.answered and job.routed_s <= self._full_s
+            if not job.answered and job.routed_s <= self._full_s:
+                self.seat_waits += 1
+                if job.elsewhere_s is not None:
+                    here_s = self.service.prefill_s(job.length - job.computed, job.computed)
+                    self.seat_waits_vain += now - job.routed_s > job.elsewhere_s - here_s
             self.prefilling.append(job)
             tokens = min(budget, job.length - job.computed)
             chunks.append((job, tokens))

@@ -345,3 +345,26 @@ def test_the_grid_says_where_ours_is_not_the_best(sim: Any) -> None:
     assert said["over_worst"]["bad"]["ttft_mean"][0] == 1.5
     assert said["relative"]["blockcast"]["ttft_mean"] == pytest.approx((2.0 * 3.0) ** 0.5)
     assert said["relative"]["oracle"]["e2e"] == 1.0
+
+
+@pytest.mark.parametrize(("answer", "vain"), [(200, 1), (20, 0)])
+def test_a_wait_for_a_seat_is_in_vain_where_another_has_one_and_the_prefix_is_worth_less(
+    sim: Any, answer: int, vain: int
+) -> None:
+    """Engines of one seat. The second request has the first one's prompt of 4,096 tokens (0.4 s) and is sent after it,
+    though another engine is free: worth it where the first soon ends, as with 20 tokens of 10 ms each."""
+
+    class First(sim.cluster.Router):  # type: ignore[misc, name-defined]
+        def route(self, request: Any, now: float) -> list[tuple[int, int]]:
+            return [(request.index, 0)]
+
+    ids = list(range(8))
+    requests = [request(sim, 0, ids, out=answer), request(sim, 1, [*ids, 99], at=0.5, out=4)]
+    service = StepTimes(0.0001, 1e12, 0.01, 0.0, 0.0, 8192)
+    limits = sim.engine.EngineLimits(1, preempts=True)
+    config = sim.cluster.ClusterConfig(workers=2, cache_blocks=100, speed=1.0, service=service, limits=limits)
+    result = sim.cluster.Cluster(config, sim.workload.Workload("seats", requests, ""), [First()]).run()
+    assert (result.seat_waits, result.seat_waits_vain) == (1, vain)
+    alone = sim.cluster.ClusterConfig(workers=1, cache_blocks=100, speed=1.0, service=service, limits=limits)
+    result = sim.cluster.Cluster(alone, sim.workload.Workload("seats", requests, ""), [First()]).run()
+    assert (result.seat_waits, result.seat_waits_vain) == (1, 0), "nobody else has a seat"
