@@ -92,6 +92,7 @@ def _peers(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> li
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--turns", default=3, show_default=True, help="Requests of each user in a round.")
 @click.option("--threads", default=1, show_default=True, help="Of each system that we start.")
+@click.option("--overlap", is_flag=True, help="Ours with steps that overlap too, as a system of its own.")
 @click.option("--hf/--no-hf", default=True, show_default=True)
 @click.option("--hf-dtype", default="auto", show_default=True, help="float32 is faster where bf16 is emulated.")
 @click.option("--events/--no-events", default=True, show_default=True, help="Measure what publishing costs.")
@@ -102,7 +103,7 @@ def _peers(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> li
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False))
 def main(
     model: str, peers: list[tuple[str, str]], users: list[int], prompt_lens: list[int], outputs: int, rounds: int,
-    turns: int, threads: int, hf: bool, hf_dtype: str, events: bool, only_events: bool, seed: int | None,
+    turns: int, threads: int, overlap: bool, hf: bool, hf_dtype: str, events: bool, only_events: bool, seed: int | None,
     json_file: Path | None,
 ) -> None:  # fmt: skip
     folder = cached_model(PRESETS[model]) if model in PRESETS else Path(model)
@@ -123,10 +124,13 @@ def main(
     report: dict[str, Any] = {"machine": where, "model": model, "outputs": outputs, "settings": []}
     if not only_events:
         with ExitStack() as stack:
-            log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "engine.log"
+            logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             flags = ("--port", "0", "--num-threads", str(threads), "--max-model-len", str(max(prompt_lens) + outputs))
-            engine = serve_engine(log, str(folder), *flags, env={"OMP_NUM_THREADS": str(threads)})
-            urls = [("blockcast", stack.enter_context(engine).await_line()), *peers]
+            urls = list(peers)
+            for name in ("overlapping", "blockcast") if overlap else ("blockcast",):
+                how = ("--overlap", "on" if name == "overlapping" else "off")
+                engine = serve_engine(logs / name, str(folder), *flags, *how, env={"OMP_NUM_THREADS": str(threads)})
+                urls.insert(0, (name, stack.enter_context(engine).await_line()))
             systems: list[System] = [HttpSystem(name, url, with_ids=textless) for name, url in urls]
             if hf:
                 generate = HfGenerate(folder, threads, hf_dtype)

@@ -13,8 +13,8 @@ next step's model begins there, by CUDA events; on a CPU what of a step is neith
 
 `--device meta` has tensors without data and an imagined device that takes `--device-ms` for a step, one after the
 other. All that the host does for a recorded decode step on a GPU is done, but for the driver's part of launches and
-copies; exposed is a step's time less the device's. What comes after a step (`after`) is what two processes do with its
-tokens: encoding them for the socket, and making text of them.
+copies; the parts are CPU time, exposed is a step's time less the device's. What comes after a step (`after`) is what
+two processes do with its tokens: encoding them for the socket, and making text of them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ MAX_LEN = 40960
 class Parts:
     """Seconds spent in some functions, each less what others of them took inside it."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self.seconds: dict[str, float] = {}
         """Of the step under way."""
         self.steps: list[dict[str, float]] = []
@@ -74,11 +75,11 @@ class Parts:
         def timed(*args: Any, **kwargs: Any) -> Any:
             inside = self._here.__dict__.setdefault("inside", [])
             inside.append(0.0)
-            start = time.perf_counter()
+            start = self._clock()
             try:
                 return call(*args, **kwargs)
             finally:
-                took = time.perf_counter() - start
+                took = self._clock() - start
                 self.seconds[name] = self.seconds.get(name, 0.0) + took - inside.pop()
                 if inside:
                     inside[-1] += took
@@ -209,7 +210,8 @@ class HostEngine(Engine):
 
 def watch(engine: HostEngine, core: EngineCore) -> Parts:
     """The parts of a step; what is not named is the step's own loop."""
-    parts, runner, sampler = Parts(), engine.runner, engine.runner._sampler
+    clock = time.perf_counter if engine.imagined is None else time.thread_time  # nothing but the CPU is waited for
+    parts, runner, sampler = Parts(clock), engine.runner, engine.runner._sampler
     parts.watch("plan", core.scheduler, "schedule")
     parts.watch("apply", core.scheduler, "apply")
     parts.watch("events", core, "_publish_events")

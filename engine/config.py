@@ -81,9 +81,9 @@ class EngineConfig:
         "or a JSON object of step times (docs/simulation.md). Of MODEL only the tokenizer is needed, or none."] = None
     time_scale: Annotated[float, Meta(gt=0.0, le=1000.0, title="FACTOR"), Flag(),
         "With --simulate: multiplies all step times; 0.1 is ten times as fast."] = 1.0
-    overlap: Annotated[bool, Flag(),
-        "Plan and begin a step while the one before is computed. Meant for GPUs, where it has not run yet; never with "
-        "--tensor-parallel-size."] = False
+    overlap: Annotated[Literal["auto", "on", "off"], Flag(),
+        "Plan and begin a step while the one before is computed. auto: on a GPU, where it has not run yet; not on a "
+        "CPU, where it gains little (docs/performance.md); never with --tensor-parallel-size."] = "auto"
     enforce_eager: Annotated[bool, Flag(), "On a GPU: no recorded decode steps (CUDA graphs)."] = False
     """Launch every kernel of a decode step instead of replaying a recorded step."""
     check_invariants: Annotated[bool, Flag(hidden=True), "Verify scheduler and pool after every step: slow."] = False

@@ -104,7 +104,7 @@ def _load(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor
         lateness=lambda: None,
         host_units=host_units,
         copy_s=lambda: made[0].moves.copy_s if made else 0.0,
-        overlap=overlaps(config),
+        overlap=overlaps(config, device),
         enough_prompt_tokens=_enough_prompt_tokens(device, dtype),
     )
 

@@ -96,7 +96,7 @@ def make_runner(
         model, spec, unit_count, kernels=select(device, config.attention_backend or "auto"), dtype=dtype,
         device=device, max_model_len=max_model_len, eos_token_ids=eos_token_ids, seed=config.seed,
         capture=CudaCapture(device) if device.type == "cuda" and not config.enforce_eager else None,
-        overlap=overlaps(config), grammars=grammars, mask_threads=mask_threads(config, device),
+        overlap=overlaps(config, device), grammars=grammars, mask_threads=mask_threads(config, device),
         host_units=count_host_units(config, spec),
     )  # fmt: skip
 
@@ -108,10 +108,11 @@ def mask_threads(config: EngineConfig, device: torch.device) -> int:
     return max(config.num_threads, min(MASK_THREADS_MAX, (os.cpu_count() or 1) // 2))
 
 
-def overlaps(config: EngineConfig) -> bool:
+def overlaps(config: EngineConfig, device: torch.device) -> bool:
     """Whether steps are planned and begun while the one before is computed."""
-    # Followers would have to be told the tokens that rank 0 draws.
-    return config.overlap and config.tensor_parallel_size == 1
+    if config.tensor_parallel_size > 1:  # followers would have to be told the tokens that rank 0 draws
+        return False
+    return config.overlap == "on" or (config.overlap == "auto" and device.type != "cpu")
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:

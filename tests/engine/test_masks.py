@@ -272,7 +272,7 @@ def assert_valid(tokens: dict[str, list[int]]) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_constrained_answers_parse_beside_free_ones(overlap: bool) -> None:
-    tokens, errors, _ = answers(requests(), num_gpu_blocks_override=200, overlap=overlap)
+    tokens, errors, _ = answers(requests(), num_gpu_blocks_override=200, overlap="on" if overlap else "off")
     assert set(errors.values()) == {None}
     assert_valid(tokens)
 

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
+from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.execution.decode_graphs import CudaCapture
 from engine.execution.runner import ModelRunner
+from engine.execution.sizing import overlaps
 from engine.models.loader import load_model
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.tiny.model import Recipe, cached_model
@@ -316,6 +318,18 @@ def test_a_step_that_stands_on_a_failed_one_reads_no_foreign_memory() -> None:
         core.step(0.0)
     runner.close()
     assert len(computed) == 1  # the one that stood on it went through
+
+
+@pytest.mark.parametrize(
+    ("how", "device", "ranks", "expected"),
+    [
+        ("auto", "cuda", 1, True), ("auto", "cpu", 1, False), ("on", "cpu", 1, True), ("off", "cuda", 1, False),
+        ("on", "cuda", 2, False),
+    ],
+)  # fmt: skip
+def test_where_steps_overlap(how: Any, device: str, ranks: int, expected: bool) -> None:
+    config = EngineConfig(model="m", overlap=how, tensor_parallel_size=ranks)
+    assert overlaps(config, torch.device(device)) == expected
 
 
 def _lost() -> None:
