@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import zlib
@@ -12,7 +13,10 @@ from typing import Any
 from harness.load import post
 
 from prompts import ChatRequest, CompletionRequest
+from prompts.anthropic import CountRequest, MessagesRequest
+from prompts.responses import ResponsesRequest
 
+MESSAGES_PATH, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
 CHAT, COMPLETION, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
 SHORT: dict[str, Any] = {"max_tokens": 2}
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -27,6 +31,54 @@ VALUES: tuple[Any, ...] = (
 """Of every JSON type: absurd, at a bound and just beyond."""
 
 
+STRUCTS: dict[str, Any] = {
+    CHAT: ChatRequest, COMPLETION: CompletionRequest, MESSAGES_PATH: MessagesRequest, COUNT: CountRequest,
+    RESPONSES: ResponsesRequest,
+}  # fmt: skip
+STARTS: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": MESSAGES, **SHORT}, COMPLETION: {"prompt": "hello", **SHORT},
+    MESSAGES_PATH: {"messages": MESSAGES, **SHORT}, COUNT: {"messages": MESSAGES},
+    RESPONSES: {"input": "hello", "max_output_tokens": 2},
+}  # fmt: skip
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+FUNCTION = {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA, "strict": True}}
+WHOLES: tuple[tuple[str, dict[str, Any]], ...] = (
+    (CHAT, {
+        "messages": [{"role": "user", "name": "n", "content": [{"type": "text", "text": "x"}]},
+                     {"role": "assistant", "content": None, "reasoning": "r", "tool_calls": [CALL]},
+                     {"role": "tool", "tool_call_id": "c1", "content": "y"}],
+        "tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }),
+    (CHAT, {"response_format": {"type": "json_schema",
+                                "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}}),
+    (COMPLETION, {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " "}}),
+    (MESSAGES_PATH, {
+        "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]},
+                     {"role": "assistant", "content": [{"type": "thinking", "thinking": "t", "signature": "s"},
+                                                       {"type": "tool_use", "id": "c1", "name": "f", "input": {}}]},
+                     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "is_error": False,
+                                                   "content": [{"type": "text", "text": "y"}]}]}],
+        "tools": [{"name": "f", "description": "d", "input_schema": SCHEMA, "strict": True}],
+        "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
+        "thinking": {"type": "enabled", "budget_tokens": 1024}, "metadata": {"user_id": "u"},
+        "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
+    }),
+    (RESPONSES, {
+        "input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]},
+                  {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
+                  {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+                  {"type": "function_call_output", "call_id": "c1", "output": "y"}],
+        "tools": [{"type": "function", "name": "f", "description": "d", "parameters": SCHEMA, "strict": True}],
+        "tool_choice": {"type": "function", "name": "f"}, "reasoning": {"effort": "low", "summary": "auto"},
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}, "verbosity": "low"},
+    }),
+)  # fmt: skip
+"""Bodies in which every place gets every value."""
+
+
 @dataclass(frozen=True)
 class Case:
     group: str
@@ -37,7 +89,8 @@ class Case:
 
 
 def all_cases() -> list[Case]:
-    return [*fields(), *token_ids(), *eight(), *bodies(), *templates(), *detokenizing(), *leaving()]
+    groups = (fields, inside, grammars, token_ids, eight, bodies, templates, detokenizing, stored, leaving)
+    return [case for group in groups for case in group()]
 
 
 def _json(group: str, name: str, path: str, body: dict[str, Any], leaves_s: float | None = None) -> Case:
@@ -45,15 +98,76 @@ def _json(group: str, name: str, path: str, body: dict[str, Any], leaves_s: floa
 
 
 def fields() -> Iterator[Case]:
-    """Every field of both bodies with every value."""
-    for path, names in ((CHAT, ChatRequest.__struct_fields__), (COMPLETION, CompletionRequest.__struct_fields__)):
-        start = {"messages": MESSAGES} if path == CHAT else {"prompt": "hello"}
-        for name in names:
+    """Every field of every body with every value."""
+    for path, struct in STRUCTS.items():
+        for name in struct.__struct_fields__:
             for number, value in enumerate(VALUES):
-                yield _json("fields", f"{name} = {value!r:.60}", path, {**start, **SHORT, name: value})
-                if number % 5 == 0:
-                    with_stream = {**start, **SHORT, "stream": True, name: value}
-                    yield _json("fields", f"{name} = {value!r:.60}, streamed", path, with_stream)
+                what = f"{path}: {name} = {value!r:.60}"
+                yield _json("fields", what, path, {**STARTS[path], name: value})
+                if number % 5 == 0 and path != COUNT:
+                    yield _json("fields", f"{what}, streamed", path, {**STARTS[path], "stream": True, name: value})
+
+
+def inside() -> Iterator[Case]:
+    """Every value at every place inside of messages, tools, choices and formats."""
+    for path, whole in WHOLES:
+        for place in _places(whole):
+            for value in VALUES:
+                body: Any = copy.deepcopy(whole)
+                at = body
+                for key in place[:-1]:
+                    at = at[key]
+                at[place[-1]] = value
+                yield _json("inside", f"{path}: {place} = {value!r:.60}", path, {**STARTS[path], **body})
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in entries:
+        yield (*path, key)
+        yield from _places(inner, (*path, key))
+
+
+def grammars() -> Iterator[Case]:
+    """What an answer has to match, in every API that can say so: absurd, endless, contradictory."""
+    deep: Any = {"type": "string"}
+    for _ in range(200):
+        deep = {"type": "object", "properties": {"a": deep}, "required": ["a"]}
+    schemas: tuple[Any, ...] = (
+        {}, {"type": "x"}, {"$ref": "#"}, {"$ref": "http://127.0.0.1:9/x"}, {"allOf": [{"$ref": "#"}]}, deep,
+        {"enum": []}, {"enum": ["x" * 100_000]}, {"enum": list(range(20_000))}, {"not": {}}, {"type": []},
+        {"type": "string", "pattern": "(a+)+$"}, {"type": "string", "pattern": "(" * 5_000}, {"minItems": 10**30},
+        {"type": "string", "pattern": "a{1000000}"}, {"type": "string", "minLength": 10**9, "maxLength": 1},
+        {"type": "array", "minItems": 10**9}, {"type": "number", "multipleOf": 0}, {"minimum": 10**300},
+        {"type": "object", "properties": {str(i): {} for i in range(5_000)}}, {"anyOf": [{"$ref": "#"}] * 3_000},
+        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, [], None, 10**30,
+    )  # fmt: skip
+    for number, schema in enumerate(schemas):
+        named = {"name": "f", "schema": schema}
+        function = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+        flat = {"type": "function", "name": "f", "parameters": schema, "strict": True}
+        for name, path, body in (
+            ("response_format", CHAT, {"response_format": {"type": "json_schema", "json_schema": named}}),
+            ("forced tool", CHAT, {"tools": [function], "tool_choice": "required"}),
+            ("structured_outputs", COMPLETION, {"structured_outputs": {"json": schema}}),
+            ("output_config", MESSAGES_PATH, {"output_config": {"format": {"type": "json_schema", "schema": schema}}}),
+            (
+                "tools",
+                MESSAGES_PATH,
+                {"tools": [{"name": "f", "input_schema": schema}], "tool_choice": {"type": "any"}},
+            ),
+            ("text", RESPONSES, {"text": {"format": {"type": "json_schema", **named}}}),
+            ("tools", RESPONSES, {"tools": [flat], "tool_choice": "required"}),
+        ):
+            yield _json("grammars", f"{path}: {name}, schema {number}", path, {**STARTS[path], **body})
+    for kind, values in {
+        "regex": ("(a+)+b", "(" * 9_000, "a{1,1000000}", "[" + "\U0001f642" * 9_000 + "]", "", "(?<=x)y", "\x00"),
+        "choice": ([], [""], ["x" * 100_000], ["a"] * 20_000, [1], [["a"]]),
+        "grammar": ("start: start start", "start: ", "x", "start: /(/", "start: a\na: b\nb: a", 'start: "a"' * 5_000),
+    }.items():
+        for value in values:
+            body = {**STARTS[COMPLETION], "structured_outputs": {kind: value}}
+            yield _json("grammars", f"{kind} {value!r:.40}", COMPLETION, body)
 
 
 def token_ids() -> Iterator[Case]:
@@ -159,7 +273,36 @@ def detokenizing() -> Iterator[Case]:
             yield _json("detokenizing", f"{token} for ever", COMPLETION, {**body, "stop": stop})
 
 
+def stored() -> Iterator[Case]:
+    """Responses that are kept, and the names of some that are not."""
+    for name in (
+        "resp_x",
+        "x" * 5_000,
+        "..%2F..%2Fetc",
+        "%00",
+        "resp_%ff",
+        "resp_1/cancel",
+        "%20",
+        "\u2603".encode().hex(),
+    ):
+        for method in ("GET", "DELETE", "POST"):
+            line = f"{method} {RESPONSES}/{name}{'/cancel' if method == 'POST' else ''} HTTP/1.1\r\nHost: h\r\n\r\n"
+            yield Case("stored", line[:60], line.encode())
+        body = {**STARTS[RESPONSES], "previous_response_id": name}
+        yield _json("stored", f"after {name:.40}", RESPONSES, body)
+    for number in range(20):
+        background = {"background": True, "store": number % 2 == 0, "max_output_tokens": 300, "stream": number % 3 == 0}
+        yield _json("stored", f"in the background, {number}", RESPONSES, {**STARTS[RESPONSES], **background})
+
+
 def leaving() -> Iterator[Case]:
+    long = {"stream": True, "temperature": 1}
+    for number in range(60):
+        path = (CHAT, MESSAGES_PATH, RESPONSES)[number % 3]
+        more = {"max_output_tokens": 400} if path == RESPONSES else {"max_tokens": 400}
+        words = "word " * (number * 7)
+        said = {"input": words + "x"} if path == RESPONSES else {"messages": [{"role": "user", "content": words + "x"}]}
+        yield _json("leaving", f"{path}, {number}", path, {**said, **long, **more}, leaves_s=0.005 + number % 10 * 0.04)
     for number in range(40):
         body = {"prompt": [number + 5] * (number * 17 + 1), "max_tokens": 400, "ignore_eos": True, "stream": True,
                 "n": 1 + number % 3}  # fmt: skip
