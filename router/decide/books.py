@@ -313,7 +313,7 @@ class CacheBook:
             if target.ahead is not None:
                 target.ahead.check_invariants(live)
         assert self._running_chunks == Counter(key for _, keys, _ in self._running.values() for key in keys)
-        holders = {target.name: target for target, _, _ in self._running.values()}.values()
+        holders = {id(target): target for target, _, _ in self._running.values()}.values()  # a name may come back
         assert self._copies == Counter(key for target in holders for key in target.held_chunks)
         self.working_sets.check_invariants()
 
