@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -157,8 +158,8 @@ def call(
     except urllib.error.HTTPError as error:
         with error:
             return error.code, _json(error.read())
-    except OSError as error:
-        return 0, str(error)
+    except (OSError, http.client.HTTPException) as error:
+        return 0, str(error)  # the second: a port where nobody listens may have connected to itself
 
 
 def _json(raw: bytes) -> Any:

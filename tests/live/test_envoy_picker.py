@@ -32,6 +32,14 @@ class Gateway:
         self.duplex = duplex
         self.folder = folder
         self.programs: list[Program] = []
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        folder, duplex = self.folder, self.duplex
         flags = ("--served-model-name", "m", "--port", "0")
         self.engines = [self._keep(serve_engine(folder / f"engine-{i}.log", *flags)) for i in range(2)]
         urls = [engine.await_line() for engine in self.engines]
