@@ -60,7 +60,8 @@ def run(urls: tuple[str, ...], **given: Any) -> None:
     given["workers"] = (*urls, *given["workers"])
     config: ProcessConfig = load_given(SCHEMA, given).config
     configure_logging(config.log_level, as_json=config.log_json)
-    if not (config.workers or config.worker_dns or config.workers_file or config.admin):
+    found = config.workers or config.worker_dns or config.workers_file or config.kubernetes
+    if not (found or config.admin):
         log.warning("no workers yet: add them with POST /workers")
     if config.admin_api_key is None and config.processes > 1:
         config = replace(config, admin_api_key=secrets.token_urlsafe(24))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,6 +15,7 @@ from router.app.siblings import Share
 from router.decide.config import CoreConfig
 from router.edge.config import EdgeConfig
 from router.fleet.discovery import WorkerFlag, parse_worker_flag
+from router.fleet.kubernetes import SPEC, KubernetesSource
 from router.fleet.lists import read_workers_file
 from router.fleet.members import FleetConfig
 from router.picker.config import PickerConfig
@@ -26,6 +28,9 @@ Endpoint = Annotated[
 ]
 Url = Annotated[str, Meta(min_length=1, title="URL")]
 HostPort = Annotated[str, Meta(pattern=r"^.+:\d{1,5}$", title="HOST:PORT", examples=["127.0.0.1:9000"])]
+KubernetesSpec = Annotated[
+    str, Meta(pattern=SPEC, title="SPEC", examples=["vllm", "pool/vllm", "llm/service/vllm:http"])
+]
 HostName = Annotated[str, Meta(pattern=r"^[^\s/:]+$", title="NAME", examples=["router.example"])]
 
 
@@ -43,6 +48,9 @@ class ProcessConfig:
         "One URL or SPEC a line; watched for changes."] = None
     worker_dns: Annotated[tuple[str, ...], Flag(metavar="URL"),
         "A URL whose host resolves to many workers, looked up again every few seconds. May be repeated."] = ()
+    kubernetes: Annotated[tuple[KubernetesSpec, ...], Flag(metavar="SPEC"),
+        "Workers that Kubernetes knows: [[NAMESPACE/](service|pool)/]NAME[:PORT], the endpoints of a Service or the "
+        "pods of an InferencePool. Needs the extra `kubernetes`. May be repeated."] = ()
     bind_events: Annotated[tuple[Endpoint, ...], Flag(metavar="ENDPOINT"),
         "Listen there for publishers that connect, e.g. tcp://*:5557; the worker is known by its topic "
         "(kv@HOST...). May be repeated."] = ()
@@ -113,6 +121,10 @@ class ProcessConfig:
             raise ConfigError(f"worker {double} is given twice")
         for text in self.worker_dns:
             parse_worker_flag(text)
+        for text in self.kubernetes:
+            KubernetesSource.parse(text)
+        if self.kubernetes and find_spec("kubernetes_asyncio") is None:
+            raise ConfigError("--kubernetes needs more: pip install 'blockcast[kubernetes]'")
         if self.admin_address is not None and self.admin_address[1] > 65535:
             raise ConfigError(f"--admin: got {self.admin!r}, expected HOST:PORT with a port of at most 65535")
         if self.share is None and self.processes > 1 and (self.peers or self.peer_bind or self.bind_events):

@@ -46,6 +46,7 @@ from router.edge.relay import make_relay
 from router.edge.upstream import UpstreamPool
 from router.fleet.discovery import Prober, parse_worker_flag
 from router.fleet.feed import IndexFeed
+from router.fleet.kubernetes import KubernetesSource
 from router.fleet.members import Fleet
 from router.fleet.peers import PeerLoads, PeerSockets
 from router.fleet.sampled import SampledFeed
@@ -324,6 +325,8 @@ class RouterProcess:
             self._fleet.watch(flag, origin="operator")
         for name in self._config.worker_dns:
             self._fleet.follow_name(parse_worker_flag(name))
+        for spec in self._config.kubernetes:
+            self._fleet.follow_kubernetes(KubernetesSource.parse(spec))
         if self._config.workers_file is not None:
             self._fleet.follow_file(Path(self._config.workers_file))
 

@@ -25,8 +25,9 @@ from router.asking import Unanswered
 from router.decide.core import RouterCore
 from router.decide.messages import FailureKind, Instruction
 from router.decide.workers import OURS, WorkerState
-from router.fleet.discovery import Prober, WorkerFacts, WorkerFlag, worker_flag, worker_spec
+from router.fleet.discovery import Prober, WorkerFacts, WorkerFlag, parse_worker_flag, worker_flag, worker_spec
 from router.fleet.feed import IndexFeed, PeerSnapshot
+from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
 from router.fleet.lists import read_workers_file, watch_file, watch_name
 from router.fleet.sampled import SampledFeed
 from router.fleet.snapshots import PeerClient
@@ -236,6 +237,24 @@ class Fleet:
         origin = f"dns {urlsplit(flag.url).hostname}"
         tell = partial(self._keep_to, origin)
         self._spawn(self._keep_watching(lambda: watch_name(flag, self._config.names_s, tell)))
+
+    def follow_kubernetes(self, source: KubernetesSource) -> None:
+        """Keep to the endpoints of a Service or of an InferencePool. Those that are not ready get nothing new."""
+        origin = f"{source.kind} {source.name}"
+        drained: set[str] = set()
+
+        def tell(addresses: Mapping[str, bool]) -> None:
+            flags = {address: parse_worker_flag(f"http://{address}") for address in addresses}
+            known = self._core.workers
+            self._keep_to(origin, [f for at, f in flags.items() if addresses[at] or f.worker_id in known])
+            for address, flag in flags.items():
+                worker_id, takes = flag.worker_id, addresses[address]
+                if worker_id in known and takes == (worker_id in drained):
+                    (drained.discard if takes else drained.add)(worker_id)
+                    self._perform(self._core.drain(worker_id, self._now(), on=not takes))
+            drained.intersection_update(flag.worker_id for flag in flags.values())
+
+        self._spawn(self._keep_watching(lambda: watch_kubernetes(source, tell)))
 
     async def _keep_watching(self, watch: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Follow a list for as long as the router runs."""

@@ -16,6 +16,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from router.app.server import RouterApp
+from router.decide.workers import ServedModel, WorkerSpec
 from router.edge.config import EdgeConfig
 from router.picker.config import PickerConfig
 from router.picker.endpoints import Endpoints
@@ -221,19 +222,16 @@ def test_no_worker_is_503_and_health_says_so(edge: Any) -> None:
 
 
 def test_objectives_and_fairness_become_priorities(edge: Any) -> None:
-    asked: list[int] = []
-
     async def scenario() -> None:
         async with picker(edge, config=PickerConfig(objectives=("batch=7", "chat=-2"))) as envoy:
-            route = edge.core.route
-            edge.core.route = lambda request, now, **kw: (asked.append(request.priority), route(request, now, **kw))[1]
-            streams = []
+            streams, asked = [], []
             for headers in (
                 {"x_gateway_inference_objective": "batch"}, {"x_gateway_inference_objective": "chat"},
                 {"x_gateway_inference_objective": "unknown"}, {"x_gateway_inference_fairness_id": "a"},
                 {"x_gateway_inference_fairness_id": "a"}, {"x_gateway_inference_fairness_id": "b"},
             ):  # fmt: skip
                 streams.append((await envoy.ask(**headers))[0])
+                asked.append([*edge.proxy.exchanges.values()][-1].route.priority)
             assert asked == [7000, -1999, 2, 0, 1, 0]
             for stream in streams:
                 stream.cancel()
@@ -277,14 +275,8 @@ def test_an_answer_s_usage_is_read_where_it_comes_by(edge: Any) -> None:
 def test_a_name_is_looked_up(edge: Any) -> None:
     async def scenario() -> None:
         async with picker(edge, workers=0) as envoy:
-            await edge.worker(edge.reply(), "named", port=9100)
-            worker = edge.core.workers["named"]
-            worker.spec = type(worker.spec)(
-                **{
-                    **{name: getattr(worker.spec, name) for name in worker.spec.__slots__},
-                    "url": "http://localhost:9100",
-                }
-            )
+            models = (ServedModel("tiny", "tiny", max_model_len=4096),)
+            edge.core.add_worker(WorkerSpec("named", "http://localhost:9100", models), time.monotonic())
             envoy.server.beat(time.monotonic() + 5)
             await until(lambda: envoy.picking.endpoints.of("named") is not None)
             stream, chosen = await envoy.ask()

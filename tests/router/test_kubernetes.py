@@ -1,0 +1,254 @@
+"""Workers that Kubernetes knows: what objects mean, and list and watch against a mock API server (kmock)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from events.types import DecodeError
+from options import ConfigError
+from router.fleet import kubernetes
+from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
+from router.fleet.slices import Addresses, Watched, read_pod, read_pool, read_slice
+
+if sys.version_info >= (3, 11):
+    import kmock
+
+needs_mock = pytest.mark.skipif(sys.version_info < (3, 11), reason="kmock needs Python 3.11")
+SLICES = "/apis/discovery.k8s.io/v1/namespaces/llm/endpointslices"
+
+
+def raw(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def endpoint(host: str, **conditions: bool | None) -> dict[str, Any]:
+    return {"addresses": [host], "conditions": conditions} if conditions else {"addresses": [host]}
+
+
+def slice_of(name: str, *endpoints: dict[str, Any], version: int = 1, port: int = 8000) -> dict[str, Any]:
+    meta = {"name": name, "namespace": "llm", "uid": name, "resourceVersion": str(version)}
+    meta["labels"] = {"kubernetes.io/service-name": "vllm"}  # type: ignore[assignment]
+    ports = [{"port": port, "name": "http", "protocol": "TCP"}, {"port": 9, "name": "metrics"}]
+    return {"metadata": meta, "addressType": "IPv4", "endpoints": list(endpoints), "ports": ports}
+
+
+@pytest.mark.parametrize(
+    ("conditions", "takes"),
+    [
+        ({}, True), ({"ready": None}, True), ({"ready": True}, True), ({"ready": False}, False),
+        ({"ready": False, "serving": True, "terminating": True}, False), ({"ready": True, "terminating": True}, False),
+    ],
+)  # fmt: skip
+def test_what_conditions_mean(conditions: dict[str, bool | None], takes: bool) -> None:
+    assert read_slice(raw(slice_of("a", endpoint("10.0.0.1", **conditions))), None) == {"10.0.0.1:8000": takes}
+
+
+def test_ports_and_families() -> None:
+    made = slice_of("a", endpoint("10.0.0.1"))
+    assert list(read_slice(raw(made), "metrics")) == ["10.0.0.1:9"]
+    assert list(read_slice(raw(made), "8000")) == ["10.0.0.1:8000"]
+    assert read_slice(raw(made), "other") == {}
+    assert list(read_slice(raw({**made, "addressType": "IPv6", "endpoints": [endpoint("fd00::1")]}), None)) == [
+        "[fd00::1]:8000"
+    ]
+    assert read_slice(raw({**made, "addressType": "FQDN", "endpoints": [endpoint("a.b")]}), None) == {}
+    assert read_slice(raw({**made, "endpoints": None, "ports": None}), None) == {}
+
+
+def pod(ip: str | None, ready: bool = True, leaving: bool = False) -> dict[str, Any]:
+    status: dict[str, Any] = {"conditions": [{"type": "Ready", "status": str(ready)}]}
+    if ip is not None:
+        status["podIP"] = ip
+    meta = {"name": f"p{ip}", "uid": f"u{ip}", "resourceVersion": "5"}
+    return {
+        "metadata": {**meta, **({"deletionTimestamp": "2026-01-01T00:00:00Z"} if leaving else {})},
+        "status": status,
+    }
+
+
+def test_pods_and_pools() -> None:
+    assert read_pod(raw(pod("10.0.0.1")), (8000, 8001)) == {"10.0.0.1:8000": True, "10.0.0.1:8001": True}
+    assert read_pod(raw(pod("10.0.0.1", ready=False)), (1,)) == {"10.0.0.1:1": False}
+    assert read_pod(raw(pod("10.0.0.1", leaving=True)), (1,)) == {"10.0.0.1:1": False}
+    assert read_pod(raw(pod(None)), (1,)) == {}
+    spec = {"selector": {"matchLabels": {"b": "2", "a": "1"}}, "targetPorts": [{"number": 8000}]}
+    assert read_pool(raw({"spec": spec})) == ("a=1,b=2", (8000,))
+
+
+def test_lists_come_in_pages_and_watches_go_on_by_bookmarks() -> None:
+    watched = Watched(lambda data: read_slice(data, None))
+    first = {"metadata": {"continue": "more", "resourceVersion": "7"}, "items": [slice_of("a", endpoint("10.0.0.1"))]}
+    assert watched.page(raw(first)) == "more"
+    assert watched.addresses() == {}  # half a list is none
+    assert (
+        watched.page(raw({"metadata": {"resourceVersion": "7"}, "items": [slice_of("b", endpoint("10.0.0.2"))]})) == ""
+    )
+    assert (watched.version, sorted(watched.addresses())) == ("7", ["10.0.0.1:8000", "10.0.0.2:8000"])
+    assert not watched.event(raw({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "9"}}}))
+    assert watched.version == "9"
+    moved = slice_of("b", endpoint("10.0.0.1", ready=False), version=10)
+    assert watched.event(raw({"type": "MODIFIED", "object": moved}))
+    assert watched.addresses() == {"10.0.0.1:8000": True}  # in both: it takes requests
+    assert watched.event(raw({"type": "DELETED", "object": slice_of("a", version=11)}))
+    assert watched.addresses() == {"10.0.0.1:8000": False}
+    assert not watched.event(raw({"type": "ERROR", "object": {"code": 410, "message": "too old"}}))
+    assert (watched.version, watched.addresses()) == ("", {"10.0.0.1:8000": False})
+    with pytest.raises(DecodeError, match="500 oops"):
+        watched.event(raw({"type": "ERROR", "object": {"code": 500, "message": "oops"}}))
+    with pytest.raises(DecodeError):
+        watched.event(b"{nonsense")
+
+
+@pytest.mark.parametrize(
+    ("text", "source"),
+    [
+        ("vllm", KubernetesSource("service", "vllm", None, None)),
+        ("pool/vllm:8000", KubernetesSource("pool", "vllm", None, "8000")),
+        ("llm/service/vllm:http", KubernetesSource("service", "vllm", "llm", "http")),
+    ],
+)
+def test_sources_are_parsed(text: str, source: KubernetesSource) -> None:
+    assert KubernetesSource.parse(text) == source
+
+
+@pytest.mark.parametrize("text", ["", "a/b", "pool/vllm:http", "llm/deployment/vllm", "A", "pool/"])
+def test_other_sources_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--kubernetes"):
+        KubernetesSource.parse(text)
+
+
+Scenario = Callable[["Followed"], Awaitable[None]]
+
+
+class Followed:
+    """A mock API server and what is told of it."""
+
+    def __init__(self, server: Any) -> None:
+        self.server = server
+        self.told: list[Addresses] = []
+
+    async def until(self, wanted: Addresses) -> None:
+        for _ in range(300):
+            if self.told and self.told[-1] == wanted:
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError(f"told {self.told[-3:]}, expected {wanted}")
+
+
+def follow(monkeypatch: pytest.MonkeyPatch, folder: Path, source: str, handler: Any, scenario: Scenario) -> None:
+    async def run() -> None:
+        async with handler as server, kmock.Server(server):
+            cluster = {"name": "c", "cluster": {"server": str(server.url).rstrip("/")}}
+            user = {"name": "u", "user": {"token": "secret"}}
+            context = {"name": "x", "context": {"cluster": "c", "user": "u"}}
+            file = folder / "config"
+            file.write_text(json.dumps({"apiVersion": "v1", "kind": "Config", "clusters": [cluster], "users": [user],
+                                        "contexts": [context], "current-context": "x"}))  # fmt: skip
+            monkeypatch.setattr("kubernetes_asyncio.config.KUBE_CONFIG_DEFAULT_LOCATION", str(file))
+            monkeypatch.setattr("kubernetes_asyncio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(file))
+            followed = Followed(server)
+            task = asyncio.create_task(watch_kubernetes(KubernetesSource.parse(source), followed.told.append))
+            try:
+                await asyncio.wait_for(scenario(followed), 20)
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    monkeypatch.setattr(kubernetes, "AGAIN_S", 0.05)
+    monkeypatch.setattr(kubernetes, "POOL_S", 0.1)
+    asyncio.run(run())
+
+
+@needs_mock
+def test_a_service_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Listed, changed, too old and listed anew, unreachable for a while; the token goes with each request."""
+    lists = iter([
+        {"metadata": {"resourceVersion": "1"}, "items": [slice_of("a", endpoint("10.0.0.1"))]},
+        {"metadata": {"resourceVersion": "50"}, "items": [slice_of("a", endpoint("10.0.0.3"))]},
+    ])  # fmt: skip
+    watches = iter([
+        [{"type": "ADDED", "object": slice_of("b", endpoint("10.0.0.2"), version=2)},
+         {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "20"}}}],
+        503,
+        [{"type": "ERROR", "object": {"kind": "Status", "code": 410, "message": "too old resource version"}}],
+        [{"type": "MODIFIED", "object": slice_of("a", endpoint("10.0.0.3", terminating=True), version=51)}],
+    ])  # fmt: skip
+    versions: list[str] = []
+
+    def answer(request: Any) -> Any:
+        assert request.headers["Authorization"] == "Bearer secret"
+        assert request.params["labelSelector"] == "kubernetes.io/service-name=vllm"
+        if "watch" not in request.params:
+            return next(lists)
+        assert request.params["allowWatchBookmarks"] == "true"
+        versions.append(request.params["resourceVersion"])
+        events = next(watches, [])
+        return events if isinstance(events, int) else b"".join(raw(event) + b"\n" for event in events)
+
+    async def scenario(followed: Followed) -> None:
+        await followed.until({"10.0.0.3:8000": False})
+        assert followed.told == [
+            {"10.0.0.1:8000": True}, {"10.0.0.1:8000": True, "10.0.0.2:8000": True}, {"10.0.0.3:8000": True},
+            {"10.0.0.3:8000": False},
+        ]  # fmt: skip
+        assert versions[:4] == ["1", "20", "20", "50"]
+
+    handler = kmock.RawHandler()
+    handler[f"get {SLICES}"] << answer
+    follow(monkeypatch, tmp_path, "llm/service/vllm", handler, scenario)
+
+
+@needs_mock
+def test_a_pool_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its pods as the emulated server has them, and others when it selects others."""
+    port = 8000
+
+    def pool(_: Any) -> Any:
+        return {"spec": {"selector": {"matchLabels": {"app": "vllm"}}, "targetPorts": [{"number": port}]}}
+
+    pods = {"10.0.0.1": pod("10.0.0.1"), "10.0.0.2": pod("10.0.0.2", ready=False)}
+
+    def listed(request: Any) -> Any:
+        assert request.params["labelSelector"] == "app=vllm"
+        if "watch" in request.params:
+            return b""
+        return {"metadata": {"resourceVersion": "5"}, "items": list(pods.values())}
+
+    async def scenario(followed: Followed) -> None:
+        nonlocal port
+        await followed.until({"10.0.0.1:8000": True, "10.0.0.2:8000": False})
+        port = 9000
+        await followed.until({"10.0.0.1:9000": True, "10.0.0.2:9000": False})
+
+    handler = kmock.RawHandler()
+    handler["get /apis/inference.networking.k8s.io/v1/namespaces/default/inferencepools/vllm"] << pool
+    handler["get /api/v1/namespaces/default/pods"] << listed
+    follow(monkeypatch, tmp_path, "pool/vllm", handler, scenario)
+
+
+@needs_mock
+def test_an_emulated_server_s_watch_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """kmock's own: what others create and delete."""
+    handler = kmock.KubernetesEmulator()
+    resource = kmock.resource("discovery.k8s.io", "v1", "endpointslices")
+    handler.resources[resource] = {"namespaced": True, "kind": "EndpointSlice"}
+    handler.objects[resource, "llm", "a"] = slice_of("a", endpoint("10.0.0.1"))
+
+    async def scenario(followed: Followed) -> None:
+        import aiohttp
+
+        await followed.until({"10.0.0.1:8000": True})
+        async with aiohttp.ClientSession(str(followed.server.url)) as session:
+            await session.post(SLICES, json=slice_of("b", endpoint("10.0.0.2")))
+            await followed.until({"10.0.0.1:8000": True, "10.0.0.2:8000": True})
+            await session.delete(f"{SLICES}/a")
+            await followed.until({"10.0.0.2:8000": True})
+
+    follow(monkeypatch, tmp_path, "llm/service/vllm", handler, scenario)
