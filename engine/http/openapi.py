@@ -58,7 +58,7 @@ class ToolCall(Struct):
 
 class Message(Struct):
     role: Annotated[str, Meta(min_length=1, examples=["system", "user", "assistant", "tool"])]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | str] | None = None
     tool_calls: list[ToolCall] | None = None
 
 
@@ -132,6 +132,10 @@ _CHAT = _narrowed(
         "chat_template": Annotated[None, Meta(description="Only the server's own, or its --chat-template.")],
         "max_tokens": _Positive | None,
         "max_completion_tokens": _Positive | None,
+        "answered_tokens": Annotated[Literal[0, None], Meta(description="Of prompt_token_ids: fewer than they are.")],
+        "prompt_token_ids": Annotated[
+            None, Meta(description="The prompt itself, in place of what messages would make.")
+        ],
     },
 )
 _COMPLETION = _narrowed(

@@ -80,7 +80,7 @@ _ADDRESS = _string(rf"https?://{_HOST}(:[1-9][0-9]{{0,3}})?", "http://host:port;
 _FIELDS: dict[str, Any] = {
     "id": _string("[!-~]{0,255}", "up to 255 printable characters without spaces"),
     "events": _string(f"none|{_ENDPOINT}|", "those of several ranks stand between semicolons"),
-    "replay": _string(_ENDPOINT, "as many as `events`"),
+    "replay": _string(f"{_ENDPOINT}|", "as many as `events`, or none"),
 }
 
 

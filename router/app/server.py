@@ -35,13 +35,17 @@ log = logging.getLogger("router")
 
 TRACE_ID_BYTES_MAX = 128
 PASSED_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
-"""To workers. What remains asks about servers, and the one that was asked is this."""
-PASSED = (
-    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/*", "/v1/messages",
-    "/v1/messages/count_tokens", "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/moderations",
-    "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech", "/v1/images/generations", "/v1/models/*",
-)  # fmt: skip
-"""What workers serve to clients. Other routes under /v1 of theirs change them (adapters) or keep what only one has."""
+"""To workers, by --pass-route. What remains asks about servers, and the one that was asked is this."""
+OWN = {"/v1/models": ("GET", "HEAD")}
+PASSED = {
+    **dict.fromkeys((
+        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+        "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/moderations", "/v1/audio/transcriptions",
+        "/v1/audio/translations", "/v1/audio/speech", "/v1/images/generations",
+    ), ("POST",)),
+    "/v1/responses/*": ("DELETE", "GET", "HEAD", "POST"), "/v1/models/*": ("GET", "HEAD"),
+}  # fmt: skip
+"""What workers serve to clients, and how. Other routes under /v1 change them (adapters) or keep what only one has."""
 TICK_S = 0.02
 """How often the core's pending work is looked at."""
 
@@ -79,8 +83,9 @@ class RouterApp:
         self._own = routes
         self._guard = guard
         self._reasons = reasons
-        self._passed = frozenset(PASSED + config.pass_routes if serves else ())
-        self._passed_below = tuple(path[:-1] for path in self._passed if path.endswith("/*"))
+        passed = PASSED | dict.fromkeys(config.pass_routes, PASSED_METHODS) if serves else {}
+        self._passed: dict[str, tuple[str, ...]] = OWN | passed
+        self._passed_below = [(path[:-1], methods) for path, methods in passed.items() if path.endswith("/*")]
         self._trace_prefix = os.urandom(6).hex()
         self._traces = 0
         self._pending: set[asyncio.Task[tuple[Asked, Read]]] = set()
@@ -96,13 +101,14 @@ class RouterApp:
                 self._guard(connection, request)
             return connection.peer
         party = self._party(connection, request)
-        if request.method not in PASSED_METHODS:
-            raise MethodNotAllowed(request, PASSED_METHODS)
-        if path != "/v1/models" and path not in self._passed and not self._is_below(path):
+        methods = self._passed.get(path) or self._methods_below(path)
+        if methods is None:
             raise RequestError(
                 f"{path[:200]} is not passed on to workers; --pass-route makes it so", param=None, code="not_found",
                 status=404,
             )  # fmt: skip
+        if request.method not in methods:
+            raise MethodNotAllowed(request, methods)
         return party
 
     def _party(self, client: Client, request: HttpRequest) -> str:
@@ -114,9 +120,12 @@ class RouterApp:
             )  # fmt: skip
         return party
 
-    def _is_below(self, path: str) -> bool:
-        """Whether everything below some folder is passed on, and the path stays there."""
-        return path.startswith(self._passed_below) and ".." not in path and "%" not in path
+    def _methods_below(self, path: str) -> tuple[str, ...] | None:
+        """Of a folder below which everything is passed on, where the path stays there."""
+        for folder, methods in self._passed_below:
+            if path.startswith(folder) and ".." not in path and "%" not in path:
+                return methods
+        return None
 
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Answer one request now or later."""

@@ -103,7 +103,8 @@ def test_each_address_has_its_rule(edge: Any) -> None:
     ("path", "passed"),
     [
         ("/v1/chat/completions", True), ("/v1/completions", True), ("/v1/embeddings", True), ("/v1/responses", True),
-        ("/v1/audio/transcriptions", True), ("/v1/models/tiny", True), ("/v1/extra", True), ("/v1/more/a/b", True),
+        ("/v1/audio/transcriptions", True), ("/v1/responses/r1/cancel", True), ("/v1/extra", True),
+        ("/v1/more/a/b", True),
         ("/v1/load_lora_adapter", False), ("/v1/unload_lora_adapter", False), ("/v1/files", False), ("/v1/", False),
         ("/v1/more", False), ("/v1/extra/", False), ("/v1/Completions", False), ("/v1/completions/", False),
         ("/v1/../workers", False), ("/v1/more/../../workers", False), ("/v1/more/%2e%2e/x", False),
@@ -117,6 +118,27 @@ def test_only_named_routes_are_passed_on(edge: Any, make_post: Any, path: str, p
         body = json.dumps({"model": "tiny", "prompt": "x", "messages": [{"role": "user", "content": "x"}]}).encode()
         assert status(await edge.exchange(make_post(body, path.encode()))) == (200 if passed else 404)
         assert len(worker.received) == passed
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/v1/chat/completions", "POST"), ("/v1/messages", "POST"), ("/v1/models", "GET, HEAD"),
+        ("/v1/models/tiny", "GET, HEAD"), ("/v1/responses/r1", "DELETE, GET, HEAD, POST"),
+        ("/v1/extra", "DELETE, GET, HEAD, PATCH, POST, PUT"),
+    ],
+)  # fmt: skip
+def test_a_route_has_its_methods_and_no_others(edge: Any, path: str, allowed: str) -> None:
+    async def scenario() -> None:
+        await edge.start(pass_routes=("/v1/extra",))
+        await edge.worker(edge.reply(b"[]"))
+        for method in ("DELETE", "GET", "PATCH", "POST", "PUT", "OPTIONS", "TRACE"):
+            answer = await edge.exchange(ask(method.encode(), path.encode(), JSON, body=b"{}"))
+            assert (status(answer) == 405) == (method not in allowed.split(", ")), method
+            if status(answer) == 405:
+                assert b"\r\nallow: " + allowed.encode() + b"\r\n" in answer
 
     edge.run(scenario())
 
