@@ -18,6 +18,7 @@ costs. Figures are then relative to an oracle that knows the engines' state and 
 to: what is in it is not played again, but for policies that are named.
 
     benchmarks/routing.py --grid --sample 60 --jobs 2 --json grid.json
+    benchmarks/routing.py --grid --sample 16 --ablate --json terms.json      # what each term of the price is worth
 
 Traces: Mooncake's FAST25 release (github.com/kvcache-ai/Mooncake) and kv-cache-tester's agent sessions
 (github.com/callanjfox/kv-cache-tester), plain or gzipped. Without --trace, generated tool-use traffic is played.
@@ -41,6 +42,7 @@ from harness.figures import in_words, machine, markdown, write_json
 from routing_sim import grid
 from routing_sim.engine import EngineLimits
 from routing_sim.runs import (
+    ABLATIONS,
     BOUNDS,
     CHAT_POLICIES,
     EXTRA,
@@ -92,6 +94,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=type(value), default=value, help=f"service model (default {value})")
     parser.add_argument("--grid", action="store_true", help="settings in which decoding costs; see routing_sim/grid.py")
+    parser.add_argument("--ablate", action="store_true", help="with --grid: ours without each term, beside ours")
     parser.add_argument("--sample", type=int, help="so many of the grid's settings (default: all)")
     parser.add_argument("--workload", choices=["traces", "chat"], default="traces")
     chats = parser.add_argument_group("--workload chat")
@@ -223,10 +226,11 @@ def run_grid(arguments: argparse.Namespace) -> None:
     if arguments.json is not None and arguments.json.exists():
         known = json.loads(arguments.json.read_text())["settings"]
     done: dict[str, dict[str, Any]] = {}
+    wanted = [grid.OURS, *ABLATIONS] if arguments.ablate else [*CHAT_POLICIES, grid.BASE]
     work = []
     for point in grid.points(arguments.sample):
         kept = {name: row for name, row in known.get(str(point), {}).items() if name not in (arguments.policy or ())}
-        missing = [name for name in [*CHAT_POLICIES, grid.BASE] if name not in kept]
+        missing = [name for name in wanted if name not in kept]
         if missing:
             work.append((point, kept, missing, arguments.seed))
         else:
@@ -236,11 +240,19 @@ def run_grid(arguments: argparse.Namespace) -> None:
     with multiprocessing.get_context("fork").Pool(arguments.jobs) as pool:
         for name, policies, seconds in pool.imap_unordered(_play, work):
             done[name] = policies
+            if arguments.ablate:
+                print(f"{len(done)}/{count} {name}; {seconds:.0f} s", flush=True)
+                write_json(arguments.json, {"settings": {**known, **done}, "seed": arguments.seed, "machine": host})
+                continue
             ratios = grid.verdict(policies)["ratios"].items()
             found = ", ".join(f"{key} {value:.3f} ({who})" for key, (value, who) in ratios)
             print(f"{len(done)}/{count} {name}: over the best {found}; {seconds:.0f} s", flush=True)
             document = {**grid.summary(done), "settings": {**known, **done}, "seed": arguments.seed, "machine": host}
             write_json(arguments.json, document)
+    if arguments.ablate:
+        means = {name: grid.means(done, name, grid.OURS) for name in ABLATIONS}
+        print(markdown(means, {key: (key, "{:.3f}") for key in grid.FIGURES}, "ours, beside it"))
+        return
     report = grid.summary(done)
     print(markdown(report.pop("relative"), {key: (key, "{:.3f}") for key in grid.FIGURES}, "policy"))
     print("\n".join(f"{key}: {json.dumps(value)}" for key, value in report.items()))
@@ -251,7 +263,7 @@ def _play(work: tuple[grid.Point, dict[str, Any], list[str], int]) -> tuple[str,
     point, kept, missing, seed = work
     started = time.time()
     played = {**kept, **grid.play(point, missing, seed)}
-    return str(point), {name: played[name] for name in [*CHAT_POLICIES, grid.BASE]}, time.time() - started
+    return str(point), played, time.time() - started
 
 
 def as_json(scores: dict[str, Score]) -> dict[str, dict[str, Any]]:

@@ -124,6 +124,16 @@ def verdict(policies: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     return {"ratios": ratios, "better_in_both": better}
 
 
+def means(settings: Mapping[str, Mapping[str, Mapping[str, float]]], policy: str, base: str) -> dict[str, float]:
+    """Geometric means over the settings of each of a policy's figures over that of another."""
+    return {
+        figure: statistics.geometric_mean(
+            max(row[policy][figure], 1e-9) / max(row[base][figure], 1e-9) for row in settings.values()
+        )
+        for figure in FIGURES
+    }
+
+
 def summary(settings: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, Any]:
     """What all settings say together: where ours fails, and every policy's geometric means relative to the oracle."""
     verdicts = {name: verdict(policies) for name, policies in settings.items()}
@@ -131,22 +141,14 @@ def summary(settings: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[s
         ((*verdicts[name]["ratios"][figure], figure, name) for name in verdicts for figure in FIGURES[:4:2]),
         default=None,
     )
-    means = {
-        policy: {
-            figure: statistics.geometric_mean(
-                max(row[policy][figure], 1e-9) / max(row[BASE][figure], 1e-9) for row in settings.values()
-            )
-            for figure in FIGURES
-        }
-        for policy in (CHAT_POLICIES + [BASE] if settings else [])
-    }
+    relative = {policy: means(settings, policy, BASE) for policy in (CHAT_POLICIES + [BASE] if settings else [])}
     slow = {name: v["ratios"]["e2e"] for name, v in verdicts.items() if v["ratios"]["e2e"][0] > WITHIN}
     far = {
         name: {figure: v["ratios"][figure] for figure in FIGURES[:4:2] if v["ratios"][figure][0] > WORST}
         for name, v in verdicts.items()
     }
     return {
-        "relative": means,
+        "relative": relative,
         "e2e_not_within": slow,
         "better_in_both": {name: v["better_in_both"] for name, v in verdicts.items() if v["better_in_both"]},
         "over_worst": {name: ratios for name, ratios in far.items() if ratios},

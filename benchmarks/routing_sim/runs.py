@@ -8,11 +8,17 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from unittest.mock import patch
 
 from engine.simulation.service import StepTimes
-from router.decide.config import CoreConfig, QueueConfig
+from router.decide.ahead import CacheAhead
+from router.decide.books import CacheBook
+from router.decide.config import CoreConfig, CostConfig, LearnConfig, QueueConfig, WorkingSetConfig
+from router.decide.lengths import TOKENS_PRIOR, OutputLengths
+from router.decide.target import Target
 from routing_sim import peers
 from routing_sim.cluster import Cluster, ClusterConfig, Result, Router
 from routing_sim.engine import EngineLimits
@@ -104,6 +110,26 @@ EXTRA: dict[str, Factory] = {
     "blockcast_told": lambda o: Ours(CoreConfig(), seed=o.seed, told=True),
 }
 """Run only where asked for: what knows the lengths of the answers; `blockcast` with the true constants told."""
+WITHOUT: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "rest": lambda: patch.object(Target, "rest_seconds", lambda self, now: 0.0),
+    "hot": lambda: patch.object(CacheBook, "hot", lambda self, prompt, life_s: (0, 0.0)),
+    "seat": lambda: patch.object(Target, "drain_seconds", lambda self, share: 0.0),
+    "lengths": lambda: patch.object(OutputLengths, "expect", lambda self, request: TOKENS_PRIOR),
+    "evicted": lambda: patch.object(CacheAhead, "left", lambda self, keys, hit, usable: hit),
+}
+"""Terms of the price, and how a run is made without one; `seat` goes with `memory`."""
+_CONFIGS = {
+    "decode": CoreConfig(cost=CostConfig(decode_weight=0.0)),
+    "beta": CoreConfig(cost=CostConfig(beta_scale=0.0, beta_min=0.0)),
+    "utilisation": CoreConfig(cost=CostConfig(utilisation_weight=0.0)),
+    "crowding": CoreConfig(working_set=WorkingSetConfig(enabled=False)),
+    "learning": CoreConfig(learn=LearnConfig(enabled=False)),
+}
+ABLATIONS = {f"blockcast_without_{term}": term for term in (*WITHOUT, *_CONFIGS)}
+EXTRA |= {
+    name: lambda o, term=term: Ours(_CONFIGS.get(term, CoreConfig()), seed=o.seed)  # type: ignore[misc]
+    for name, term in ABLATIONS.items()
+}
 CHAT_POLICIES = [
     *("round_robin", "least_requests", "power_of_two", "sglang_tree", "dynamo_w1", "dynamo_w16", "llm_d", "blockcast")
 ]
@@ -147,7 +173,8 @@ def run(
     else:
         make = factory or {**POLICIES, **EXTRA}[policy]
         routers = [make(replace(options, seed=options.seed + i)) for i in range(options.routers)]
-    result = Cluster(config, workload, routers).run(ttft_limit_s)
+    with WITHOUT.get(ABLATIONS.get(policy, ""), nullcontext)():
+        result = Cluster(config, workload, routers).run(ttft_limit_s)
     return result, score(result, workload, options.skip)
 
 

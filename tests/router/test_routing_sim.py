@@ -368,3 +368,16 @@ def test_a_wait_for_a_seat_is_in_vain_where_another_has_one_and_the_prefix_is_wo
     alone = sim.cluster.ClusterConfig(workers=1, cache_blocks=100, speed=1.0, service=service, limits=limits)
     result = sim.cluster.Cluster(alone, sim.workload.Workload("seats", requests, ""), [First()]).run()
     assert (result.seat_waits, result.seat_waits_vain) == (1, 0), "nobody else has a seat"
+
+
+def test_ours_without_a_term_is_ours_again_afterwards(sim: Any) -> None:
+    """`--ablate`: every term can be taken away, it matters to some request here, and comes back."""
+    assert set(sim.runs.ABLATIONS) <= set(sim.runs.EXTRA)
+    chat = sim.workload.Chat(40, 1000, 50, 100, 30.0, 0, 300, 32)
+    workload = sim.workload.chat("terms", chat, seed=3)
+    options = sim.runs.Options(sim.grid.SERVICE, sim.engine.EngineLimits(8, preempts=True), skip=0, cache_blocks=250)
+    setting = sim.runs.Setting("terms", 4, 1.0, 1.0)
+    whole = sim.runs.run("blockcast", setting, workload, 1.0, options)[1]
+    idle = {p for p in sim.runs.ABLATIONS if sim.runs.run(p, setting, workload, 1.0, options)[1] == whole}
+    assert idle <= {"blockcast_without_utilisation"}, "it decides among equals only"
+    assert sim.runs.run("blockcast", setting, workload, 1.0, options)[1] == whole
