@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -113,6 +114,41 @@ def test_a_decision_prices_few_of_500(monkeypatch: pytest.MonkeyPatch, cached_by
         core.route(ask(f"r{i}", rng.randrange(20), rng), 0.01)
     assert len(priced) == 50
     assert max(priced) <= 12 * KEEP, priced
+
+
+def work(core: RouterCore, requests: list[RouteRequest]) -> float:
+    """Bytecode instructions that a decision and its books take, in the mean."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for request in requests:
+            core.route(request, 0.011)
+    finally:
+        sys.settrace(before)
+    return count / len(requests)
+
+
+@pytest.mark.skipif(not str(choose.__file__).endswith(".py"), reason="compiled: there is no bytecode to count")
+@pytest.mark.parametrize("cached_by", [0, 20, 500])
+def test_a_decision_before_500_takes_at_most_twice_the_work_of_one_before_8(cached_by: int) -> None:
+    """The index's part is native; callgrind's count of both is in docs/routing.md."""
+    counts = []
+    for workers in (8, 500):
+        core, rng = fleet(workers, cached_by=min(cached_by, workers))
+        requests = [ask(f"r{i}", rng.randrange(20), rng) for i in range(40)]
+        for request in requests[:20]:  # the order of the pool is made, the first requests are placed
+            core.route(request, 0.01)
+        counts.append(work(core, requests[20:]))
+    assert counts[0] > 1000
+    assert counts[1] <= 2.0 * counts[0], counts
 
 
 def test_the_order_follows_loads_peers_and_time() -> None:
