@@ -97,7 +97,8 @@ class CacheBook:
         tokens = spec.cache_tokens
         target.capacity_tokens = target.seen_tokens if tokens is None else tokens // spec.ranks
         target.refresh()
-        self.working_sets.set_capacity(target.name, target.capacity_tokens)
+        below = (spec.host_tokens or 0) // spec.ranks
+        self.working_sets.set_capacity(target.name, target.capacity_tokens and target.capacity_tokens + below)
         if spec.seats is not None:
             target.seats, target.seats_told = spec.seats, True
         if spec.cache_view is CacheView.HISTORY and target.name not in self._histories:
@@ -108,6 +109,8 @@ class CacheBook:
             block_tokens = spec.block_size or BLOCK_TOKENS
             if target.ahead is None or not target.ahead.resize(target.capacity_tokens, block_tokens):
                 target.ahead = CacheAhead(target.capacity_tokens, block_tokens)
+            if below:
+                target.ahead.copied()
 
     def leave(self, target: Target) -> None:
         """The target is about to go, and its holder with it."""

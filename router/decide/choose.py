@@ -146,7 +146,7 @@ class Chooser:
             if hits.slower:
                 loads = [0.0] * len(targets)
                 for i, match in hits.slower.items():
-                    loads[i] = load_seconds(match, self._cost)
+                    loads[i] = load_seconds(match, self._cost) * targets[i].load.factor
         cost = KvCost(
             targets,
             cached,

@@ -324,6 +324,7 @@ class RouterCore:
             stream=request.stream,
             now=now,
             expected_tokens=choice.cost.expected_tokens,
+            load_s=choice.cost.load_seconds(choice.winner) / target.load.factor,
         )
         if choice.prompt is not None:
             self.book.sent(

@@ -40,6 +40,8 @@ _REFRESH = math.log(1.02)
 """The pool's model in use is renewed when it is off by more."""
 _PRIOR_WEIGHT = 0.3
 """Observations that the prior counts as: it may be off by any factor."""
+_LOADS_RECENT, _LOADS_MIN = 15, 3
+"""Loads of a worker that its rate is the median of, at most and at least."""
 _RECENT = 15
 """Intervals, relative to what the model expected, whose median is what outliers are measured from."""
 
@@ -284,6 +286,24 @@ class PoolSpeeds:
             return set()
         self._pool_model = latest
         return set(self._members)
+
+
+class LoadSpeed:
+    """How long one worker takes to fetch what lies on slower tiers: `factor` times what the configured rates say.
+
+    The median of what its lately seen first tokens took longer than computing them should: a queue or a busy machine
+    makes some of them late, and few are early.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=_LOADS_RECENT)
+        self.factor = 1.0
+
+    def observe(self, load_s: float, excess_s: float) -> None:
+        """A load of `load_s` by the configured rates took so many seconds."""
+        self._recent.append(min(max(excess_s / load_s, _RATIO_MIN), _RATIO_MAX))
+        if len(self._recent) >= _LOADS_MIN:
+            self.factor = sorted(self._recent)[len(self._recent) // 2]
 
 
 def _reference_s(model: ServiceModel) -> float:

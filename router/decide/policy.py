@@ -161,6 +161,10 @@ class KvCost:
                 best = min(best, cost)
         return ties[rotation % len(ties)]
 
+    def load_seconds(self, i: int) -> float:
+        """To fetch what candidate i has on slower tiers."""
+        return self.loads[i] if self.loads is not None else 0.0
+
     def terms(self, i: int, resident_tokens: int) -> Terms:
         """Candidate i's price and what it is made of."""
         config, target, hit = self.config, self.targets[i], self.cached[i]
@@ -172,7 +176,7 @@ class KvCost:
         if target.peer is not None:
             utilisation += target.peer.utilisation
             decoding += target.peer.decode_requests
-        load_s = self.loads[i] if self.loads is not None else 0.0
+        load_s = self.load_seconds(i)
         crowding_s = self.crowding[i] if self.crowding is not None else 0.0
         part = target.prefill_seconds(self.hot_tokens, hit) if hit < self.hot_tokens else 0.0
         hot_s, stall_s = self.hot_share * part, (1.0 - self.hot_share) * part * target.sharers

@@ -81,6 +81,7 @@ def worker_row(worker: Worker, target: Target, tracker: LoadTracker, alarms: lis
             "quadratic_tokens": service.quadratic_tokens,
             "step_s": service.step_s,
             "decode_request_s": service.decode_request_s,
+            "load_factor": target.load.factor,
             "observations": target.speeds.observations(target.name),
         },
         routed=target.routed,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from router.decide.ahead import CacheAhead
 from router.decide.config import ServiceModel
-from router.decide.learn import Observation, PoolSpeeds, Taught
+from router.decide.learn import LoadSpeed, Observation, PoolSpeeds, Taught
 from router.decide.told import Claim, Told, Wager
 from router.index.protocol import HolderId
 
@@ -48,6 +48,8 @@ class InFlight:
     prefill_s: float
     routed_s: float
     stream: bool
+    load_s: float = 0.0
+    """To fetch what lies on slower tiers, by the configured rates."""
     phase: RequestPhase = RequestPhase.PREFILL
     context_tokens: int = 0
     interval: Interval | None = None
@@ -128,6 +130,7 @@ class Target:
     holder: HolderId
     speeds: PoolSpeeds
     progress_cap: float
+    load: LoadSpeed = field(default_factory=LoadSpeed)
     name: str = ""
     prefills: dict[str, InFlight] = field(default_factory=dict)
     """Routed and without a first token, in the order of routing."""
@@ -212,6 +215,12 @@ class Target:
         self.name = self.worker_id if self.rank is None else f"{self.worker_id}#{self.rank}"
         self.speeds.join(self.name)
         self.teach(self.speeds.model(self.name))
+
+    def expected_s(self, seen: Observation) -> float:
+        """How long such an interval takes here, as far as is known."""
+        decode_s = self.decode_request_s * seen.decode_requests + self.decode_context_s * seen.decode_context
+        prefill_s = self.prefill_rate * seen.uncached_tokens + self.quadratic_rate * seen.quadratic
+        return prefill_s + (self.service.step_s + decode_s) * seen.steps
 
     def teach(self, service: ServiceModel) -> None:
         """The worker is as fast as `service` says. Read once: these are looked at for every request."""
@@ -383,13 +392,17 @@ class Interval:
     usable: bool
     steps_before: float = 0.0
     """Who comes while others decode waits for half a step, on average, before its own."""
+    load_s: float = 0.0
+    """By the configured rates, of all its requests."""
+    fetch_s: float = 0.0
+    """What of it is taken to be loading."""
     taught: Taught | None = None
     """What was learned from it, once it was."""
 
     def seen(self, step_tokens: int) -> Observation:
         """What it teaches of a worker whose steps have so many prefill tokens."""
         return Observation(
-            elapsed_s=self.end_s - self.start_s,
+            elapsed_s=self.end_s - self.start_s - self.fetch_s,
             uncached_tokens=self.uncached_tokens,
             quadratic=self.quadratic,
             steps=max(1.0, self.uncached_tokens / step_tokens) + self.steps_before,

@@ -84,8 +84,11 @@ class LoadTracker:
         stream: bool,
         now: float,
         expected_tokens: float = 0.0,
+        load_s: float = 0.0,
     ) -> InFlight:
-        """Count a request where it was sent. `expected_tokens`: a guess of how long its answer will be."""
+        """Count a request where it was sent. `expected_tokens`: a guess of how long its answer will be; `load_s`: to
+        fetch what lies on slower tiers, by the configured rates.
+        """
         assert request_id not in self.requests, f"request {request_id} is already in flight"
         prefill_s = target.prefill_seconds(prompt_tokens, cached_tokens)
         flight = InFlight(
@@ -98,6 +101,7 @@ class LoadTracker:
             prefill_s=prefill_s,
             routed_s=now,
             stream=stream,
+            load_s=load_s,
         )
         if target.told is not None and target.told.claim:
             flight.wager = self._wager(flight, target.told, now)
@@ -267,6 +271,7 @@ class LoadTracker:
             interval.end_s = now
             interval.uncached_tokens += uncached
             interval.quadratic += quadratic
+            interval.load_s += flight.load_s
             interval.usable = interval.usable and alone
             flight.interval = interval
             return
@@ -282,6 +287,7 @@ class LoadTracker:
             decode_context=target.context_tokens,
             usable=oldest and alone,
             steps_before=0.5 if joined else 0.0,
+            load_s=flight.load_s,
         )
 
     def answered(self, request_id: str, reported_tokens: int | None, now: float) -> int:
@@ -315,6 +321,10 @@ class LoadTracker:
         target.open_interval = None
         if interval is None or not interval.usable or self.targets.get(target.name) is not target:
             return  # also when the worker was removed with requests in flight
+        if interval.load_s:
+            seen = interval.seen(target.service.step_tokens)
+            target.load.observe(interval.load_s, seen.elapsed_s - target.expected_s(seen))
+            interval.fetch_s = min(interval.load_s * target.load.factor, 0.9 * seen.elapsed_s)
         names, interval.taught = target.speeds.observe(target.name, interval.seen(target.service.step_tokens))
         self._renew(target, names)
 

@@ -63,6 +63,8 @@ class WorkerSpec:
     cache_view: CacheView = CacheView.EVENTS
     cache_tokens: int | None = None
     """Advertised capacity of the KV cache, all ranks together; None where unknown."""
+    host_tokens: int | None = None
+    """Of host memory under it, whose blocks its events tell of as well."""
     seats: int | None = None
     """Sequences that each rank runs at once (`max_num_seqs`); None where unknown: it is then learned."""
     block_size: int | None = None

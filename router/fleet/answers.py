@@ -133,6 +133,12 @@ def read_cache_capacity(metrics: str, *, unused: int = 0) -> int | None:
     return _count(total)
 
 
+def read_host_capacity(metrics: str) -> int | None:
+    """Tokens of host memory under the cache of an engine of ours, as `read_cache_capacity`; None without any."""
+    configs = [(number(c.get("num_cpu_blocks", "")), number(c.get("block_size", ""))) for c in _cache_configs(metrics)]
+    return _count(sum((blocks or 0) * (size or 0) for blocks, size in configs))
+
+
 def read_block_size(metrics: str) -> int | None:
     """Tokens of the longest cache block from the labels of `vllm:cache_config_info` (or ours)."""
     sizes = [

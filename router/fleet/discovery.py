@@ -22,12 +22,13 @@ from events.types import DecodeError
 from options import ConfigError
 from router.asking import Unanswered, ask
 from router.decide.told import EngineLoad
-from router.decide.workers import VLLM, CacheView, ServedModel, WorkerSpec
+from router.decide.workers import OURS, VLLM, CacheView, ServedModel, WorkerSpec
 from router.fleet.answers import (
     number,
     read_block_size,
     read_cache_capacity,
     read_engine,
+    read_host_capacity,
     read_loads,
     read_models,
     read_roots,
@@ -78,6 +79,7 @@ class WorkerFacts:
     roots: dict[str, str] = field(default_factory=dict)
     """model -> what the worker loaded it from: a folder, or a name on a hub."""
     engine: str = ""
+    host_tokens: int | None = None
 
     @property
     def epochs(self) -> tuple[str | None, ...]:
@@ -220,6 +222,7 @@ def worker_spec(flag: WorkerFlag, facts: WorkerFacts) -> WorkerSpec:
         ranks=max(1, len(facts.sources)),
         cache_view=CacheView.EVENTS if facts.sources else CacheView.HISTORY,
         cache_tokens=flag.cache_tokens or facts.cache_tokens,
+        host_tokens=facts.host_tokens,
         seats=flag.seats,
         block_size=facts.block_size,
     )
@@ -260,7 +263,9 @@ class Prober:
         block_size = None
         if sources:
             block_size = sources[0].block_size or read_block_size(metrics)
-        return WorkerFacts(True, "", models, sources, capacity, block_size, roots, engine)
+        # vLLM's label of that name is of its swap space.
+        host_tokens = read_host_capacity(metrics) if engine == OURS else None
+        return WorkerFacts(True, "", models, sources, capacity, block_size, roots, engine, host_tokens)
 
     async def sources(self, flag: WorkerFlag, known: WorkerFacts | None = None) -> tuple[EventSource, ...]:
         """Where the worker publishes; empty where it does not. Poll it for changes of epoch."""

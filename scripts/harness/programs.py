@@ -15,7 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -190,16 +190,26 @@ class Cluster:
 
     model_name = "demo"
 
-    def __init__(self, model: Path, *, policy: str, num_blocks: int | None, log_dir: Path, workers: int = 2) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *,
+        policy: str,
+        num_blocks: int | None,
+        log_dir: Path,
+        workers: int = 2,
+        engine_flags: Sequence[str] = (),
+    ) -> None:
         self._model, self._policy, self._log_dir = model, policy, log_dir
-        self._blocks = ("--num-gpu-blocks-override", str(num_blocks)) if num_blocks else ()
+        self._flags = ("--num-gpu-blocks-override", str(num_blocks)) if num_blocks else ()
+        self._flags += tuple(engine_flags)
         self._count = workers
         self._programs: list[Program] = []
         self.worker_urls: list[str] = []
         self.url = ""
 
     def __enter__(self) -> Cluster:
-        flags = ("--served-model-name", self.model_name, "--port", "0", "--dtype", "bfloat16", *self._blocks)
+        flags = ("--served-model-name", self.model_name, "--port", "0", "--dtype", "bfloat16", *self._flags)
         try:
             self._programs = [
                 serve_engine(self._log_dir / f"{self._policy}-worker-{time.time_ns()}.log", str(self._model), *flags)

@@ -12,7 +12,7 @@ from aiohttp import web
 from events.types import DecodeError
 from options import ConfigError
 from router.decide.workers import CacheView, ServedModel
-from router.fleet.answers import read_block_size, read_cache_capacity, read_models, read_sources
+from router.fleet.answers import read_block_size, read_cache_capacity, read_host_capacity, read_models, read_sources
 from router.fleet.discovery import (
     Prober,
     WorkerFacts,
@@ -82,6 +82,8 @@ def test_capacity_from_metrics() -> None:
     assert read_cache_capacity(text) == 16_000
     assert read_cache_capacity(text, unused=1) == 15_984, "vLLM keeps a block for itself"
     assert read_cache_capacity('vllm:cache_config_info{block_size="16",num_gpu_blocks="None"} 1.0') is None
+    assert read_host_capacity(text) is None
+    assert read_host_capacity(text.replace('engine="0"', 'num_cpu_blocks="70"')) == 1120
 
 
 def test_block_size_from_metrics() -> None:

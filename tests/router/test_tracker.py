@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
-from router.decide.learn import Observation, PoolSpeeds, SpeedEstimate
+from router.decide.learn import LoadSpeed, Observation, PoolSpeeds, SpeedEstimate
 from router.decide.target import RequestPhase, Target
 from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId
@@ -273,3 +273,43 @@ def test_equal_workers_are_not_told_apart_by_when_their_requests_come() -> None:
     services = {target.service for target in targets}
     assert len(services) == 1, services
     assert targets[0].service.step_s == pytest.approx(truth.step_s, rel=0.15)
+
+
+def test_what_loading_takes_is_learned_apart_from_what_computing_takes() -> None:
+    tracker, target = make(learn=True)
+    rng, now, before = random.Random(3), 0.0, target.service.prefill_s_per_token
+    for i in range(60):
+        uncached = rng.randrange(500, 4000)
+        loads = i % 2 == 1
+        load_s = 4000 * 2e-6 if loads else 0.0
+        tracker.route(
+            str(i), target, prompt_tokens=8000, cached_tokens=8000 - uncached, stream=True, now=now, load_s=load_s
+        )
+        steps = max(1.0, uncached / ServiceModel().step_tokens)
+        now += _compute_s(uncached, steps) + 30 * load_s
+        tracker.first_token(str(i), now)
+        tracker.end(str(i), now + 0.001)
+        now += 1.0
+    tracker.learn_pending(target)
+    assert target.load.factor == pytest.approx(30, rel=0.1)
+    assert target.service.prefill_s_per_token == pytest.approx(before, rel=0.15), "loads taught the prefill rate"
+
+
+def _compute_s(uncached: int, steps: float) -> float:
+    """As the prior has it, after a long cached prefix."""
+    service = ServiceModel()
+    quadratic = (8000**2 - (8000 - uncached) ** 2) / (2 * service.quadratic_tokens)
+    return service.prefill_s_per_token * (uncached + quadratic) + service.step_s * steps
+
+
+def test_loads_that_seem_to_take_no_time_or_for_ever_are_bounded() -> None:
+    speed = LoadSpeed()
+    speed.observe(0.1, 5.0)
+    speed.observe(0.1, -5.0)
+    assert speed.factor == 1.0, "judged by two"
+    for _ in range(20):
+        speed.observe(0.1, -1.0)
+    assert 0.0 < speed.factor < 0.01
+    for _ in range(20):
+        speed.observe(1e-9, 1e9)
+    assert speed.factor == 1000.0

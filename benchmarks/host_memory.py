@@ -1,0 +1,180 @@
+#!/usr/bin/env python3
+"""What host memory under the engines' caches is worth, and what its copies cost a step.
+
+    benchmarks/host_memory.py --json host.json
+
+`live`: conversations over the repo's own text, played in turn before a router and two real engines. Their caches hold
+`--device-share` of what each engine's half of the conversations needs, host memory `--host-share`; compared are engines
+with nothing below, with either order of eviction, with host memory under either, and with a cache that holds all.
+`step`: decode steps of one engine whose cache is full, so that every block that is begun evicts one, alternating with
+and without host memory, by the CPU time of the thread that computes; and the speed of the copies beside memcpy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import _path  # noqa: F401
+import numpy as np
+import torch
+from harness.figures import in_words, machine, markdown, write_json
+from harness.load import Outcome, summarise
+from harness.programs import Cluster, make_demo_model
+from harness.talks import ANSWER_TOKENS, make_conversations, play
+
+from engine.cache.kv_cache import KVCache
+from engine.cache.spec import CacheSpec
+from engine.core import EngineCore
+from engine.execution.runner import ModelRunner, unit_stride_bytes
+from engine.models.loader import load_model
+from engine.scheduler import Scheduler, SchedulerConfig
+from engine.types import Request, SamplingParams
+
+BLOCK = 16
+COLUMNS = {
+    "requests": ("requests", "{:,}"), "prompt tokens": ("prompt_tokens", "{:,}"),
+    "computed": ("prefilled_tokens", "{:,}"), "mispredicted": ("mispredicted_requests", "{:,}"),
+    "TTFT mean": ("ttft_mean_ms", "{:.0f} ms"), "TTFT p99": ("ttft_p99_ms", "{:.0f} ms"),
+}  # fmt: skip
+STEP_COLUMNS = {
+    "sequences": ("sequences", "{:,}"), "without": ("without_ms", "{:.3f} ms"), "with copies": ("with_ms", "{:.3f} ms"),
+    "slower": ("slower", "{:.1%}"), "copied": ("bytes_per_s", "{:,.0f} B/s"), "of memcpy": ("memcpy_share", "{:.0%}"),
+}  # fmt: skip
+
+
+def live(o: argparse.Namespace, model: Path, spec: CacheSpec) -> dict[str, dict[str, Any]]:
+    """Rows by what the engines have."""
+    conversations = make_conversations(model, o.conversations, o.turns, o.context_tokens, o.turn_tokens)
+    length = o.context_tokens + o.turns * (o.turn_tokens + ANSWER_TOKENS + 30)
+    needed = o.conversations * length // 2 // BLOCK  # blocks, of an engine
+    device = max(int(needed * o.device_share), 2 * length // BLOCK)
+    host = ("--host-cache-memory", str(int(needed * o.host_share) * unit_stride_bytes(spec)))
+    adaptive = ("--eviction-policy", "adaptive")
+    modes: dict[str, tuple[int | None, tuple[str, ...]]] = {
+        "lru": (device, ()),
+        "adaptive": (device, adaptive),
+        "lru, host memory": (device, host),
+        "adaptive, host memory": (device, (*host, *adaptive)),
+        "a cache for all": (None, ()),
+    }
+    print(f"{needed} blocks are needed of each engine, {device} are on the device, {int(needed * o.host_share)} below")
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in modes}
+    with tempfile.TemporaryDirectory(prefix="blockcast-host-") as folder:
+        for _ in range(o.rounds):
+            for name, (blocks, flags) in modes.items():
+                with Cluster(model, policy="kv", num_blocks=blocks, log_dir=Path(folder), engine_flags=flags) as fleet:
+                    played = play(fleet.url, fleet.model_name, conversations, lambda name, outcome: None)
+                    outcomes[name] += asyncio.run(played)
+                print(f"  {name}: {summarise(outcomes[name])['prefilled_tokens']:,} tokens computed", flush=True)
+    return {name: summarise(found) for name, found in outcomes.items()}
+
+
+class Decoding:
+    """An engine that decodes in a full cache."""
+
+    def __init__(self, model: Path, sequences: int, host_units: int) -> None:
+        loaded, dtype = load_model(model, dtype="bfloat16")
+        spec = loaded.cache_spec(BLOCK, dtype)
+        length = 1024
+        units = sequences * (length // BLOCK + 2)
+        cache = KVCache(spec, units, host_units=host_units)
+        config = SchedulerConfig(max_num_seqs=sequences, max_num_batched_tokens=2048, max_model_len=length)
+        runner = ModelRunner(
+            loaded, spec, units, device=torch.device("cpu"), dtype=dtype, max_model_len=length, host_units=host_units
+        )
+        self.core, self.moves, self.spec = (
+            EngineCore(Scheduler(config, cache), runner, lambda events: None),
+            runner.moves,
+            spec,
+        )
+        self._vocabulary = loaded.config.vocab_size
+        fillers = units * BLOCK // length
+        for i in range(fillers):
+            self.add(f"fill{i}", [(i * 7 + j * 13) % self._vocabulary for j in range(length - 40)], 1)
+            while self.core.has_work:
+                self.core.step(0.0)
+        for i in range(sequences):
+            self.add(f"run{i}", [(i * 11 + j * 17 + 5) % self._vocabulary for j in range(64)], length - 70)
+        for _ in range(sequences + 40):
+            self.core.step(0.0)
+
+    def add(self, name: str, token_ids: list[int], max_tokens: int) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        self.core.add(Request(request_id=name, token_ids=token_ids, params=params), now=0.0)
+
+    def steps_s(self, count: int) -> float:
+        """CPU seconds of a step, on average."""
+        start_s = time.thread_time()
+        for _ in range(count):
+            self.core.step(0.0)
+        return (time.thread_time() - start_s) / count
+
+
+def step(o: argparse.Namespace, model: Path, sequences: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    plain, tiered = Decoding(model, sequences, 0), Decoding(model, sequences, 2000)
+    stored, copy_s = tiered.core.stats().host_stored_bytes, tiered.moves.copy_s
+    pairs = [(plain.steps_s(o.steps), tiered.steps_s(o.steps)) for _ in range(o.step_rounds)]
+    stored, copy_s = tiered.core.stats().host_stored_bytes - stored, tiered.moves.copy_s - copy_s
+    assert stored, "nothing was copied"
+    without_s, with_s = (statistics.median(times) for times in zip(*pairs))
+    block_bytes = tiered.spec.block_bytes(0)
+    return {
+        "sequences": sequences, "steps": o.steps * o.step_rounds,
+        "without_ms": without_s * 1e3, "with_ms": with_s * 1e3,
+        "slower": statistics.median(b / a for a, b in pairs) - 1, "stored_bytes": stored, "block_bytes": block_bytes,
+        "copy_ms_a_step": copy_s / (o.steps * o.step_rounds) * 1e3,
+        "bytes_per_s": stored / copy_s, "memcpy_share": stored / copy_s / memcpy_bytes_per_s(block_bytes),
+    }  # fmt: skip
+
+
+def memcpy_bytes_per_s(block_bytes: int, total: int = 256 << 20) -> float:
+    """Copies of so many bytes each, between two arrays much larger than the CPU's caches."""
+    count = total // block_bytes
+    one, other = np.ones((count, block_bytes), np.uint8), np.zeros((count, block_bytes), np.uint8)
+    times = []
+    for _ in range(3):
+        start_s = time.thread_time()
+        for i in range(count):
+            other[i] = one[i]
+        times.append(time.thread_time() - start_s)
+    return count * block_bytes / min(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=["live", "step"], default=["live", "step"])
+    parser.add_argument("--conversations", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--context-tokens", type=int, default=1200)
+    parser.add_argument("--turn-tokens", type=int, default=100)
+    parser.add_argument("--device-share", type=float, default=0.1)
+    parser.add_argument("--host-share", type=float, default=0.5)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--step-rounds", type=int, default=8)
+    parser.add_argument("--json", type=Path)
+    o = parser.parse_args()
+    facts = machine("torch")
+    print(in_words(facts))
+    model = make_demo_model("qwen3")
+    found: dict[str, Any] = {"machine": facts}
+    if "live" in o.parts:
+        loaded, dtype = load_model(model, dtype="bfloat16")
+        found["live"] = live(o, model, loaded.cache_spec(BLOCK, dtype))
+        print("\n" + markdown(found["live"], COLUMNS, "engines"))
+    if "step" in o.parts:
+        found["step"] = {str(count): step(o, model, count) for count in o.sequences}
+        print("\n" + markdown(found["step"], STEP_COLUMNS, "decoding"))
+    write_json(o.json, found)
+
+
+if __name__ == "__main__":
+    main()
