@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from programs import Program, call, until
