@@ -16,7 +16,7 @@ ROW = re.compile(r"^\| (client|worker|list|peer) \| (.+) \| `([^`]+)` \| ([\d.]+
 ROWS = ROW.findall((ROOT / "docs" / "security.md").read_text())
 METRICS = (ROOT / "docs" / "operations.md").read_text()
 BOUNDS = re.compile(
-    r"_(BYTES|CHARS|DIGITS)_MAX$|^(DIGITS|LINE|TRAILERS|MODELS|RANKS|GROUPS|PEERS|TARGETS|TOPICS|EVENTS|QUEUED|WAITING|EARLY)_MAX$"
+    r"_(BYTES|CHARS|DIGITS)_MAX$|^(DIGITS|LINE|TRAILERS|MODELS|RANKS|GROUPS|PEERS|TARGETS|TOPICS|EVENTS|QUEUED|WAITING|EARLY|STREAMS|STORED|IDS)_MAX$"
 )
 """Constants of the rooms where foreign bytes come in whose names say that they are such a bound."""
 ELSEWHERE = {
@@ -26,6 +26,12 @@ ELSEWHERE = {
     "router/fleet/feed.py:WHOLE_BYTES_MAX": "longer ones go in slices",
     "router/fleet/answers.py:LINE_CHARS_MAX": "within the bytes of its metrics page",
     "router/fleet/members.py:REASON_CHARS_MAX": "of a reason that is shown",
+    "router/app/hand_over.py:WILL_BYTES_MAX": "of a socket that only our own user can open",
+    "router/app/siblings.py:ANSWER_BYTES_MAX": "of our own processes",
+    "router/commands/check.py:ANSWER_BYTES_MAX": "of a command that ends with it",
+    "router/commands/top.py:ANSWER_BYTES_MAX": "of a command that ends with it",
+    "router/prompting/reader.py:INLINE_BYTES_MAX": "longer ones are read elsewhere",
+    "router/prompting/encode.py:INLINE_BYTES_MAX": "longer ones are read elsewhere",
     "router/fleet/snapshots.py:SEED_BYTES_MAX": "asked once, at the start, of whom the operator named",
 }
 
@@ -68,7 +74,7 @@ def test_a_bound_has_a_default_and_a_metric(who: str, what: str, where: str, def
 def test_no_bound_is_left_out() -> None:
     told = {where for _, _, where, _, _ in ROWS}
     assert len(ROWS) >= 40
-    files = [p for room in ("router/http", "router/fleet", "router/edge", "events") for p in (ROOT / room).glob("*.py")]
+    files = [*(ROOT / "router").rglob("*.py"), *(ROOT / "events").glob("*.py")]
     for file in files:
         for name in filter(BOUNDS.search, constants(file)):
             at = f"{file.relative_to(ROOT)}:{name}"

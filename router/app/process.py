@@ -226,7 +226,7 @@ class RouterProcess:
             feed_fault=self._feed.events.fault,
             event_faults=lambda: self._feed.events.faults,
             events_ignored=lambda: self._feed.events.ignored_messages,
-            peer_messages=lambda: {} if self._peers is None else self._peers.counts(),
+            peer_messages=lambda: ({} if self._peers is None else self._peers.counts()) | others.outcomes,
             siblings=siblings,
             synced=self._feed.synced,
             ready_s=config.edge.ready_s,
@@ -234,7 +234,7 @@ class RouterProcess:
         )
         self._dashboard = Dashboard(self._core, proxy, self._prompts, self._admin.workers)
         self._admin.show(self._dashboard)
-        routes = PeerRoutes(self._index.seed, self._feed.snapshot)
+        routes = PeerRoutes(self._index.seed, self._feed.snapshot, others.outcomes)
         self._admin.routes.add("GET", "/peer", routes.index, public=False)
         self._admin.routes.add("GET", "/peer/*", routes.stream, public=False)
         self._core.registry.on_state = log_state

@@ -15,6 +15,7 @@ import asyncio
 import http.client
 import logging
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from urllib.parse import quote
 
@@ -59,9 +60,11 @@ Dump = Callable[[str, int], "PeerSnapshot | None"]
 class PeerRoutes:
     """The serving side. Both routes tell what is cached: they are for the admin address."""
 
-    def __init__(self, seed: int, dump: Dump) -> None:
+    def __init__(self, seed: int, dump: Dump, outcomes: Counter[str] | None = None) -> None:
+        """`outcomes`: counts snapshot_served and snapshot_refused (nothing that could be proven, or too large)."""
         self._seed = seed
         self._dump = dump
+        self._outcomes: Counter[str] = Counter() if outcomes is None else outcomes
         self._one_at_a_time = asyncio.Lock()
 
     def index(self, request: HttpRequest, _: str) -> Answer:
@@ -77,6 +80,7 @@ class PeerRoutes:
             found = await asyncio.get_running_loop().run_in_executor(None, self._dump, worker, int(rank))
         if found is not None and sum(map(len, found.chunks)) > SNAPSHOT_BYTES_MAX - 4096:
             found = None  # nobody would read it
+        self._outcomes["snapshot_refused" if found is None else "snapshot_served"] += 1
         if found is None:
             raise RequestError(
                 f"no snapshot of {argument}: unknown, or not in step with it",
@@ -117,6 +121,8 @@ class PeerClient:
     """The asking side. `urls`: routers of the same seed, asked in turn. A peer's fault never raises."""
 
     def __init__(self, session: aiohttp.ClientSession, urls: Iterable[str], key: str | None = None) -> None:
+        self.outcomes: Counter[str] = Counter()
+        """snapshot_taken, snapshot_older, snapshot_malformed, snapshot_unanswered (also too large)."""
         self._headers = _key_header(key)
         self._peers = [(session, url) for url in urls]
 
@@ -148,11 +154,16 @@ class PeerClient:
                     told = msgspec.msgpack.decode(body, type=PeerSnapshot) if body is not None else None
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                     log.warning("peer router %s: %s", url, error)
+                    self.outcomes["snapshot_malformed"] += 1
                     continue
-                if told is None or told.version != SNAPSHOT_VERSION:
+                if told is None:
+                    self.outcomes["snapshot_unanswered"] += 1
                     continue
-                if below is None or told.since < below[rank]:
+                if told.version != SNAPSHOT_VERSION or (below is not None and told.since >= below[rank]):
+                    self.outcomes["snapshot_older"] += 1
+                else:
                     found[rank] = told
+                    self.outcomes["snapshot_taken"] += 1
                     log.info("worker %s rank %d: starting from %s, batch %d", worker_id, rank, url, told.seq)
                     break
         return found

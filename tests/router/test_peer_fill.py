@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -12,10 +14,12 @@ import pytest
 from aiohttp import web
 
 from events.sources import EventSource
+from prompts.errors import RequestError
+from router.fleet import snapshots
 from router.fleet.discovery import WorkerFacts, parse_worker_flag
 from router.fleet.feed import SNAPSHOT_VERSION, PeerSnapshot
 from router.fleet.members import Fleet, FleetConfig, _Member
-from router.fleet.snapshots import PeerClient
+from router.fleet.snapshots import PeerClient, PeerRoutes
 
 REPLAYS = EventSource(endpoint="tcp://a:1", replay_endpoint="tcp://a:2")
 SNAPSHOTS = EventSource(endpoint="tcp://a:1", replay_endpoint="tcp://a:2", snapshot=True)
@@ -53,6 +57,54 @@ def ask(
         return found
 
     return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("body", "outcome"),
+    [
+        (b"x" * 5_001, "snapshot_unanswered"), (b"\xc1", "snapshot_malformed"), (b"\x91" * 3_000, "snapshot_malformed"),
+        (msgspec.msgpack.encode(told(3, version=99)), "snapshot_older"),
+        (msgspec.msgpack.encode(told(3)), "snapshot_taken"),
+        (None, "snapshot_unanswered"),
+    ],
+)  # fmt: skip
+def test_what_becomes_of_an_answer_is_counted(
+    body: bytes | None, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "SNAPSHOT_BYTES_MAX", 5_000)
+
+    async def run() -> None:
+        async def reply(request: web.Request) -> web.Response:
+            return web.Response(body=body) if body is not None else web.Response(status=404)
+
+        app = web.Application()
+        app.router.add_get("/peer/{stream}", reply)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        async with aiohttp.ClientSession() as session:
+            client = PeerClient(session, [f"http://127.0.0.1:{runner.addresses[0][1]}"])
+            await client.snapshots("h:1", [REPLAYS])
+        assert client.outcomes == {outcome: 1}
+        await runner.cleanup()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("size", "outcome"), [(100, "snapshot_served"), (5_000, "snapshot_refused"), (None, "snapshot_refused")]
+)
+def test_what_is_asked_of_us_is_counted(size: int | None, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "SNAPSHOT_BYTES_MAX", 4_096 + 1_000)
+    found = None if size is None else msgspec.structs.replace(told(3), chunks=[b"x" * size])
+    outcomes: Counter[str] = Counter()
+
+    async def run() -> None:
+        await PeerRoutes(1, lambda worker, rank: found, outcomes).stream(cast(Any, None), "h:1#0")
+
+    with pytest.raises(RequestError) if outcome == "snapshot_refused" else contextlib.nullcontext():
+        asyncio.run(run())
+    assert outcomes == {outcome: 1}
 
 
 def test_only_what_goes_back_further_is_taken() -> None:
