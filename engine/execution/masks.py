@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 Words = npt.NDArray[np.uint32]
 _SUMMANDS = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 0.0, -np.inf).astype(np.float32)
 """Of eight tokens, by the byte of their bits."""
+_FEW = 4
+"""Where fewer than one in so many tokens may be drawn, or may not, these are named one by one."""
 
 
 @dataclass(slots=True)
@@ -61,6 +63,20 @@ class Wanted:
 
 
 @dataclass(slots=True)
+class OnCpu:
+    """Masks in the form that costs least to apply there. Indices are into the logits [rows * vocab]."""
+
+    barred: npt.NDArray[np.int64]
+    """Of the rows in which most may be drawn."""
+    only: list[int]
+    """Places of the rows in which few may be drawn,"""
+    allowed: npt.NDArray[np.int64]
+    """and these few."""
+    others: list[tuple[int, npt.NDArray[np.float32]]]
+    """(place, [tokens]: -inf where it may not, else 0)."""
+
+
+@dataclass(slots=True)
 class Allowed:
     """The masks of a step."""
 
@@ -68,8 +84,7 @@ class Allowed:
     """Rows of logits that have one."""
     bits: Words
     """[places, words]: a bit for each token, set where it may be drawn."""
-    summands: npt.NDArray[np.float32] | None
-    """On a CPU, [places, tokens]: -inf where it may not, else 0."""
+    cpu: OnCpu | None
     failed: dict[int, str]
     """Place -> why its matcher cannot go on; what is drawn there means nothing."""
 
@@ -112,13 +127,8 @@ class Masks:
         """Set the logits [rows, vocab] of what may not be drawn to -inf, in place."""
         if not allowed.places:
             return
-        if allowed.summands is not None:
-            summands = torch.from_numpy(allowed.summands)[:, : self._vocab_size]
-            if len(summands) == len(logits):
-                logits.add_(summands)
-                return
-            for place, row in zip(allowed.places, summands):
-                logits[place].add_(row)
+        if allowed.cpu is not None:
+            _apply_on_cpu(logits, allowed.cpu)
             return
         there = to_device(allowed.bits.view(np.uint8), self._device)
         bit = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=self._device)
@@ -153,10 +163,9 @@ class Masks:
                 _ban(bits[at], one.banned)
             if follower.thinks is None and follower.constraint.opens is not None:
                 _set(bits[at], follower.constraint.opens)
-        summands = None
-        if self._device.type == "cpu":
-            summands = np.take(_SUMMANDS, bits.view(np.uint8), axis=0).reshape(len(bits), 32 * bits.shape[1])
-        return Allowed([one.place for one in masked], bits, summands, failed)
+        places = [one.place for one in masked]
+        cpu = _on_cpu(places, bits, self._vocab_size) if self._device.type == "cpu" else None
+        return Allowed(places, bits, cpu, failed)
 
     def _read(self, follower: _Follower, new: list[int]) -> bool:
         """Advance the matcher over these; whether the row has a mask."""
@@ -196,6 +205,37 @@ class Masks:
 
             self._executor = LLExecutor(self._threads)
         self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
+
+
+def _on_cpu(places: list[int], bits: Words, vocab_size: int) -> OnCpu:
+    barred, allowed = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    only: list[int] = []
+    others: list[tuple[int, npt.NDArray[np.float32]]] = []
+    for place, row in zip(places, bits.view(np.uint8)):
+        may = np.unpackbits(row, count=vocab_size, bitorder="little").view(np.bool_)
+        count = int(np.count_nonzero(may))
+        if _FEW * (vocab_size - count) <= vocab_size:
+            barred.append(np.flatnonzero(~may) + place * vocab_size)
+        elif _FEW * count <= vocab_size:
+            only.append(place)
+            allowed.append(np.flatnonzero(may) + place * vocab_size)
+        else:
+            others.append((place, np.take(_SUMMANDS, row, axis=0).reshape(-1)[:vocab_size]))
+    return OnCpu(np.concatenate(barred), only, np.concatenate(allowed), others)
+
+
+def _apply_on_cpu(logits: Tensor, masks: OnCpu) -> None:
+    flat = logits.view(-1)
+    if len(masks.barred):
+        flat.index_fill_(0, torch.from_numpy(masks.barred), float("-inf"))
+    if masks.only:
+        allowed = torch.from_numpy(masks.allowed)
+        kept = flat.index_select(0, allowed)
+        for place in masks.only:
+            logits[place].fill_(float("-inf"))
+        flat.index_copy_(0, allowed, kept)
+    for place, summands in masks.others:
+        logits[place].add_(torch.from_numpy(summands))
 
 
 def _lives(follower: _Follower) -> bool:
