@@ -12,8 +12,9 @@ from engine.config import __version__
 if TYPE_CHECKING:
     from engine.llm import LLM, CompletionOutput, RequestOutput
     from engine.types import SamplingParams
+    from prompts.schemas import StructuredOutputs as StructuredOutputsParams
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,6 +23,10 @@ def __getattr__(name: str) -> Any:
         from engine.types import SamplingParams
 
         return SamplingParams
+    if name == "StructuredOutputsParams":  # vLLM's name for it
+        from prompts.schemas import StructuredOutputs
+
+        return StructuredOutputs
     if name in ("LLM", "CompletionOutput", "RequestOutput"):
         from engine import llm
 

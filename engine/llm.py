@@ -22,13 +22,15 @@ import msgspec
 from engine.api.choice import Choice, new_choice
 from engine.api.detokenizer import DetokenizerFactory
 from engine.api.generation import samples
+from engine.api.lark import constraint_of
 from engine.api.params import ModelLimits, check_params, check_prompt, fit_max_tokens
 from engine.assembly import Assembled, assemble, model_files
 from engine.config import EngineConfig
+from engine.grammars import GrammarError, check
 from engine.types import Request, SamplingParams, TokenLogprobs
 from events.config import KVEventsConfig
 from options import Schema, load
-from prompts import ChatRequest, RequestError, Tokenizer
+from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer
 from prompts.schemas import Int64, Salt
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -114,6 +116,7 @@ class LLM:
             max_model_len=self.info.max_model_len,
             vocab_size=self.info.vocab_size,
             default_sampling=self.info.default_sampling,
+            unconstrained=self.info.unconstrained,
         )
         self._numbers = itertools.count()
 
@@ -205,10 +208,27 @@ class LLM:
         if params is None:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
-            return [check_params(params, self._limits)] * count
+            return [self._checked(params)] * count
         if len(params) != count:
             raise ValueError(f"sampling_params: got {len(params)}, expected one, or one for each of {count} prompts")
-        return [check_params(one, self._limits) for one in params]
+        return [self._checked(one) for one in params]
+
+    def _checked(self, params: SamplingParams) -> SamplingParams:
+        """With the constraint of what its answers must match, compiled. Raises RequestError."""
+        params = check_params(params, self._limits)
+        if params.structured_outputs is None:
+            return params
+        asked = CompletionRequest(prompt="", structured_outputs=params.structured_outputs)
+        constraint = constraint_of(asked, self._tokenizer, self._limits)
+        if constraint is not None:
+            assert self._assembled is not None
+            assert self._assembled.grammars is not None
+            try:
+                lark = check(self._assembled.grammars.words, constraint.lark)
+            except GrammarError as error:
+                raise RequestError(f"{constraint.param}: {error}", param=constraint.param) from error
+            constraint = msgspec.structs.replace(constraint, lark=lark)
+        return msgspec.structs.replace(params, structured_outputs=None, constraint=constraint)
 
     def _run(
         self,

@@ -27,6 +27,7 @@ from prompts.schemas import (
     Salt,
     Samples,
     Stop,
+    StructuredOutputs,
     Temperature,
     TokenIdField,
     TopK,
@@ -106,6 +107,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: LogprobCount | None = None
     prompt_logprobs: LogprobCount | None = None
     n: Samples = 1
+    structured_outputs: StructuredOutputs | None = None
+    """What the answer must match, as a program says it: `LLM` makes the constraint of it."""
     constraint: Constraint | None = None
 
 

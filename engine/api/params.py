@@ -17,6 +17,7 @@ from prompts.schemas import ChatRequest, CompletionRequest
 
 _PLAIN_FIELDS = set(SamplingParams.__struct_fields__) - {
     "n", "max_tokens", "stop", "stop_token_ids", "logit_bias", "logprobs", "prompt_logprobs", "constraint",
+    "structured_outputs",
 }  # fmt: skip
 """Fields that mean the same in a body and in SamplingParams."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from engine import LLM, SamplingParams
+from engine import LLM, SamplingParams, StructuredOutputsParams
 from prompts import RequestError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -96,3 +98,28 @@ def test_wrong_input_is_named_and_leaves_nothing(llm: LLM, prompt: Any, params: 
 def test_unknown_settings_are_named() -> None:
     with pytest.raises(TypeError, match="max_model_length"):
         LLM(max_model_length=5)
+
+
+def test_answers_match_what_is_asked_for(llm: LLM) -> None:
+    fields = {"kind": {"enum": ["cat", "dog"]}, "age": {"type": "integer", "minimum": 0, "maximum": 9}}
+    schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+    asked: list[Any] = [
+        StructuredOutputsParams(json=schema),
+        {"regex": "[a-c]{3}-[0-9]{2}"},
+        StructuredOutputsParams(choice=["yes", "no"]),
+        StructuredOutputsParams(grammar='root ::= "x" [0-9] "x"'),
+        None,
+    ]
+    params = [SamplingParams(max_tokens=100, seed=7, structured_outputs=one) for one in asked]
+    made = [one.outputs[0].text for one in llm.generate(["a pet"] * len(asked), params, use_tqdm=False)]
+    assert json.loads(made[0])["kind"] in ("cat", "dog")
+    assert re.fullmatch("[a-c]{3}-[0-9]{2}", made[1])
+    assert made[2] in ("yes", "no")
+    assert re.fullmatch("x[0-9]x", made[3])
+    assert made[4] not in made[:4]
+
+
+@pytest.mark.parametrize("wrong", [{"regex": "("}, {"json": {"type": "nothing"}}, {"regex": "a", "choice": ["b"]}, {}])
+def test_what_cannot_be_matched_is_refused_before_anything_is_computed(llm: LLM, wrong: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="structured_outputs"):
+        llm.generate("a", SamplingParams(structured_outputs=StructuredOutputsParams(**wrong)), use_tqdm=False)
