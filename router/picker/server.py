@@ -120,8 +120,8 @@ class PickerServer:
                 log.warning("a gateway sends what does not follow: %s (told once)", error)
             context.set_code(grpc.StatusCode.INVALID_ARGUMENT)
             context.set_details(str(error))
-        except Exception as error:  # noqa: BLE001  a boundary
-            self._app.crashed("picker", error)
+        except Exception as unforeseen:  # noqa: BLE001  a boundary
+            self._app.crashed("picker", unforeseen)
             context.set_code(grpc.StatusCode.INTERNAL)
         finally:
             self.streams -= 1
@@ -137,5 +137,5 @@ def _bind(server: grpc.aio.Server, host: str, port: int, certificate: tuple[str,
         return int(server.add_secure_port(address, grpc.ssl_server_credentials([(key, chain)])))
     except RuntimeError as error:
         raise OSError(f"{flag} {address}: cannot be used: {error}") from error
-    except OSError as error:
-        raise ConfigError(f"--tls-cert, --tls-key: {error}") from error
+    except OSError as unread:
+        raise ConfigError(f"--tls-cert, --tls-key: {unread}") from unread
