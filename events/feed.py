@@ -23,7 +23,7 @@ from events.frames import SNAPSHOT_SEQ, LiveFrame, parse_live, parse_reply
 from events.stream import StreamState
 from events.stream_types import Clear, Instruction, Malformed, Overflowed, RequestReplay, RequestSnapshot
 from events.types import DecodeError
-from events.wake import Turns
+from events.wake import Readiness, Turns
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +62,9 @@ class EventFeed:
         self._context: Context = zmq.Context()
         # As many sockets as ZeroMQ can have: the default of 1,023 is used up by 341 streams.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
-        self._poller = zmq.Poller()
+        self._poller = Readiness()
         self._turns = Turns("kv-feed", self._run)
-        self._poller.register(self._turns.bell.fd, zmq.POLLIN)
+        self._poller.watch(self._turns.bell.fd)
         self._subscriptions: dict[Any, Subscription] = {}  # SUB and monitor sockets -> their subscription
         self._dealers: dict[Any, FollowedStream] = {}
         self._streams: dict[str, FollowedStream] = {}
@@ -133,6 +133,11 @@ class EventFeed:
         """Pass on what the worker says about its epoch."""
         self._turns.ask(lambda: self._on_stream(stream_id, lambda state: state.epoch(epoch, time.monotonic())))
 
+    def state(self, stream_id: str) -> StreamState | None:
+        """Of one stream, as `states`."""
+        stream = self._streams.get(stream_id)
+        return stream.state if stream is not None else None
+
     def states(self) -> dict[str, StreamState]:
         """The streams by id, to read their stats, phase and position; they belong to the feed's thread."""
         return {stream_id: stream.state for stream_id, stream in list(self._streams.items())}
@@ -142,6 +147,7 @@ class EventFeed:
             return
         self._close_sockets()
         self._turns.bell.close()
+        self._poller.close()
         self._context.term()
 
     # The feed's thread
@@ -156,8 +162,8 @@ class EventFeed:
                 self._guarded(None, self._tick, time.monotonic())
 
     def _round(self, wait_ms: int) -> None:
-        ready = dict(self._poller.poll(wait_ms))
-        if ready.pop(self._turns.bell.fd, None):
+        rang, ready = self._poller.poll(wait_ms)
+        if rang:
             for command in self._turns.asked():
                 self._guarded(None, command)
         for busy in list(self._busy):
@@ -250,7 +256,7 @@ class EventFeed:
     def _register(self, subscription: Subscription) -> None:
         for socket in (subscription.socket, subscription.monitor):
             self._subscriptions[socket] = subscription
-            self._poller.register(socket, zmq.POLLIN)
+            self._poller.register(socket)
 
     def _remove(self, stream_id: str) -> None:
         self._unopened.pop(stream_id, None)
@@ -445,7 +451,7 @@ class EventFeed:
             return
         stream.dealer, stream.request_id = dealer, request_id
         self._dealers[dealer] = stream
-        self._poller.register(dealer, zmq.POLLIN)
+        self._poller.register(dealer)
 
     def _drop_request(self, stream: FollowedStream) -> None:
         if stream.dealer is not None:

@@ -32,7 +32,7 @@ from router.app.hand_over import VERSION, HandOver, Predecessor, Will, http_path
 from router.app.reading import Reading
 from router.app.server import TICK_S, RouterApp
 from router.app.siblings import Siblings
-from router.app.system import Heap, naming, raise_file_limit, settle_heap
+from router.app.system import Heap, files_short, naming, raise_file_limit, settle_heap
 from router.app.tenants import Tenants
 from router.app.tracing import Tracing
 from router.counters import Metrics
@@ -152,7 +152,10 @@ class RouterProcess:
 
     async def run(self) -> None:
         """Raises OSError where an address cannot be had, ConfigError for a bad workers file."""
-        raise_file_limit()
+        limit, config = raise_file_limit(), self._config
+        short = files_short(limit, len(config.workers), config.edge.connections_max)
+        if short is not None:
+            log.warning(short)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self._executor.shutdown, wait=False, cancel_futures=True)
             stack.callback(self._helpers.processes.close)

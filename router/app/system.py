@@ -18,6 +18,8 @@ from options import ConfigError
 
 _MMAP_THRESHOLD, _MMAPPED_BYTES = -3, 256 << 10
 """Larger pieces have a mapping of their own, which ends with them (M_MMAP_THRESHOLD of mallopt)."""
+FILES_A_STREAM, FILES_BESIDES = 4, 200
+"""Descriptors (benchmarks/fan_in.py); a replay or a data-parallel rank takes as many again."""
 TRIM_S, TRIM_S_MAX, WORTH_BYTES = 5.0, 320.0, 4 << 20
 
 
@@ -74,12 +76,25 @@ def settle_heap() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
-def raise_file_limit() -> None:
-    """Two sockets a request: take as many file descriptors as we may."""
+def raise_file_limit() -> int:
+    """Two sockets a request: take as many file descriptors as we may. How many that is."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def files_short(limit: int, workers: int, connections: int) -> str | None:
+    """What to say where `limit` descriptors are too few for so many workers, each with one event stream, and clients'
+    connections, each with one to a worker."""
+    needed = FILES_A_STREAM * workers + 2 * connections + FILES_BESIDES
+    if limit >= needed:
+        return None
+    return (
+        f"{limit} file descriptors are too few for {workers} event streams ({FILES_A_STREAM} each) and {connections} "
+        f"connections (2 each): raise the hard limit to {needed} (ulimit -Hn, LimitNOFILE=), or lower --max-connections"
+    )
 
 
 @contextlib.contextmanager

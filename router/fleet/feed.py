@@ -218,9 +218,8 @@ class IndexFeed:
 
     def details(self, worker_id: str) -> dict[str, Any]:
         """What is known of a worker's streams, for `/workers`."""
-        states = self.events.states()
         streams = self._workers.get(worker_id, [])
-        return {"streams": [s.row(states.get(s.stream_id), self._groups(s.holder)) for s in streams]}
+        return {"streams": [s.row(self.events.state(s.stream_id), self._groups(s.holder)) for s in streams]}
 
     def totals(self) -> dict[str, dict[str, int]]:
         """worker -> summed counters over its ranks, for `/metrics`."""
@@ -234,10 +233,10 @@ class IndexFeed:
 
     def synced(self, worker_id: str) -> bool:
         """Whether every stream of the worker is connected and has caught up."""
-        states = self.events.states()
         streams = self._workers.get(worker_id, [])
         return bool(streams) and all(
-            s.up and (state := states.get(s.stream_id)) is not None and state.phase.value == "live" for s in streams
+            s.up and (state := self.events.state(s.stream_id)) is not None and state.phase.value == "live"
+            for s in streams
         )
 
     def _groups(self, holder: HolderId) -> list[dict[str, object]]:

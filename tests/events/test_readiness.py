@@ -1,0 +1,74 @@
+"""Readiness against ZeroMQ's own poll: whatever has something to read is found, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from events.wake import Readiness
+
+
+@pytest.fixture
+def context() -> Iterator[Any]:
+    made: Any = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+def test_it_finds_what_zeromq_s_poll_finds(context: Any) -> None:
+    """Messages sent and read in any order and number, sockets that come and go."""
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    ready = Readiness()
+    pairs: list[tuple[Any, Any, list[int]]] = []
+    for turn in range(1500):
+        kind = rng.randrange(8)
+        if kind == 0 and len(pairs) < 20:
+            ours, theirs = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+            ours.bind(f"inproc://{turn}")
+            theirs.connect(f"inproc://{turn}")
+            if rng.random() < 0.5:
+                theirs.send(b"")  # before it is registered
+                pairs.append((ours, theirs, [1]))
+            else:
+                pairs.append((ours, theirs, [0]))
+            ready.register(ours)
+        elif kind == 1 and len(pairs) > 5:
+            ours, theirs, _ = pairs.pop(rng.randrange(len(pairs)))
+            ready.unregister(ours)
+            ours.close(0)
+            theirs.close(0)
+        elif kind < 5 and pairs:
+            _, theirs, count = rng.choice(pairs)
+            for _ in range(rng.randrange(1, 4)):
+                theirs.send(b"")
+                count[0] += 1
+        _, found = ready.poll(0)
+        assert set(found) == {ours for ours, _, count in pairs if count[0]}
+        for ours, _, count in pairs:
+            if count[0] and rng.random() < 0.4:
+                for _ in range(rng.randrange(1, count[0] + 1)):
+                    ours.recv(zmq.NOBLOCK)
+                    count[0] -= 1
+    ready.close()
+    for ours, theirs, _ in pairs:
+        ours.close(0)
+        theirs.close(0)
+
+
+def test_a_bell_is_no_socket(context: Any) -> None:
+    ready = Readiness()
+    out, into = os.pipe()
+    ready.watch(out)
+    assert ready.poll(0) == (False, [])
+    os.write(into, b"x")
+    assert ready.poll(1000) == (True, [])
+    ready.close()
+    os.close(out)
+    os.close(into)
