@@ -45,6 +45,26 @@ def _keys(size: int) -> bytes:
     return TALK + b'"chat_template_kwargs":{%b}}' % ",".join(f'"k{i}":1' for i in range(size // 12)).encode()
 
 
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+_TEXT = b'{"type":"text","text":"x"}'
+_RESULT = b'{"type":"tool_result","tool_use_id":"1","content":[{"type":"text","text":"x"}]}'
+_CALL = b'{"type":"function_call","call_id":"1","name":"f","arguments":"{}"}'
+_SAID = b'"messages":[{"role":"user","content":"x"}],'
+
+
+def _items(start: bytes, item: bytes, end: bytes, between: bytes = b",") -> Callable[[int], bytes]:
+    def make(size: int) -> bytes:
+        return MODEL + b'"max_tokens":1,' + start + between.join([item] * (size // (len(item) + 1))) + end + b"}"
+
+    return make
+
+
+def _nested(size: int) -> bytes:
+    open_ = b'{"type":"tool_result","tool_use_id":"1","content":['
+    depth = size // (len(open_) + 2)
+    return MODEL + b'"max_tokens":1,"messages":[{"role":"user","content":[' + open_ * depth + b"]}" * depth + b"]}]}"
+
+
 BODIES: dict[str, Kind] = {
     "empty messages": _messages(b"{}"),
     "a million messages": _messages(b'{"role":"user","content":"x"}'),
@@ -66,6 +86,20 @@ BODIES: dict[str, Kind] = {
     "no ASCII": _content("é漢🙂"),
     "escapes": _content("\n"),
     "surrogates": _content("🙂"),
+    "blocks of Messages": (MESSAGES, _items(b'"messages":[{"role":"user","content":[', b"{}", b"]}]")),
+    "texts of Messages": (MESSAGES, _items(b'"messages":[{"role":"user","content":[', _TEXT, b"]}]")),
+    "tool results of Messages": (MESSAGES, _items(b'"messages":[{"role":"user","content":[', _RESULT, b"]}]")),
+    "tool results in tool results": (MESSAGES, _nested),
+    "turns of Messages": (MESSAGES, _items(b'"messages":[', b'{"role":"user","content":"x"}', b"]")),
+    "tools of Messages": (MESSAGES, _items(_SAID + b'"tools":[', b'{"name":"f","input_schema":{}}', b"]")),
+    "system of Messages": (MESSAGES, _items(_SAID + b'"system":[', _TEXT, b"]")),
+    "counted Messages": ("/v1/messages/count_tokens", _items(b'"messages":[', b'{"role":"user","content":"x"}', b"]")),
+    "items of Responses": (RESPONSES, _items(b'"input":[', b"{}", b"]")),
+    "messages of Responses": (RESPONSES, _items(b'"input":[', b'{"role":"user","content":"x"}', b"]")),
+    "calls of Responses": (RESPONSES, _items(b'"input":[', _CALL, b"]")),
+    "tools of Responses": (RESPONSES, _items(b'"input":"x","tools":[', b'{"type":"function","name":"f"}', b"]")),
+    "instructions of Responses": (RESPONSES, _items(b'"input":"x","instructions":"', b"a", b'"', b"")),
+    "a previous response": (RESPONSES, _items(b'"input":"x","previous_response_id":"', b"r", b'"', b"")),
     "a long number": _many(MODEL + b'"prompt":[', b"9", b"]}", b""),
     "a long model name": _many(b'{"prompt":[1],"model":"', b"m", b'"}', b""),
     "nested lists": _deep(b"[", b"]"),

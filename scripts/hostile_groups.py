@@ -16,8 +16,9 @@ from harness.workers import BLOCK, FakeWorker, Publisher, stored
 from hostile_bodies import BODIES, CHAT
 from hostile_events import EVENTS, FRAMES, PAGES, PEER, REPLAYS
 from hostile_http import Variant, variants
+from hostile_operators import collectors, operators, sessions
 from hostile_upstreams import AFTER, BEFORE, CUT, GOOD, ODD
-from hostile_world import CLOSED_S_MAX, ENDED, QUIET_S, STAYS_OPEN, World
+from hostile_world import CLOSED_S_MAX, ENDED, QUIET_S, STAYS_OPEN, World, named
 
 AT_ONCE = 32
 BODY_S_MAX = 120.0
@@ -27,10 +28,6 @@ EVENT_S_MAX = 60.0
 PAUSE_S = 0.1
 """Between requests, so that what a worker says unasked finds its connection idle: in the middle of the next request
 nobody could tell it from the answer."""
-
-
-def named(found: dict[str, Any], world: World, count: int) -> list[tuple[str, Any]]:
-    return world.picked([(name, value) for name, value in found.items() if world.match in name], count)
 
 
 async def http(world: World) -> None:
@@ -308,5 +305,6 @@ async def peers(world: World) -> None:
 
 
 GROUPS: dict[str, Callable[[World], Awaitable[None]]] = {
+    "operators": operators, "collectors": collectors, "sessions": sessions,
     "http": http, "upstreams": upstreams, "events": events, "bodies": bodies, "discovery": discovery, "peers": peers,
 }  # fmt: skip

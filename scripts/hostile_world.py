@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import random
 import re
@@ -43,7 +44,8 @@ class World:
         self._log_at = 0
         self._samples: list[tuple[float, float]] = []
         """(when, MiB)."""
-        self.peer_port, self.dump_port = free_port(), free_port()
+        self.peer_port, self.dump_port, self.otlp_port = free_port(), free_port(), free_port()
+        self.hand_over = self._folder / "hand-over"
         self.attacks: list[dict[str, Any]] = []
         self.faults: list[dict[str, str]] = []
 
@@ -54,7 +56,11 @@ class World:
         flags = ["--request-timeout", "2", "--connect-timeout", "1", "--first-byte-timeout", "3", "--idle-timeout", "3",
                  "--total-timeout", "20", "--health-interval", "0.5", "--peer", f"tcp://127.0.0.1:{self.peer_port}",
                  "--snapshot-from", f"http://127.0.0.1:{self.dump_port}",
-                 "--set", "helpers.idle_s=4"]  # fmt: skip
+                 "--hand-over", str(self.hand_over), "--set", "helpers.idle_s=4"]  # fmt: skip
+        if self._checkout:  # what is installed for this has no collector's packages
+            with contextlib.suppress(ImportError):
+                importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+                flags += ["--otlp-endpoint", f"http://127.0.0.1:{self.otlp_port}"]
         mocks = [["--max-model-len", "8192", "--churn", "10"]] * 2
         try:
             self.router, self.url, urls = self._stack.enter_context(
@@ -221,3 +227,7 @@ class World:
         with contextlib.suppress(OSError):
             await writer.wait_closed()
         return [int(status) for status in _STATUS.findall(data) if status != b"100"], end
+
+
+def named(found: dict[str, Any], world: World, count: int) -> list[tuple[str, Any]]:
+    return world.picked([(name, value) for name, value in found.items() if world.match in name], count)

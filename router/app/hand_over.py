@@ -28,6 +28,7 @@ VERSION = 1
 WILL_BYTES_MAX = 16 << 20
 SOCKETS_MAX = 64
 ANSWER_S_MAX = 10.0
+AGAIN_S = 0.1
 
 
 class Will(msgspec.Struct):
@@ -128,13 +129,14 @@ class HandOver:
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            line, _ = await loop.sock_accept(self._listener)
-            with line:
-                try:
+            try:
+                line, _ = await loop.sock_accept(self._listener)
+                with line:
                     if await self._offer(line):
                         return
-                except (OSError, ValueError) as error:
-                    log.warning("nothing was handed over: %s", error)
+            except Exception as error:  # noqa: BLE001  a boundary: whatever it was, the next heir is heard
+                log.warning("nothing was handed over: %s: %s", type(error).__name__, error)
+                await asyncio.sleep(AGAIN_S)
 
     async def _offer(self, line: socket.socket) -> bool:
         """True where an heir has taken over."""
