@@ -21,7 +21,7 @@ from programs import Program, until
 pytestmark = pytest.mark.live
 
 ROOT = Path(__file__).resolve().parents[2]
-GROUPS = ("http", "upstreams", "events", "bodies", "discovery", "peers")
+GROUPS = ("http", "upstreams", "events", "bodies", "discovery", "peers", "operators", "collectors", "sessions")
 ANSWER_S_MAX = 20.0
 CHAT = b'"messages":[{"role":"user","content":"hello"}],"max_tokens":1'
 
