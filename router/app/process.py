@@ -408,7 +408,7 @@ class RouterProcess:
         self._feed.events.revive()
         for worker_id in self._core.workers:
             self._core.watchdog.events(worker_id, self._feed.stored_blocks(worker_id))
-            self._core.cache_seen(worker_id, self._feed.capacities(worker_id))
+        self._core.caches_seen({worker_id: self._feed.capacities(worker_id) for worker_id in self._core.workers})
 
     def _stream_changed(self, worker_id: str, up: bool) -> None:
         """A subscription broke off, maybe because its worker died. On the feed's thread."""

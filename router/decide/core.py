@@ -119,16 +119,17 @@ class RouterCore:
         for target, load, count in zip(self.registry.targets_of(worker_id), loads, sent):
             self.tracker.told(target.name, load, now, sent=count)
 
-    def cache_seen(self, worker_id: str, tokens: Sequence[int | None]) -> None:
-        """What the caches of its ranks hold, as their events show it: counts where the worker does not tell."""
-        worker = self.workers.get(worker_id)
-        if worker is None:
-            return
-        for target, seen_tokens in zip(self.registry.targets_of(worker_id), tokens):
-            if target.seen_tokens != seen_tokens:
-                target.seen_tokens = seen_tokens
-                self.book.join(target, worker.spec)
-                self.registry.changed()
+    def caches_seen(self, seen: Mapping[str, Sequence[int | None]]) -> None:
+        """What the caches of workers hold, by rank, as their events show it: counts where a worker does not tell."""
+        changed = False
+        for worker_id, tokens in seen.items():
+            for target, seen_tokens in zip(self.registry.targets_of(worker_id), tokens):
+                if target.seen_tokens != seen_tokens:
+                    target.seen_tokens = seen_tokens
+                    self.book.join(target, self.workers[worker_id].spec)
+                    changed = True
+        if changed:
+            self.registry.changed()
 
     def resolve_model(self, name: str) -> ServedModel | None:
         """What a client's model name means (base model, LoRA), or None where no worker serves it."""
