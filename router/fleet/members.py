@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -304,7 +305,9 @@ class Fleet:
                 looked_s = self._now()
                 await self._look_again(member, was_down=was_down)
             await self._fill_up(member)
-            await self._ask_load(member)
+            if self._now() >= member.loads_from_s:
+                member.loads_from_s = math.inf  # until it is answered, which may take longer than the next look
+                self._spawn(self._ask_load(member))
 
     async def _fill_up(self, member: _Member) -> None:
         """Take from other routers what a gap or a reconnect made this one forget."""
@@ -323,15 +326,15 @@ class Fleet:
 
     async def _ask_load(self, member: _Member) -> None:
         """What does the worker itself say that it has to do?"""
-        if self._now() < member.loads_from_s:
-            return
-        worker_id = member.flag.worker_id
+        worker_id, silent = member.flag.worker_id, True
         sent = self._core.sent_to(worker_id)
-        loads = await self._prober.loads(member.flag, len(sent))
-        self._core.engine_says(worker_id, loads, sent, self._now())
-        silent = all(load is None for load in loads)
-        member.loads_pause_s = _longer(member.loads_pause_s, self._config.loads_s, LOADS_S_MAX) if silent else 0.0
-        member.loads_from_s = self._now() + max(self._config.loads_s, member.loads_pause_s)
+        try:
+            loads = await self._prober.loads(member.flag, len(sent))
+            self._core.engine_says(worker_id, loads, sent, self._now())
+            silent = all(load is None for load in loads)
+        finally:
+            member.loads_pause_s = _longer(member.loads_pause_s, self._config.loads_s, LOADS_S_MAX) if silent else 0.0
+            member.loads_from_s = self._now() + max(self._config.loads_s, member.loads_pause_s)
 
     async def _join(self, member: _Member) -> bool:
         """Learn what the worker is and register it; False where it does not answer yet."""

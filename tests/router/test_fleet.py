@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from options import ConfigError
+from router.decide.config import CoreConfig
+from router.decide.core import RouterCore
+from router.decide.told import EngineLoad
+from router.decide.workers import ServedModel
 from router.fleet.discovery import WorkerFacts, WorkerFlag, normalise_url, parse_worker_flag
 from router.fleet.members import Fleet, FleetConfig, _Member
+from router.index import make_index
 
 
 @pytest.mark.parametrize(
@@ -177,5 +183,58 @@ def test_a_worker_that_is_added_later_gets_the_key_only_where_that_is_said() -> 
         keyed = {name: fleet.is_keyed(name) for name in ("a:1", "b:1", "c:1", "unknown")}
         assert keyed == {"a:1": True, "b:1": False, "c:1": True, "unknown": False}
         await fleet.close()
+
+    asyncio.run(run())
+
+
+def test_a_worker_is_asked_for_its_load_beside_its_health_and_less_often_while_it_says_nothing() -> None:
+    """Health is looked at while an answer about the load is out; what came is handed to the core."""
+
+    class Slow:
+        def __init__(self) -> None:
+            self.looks, self.asked, self.answers = 0, 0, asyncio.Queue[list[EngineLoad | None]]()
+
+        async def probe(self, flag: WorkerFlag, known: WorkerFacts | None = None) -> WorkerFacts:
+            return WorkerFacts(True, models=(ServedModel("m", "m"),))
+
+        async def healthy(self, flag: WorkerFlag) -> None:
+            self.looks += 1
+
+        async def loads(self, flag: WorkerFlag, ranks: int) -> list[EngineLoad | None]:
+            self.asked += 1
+            return await self.answers.get()
+
+    async def run() -> None:
+        prober: Any = Slow()
+        core, now = RouterCore(make_index(seed=1), CoreConfig()), [0.0]
+        feed: Any = SimpleNamespace(follow=lambda *_: None, incomplete=lambda _: {}, forget=lambda _: None)
+        prompts: Any = SimpleNamespace(learn=no_tokenizer, forget=lambda _: None, sampled={})
+        config = FleetConfig(health_s=0.001, sources_s=1e6, loads_s=4.0)
+        fleet = Fleet(core, prober, feed, prompts, lambda _: None, config, now=lambda: now[0])
+
+        async def looks(more: int) -> None:
+            until = prober.looks + more
+            while prober.looks < until:
+                await asyncio.sleep(0.001)
+
+        await fleet.add({"url": "http://h:1", "events": "none"})
+        await looks(5)
+        assert prober.asked == 1, "it has not answered yet"
+        prober.answers.put_nowait([EngineLoad(3, 1, 0.5)])
+        await looks(3)
+        assert prober.asked == 1
+        assert core.snapshot(0.0).workers[0].engine_load == EngineLoad(3, 1, 0.5)
+        times = []
+        for second in range(1, 40):
+            now[0] = float(second)
+            prober.answers.put_nowait([None])
+            before = prober.asked
+            await looks(3)
+            times += [second] * (prober.asked - before)
+        assert times == [4, 8, 16, 32]
+        await fleet.close()
+
+    async def no_tokenizer(*_: object) -> None:
+        return None
 
     asyncio.run(run())

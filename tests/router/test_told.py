@@ -224,7 +224,8 @@ def play(
 
 def test_the_truth_of_others_requests_helps(sim: Any) -> None:
     """Half of all requests go to two of eight workers past the router."""
-    without, told = sim.silent(direct=0.5, rate=80.0), sim.play(lambda worker, truth, now: truth, direct=0.5, rate=80.0)
+    half: Any = {"direct": 0.5, "rate": 80.0, "count": 1400}
+    without, told = sim.silent(**half), sim.play(lambda worker, truth, now: truth, **half)
     assert told[0] < 0.95 * without[0]
     assert told[1] <= without[1]
 
