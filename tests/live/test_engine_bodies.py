@@ -152,6 +152,8 @@ WRONG: list[tuple[str, Any, int, str | None]] = [
     ("/v1/completions", {"prompt": "hi", "prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs"),
     ("/v1/completions", {"prompt": "hi", "truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens"),
     ("/tokenize", {"prompt": 5}, 400, "prompt"),
+    ("/tokenize", {**CHAT, "chat_template": "{% for i in range(3000) %}{{ i }}{% endfor %}"}, 400, "chat_template"),
+    ("/v1/chat/completions", {**CHAT, "chat_template": "{{ 1 }}"}, 400, "chat_template"),
     ("/detokenize", {"tokens": [10**8]}, 400, "tokens[0]"),
     ("/v1/nothing", {}, 404, None),
     ("/health", {}, 405, None),
