@@ -68,6 +68,8 @@ CHAT_COLUMNS = {
     "hit": ("hit", "{:.2f}"), "seat waits": ("seat_waits", "{}"), "in vain": ("seat_waits_vain", "{}"),
     "preempted": ("preemptions", "{}"), "busiest": ("busiest", "{:.2f}"),
 }  # fmt: skip
+KV_BYTES = 131_072
+"""Of a token, as Llama-3.1-8B's."""
 _WORKLOADS: dict[str, Workload] = {}
 
 
@@ -90,7 +92,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     parser.add_argument("--calibration", type=Path, default=Path.home() / ".cache/blockcast/routing-calibration.json")
+    parser.add_argument("--host-memory", type=float, default=0.0, help="under each cache, times its size")
+    parser.add_argument("--host-gb-s", type=float, default=25.0, help=f"from there, at {KV_BYTES:,} bytes a token")
     for name, value in asdict(StepTimes()).items():
+        if name == "load_s_per_token":
+            continue
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=type(value), default=value, help=f"service model (default {value})")
     parser.add_argument("--grid", action="store_true", help="settings in which decoding costs; see routing_sim/grid.py")
@@ -133,7 +139,9 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.grid:
         run_grid(arguments)
         return
-    service = StepTimes(**{name: getattr(arguments, name) for name in asdict(StepTimes())})
+    load_s = KV_BYTES / (arguments.host_gb_s * 1e9) if arguments.host_memory else 0.0
+    given = {name: getattr(arguments, name) for name in asdict(StepTimes()) if name != "load_s_per_token"}
+    service = StepTimes(**given, load_s_per_token=load_s)
     talks = arguments.workload == "chat"
     options = Options(
         service=service,
@@ -143,6 +151,7 @@ def main(argv: list[str] | None = None) -> None:
         seed=arguments.seed,
         saturate=arguments.saturate,
         skip=arguments.skip,
+        host_memory=arguments.host_memory,
         slow_workers={} if arguments.slow_worker is None else {0: arguments.slow_worker},
     )
     host = machine()

@@ -39,6 +39,9 @@ class Router:
     def removed(self, worker: int, ids: list[int], now: float) -> None:
         """Not looked at."""
 
+    def moved(self, worker: int, ids: list[int], down: bool, now: float) -> None:
+        """To host memory or back. Who does not look at it goes on counting them."""
+
     def tick_s(self) -> float | None:
         """Seconds after which `tick` wants to be called; None: not now."""
         return None
@@ -63,6 +66,8 @@ class ClusterConfig:
     slow_workers: dict[int, float] = field(default_factory=dict)
     """worker -> how many times slower than `service`."""
     limits: EngineLimits = field(default_factory=EngineLimits)
+    host_memory: float = 0.0
+    """Times as much under each worker's cache, and under the one that a bound shares."""
 
 
 @dataclass(slots=True)
@@ -94,12 +99,13 @@ class Cluster:
         self.workload = workload
         self.routers = routers
         total = None if config.cache_blocks is None else config.cache_blocks * config.workers
-        shared = Cache(total, shared=True) if config.shared_cache else None
+        below = int((config.cache_blocks or 0) * config.host_memory)
+        shared = Cache(total, shared=True, below=below * config.workers) if config.shared_cache else None
         self.workers = [
             SimWorker(
                 number,
                 config.service.slower(config.slow_workers.get(number, 1.0)),
-                shared or Cache(config.cache_blocks),
+                shared or Cache(config.cache_blocks, below=below),
                 config.limits,
                 workload.block,
             )
@@ -117,6 +123,7 @@ class Cluster:
             for worker in self.workers:
                 worker.cache.on_store = partial(self._announce, "stored", worker.number)
                 worker.cache.on_remove = partial(self._announce, "removed", worker.number)
+                worker.cache.on_move = partial(self._announce, "moved", worker.number)
         for router in routers:
             router.attach(self)
 

@@ -34,24 +34,30 @@ class Cache:
 
     Invariant: len(used) + private + len(idle) <= capacity, where `used` maps referenced blocks to their count, `idle`
     is the LRU order of unreferenced ones and `private` counts reserved pages without a name yet. A shared cache may go
-    over it, see `reserve`.
+    over it, see `reserve`. `below` blocks of host memory take what is evicted (`host`); a hit there moves back.
     """
 
-    def __init__(self, capacity: int | None, *, shared: bool = False) -> None:
+    def __init__(self, capacity: int | None, *, shared: bool = False, below: int = 0) -> None:
         self.capacity = capacity
+        self.below = below
+        self.host: OrderedDict[int, None] = OrderedDict()
+        self.loaded = 0
+        """Blocks that the last `reserve` moved back."""
         self.shared = shared
         self.used: dict[int, int] = {}
         self.idle: OrderedDict[int, None] = OrderedDict()
         self.private = 0
         self.on_store: Callable[[list[int], int | None], None] | None = None
         self.on_remove: Callable[[list[int]], None] | None = None
+        self.on_move: Callable[[list[int], bool], None] | None = None
+        """Blocks, and whether they go to the host."""
 
     def match(self, ids: list[int], limit: int) -> int:
         """Blocks of the longest resident prefix, at most `limit`."""
-        used, idle = self.used, self.idle
+        used, idle, host = self.used, self.idle, self.host
         count = 0
         for block in ids:
-            if count >= limit or (block not in used and block not in idle):
+            if count >= limit or (block not in used and block not in idle and block not in host):
                 break
             count += 1
         return count
@@ -68,15 +74,21 @@ class Cache:
         used, idle = self.used, self.idle
         fresh = pages - hits
         if self.capacity is not None:
-            woken = sum(1 for block in ids[:hits] if block in idle)
+            woken = sum(1 for block in ids[:hits] if block not in used)
             if len(used) + self.private + woken + fresh > self.capacity and not force:
                 return False
+        loaded: list[int] = []
         for block in ids[:hits]:
             if block in idle:
                 del idle[block]
                 used[block] = 1
+            elif block in self.host:
+                self._take(block, loaded)
             else:
                 used[block] += 1
+        self.loaded = len(loaded)
+        if loaded and self.on_move is not None:
+            self.on_move(loaded, False)
         self.private += fresh
         self.trim()
         return True
@@ -88,23 +100,38 @@ class Cache:
         excess = min(len(self.used) + self.private + len(self.idle) - self.capacity, len(self.idle))
         if excess > 0:
             gone = [self.idle.popitem(last=False)[0] for _ in range(excess)]
-            if self.on_remove is not None:
+            if self.below:
+                self.host.update(dict.fromkeys(gone))
+                if self.on_move is not None:
+                    self.on_move(gone, True)
+                gone = [self.host.popitem(last=False)[0] for _ in range(len(self.host) - self.below)]
+            if gone and self.on_remove is not None:
                 self.on_remove(gone)
+
+    def _take(self, block: int, loaded: list[int]) -> None:
+        del self.host[block]
+        self.used[block] = 1
+        loaded.append(block)
 
     def register(self, ids: list[int], start: int, end: int) -> None:
         """Private pages of [start, end) are computed: they get their names. A name that is resident already is
         shared."""
-        new = []
+        new: list[int] = []
+        again: list[int] = []
         for block in ids[start:end]:
             self.private -= 1
             if block in self.used:
                 self.used[block] += 1
+            elif block in self.host:
+                self._take(block, again)
             else:
                 if block in self.idle:
                     del self.idle[block]
                 else:
                     new.append(block)
                 self.used[block] = 1
+        if again and self.on_move is not None:
+            self.on_move(again, False)
         if new and self.on_store is not None:
             first = ids.index(new[0])
             self.on_store(new, ids[first - 1] if first else None)
@@ -134,6 +161,8 @@ class Job:
     hit_blocks: int = 0
     named: int = 0
     pages: int = 0
+    loaded: int = 0
+    """Blocks that its next step brings back from host memory."""
     began: int = 0
     """Order of admission."""
     finish_step: int = 0
@@ -279,6 +308,8 @@ class SimWorker:
             seconds = service.decode_s(n, self.decode_context)
             for job, tokens in chunks:
                 seconds += service.prefill_s(tokens, job.computed)
+                seconds += service.load_s_per_token * self.block * job.loaded
+                job.loaded = 0
                 self.prefilled_tokens += tokens
             self.wake_s = now + seconds
         elif n:
@@ -312,6 +343,7 @@ class SimWorker:
             return False
         if not self.cache.reserve(job.request.ids, hits, pages, force=alone):
             return False
+        job.loaded = self.cache.loaded
         self._begun += 1
         job.began = self._begun
         job.named = hits

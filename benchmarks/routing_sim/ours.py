@@ -74,6 +74,7 @@ class Ours(Router):
                 url=f"http://{i}",
                 models=(ServedModel(MODEL, MODEL),),
                 cache_tokens=None if blocks is None else blocks * cluster.workload.block,
+                host_tokens=int((blocks or 0) * cluster.config.host_memory) * cluster.workload.block,
             )
             self.core.add_worker(spec, 0.0)
         self.holders = [self.core.workers[str(i)].holders[0] for i in range(cluster.config.workers)]
@@ -81,7 +82,9 @@ class Ours(Router):
         self.loads = PeerLoads(self.core.tracker, str(cluster.routers.index(self)))
         if self._told:
             for worker in cluster.workers:
-                self.core.tracker.targets[str(worker.number)].teach(ServiceModel(**asdict(worker.service)))
+                service = asdict(worker.service)
+                del service["load_s_per_token"]
+                self.core.tracker.targets[str(worker.number)].teach(ServiceModel(**service))
         cluster.at(PROGRESS_S, self._progress)
         if self.siblings:
             cluster.at(0.0, self._beat)
@@ -117,8 +120,13 @@ class Ours(Router):
         self.core.index.ingest(self.holders[worker], encode_batch(EventBatch(now, [event])))
 
     def removed(self, worker: int, ids: list[int], now: float) -> None:
-        event = BlockRemoved(list(ids), "GPU")
+        event = BlockRemoved(list(ids), "CPU" if self.cluster.config.host_memory else "GPU")
         self.core.index.ingest(self.holders[worker], encode_batch(EventBatch(now, [event])))
+
+    def moved(self, worker: int, ids: list[int], down: bool, now: float) -> None:
+        to, of = ("CPU", "GPU") if down else ("GPU", "CPU")
+        events = [BlockStored(list(ids), None, [], 0, None, to, None), BlockRemoved(list(ids), of)]
+        self.core.index.ingest(self.holders[worker], encode_batch(EventBatch(now, events)))
 
     def _perform(self, instructions: Sequence[Instruction]) -> list[tuple[int, int]]:
         forwards = []

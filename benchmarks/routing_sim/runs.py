@@ -60,6 +60,8 @@ class Options:
     """The policy whose saturation counts as 100 % load."""
     skip: int | None = None
     """Requests at the start that are not scored; None: a tenth."""
+    host_memory: float = 0.0
+    """Times each worker's cache, under it; the saturation is that without."""
     cache_blocks: int | None = None
     """Each worker's cache, where the setting does not say it as a share of the working set."""
 
@@ -146,6 +148,7 @@ def cluster_config(setting: Setting, workload: Workload, speed: float, options: 
     return ClusterConfig(
         workers=setting.workers,
         cache_blocks=blocks,
+        host_memory=options.host_memory,
         speed=speed,
         service=options.service,
         event_delay_s=options.event_delay_s,
@@ -223,7 +226,9 @@ class Calibration:
         """Multiple of the trace's own arrival rate that counts as 100 % load."""
         key = self._key(setting, workload, options)
         if key not in self._known:
-            self._known[key] = _saturation(setting, workload, replace(options, routers=1, slow_workers={}))
+            self._known[key] = _saturation(
+                setting, workload, replace(options, routers=1, slow_workers={}, host_memory=0.0)
+            )
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(json.dumps(self._known, indent=1, sort_keys=True))
         return self._known[key]
@@ -233,7 +238,9 @@ class Calibration:
         digest = hashlib.sha256()
         for r in workload.requests:
             digest.update(repr((r.arrival_s, r.prompt_tokens, r.output_tokens, r.after, r.ids[-1:])).encode())
-        what = (asdict(options.service), options.event_delay_s, LOAD_FACTOR)
+        service = asdict(options.service)
+        del service["load_s_per_token"]  # the saturation is that without host memory
+        what = (service, options.event_delay_s, LOAD_FACTOR)
         digest.update(repr(what).encode())
         if options.saturate != "dynamo_w1":
             digest.update(options.saturate.encode())

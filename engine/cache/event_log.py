@@ -46,7 +46,11 @@ class EventLog:
         notes.append((STORED, kind, [node]))
 
     def removed(self, kind: int, node: Node) -> None:
-        self._left(REMOVED, kind, node, len(self._notes))
+        last = self._notes[-1] if self._notes else None
+        if last and last[0] == REMOVED and last[1] == kind:
+            last[2].append(node)
+        else:
+            self._notes.append((REMOVED, kind, [node]))
 
     def moved(self, kind: int, node: Node) -> None:
         last = self._notes[-1] if self._notes else None
@@ -60,14 +64,11 @@ class EventLog:
         at = len(self._notes)
         if at and (last := self._notes[-1]) and last[0] == MOVED and (kind, node) not in last[2]:
             at -= 1
-        self._left(GONE, kind, node, at)
-
-    def _left(self, change: int, kind: int, node: Node, at: int) -> None:
         last = self._notes[at - 1] if at else None
-        if last and last[0] == change and last[1] == kind:
+        if last and last[0] == GONE and last[1] == kind:
             last[2].append(node)
         else:
-            self._notes.insert(at, (change, kind, [node]))
+            self._notes.insert(at, (GONE, kind, [node]))
 
     def cleared(self) -> None:
         self._notes.append(None)

@@ -159,9 +159,11 @@ class HostTier:
         own.node = None
         if not own.refs:
             self.pool.drop(own)
-        self._tree.prune(node)
-        if self._order is not None and any(node.blocks):
-            self._order.gone_below(node, None)
+        if any(node.blocks):
+            if self._order is not None and kind == FULL:
+                self._order.gone_below(node, None)
+        elif node.host is None:
+            self._tree.prune(node)
 
     def check_invariants(self, held: Sequence[Block[Node]]) -> None:
         """`held`: an entry for each reference of a step that is out."""

@@ -168,7 +168,8 @@ class PrefixTree:
         if block.kind == FULL:
             below, host = [block.node], self.host
             for node in below:  # grows while it is walked: breadth first, so reversed it is leaves first
-                below.extend(c for c in node.children.values() if host is None or c.blocks[FULL] is not None)
+                children = node.children.values()
+                below.extend(children if host is None else [c for c in children if c.blocks[FULL] is not None])
             doomed = [
                 b for node in reversed(below) for b in (*node.blocks[FULL + 1 :], node.blocks[FULL]) if b is not None
             ]
@@ -218,17 +219,17 @@ class PrefixTree:
         if block.kind == FULL and node.parent is not None:
             node.parent.branches -= 1
         block.node = None
-        self.prune(node)
+        if not any(node.blocks) and node.host is None:
+            self.prune(node)
 
     def prune(self, node: Node) -> None:
-        """A block of it lost its name: a node that names nothing is gone."""
-        if not any(node.blocks) and node.host is None:
-            assert not node.children, "a node left before its children"
-            del self._nodes[node.hash]
-            if node.parent is not None:
-                del node.parent.children[node.hash]
-            if self.host is not None:
-                self.host.pruned(node)
+        """It names nothing any more."""
+        assert not node.children, "a node left before its children"
+        del self._nodes[node.hash]
+        if node.parent is not None:
+            del node.parent.children[node.hash]
+        if self.host is not None:
+            self.host.pruned(node)
 
     def check_invariants(self) -> None:
         if self._order is not None:

@@ -32,7 +32,6 @@ def load(config: EngineConfig, folder: Path) -> Executor:
     assert config.simulate is not None
     spec = read_spec(config.simulate)
     for flag, given in (("--tensor-parallel-size", config.tensor_parallel_size > 1),
-                        ("--host-cache-memory", config.host_cache_memory),
                         ("--kv-cache-memory-bytes", config.kv_cache_memory_bytes)):  # fmt: skip
         if given:
             raise ConfigError(f"{flag} means nothing with --simulate: its times and kv_tokens are those of the whole")
@@ -44,7 +43,8 @@ def load(config: EngineConfig, folder: Path) -> Executor:
         if not eos_token_ids and (script or spec.answer_tokens):
             raise ConfigError(f"{folder}: the tokenizer names no token that ends an answer")
         answers = Answers(words, eos_token_ids[0] if eos_token_ids else 0, spec.answer_tokens, script)
-        runners.append(SimulatedRunner(spec.times(config.max_num_batched_tokens, config.time_scale), answers))
+        times = spec.times(config.max_num_batched_tokens, config.time_scale)
+        runners.append(SimulatedRunner(times, answers, block_size=config.block_size))
         return runners[0]
 
     def close() -> None:
@@ -59,6 +59,7 @@ def load(config: EngineConfig, folder: Path) -> Executor:
     return Executor(
         spec=CacheSpec(config.block_size, (group,)),
         unit_count=blocks,
+        host_units=_host_blocks(config, spec),
         max_model_len=config.max_model_len or spec.max_model_len,
         vocab_size=tokenizer.vocab_size,
         dtype="simulated",
@@ -69,6 +70,19 @@ def load(config: EngineConfig, folder: Path) -> Executor:
         lateness=lambda: runners[0].lateness if runners else None,
         unconstrained="a simulated engine (--simulate) says words that match nothing",
     )
+
+
+def _host_blocks(config: EngineConfig, spec: SimulationSpec) -> int:
+    """Blocks of host memory under the cache. Raises ConfigError."""
+    memory = config.host_cache_memory
+    if memory is None:
+        return 0
+    if spec.kv_bytes_per_token is None:
+        raise ConfigError(f"--host-cache-memory {memory}: with --simulate SPEC must have kv_bytes_per_token")
+    blocks = memory // (spec.kv_bytes_per_token * config.block_size)
+    if blocks < 1:
+        raise ConfigError(f"--host-cache-memory {memory}: holds no block of {config.block_size} tokens of KV")
+    return blocks
 
 
 def some_words(tokenizer: Tokenizer) -> list[int]:

@@ -13,7 +13,7 @@ from zlib import crc32
 
 from engine.core import Lateness
 from engine.simulation.service import StepTimes
-from engine.types import Chunk, StepPlan, StepResult, TokenLogprobs
+from engine.types import Chunk, StepPlan, StepResult, TokenLogprobs, Way
 from engine.types import Sequence as Running
 
 REPORT_S = 10.0
@@ -25,8 +25,10 @@ WORRYING_SHARE = 0.05
 log = logging.getLogger("engine.simulation")
 
 
-def step_seconds(times: StepTimes, plan: StepPlan) -> float:
-    """What a step takes: its decodes, and each chunk of prefill after what is computed of its sequence."""
+def step_seconds(times: StepTimes, plan: StepPlan, block_size: int) -> float:
+    """What a step takes: its decodes, each chunk of prefill after what is computed of its sequence, and the blocks that
+    come back from host memory. What goes there is copied beside it.
+    """
     sequences = context = 0
     prefill_s = 0.0
     for chunk in plan.chunks:
@@ -35,7 +37,8 @@ def step_seconds(times: StepTimes, plan: StepPlan) -> float:
             context += chunk.end
         else:
             prefill_s += times.prefill_s(chunk.end - chunk.start, chunk.start)
-    return times.decode_s(sequences, context) + prefill_s
+    loads = sum(move.way is Way.FROM_HOST for move in plan.block_moves)
+    return times.decode_s(sequences, context) + prefill_s + times.load_s_per_token * block_size * loads
 
 
 class Answers:
@@ -73,12 +76,14 @@ class SimulatedRunner:
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        block_size: int = 16,
     ) -> None:
         """`clock`: the one that `Sequence.arrival_s` was read from."""
         self._times = times
         self._answers = answers
         self._clock = clock
         self._sleep = sleep
+        self._block_size = block_size
         self._due_s = 0.0
         self._all, self._lately = Lateness(), Lateness()
         self._tell_at_s = clock() + REPORT_S
@@ -89,7 +94,7 @@ class SimulatedRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         first_s = min(chunk.seq.arrival_s for chunk in plan.chunks)
-        takes_s = step_seconds(self._times, plan)
+        takes_s = step_seconds(self._times, plan, self._block_size)
         self._due_s = max(self._due_s, first_s) + takes_s
         result = StepResult([self._answers.next(chunk.seq) if chunk.samples else None for chunk in plan.chunks])
         for index, chunk in enumerate(plan.chunks):

@@ -27,6 +27,8 @@ class StepTimes:
     """[d] a token of context of a decoding sequence."""
     step_tokens: int = 2048
     """[step_budget] tokens of one step."""
+    load_s_per_token: float = 0.0
+    """[m] a token that comes back from host memory."""
 
     def prefill_s(self, tokens: int, computed: int) -> float:
         """A chunk of so many tokens after `computed` ones."""

@@ -35,6 +35,10 @@ class SimulationSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     decode_context_s: Seconds = 0.0
     kv_tokens: Count
     """Tokens that the cache holds, unless --num-gpu-blocks-override says."""
+    kv_bytes_per_token: Count | None = None
+    """Of KV; needed for --host-cache-memory."""
+    host_gb_s: Annotated[float, Meta(gt=0.0, le=1e6)] = 25.0
+    """1e9 bytes a second that come back from host memory."""
     max_model_len: Count = 131_072
     """Unless --max-model-len says."""
     answer_tokens: Count | None = None
@@ -47,7 +51,9 @@ class SimulationSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def times(self, step_tokens: int, time_scale: float) -> StepTimes:
         """The service model of steps of at most so many tokens; `time_scale` multiplies all times."""
         names = ("prefill_s_per_token", "quadratic_tokens", "step_s", "decode_request_s", "decode_context_s")
-        times = StepTimes(**{name: getattr(self, name) for name in names}, step_tokens=step_tokens)
+        load_s = (self.kv_bytes_per_token or 0) / (self.host_gb_s * 1e9)
+        given = {name: getattr(self, name) for name in names}
+        times = StepTimes(**given, step_tokens=step_tokens, load_s_per_token=load_s)
         return times.slower(time_scale)
 
 
@@ -117,6 +123,7 @@ def _preset(gpu_name: str, model_name: str) -> SimulationSpec:
         decode_request_s=SEQUENCE_OVERHEAD_S,
         decode_context_s=model.kv_bytes_per_token / bandwidth,
         kv_tokens=kv_tokens,
+        kv_bytes_per_token=model.kv_bytes_per_token,
         max_model_len=min(model.max_model_len, kv_tokens),
         source=f"{gpu_name}:{model_name}, by arithmetic",
     )

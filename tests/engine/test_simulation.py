@@ -61,6 +61,36 @@ def engine(clock: Clock, times: StepTimes, answers: Answers | None = None, units
     return EngineCore(Scheduler(limits, KVCache(CACHE, units)), made, lambda events: None)
 
 
+def test_what_comes_back_from_host_memory_takes_time() -> None:
+    """Two prompts that do not fit together take turns; the second time around each is loaded."""
+    clock, times = Clock(), StepTimes(1e-3, 1e12, 0.0, 0.0, 0.0, 2048, load_s_per_token=1e-5)
+    runner = SimulatedRunner(times, Answers([1, 2, 3], EOS, None), clock=clock, sleep=clock.sleep, block_size=16)
+    limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=2048, max_model_len=2000)
+    core = EngineCore(Scheduler(limits, KVCache(CACHE, 70, host_units=140)), runner, lambda events: None)
+    took = []
+    for turn in range(2):
+        for first in (1, 2):
+            start_s = clock.now_s
+            core.add(request(f"{turn}/{first}", 64 * 16, 1, first=first), clock.now_s)
+            while core.has_work:
+                core.step(clock.now_s)
+            took.append(clock.now_s - start_s)
+    assert took[:2] == pytest.approx([64 * 16 * 1e-3] * 2)
+    loaded = core.stats().host_cache_hits / 2
+    assert loaded > 50 * 16
+    assert took[2:] == pytest.approx([16 * 1e-3 + loaded * 1e-5] * 2, rel=0.05)
+
+
+def test_host_memory_of_a_simulation() -> None:
+    spec = {**SPEC, "kv_bytes_per_token": 1000}
+    assembled = assemble(EngineConfig(simulate=json.dumps(spec), host_cache_memory=160_000, block_size=16))
+    assert assembled.info.num_host_blocks == 10
+    assembled.close()
+    for told, memory, wrong in ((SPEC, 160_000, "SPEC must have kv_bytes_per_token"), (spec, 100, "holds no block")):
+        with pytest.raises(ConfigError, match=f"--host-cache-memory {memory}.*{wrong}"):
+            assemble(EngineConfig(simulate=json.dumps(told), host_cache_memory=memory))
+
+
 def request(name: str, length: int, out: int, first: int = 10, **params: Any) -> Request:
     ids = [first * 50_000 + i for i in range(length)]
     return Request(request_id=name, token_ids=ids, params=SamplingParams(max_tokens=out, **params))

@@ -128,6 +128,46 @@ def test_the_cache_evicts_leaves_first_and_shares_what_is_computed(sim: Any) -> 
     assert (cache.private, cache.used) == (0, {})
 
 
+def test_what_is_evicted_goes_below_and_comes_back(sim: Any) -> None:
+    cache = sim.engine.Cache(3, below=2)
+    moved: list[tuple[list[int], bool]] = []
+    gone: list[int] = []
+    cache.on_move = lambda ids, down: moved.append((ids, down))
+    cache.on_remove = gone.extend
+    for ids in ([1, 2, 3], [7, 8]):
+        assert cache.reserve(ids, 0, len(ids))
+        cache.register(ids, 0, len(ids))
+        cache.release(ids, 0)
+    assert (moved, gone, list(cache.host)) == ([([3, 2], True)], [], [3, 2])
+    assert cache.match([1, 2, 3], 5) == 3
+    assert cache.reserve([1, 2], 2, 3)
+    assert cache.loaded == 1
+    assert moved[1:] == [([2], False), ([8, 7], True)]
+    assert (gone, list(cache.host)) == ([3], [8, 7])
+    cache.register([1, 2, 7], 2, 3)
+    assert moved[-1] == ([7], False), "computed although it was below: not there any more"
+    cache.release([1, 2, 7], 0)
+    assert (cache.private, cache.used, list(cache.host)) == (0, {}, [8])
+
+
+def test_what_comes_back_takes_time(sim: Any) -> None:
+    """Two conversations take turns in a cache that holds one; the second turn of each is loaded, not computed."""
+    requests = []
+    for i in range(4):
+        ids = [100 * (i % 2) + k for k in range(9)]
+        made = sim.workload.SimRequest(i, i, 10.0 * i, 9 * 512 - 2, 2, ids)
+        made.final_ids = ids[:8]
+        requests.append(made)
+    service = StepTimes(load_s_per_token=1e-6)
+    config = sim.cluster.ClusterConfig(workers=1, cache_blocks=10, speed=1.0, service=service, host_memory=2.0)
+    result = sim.cluster.Cluster(config, sim.workload.Workload("t", requests, ""), [sim.peers.RoundRobin()]).run()
+    plain, again = result.ttft_s[0], result.ttft_s[2]
+    assert result.hit_tokens[2] == 8 * 512
+    loaded_s = again - service.decode_s(0, 0) - service.prefill_s(510, 8 * 512)
+    assert 0 < loaded_s <= 8 * 512 * 1e-6 + 1e-9
+    assert again < 0.3 * plain
+
+
 def attached(sim: Any, policy: Any, workers: int = 2, **config: Any) -> Any:
     settings = {"workers": workers, "cache_blocks": 1000, "speed": 1.0, "service": StepTimes(), **config}
     sim.cluster.Cluster(sim.cluster.ClusterConfig(**settings), sim.workload.Workload("t", [], ""), [policy])
