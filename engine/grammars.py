@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from engine.endings import Endings
 from prompts import Tokenizer
 from prompts.errors import show
 
@@ -58,8 +59,10 @@ class Words:
         slices = LLTokenizer.json_slices()  # a third of the time of the default ones, for JSON
         self.count = max(vocab_size, tokenizer.vocab_size)
         """Bits of a mask."""
-        ends = [token for token in tokenizer.eos_token_ids if token < self.count]
-        self.tokens: LLTokenizer = LLTokenizer(tokenizer.hf.to_str(), n_vocab=self.count, eos_token=ends, slices=slices)
+        self.ends = [token for token in tokenizer.eos_token_ids if token < self.count]
+        self.tokens: LLTokenizer = LLTokenizer(
+            tokenizer.hf.to_str(), n_vocab=self.count, eos_token=self.ends, slices=slices
+        )
         self._limits = LLParserLimits(
             initial_lexer_fuel=500_000,
             step_lexer_fuel=50_000,
@@ -83,8 +86,9 @@ class Words:
 class Grammars:
     """Of one core. `close` it."""
 
-    def __init__(self, load: Callable[[], Words]) -> None:
-        """`load`: makes the words, on the thread of these."""
+    def __init__(self, load: Callable[[], Words], *, ends_in_time: bool = True) -> None:
+        """`load`: makes the words, on the thread of these. `ends_in_time`: answers end before they are cut."""
+        self.ends_in_time = ends_in_time
         self._threads = ThreadPoolExecutor(1, "grammar")
         self._lock = Lock()
         self._load = load
@@ -96,6 +100,10 @@ class Grammars:
     def words(self) -> Words:
         """Made for the first answer that must match something."""
         return self._load()
+
+    @cached_property
+    def endings(self) -> Endings:
+        return Endings(self.words)
 
     def prepare(self, lark: str) -> Future[LLMatcher] | None:
         """None where `matcher` need not compile; else what ends when that is so, with GrammarError where it cannot."""
@@ -121,6 +129,8 @@ class Grammars:
 
     def _compile(self, lark: str) -> LLMatcher:
         matcher = self.words.compile(lark)
+        if self.ends_in_time:
+            _ = self.endings  # a part of a second, once
         matcher.compute_bitmask()  # the first one costs most: now, not in a step
         with self._lock:
             if lark not in self._kept:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.endings import LEFT_MAX, spare
 from engine.grammars import GrammarError, Grammars, story
 from engine.types import Constraint, Sequence
 from kernels.transfer import to_device
@@ -41,6 +42,8 @@ class _Follower:
     read: int = 0
     """Tokens of the answer that it has seen."""
     failed: str | None = None
+    way: list[int] = field(default_factory=list)
+    """To the end of the answer, once it is taken."""
     thinks: bool | None = None
     """None: its first token will say."""
 
@@ -58,6 +61,10 @@ class Wanted:
     """Tokens of the answer that the matcher has not seen."""
     fed: bool
     """One more comes from the step before."""
+    left: int
+    """Tokens that the answer may still have."""
+    spare: int
+    """How many of them are kept beside the way to its end; negative: it need not end."""
     banned: list[int]
     """Tokens that min_tokens bans now: what the grammar needs it gets all the same."""
 
@@ -117,7 +124,10 @@ class Masks:
         known = min(end, len(seq.token_ids))
         new = seq.token_ids[seq.prompt_len + follower.read : known]
         follower.read += len(new) + (end - known)
-        return Wanted(place, row, follower, new, known < end, banned)
+        params = seq.request.params
+        most = params.max_tokens or 0
+        kept = spare(most) if most and not params.ignore_eos and not banned else -1
+        return Wanted(place, row, follower, new, known < end, most - (end - seq.prompt_len), kept, banned)
 
     def begin(self, wanted: list[Wanted], drawn: Callable[[], Mapping[int, int]]) -> Future[Allowed]:
         """Make the masks. `drawn`: row -> the token that the step before drew there; it may wait."""
@@ -161,11 +171,33 @@ class Masks:
                 continue
             if one.banned:
                 _ban(bits[at], one.banned)
+            self._end_in_time(one, bits[at])
             if follower.thinks is None and follower.constraint.opens is not None:
                 _set(bits[at], follower.constraint.opens)
         places = [one.place for one in masked]
         cpu = _on_cpu(places, bits, self._vocab_size) if self._device.type == "cpu" else None
         return Allowed(places, bits, cpu, failed)
+
+    def _end_in_time(self, one: Wanted, bits: Words) -> None:
+        """Where the way to the answer's end needs all that is left but what is spared, it is taken."""
+        follower = one.follower
+        if (
+            not self._grammars.ends_in_time
+            or one.spare < 0
+            or one.left > LEFT_MAX
+            or follower.matcher is None
+            or follower.matcher.is_stopped()
+        ):
+            return
+        if follower.thinks is None and follower.constraint.opens is not None:
+            return
+        if not follower.way:
+            way = self._grammars.endings.way(follower.matcher, one.left)
+            if way is None or one.left > len(way) + one.spare:
+                return
+            follower.way = way
+        bits[:] = 0
+        _set(bits, follower.way.pop(0))
 
     def _read(self, follower: _Follower, new: list[int]) -> bool:
         """Advance the matcher over these; whether the row has a mask."""

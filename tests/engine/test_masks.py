@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from engine import LLM, SamplingParams
+from engine import LLM, SamplingParams, StructuredOutputsParams
 from engine.execution.masks import Masks
 from engine.execution.sampler import Sampler
 from engine.grammars import GrammarError, Grammars, Words, check
@@ -104,7 +104,7 @@ def test_what_is_left_is_what_the_matcher_takes(name: str, seed: int, length: in
     grammars = Grammars(lambda: WORDS)
     masks = Masks(grammars, VOCAB, CPU, threads=1)
     try:
-        seq = sequence(lark, answer[:length])
+        seq = sequence(lark, answer[:length], max_tokens=1000)
         for seen in (length, len(answer)):
             seq.token_ids = [1, 2, 3, *answer[:seen]]
             matcher = WORDS.compile(lark)
@@ -371,3 +371,46 @@ def test_what_no_answer_can_be_asked_to_match(text: str, says: str) -> None:
 def test_gbnf_becomes_lark() -> None:
     assert "::=" not in check(WORDS, 'root ::= "a" [0-9]+')
     assert check(WORDS, 'start: "::="') == 'start: "::="'
+
+
+UNBOUNDED: dict[str, Any] = {
+    "text": {"type": "object", "properties": {"t": {"type": "string"}}, "required": ["t"]},
+    "numbers": {"type": "array", "items": {"type": "number"}, "minItems": 2},
+    "anything": {},
+    "deep": {
+        "type": "object", "required": ["a", "b", "c"],
+        "properties": {
+            "a": {"type": "array", "items": {"type": "object", "properties": {"x": {"type": "string", "minLength": 3}},
+                                             "required": ["x"]}},
+            "b": {"type": "string", "pattern": "^[0-9]{3}-[a-z]+$"},
+            "c": {"enum": ["yes", "no"]},
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNBOUNDED)
+def test_answers_without_a_bound_are_whole_before_they_are_cut(name: str) -> None:
+    schema = UNBOUNDED[name]
+    with LLM(max_model_len=512, num_gpu_blocks_override=256) as llm:
+        for most in (60, 150):
+            params = [
+                SamplingParams(max_tokens=most, seed=seed, structured_outputs=StructuredOutputsParams(json=schema))
+                for seed in range(6)
+            ]
+            for one in llm.generate(["a"] * len(params), params, use_tqdm=False):
+                made = one.outputs[0]
+                assert len(made.token_ids) <= most
+                assert made.finish_reason == "stop"
+                jsonschema.validate(json.loads(made.text), schema)
+
+
+def test_an_answer_is_cut_where_nothing_ends_it_in_time_or_it_is_not_to_be_ended() -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 100}
+    params = SamplingParams(max_tokens=40, seed=1, structured_outputs=StructuredOutputsParams(json=schema))
+    text = SamplingParams(max_tokens=40, seed=1, structured_outputs=StructuredOutputsParams(json={"type": "string"}))
+    with LLM(max_model_len=512, num_gpu_blocks_override=256) as llm:
+        assert llm.generate("a", params, use_tqdm=False)[0].outputs[0].finish_reason == "length"
+        assert llm.generate("a", text, use_tqdm=False)[0].outputs[0].finish_reason == "stop"
+    with LLM(max_model_len=512, num_gpu_blocks_override=256, whole_answers=False) as llm:
+        assert llm.generate("a", text, use_tqdm=False)[0].outputs[0].finish_reason == "length"
