@@ -19,7 +19,6 @@ from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from engine.endings import Endings
 from prompts import Tokenizer
 from prompts.errors import show
 
@@ -101,10 +100,6 @@ class Grammars:
         """Made for the first answer that must match something."""
         return self._load()
 
-    @cached_property
-    def endings(self) -> Endings:
-        return Endings(self.words)
-
     def prepare(self, lark: str) -> Future[LLMatcher] | None:
         """None where `matcher` need not compile; else what ends when that is so, with GrammarError where it cannot."""
         if lark in self._kept:
@@ -129,8 +124,6 @@ class Grammars:
 
     def _compile(self, lark: str) -> LLMatcher:
         matcher = self.words.compile(lark)
-        if self.ends_in_time:
-            _ = self.endings  # a part of a second, once
         matcher.compute_bitmask()  # the first one costs most: now, not in a step
         with self._lock:
             if lark not in self._kept:

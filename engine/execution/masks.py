@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.endings import LEFT_MAX, spare
+from engine.execution.endings import LEFT_MAX, Endings, spare
 from engine.grammars import GrammarError, Grammars, story
 from engine.types import Constraint, Sequence
 from kernels.transfer import to_device
@@ -106,6 +106,9 @@ class Masks:
         self._threads = threads
         self._thread = ThreadPoolExecutor(1, "masks")
         self._executor: LLExecutor | None = None
+        self._endings_thread = ThreadPoolExecutor(1, "endings")
+        self._endings: Future[Endings] | None = None
+        """A part of a second of work, begun with the first constrained answer."""
         self._followers: dict[int, _Follower] = {}
 
     def forget(self, rows: Rows[int] | None = None) -> None:
@@ -148,6 +151,7 @@ class Masks:
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
+        self._endings_thread.shutdown(wait=False, cancel_futures=True)
 
     # On the thread --------------------------------------------------------------------------------------------------
 
@@ -192,7 +196,8 @@ class Masks:
         if follower.thinks is None and follower.constraint.opens is not None:
             return
         if not follower.way:
-            way = self._grammars.endings.way(follower.matcher, one.left)
+            assert self._endings is not None
+            way = self._endings.result().way(follower.matcher, one.left)
             if way is None or one.left > len(way) + one.spare:
                 return
             follower.way = way
@@ -214,6 +219,8 @@ class Masks:
         if follower.matcher is None:
             try:
                 follower.matcher = self._grammars.matcher(constraint.lark)
+                if self._endings is None and self._grammars.ends_in_time:
+                    self._endings = self._endings_thread.submit(Endings, self._grammars.words)
             except GrammarError as error:
                 follower.failed = str(error)
                 return True
