@@ -40,7 +40,7 @@ class AnthropicErrorAnswer(Struct, frozen=True, tag_field="type", tag="error"):
 class Operation:
     method: str
     path: str
-    """`{name}` stands for a parameter: a string that is not empty."""
+    """`{name}` stands for a parameter: a string that is not empty; told are those that stand in a path as they are."""
     summary: str
     request: Any = None
     """Type of the body; a tuple where it may be of several."""
@@ -112,7 +112,11 @@ def _describe(
         described["requestBody"] = {"required": not operation.may_lack_body, "content": content}
     named = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
     if named:
-        schema = {"type": "string", "minLength": 1}
+        schema = {
+            "type": "string",
+            "pattern": "^[A-Za-z0-9][A-Za-z0-9._:-]*$",
+            "description": "Others percent-encoded.",
+        }
         described["parameters"] = [{"name": n, "in": "path", "required": True, "schema": schema} for n in named]
     if guarded:
         described["security"] = security
