@@ -170,6 +170,7 @@ class ImaginaryDevice:
         ops = TritonKernels.__new__(TritonKernels)
         ops.device, ops._interpreted, ops._processors = torch.device("meta"), False, 132
         ops.draw = lambda logits, draws: torch.empty(logits.shape[0], dtype=torch.int64, device="meta")  # type: ignore[method-assign]
+        ops.penalise = ops.count_drawn = lambda *given: None  # type: ignore[method-assign, assignment]
         return ops
 
 

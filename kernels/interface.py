@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.counts import Counts, PenaltyRows
 from kernels.sampling import Draws
 from kernels.transfer import upload
 
@@ -289,6 +290,14 @@ class Kernels(Protocol):
 
     def draw(self, logits: Tensor, draws: Draws) -> Tensor:
         """A token from each row, as `kernels.sampling` says. logits: [rows, vocab], left unchanged. [rows] int64."""
+        ...
+
+    def penalise(self, logits: Tensor, counts: Counts, batch: PenaltyRows, width: int) -> None:
+        """Change logits [rows, vocab] fp32 in place, as `kernels.counts` says."""
+        ...
+
+    def count_drawn(self, drawn: Tensor, counts: Counts, batch: PenaltyRows, width: int) -> None:
+        """Take into the counts what was drawn, as `kernels.counts` says. drawn: [rows] int64."""
         ...
 
 

@@ -7,6 +7,7 @@ a few operations on the device; the host counts a sequence's tokens only when it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 
 from engine.types import SamplingParams, Sequence
+from kernels.counts import Counts, PenaltyRows
 from kernels.transfer import to_device
 
+Penalise = Callable[[Tensor, Counts, PenaltyRows, int], None]
 LEAST = 256
 """Tokens that a row has room for; doubled when more are needed."""
 
@@ -32,49 +35,38 @@ class PenaltyStep:
     width: int
     """At least the distinct tokens of any of its rows, before and after the step."""
     row_count: int
-    known: tuple[Tensor, Tensor, Tensor] | None = None
-    """What `apply` read, for `count`: (tokens, values, how many) of the rows."""
 
 
-@dataclass(slots=True)
-class PenaltyRows:
-    """The rows of a batch that have penalties, and which."""
+def penalty_rows(params: Rows[SamplingParams], at: list[int], rows: list[int], device: torch.device) -> PenaltyRows:
+    """Of the sequences `at` among the params, whose counts are in `rows`."""
+    chosen = [params[i] for i in at]
 
-    at: Tensor | None
-    """[rows] int64: where they are among the logits; None: there are no others."""
-    rows: Tensor
-    """[rows] int64."""
-    repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
-    """[rows, 1] fp32 each."""
+    def column(values: list[float]) -> Tensor:
+        return to_device(np.array(values, np.float32), device)[:, None]
 
-    @staticmethod
-    def of(params: Rows[SamplingParams], at: list[int], rows: list[int], device: torch.device) -> PenaltyRows:
-        chosen = [params[i] for i in at]
-
-        def column(values: list[float]) -> Tensor:
-            return to_device(np.array(values, np.float32), device)[:, None]
-
-        return PenaltyRows(
-            at=None if len(at) == len(params) else to_device(np.array(at, np.int64), device),
-            rows=to_device(np.array(rows, np.int64), device),
-            repetition=column([p.repetition_penalty for p in chosen]),
-            presence=column([p.presence_penalty for p in chosen]),
-            frequency=column([p.frequency_penalty for p in chosen]),
-        )
+    return PenaltyRows(
+        at=None if len(at) == len(params) else to_device(np.array(at, np.int64), device),
+        rows=to_device(np.array(rows, np.int64), device),
+        repetition=column([p.repetition_penalty for p in chosen]),
+        presence=column([p.presence_penalty for p in chosen]),
+        frequency=column([p.frequency_penalty for p in chosen]),
+    )
 
 
 class Penalties:
     """The tokens of all rows."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, penalise: Penalise, count_drawn: Penalise) -> None:
+        """`penalise` and `count_drawn`: those of `Kernels`."""
         self._device = device
+        self._penalise, self._count_drawn = penalise, count_drawn
         self._bounds: dict[int, int] = {}
         """The host's part: at least how many distinct tokens each row has after the last step that was drafted."""
-        self._tokens = torch.zeros(0, LEAST, dtype=torch.int64, device=device)
-        self._values = torch.zeros(0, LEAST, dtype=torch.int32, device=device)
-        self._used = torch.zeros(0, dtype=torch.int64, device=device)
+        self._counts = Counts(
+            torch.zeros(0, LEAST, dtype=torch.int64, device=device),
+            torch.zeros(0, LEAST, dtype=torch.int32, device=device),
+            torch.zeros(0, dtype=torch.int64, device=device),
+        )
 
     def forget(self, rows: Rows[int] | None = None) -> None:
         """These rows (None: all) belong to others now."""
@@ -103,54 +95,28 @@ class Penalties:
     def apply(self, logits: Tensor, batch: PenaltyRows, step: PenaltyStep) -> None:
         """Change logits [all rows, vocab] in place."""
         self._enter(step)
-        step.known = tokens, values, _ = self._known(batch, step)
-        mine = logits if batch.at is None else logits.index_select(0, batch.at)
-        old = mine.gather(1, tokens)
-        count = values >> 1
-        new = torch.where(values > 0, torch.where(old > 0, old / batch.repetition, old * batch.repetition), old)
-        new = new - (batch.frequency * count + batch.presence * (count > 0))
-        mine.scatter_(1, tokens, new)
-        if batch.at is not None:
-            logits.index_copy_(0, batch.at, mine)
+        self._penalise(logits, self._counts, batch, step.width)
 
     def count(self, drawn: Tensor, batch: PenaltyRows, step: PenaltyStep) -> None:
         """A token of each row was drawn, after `apply`. drawn: [all rows]."""
-        assert step.known is not None
-        token = (drawn if batch.at is None else drawn.index_select(0, batch.at))[:, None]
-        tokens, values, used = step.known
-        hit = tokens == token
-        known = hit.any(1, keepdim=True)
-        at = torch.arange(step.width, device=self._device)
-        next_ = (at == used) & ~known
-        self._tokens[:, : step.width].index_copy_(0, batch.rows, torch.where(next_, token, tokens))
-        values = torch.where(next_, 2, values + 2 * hit.int())
-        self._values[:, : step.width].index_copy_(0, batch.rows, values)
-        self._used.index_copy_(0, batch.rows, (used + ~known)[:, 0])
-
-    def _known(self, batch: PenaltyRows, step: PenaltyStep) -> tuple[Tensor, Tensor, Tensor]:
-        """(tokens, values, how many) of the rows; what is past the last is the first once more, with its value."""
-        tokens = self._tokens[:, : step.width].index_select(0, batch.rows)
-        values = self._values[:, : step.width].index_select(0, batch.rows)
-        used = self._used.index_select(0, batch.rows)[:, None]
-        inside = torch.arange(step.width, device=self._device) < used
-        return torch.where(inside, tokens, tokens[:, :1]), torch.where(inside, values, values[:, :1]), used
+        self._count_drawn(drawn, self._counts, batch, step.width)
 
     def _enter(self, step: PenaltyStep) -> None:
-        rows, width = self._tokens.shape
+        counts = self._counts
+        rows, width = counts.tokens.shape
         if step.row_count > rows or step.width > width:
             shape = max(rows, step.row_count), width if step.width <= width else max(2 * width, step.width)
-            for name in ("_tokens", "_values"):
-                old = getattr(self, name)
-                larger = old.new_zeros(shape)
-                larger[:rows, :width] = old
-                setattr(self, name, larger)
-            self._used = torch.cat([self._used, self._used.new_zeros(shape[0] - rows)])
+            tokens, values, used = (
+                old.new_zeros(shape[: old.dim()]) for old in (counts.tokens, counts.values, counts.used)
+            )
+            tokens[:rows, :width], values[:rows, :width], used[:rows] = counts.tokens, counts.values, counts.used
+            counts = self._counts = Counts(tokens, values, used)
         if step.begun:
             begun, lengths, at_row, at, tokens, known = step.begun
-            self._values[:, 0].index_fill_(0, begun, 0)  # the first once more is nothing, where there is no first
-            self._used.index_copy_(0, begun, lengths)
-            self._tokens.index_put_((at_row, at), tokens)
-            self._values.index_put_((at_row, at), known.int())
+            counts.values[:, 0].index_fill_(0, begun, 0)  # the first once more is nothing, where there is no first
+            counts.used.index_copy_(0, begun, lengths)
+            counts.tokens.index_put_((at_row, at), tokens)
+            counts.values.index_put_((at_row, at), known.int())
 
 
 def known_tokens(seq: Sequence) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -123,7 +123,7 @@ class ModelRunner:
         self._ops = select(device) if kernels is None else kernels
         vocab_size = model.config.vocab_size
         self._masks = None if grammars is None else Masks(grammars, vocab_size, device, mask_threads)
-        self._sampler = Sampler(vocab_size, device, eos_token_ids, seed, self._ops.draw, self._masks)
+        self._sampler = Sampler(vocab_size, device, eos_token_ids, seed, self._ops, self._masks)
         self._ropes = model.rope_tables(max_model_len, dtype, device)
         self._windows = model.windows
         stride = unit_stride_bytes(spec)

@@ -26,9 +26,12 @@ from torch import Tensor
 
 from engine.execution.logprobs import token_logprobs
 from engine.execution.masks import Allowed, Masks, Wanted
-from engine.execution.penalties import Penalties, PenaltyRows, PenaltyStep, penalises
+from engine.execution.penalties import Penalties, PenaltyStep, penalises, penalty_rows
 from engine.types import Request, SamplingParams, Sequence
-from kernels.sampling import Draws, Kinds, draw
+from kernels import Kernels
+from kernels.counts import PenaltyRows
+from kernels.reference.backend import ReferenceKernels
+from kernels.sampling import Draws, Kinds
 from kernels.transfer import to_device
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -104,10 +107,10 @@ class Sampler:
         device: torch.device,
         eos_token_ids: Iterable[int] = (),
         seed: int = 0,
-        draw: Callable[[Tensor, Draws], Tensor] = draw,
+        ops: Kernels | None = None,
         masks: Masks | None = None,
     ) -> None:
-        """`eos_token_ids`: the files of a checkpoint may name some that have no logit. `draw`: `Kernels.draw`.
+        """`eos_token_ids`: the files of a checkpoint may name some that have no logit. `ops`: None: plain torch.
 
         `masks`: None where no answer is constrained.
         """
@@ -115,9 +118,10 @@ class Sampler:
         self._device = device
         self._eos = tuple(sorted(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size))
         self._seed = seed
-        self._draw = draw
+        ops = ReferenceKernels(device) if ops is None else ops
+        self._draw = ops.draw
         self._batch: Batch | None = None
-        self._penalties = Penalties(device)
+        self._penalties = Penalties(device, ops.penalise, ops.count_drawn)
         self._masks = masks
         self._banned: tuple[list[int], Tensor | None] = ([], None)
         """The rows that min_tokens banned tokens of last, and the places of these."""
@@ -214,7 +218,7 @@ class Sampler:
             ],
             constrained=[i for i, p in enumerate(params) if p.constraint is not None],
             penalised=penalised,
-            penalties=PenaltyRows.of(params, penalised, [rows[i] for i in penalised], self._device)
+            penalties=penalty_rows(params, penalised, [rows[i] for i in penalised], self._device)
             if penalised else None,
             logprobs=logprobs,
             logprob_counts=[params[i].logprobs or 0 for i in logprobs],

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.counts import count_drawn, penalise
 from kernels.interface import IntArray, PagedKV, Ragged, StatePlan, wide
 from kernels.reference.recurrent import causal_conv, gated_delta, state_space
 from kernels.sampling import draw
@@ -120,6 +121,8 @@ class ReferenceKernels:
 
     causal_conv = staticmethod(causal_conv)
     draw = staticmethod(draw)
+    penalise = staticmethod(penalise)
+    count_drawn = staticmethod(count_drawn)
 
     def gated_delta(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: StatePlan

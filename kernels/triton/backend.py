@@ -15,9 +15,11 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.counts import Counts, PenaltyRows
 from kernels.interface import IntArray, KeptTable, PagedKV, Ragged
 from kernels.sampling import Draws
 from kernels.triton import attention as attention_kernels
+from kernels.triton import counts as count_kernels
 from kernels.triton import experts as expert_kernels
 from kernels.triton import rows as row_kernels
 from kernels.triton import sampling as sampling_kernels
@@ -40,6 +42,8 @@ LOG2_E = 1.4426950408889634
 SPLITS_MAX = 64
 DRAW_BLOCK = 4096
 """Logits that a program takes at one time."""
+COUNT_BLOCK = 1024
+"""Tokens that have penalties, likewise."""
 PROGRAMS_PER_PROCESSOR = 4
 """Decode programs that keep one multiprocessor's memory requests in flight."""
 
@@ -279,6 +283,20 @@ class TritonKernels:
             SHIFT=shift, BLOCK=min(power_of_two(vocab, 128), DRAW_BLOCK), num_warps=16,
         )  # fmt: skip
         return out
+
+    def penalise(self, logits: Tensor, counts: Counts, batch: PenaltyRows, width: int) -> None:
+        at = batch.rows if batch.at is None else batch.at
+        count_kernels.penalise_rows[(len(batch.rows),)](
+            logits, counts.tokens, counts.values, counts.used, at, batch.rows, batch.repetition, batch.presence,
+            batch.frequency, logits.stride(0), counts.tokens.stride(0), ALL=batch.at is None, BLOCK=COUNT_BLOCK,
+        )  # fmt: skip
+
+    def count_drawn(self, drawn: Tensor, counts: Counts, batch: PenaltyRows, width: int) -> None:
+        at = batch.rows if batch.at is None else batch.at
+        count_kernels.count_rows[(len(batch.rows),)](
+            drawn, counts.tokens, counts.values, counts.used, at, batch.rows, counts.tokens.stride(0),
+            ALL=batch.at is None, BLOCK=COUNT_BLOCK,
+        )  # fmt: skip
 
 
 def row_view(x: Tensor) -> Tensor:
