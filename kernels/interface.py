@@ -172,7 +172,9 @@ class KeptTable:
     def slot_rows(self, batch: Ragged, kv: PagedKV) -> IntArray:
         """[tokens]: the row where the K of each query goes in layer 0."""
         block_index, offset = np.divmod(batch.positions, kv.block_size)
-        return kv.block_rows(self.here[self.rows[batch.sequence_of_token()], block_index]) + offset
+        decodes = batch.decode_count == len(batch.context_lens)
+        rows = self.rows if decodes else self.rows[batch.sequence_of_token()]
+        return kv.block_rows(self.here[rows, block_index]) + offset
 
 
 class Kernels(Protocol):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,7 +23,8 @@ from engine.execution.block_tables import BlockTables, Seats
 from engine.execution.decode_graphs import Capture, DecodeGraphs
 from engine.execution.logprobs import TENSORS, read_logprobs, token_logprobs
 from engine.execution.masks import Masks
-from engine.execution.sampler import Draft, Sampler
+from engine.execution.prepared import PreparedStep, is_scored, state_units, wanted_rows
+from engine.execution.sampler import Sampler
 from engine.grammars import Grammars
 from engine.models import CausalLM
 from engine.models.layers import Step
@@ -49,41 +49,6 @@ def unit_stride_bytes(spec: CacheSpec) -> int:
 def units_for_memory(spec: CacheSpec, memory_bytes: int) -> int:
     """How many units fit in so much memory."""
     return memory_bytes // unit_stride_bytes(spec)
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A step as the device needs it."""
-
-    plan: StepPlan
-    chunks: list[Chunk]
-    """In the kernels' order."""
-    order: list[int]
-    """Where each of them is in the plan."""
-    batch: Ragged
-    token_ids: Tensor
-    positions: Tensor
-    """[tokens] each."""
-    tables: list[Any]
-    """Of each group: [chunks, blocks], or a KeptTable."""
-    units: IntArray | None
-    """[chunks]: their states."""
-    wanted: Tensor | None
-    """Tokens whose hidden states are wanted; None: all."""
-    starts: list[int]
-    """[chunks + 1]: where each chunk's begin among the wanted."""
-    drawn: list[int]
-    """Chunks that a token is drawn for."""
-    rows: list[int]
-    """Where what is kept of each of these lies."""
-    last: Tensor | None
-    """Where their last tokens are among the wanted; None: they are all of them."""
-    draft: Draft | None
-    row_count: int
-    fed: tuple[Tensor, Tensor] | None
-    """(places among the tokens, rows) of those that the step before draws."""
-    drawn_rows: Tensor | None
-    """Where the drawn tokens are kept for the next step."""
 
 
 class ModelRunner:
@@ -150,6 +115,10 @@ class ModelRunner:
         # Kept tables are read when a step is queued on their device: in the order of the steps, on this thread.
         self._worker = ThreadPoolExecutor(1, "step") if overlap and self._fixed is None else None
         self._seats = Seats()
+        self._sent_rows: tuple[IntArray, Tensor] = (
+            np.zeros(0, np.int64),
+            torch.zeros(0, dtype=torch.int64, device=device),
+        )
         blocks_max = -(-max_model_len // spec.block_size)
         self._tables = [
             BlockTables(g, kv, blocks_max, None if self._fixed is None else device) for g, kv in enumerate(self._kv)
@@ -186,7 +155,7 @@ class ModelRunner:
         return lambda: self._guarded(lambda: self._result(step, read()))
 
     @torch.inference_mode()
-    def _work(self, step: _Step) -> list[list[Any]]:
+    def _work(self, step: PreparedStep) -> list[list[Any]]:
         """On the thread that computes."""
         return self._compute(step)()
 
@@ -206,26 +175,21 @@ class ModelRunner:
         """Compute something small: a kernel's error sticks to its CUDA context, and fails whatever comes after it."""
         torch.ones(1, device=self.device).sum().item()
 
-    def _prepare(self, plan: StepPlan) -> _Step:
+    def _prepare(self, plan: StepPlan) -> PreparedStep:
         """All that the host decides and sends up."""
-        order = sorted(range(len(plan.chunks)), key=lambda i: plan.chunks[i].end - plan.chunks[i].start > 1)
+        order = list(range(len(plan.chunks)))
+        order.sort(key=[chunk.end - chunk.start > 1 for chunk in plan.chunks].__getitem__)
         chunks = [plan.chunks[i] for i in order]
+        scored = [i for i, chunk in enumerate(chunks) if is_scored(chunk)]
         rows, new = self._seats.of(chunks)
         self._sampler.forget(new)
         row_list = rows.tolist()
         for tables in self._tables:
             tables.update(chunks, row_list, new, self._seats.count)
         batch = Ragged.of([chunk.start for chunk in chunks], [chunk.end for chunk in chunks])
-        tokens: list[int] = []
-        fed: list[int] = []
-        """Places among the tokens, where those come first that are alone."""
-        for i, chunk in enumerate(chunks):
-            if chunk.fed:
-                fed.append(i)
-                tokens.append(0)
-            else:
-                tokens += chunk.seq.token_ids[chunk.start : chunk.end]
-        wanted, starts = self._wanted_rows(chunks, batch.query_starts)
+        rows_there = self._rows_there(rows)
+        token_ids, fed = self._inputs(chunks, batch.token_count, rows, rows_there)
+        wanted, starts = wanted_rows(chunks, batch.query_starts, scored)
         drawn = [i for i, chunk in enumerate(chunks) if chunk.samples]
         draft = None
         if drawn and self.model.samples:
@@ -235,14 +199,14 @@ class ModelRunner:
                 [row_list[i] for i in drawn],
                 self._seats.count,
             )
-        return _Step(
+        return PreparedStep(
             plan, chunks, order, batch,
-            token_ids=to_device(np.array(tokens, np.int64), self.device),
+            token_ids=token_ids,
             positions=to_device(batch.positions, self.device),
             tables=[
                 tables.array(chunks, rows) if self._fixed is None else tables.kept(rows) for tables in self._tables
             ],
-            units=_state_units(chunks) if self._states else None,
+            units=state_units(chunks) if self._states else None,
             wanted=None if wanted is None else to_device(wanted, self.device),
             starts=starts.tolist(),
             drawn=drawn,
@@ -250,11 +214,34 @@ class ModelRunner:
             last=to_device(starts[1:][drawn] - 1, self.device) if len(drawn) < starts[-1] else None,
             draft=draft,
             row_count=self._seats.count,
-            fed=(to_device(np.array(fed), self.device), to_device(rows[fed], self.device)) if fed else None,
-            drawn_rows=None if self._last is None or draft is None else to_device(rows[drawn], self.device),
+            fed=fed,
+            scored=scored,
+            drawn_rows=None if self._last is None or draft is None
+            else rows_there if len(drawn) == len(rows) else to_device(rows[drawn], self.device),
         )  # fmt: skip
 
-    def _compute(self, step: _Step) -> Callable[[], list[list[Any]]]:
+    def _rows_there(self, rows: IntArray) -> Tensor:
+        """On the device; `Seats` gives the same array as long as the same sequences come."""
+        if self._sent_rows[0] is not rows:
+            self._sent_rows = rows, to_device(rows, self.device)
+        return self._sent_rows[1]
+
+    def _inputs(
+        self, chunks: list[Chunk], token_count: int, rows: IntArray, rows_there: Tensor
+    ) -> tuple[Tensor, tuple[Tensor | None, Tensor] | None]:
+        """The tokens that are known, and `PreparedStep.fed`."""
+        fed = [i for i, chunk in enumerate(chunks) if chunk.fed]  # alone, so these are places among the tokens too
+        if fed and len(fed) == token_count:
+            return torch.empty(token_count, dtype=torch.int64, device=self.device), (None, rows_there)
+        tokens: list[int] = []
+        for chunk in chunks:
+            tokens += (0,) if chunk.fed else chunk.seq.token_ids[chunk.start : chunk.end]
+        there = to_device(np.array(tokens, np.int64), self.device)
+        if not fed:
+            return there, None
+        return there, (to_device(np.array(fed), self.device), to_device(rows[fed], self.device))
+
+    def _compute(self, step: PreparedStep) -> Callable[[], list[list[Any]]]:
         """Have the device do it; what waits for what there is to read."""
         plan = step.plan
         if step.draft is not None:
@@ -268,13 +255,15 @@ class ModelRunner:
         if step.fed is not None:
             assert self._last is not None
             at, rows = step.fed
-            step.token_ids.index_copy_(0, at, self._last.index_select(0, rows))
+            if at is None:
+                torch.index_select(self._last, 0, rows, out=step.token_ids)
+            else:
+                step.token_ids.index_copy_(0, at, self._last.index_select(0, rows))
         if step.chunks:
             hidden = self._forward(step)
             found += self._draw(hidden, step)
-            for i, chunk in enumerate(step.chunks):
-                if _is_scored(chunk):
-                    found += self._prompt_logprobs(hidden[step.starts[i] :], chunk)
+            for i in step.scored:
+                found += self._prompt_logprobs(hidden[step.starts[i] :], step.chunks[i])
         for source_unit, target_unit in plan.state_checkpoints:
             self._copy_unit(source_unit, target_unit)
         read = to_host(found)
@@ -296,7 +285,7 @@ class ModelRunner:
         if self._masks is not None:
             self._masks.close()
 
-    def _forward(self, step: _Step) -> Tensor:
+    def _forward(self, step: PreparedStep) -> Tensor:
         """Hidden states of the wanted rows, [wanted, hidden]."""
         batch, tables = step.batch, step.tables
         if self._graphs is not None and batch.decode_count == len(step.chunks):
@@ -318,21 +307,7 @@ class ModelRunner:
         )
         return self.model.forward(step.token_ids, layers, step.wanted)
 
-    @staticmethod
-    def _wanted_rows(chunks: list[Chunk], query_starts: IntArray) -> tuple[IntArray | None, IntArray]:
-        """Rows of the batch that logits are made of (None: all), and where each chunk's start among them."""
-        if query_starts[-1] == len(chunks) and all(chunk.samples for chunk in chunks):
-            return None, query_starts  # a decode step
-        begins, ends = query_starts[:-1].copy(), query_starts[1:]
-        for i, chunk in enumerate(chunks):
-            if not _is_scored(chunk):
-                begins[i] = ends[i] - chunk.samples
-        if (begins == query_starts[:-1]).all():
-            return None, query_starts
-        rows = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
-        return rows, np.concatenate([[0], np.cumsum(ends - begins)])
-
-    def _draw(self, hidden: Tensor, step: _Step) -> list[Tensor]:
+    def _draw(self, hidden: Tensor, step: PreparedStep) -> list[Tensor]:
         """The tokens drawn, and their logprobs where somebody wants any."""
         if not step.drawn:
             return []
@@ -361,7 +336,7 @@ class ModelRunner:
                 self.model.lend_logits(rows)
         return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
-    def _result(self, step: _Step, found: list[list[Any]]) -> StepResult:
+    def _result(self, step: PreparedStep, found: list[list[Any]]) -> StepResult:
         """From what was read: the tokens, their logprobs, those of prompts."""
         result, order = StepResult([None] * len(step.chunks)), step.order
         if not self.model.samples:
@@ -374,11 +349,10 @@ class ModelRunner:
                 entries = read_logprobs(found[:TENSORS], step.draft.batch.logprob_counts)
                 result.logprobs = {order[step.drawn[row]]: entry for row, entry in zip(rows, entries, strict=True)}
                 del found[:TENSORS]
-        for i, chunk in enumerate(step.chunks):
-            if _is_scored(chunk):
-                most = chunk.seq.request.params.prompt_logprobs or 0
-                result.prompt_logprobs[order[i]] = read_logprobs(found[:TENSORS], [most] * len(found[0]))
-                del found[:TENSORS]
+        for i in step.scored:
+            most = step.chunks[i].seq.request.params.prompt_logprobs or 0
+            result.prompt_logprobs[order[i]] = read_logprobs(found[:TENSORS], [most] * len(found[0]))
+            del found[:TENSORS]
         return result
 
     def _prepare_states(self, plan: StepPlan) -> None:
@@ -391,15 +365,3 @@ class ModelRunner:
     def _copy_unit(self, source: UnitId, target: UnitId) -> None:
         units = self._buffer.view(self.num_units, -1)
         units[target].copy_(units[source])
-
-
-def _is_scored(chunk: Chunk) -> bool:
-    """Whether logprobs of prompt tokens are wanted that this chunk computes."""
-    return chunk.seq.request.params.prompt_logprobs is not None and chunk.start < chunk.seq.prompt_len - 1
-
-
-def _state_units(chunks: list[Chunk]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """[chunks]: the unit of each chunk's recurrent state."""
-    units = [chunk.seq.state_unit for chunk in chunks]
-    assert None not in units, "a sequence without a state unit on a model that has state"
-    return np.array(units, np.int64)

@@ -13,9 +13,9 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 KERNELS = {
-    "activate_rows", "conv_step", "conv_tails", "conv_tile", "decode_attention", "delta_step", "draw_rows",
-    "expert_down", "expert_gate_up", "join_splits",
-    "norm_rows", "prefill_attention", "prepare_chunks", "rotate_rows",
+    "activate_rows", "conv_step", "conv_tails", "conv_tile", "count_rows", "decode_attention", "delta_step",
+    "draw_rows", "expert_down", "expert_gate_up", "join_splits",
+    "norm_rows", "penalise_rows", "prefill_attention", "prepare_chunks", "rotate_rows",
     "scan_chunks", "ssm_chunks", "ssm_scores", "ssm_step", "store_kv",
 }  # fmt: skip
 SPILLS_MAX = 16

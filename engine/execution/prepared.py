@@ -1,0 +1,77 @@
+"""A step as the device needs it: what the host decides of it before anything is sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from engine.execution.sampler import Draft
+from engine.types import Chunk, StepPlan
+from kernels import Ragged
+from kernels.interface import IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """A step as the device needs it."""
+
+    plan: StepPlan
+    chunks: list[Chunk]
+    """In the kernels' order."""
+    order: list[int]
+    """Where each of them is in the plan."""
+    batch: Ragged
+    token_ids: Tensor
+    positions: Tensor
+    """[tokens] each."""
+    tables: list[Any]
+    """Of each group: [chunks, blocks], or a KeptTable."""
+    units: IntArray | None
+    """[chunks]: their states."""
+    wanted: Tensor | None
+    """Tokens whose hidden states are wanted; None: all."""
+    starts: list[int]
+    """[chunks + 1]: where each chunk's begin among the wanted."""
+    drawn: list[int]
+    """Chunks that a token is drawn for."""
+    rows: list[int]
+    """Where what is kept of each of these lies."""
+    last: Tensor | None
+    """Where their last tokens are among the wanted; None: they are all of them."""
+    draft: Draft | None
+    row_count: int
+    fed: tuple[Tensor | None, Tensor] | None
+    """(places among the tokens, None: all; rows) of those that the step before draws."""
+    scored: list[int]
+    """Chunks whose prompt tokens' logprobs are wanted."""
+    drawn_rows: Tensor | None
+    """Where the drawn tokens are kept for the next step."""
+
+
+def wanted_rows(chunks: list[Chunk], query_starts: IntArray, scored: list[int]) -> tuple[IntArray | None, IntArray]:
+    """Rows of the batch that logits are made of (None: all), and where each chunk's start among them."""
+    if query_starts[-1] == len(chunks) and all(chunk.samples for chunk in chunks):
+        return None, query_starts  # a decode step
+    begins, ends = query_starts[:-1].copy(), query_starts[1:]
+    for i, chunk in enumerate(chunks):
+        if i not in scored:
+            begins[i] = ends[i] - chunk.samples
+    if (begins == query_starts[:-1]).all():
+        return None, query_starts
+    rows = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
+    return rows, np.concatenate([[0], np.cumsum(ends - begins)])
+
+
+def is_scored(chunk: Chunk) -> bool:
+    """Whether logprobs of prompt tokens are wanted that this chunk computes."""
+    return chunk.seq.request.params.prompt_logprobs is not None and chunk.start < chunk.seq.prompt_len - 1
+
+
+def state_units(chunks: list[Chunk]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """[chunks]: the unit of each chunk's recurrent state."""
+    units = [chunk.seq.state_unit for chunk in chunks]
+    assert None not in units, "a sequence without a state unit on a model that has state"
+    return np.array(units, np.int64)
