@@ -137,6 +137,8 @@ class ModelRunner:
                 capture=capture,
             )
 
+    _wanted_rows = staticmethod(wanted_rows)
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Do the step. Results are in the order of `plan.chunks`. Raises RunnerLost where none can be done any more."""
         return self.submit(plan)()
@@ -189,7 +191,7 @@ class ModelRunner:
         batch = Ragged.of([chunk.start for chunk in chunks], [chunk.end for chunk in chunks])
         rows_there = self._rows_there(rows)
         token_ids, fed = self._inputs(chunks, batch.token_count, rows, rows_there)
-        wanted, starts = wanted_rows(chunks, batch.query_starts, scored)
+        wanted, starts = self._wanted_rows(chunks, batch.query_starts, scored)
         drawn = [i for i, chunk in enumerate(chunks) if chunk.samples]
         draft = None
         if drawn and self.model.samples:

@@ -68,7 +68,7 @@ class Driver:
 
         self.runner._forward = recording  # type: ignore[assignment, method-assign]
         if all_rows:
-            self.runner._wanted_rows = lambda _, starts: (None, starts)  # type: ignore[method-assign]
+            self.runner._wanted_rows = lambda _, starts, scored: (None, starts)  # type: ignore[method-assign]
 
     def sequence(self, token_ids: list[int], params: SamplingParams | None = None, name: str = "r") -> Sequence:
         request = Request(request_id=name, token_ids=token_ids, params=params or SamplingParams(temperature=0.0))
