@@ -90,7 +90,7 @@ class Choice:
         for call in piece.calls:
             if call.name is not None:
                 self.called.append((call, []))
-            else:
+            elif self.called:  # else its beginning was told by the engine that this answer goes on from
                 self.called[-1][1].append(call.arguments)
         if self.keep:
             self.texts.append(piece.text)
