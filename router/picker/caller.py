@@ -111,8 +111,14 @@ class Caller:
 
     # The conversation's party ---------------------------------------------------------------------------------------
 
+    def _client(self) -> str:
+        """As the gateway says, which is one peer for all of them."""
+        request = self._conversation.request
+        told = None if request is None else request.header(b"x-forwarded-for")
+        return (told or b"").rpartition(b",")[2].strip()[:64].decode("latin-1") or self.peer
+
     def complete(self, request: HttpRequest) -> None:
-        self._path = request.path
+        self._path, self.peer = request.path, self._client()
         self.objective = _text(request.header(OBJECTIVE))
         self.fairness = _text(request.header(FAIRNESS)) or ""
         model = _text(request.header(REWRITE))
@@ -134,7 +140,7 @@ class Caller:
     def keeps(self, size: int) -> None:
         kept = size if size > SMALL_BYTES else 0
         if kept != self._held:
-            self._booked = self.peer
+            self._booked = self._booked or self._client()
             self._app.budget.change(self._booked, self._held, kept)
             self._held = kept
 

@@ -121,6 +121,11 @@ class Conversation:
         """Endpoints that may be chosen; None: all."""
 
     @property
+    def request(self) -> HttpRequest | None:
+        """Its head was read; its body may be to come."""
+        return self._request
+
+    @property
     def sees_answer(self) -> bool:
         """Whether the body of the answer comes by here."""
         return bool(self._response_mode != NONE)

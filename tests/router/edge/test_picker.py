@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from router.app.server import RouterApp
 from router.decide.workers import ServedModel, WorkerSpec
 from router.edge.config import EdgeConfig
+from router.http.config import HttpLimits
 from router.picker.config import PickerConfig
 from router.picker.endpoints import Endpoints
 from router.picker.messages import BUFFERED, DUPLEX, HINT, HINTS, NONE
@@ -95,6 +96,8 @@ async def picker(
         await edge.worker(edge.reply(), f"w{number}", port=9100 + number)
     picking = Picking(config or PickerConfig(), Endpoints(edge.core.workers))
     given = {key: value for key, value in settings.items() if key == "api_keys"}
+    if "limits" in settings:
+        given["limits"] = settings["limits"]
     app = RouterApp(edge.proxy, edge.app._reading, edge.tenants, edge.metrics, EdgeConfig(**given), edge.admin.routes,
                     guard=lambda *_: None, kind=Pick)  # fmt: skip
     server = PickerServer(app, picking, ready=edge.admin.not_ready)
@@ -268,6 +271,24 @@ def test_an_answer_s_usage_is_read_where_it_comes_by(edge: Any) -> None:
             await stream.read()
             await until(lambda: not sum(load(edge).values()))
             assert (envoy.ended[0].usage.prompt_tokens, envoy.ended[0].usage.cached_tokens) == (10, 4)
+
+    edge.run(scenario())
+
+
+def test_bytes_are_booked_on_the_gateway_s_client(edge: Any) -> None:
+    """The gateway is one peer for all clients: who keeps too much is refused alone."""
+    large = BODY[:-1] + b', "x": "' + b"y" * 60_000 + b'"}'
+
+    async def scenario() -> None:
+        async with picker(edge, limits=HttpLimits(party_bytes_max=100_000)) as envoy:
+            streams = []
+            for client, refused in (("10.1.1.1", False), ("9.9.9.9, 10.1.1.1", True), ("10.1.1.2", False)):
+                stream, answer = await envoy.ask(large, x_forwarded_for=client)
+                assert (answer.immediate_response.status.code == 429) is refused, client
+                streams.append(stream)
+            for stream in streams:
+                stream.cancel()
+            await until(lambda: not edge.metrics.held_bytes)
 
     edge.run(scenario())
 
