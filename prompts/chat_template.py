@@ -22,6 +22,7 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
+from prompts.chat_rest import KNOWN, is_one_of, rest_of
 from prompts.errors import RequestError
 from prompts.sampled import GeneratedArguments
 
@@ -155,6 +156,7 @@ def _environment() -> _Environment:
     env.globals["strftime_now"] = _strftime_now
     env.globals["dict"] = _DictType()
     env.globals["namespace"] = _Namespace
+    env.tests["one_of"] = is_one_of
     return env
 
 
@@ -171,11 +173,15 @@ class _Compiled:
         self.source = source
         self.content_format: ContentFormat = _detect_content_format(tree)
         self._globals = dict(self.template.globals)
+        rest = rest_of(tree)
+        self.rest = None if rest is None else env.from_string(rest)
+        """What follows a conversation's known beginning."""
 
     def render(self, values: dict[str, Any]) -> str:
         """As `template.render`, without copying the globals through two mappings for every request."""
-        context = self.template.new_context({**self._globals, **values}, shared=True)
-        return "".join(self.template.root_render_func(context))
+        template = self.rest if self.rest is not None and KNOWN in values else self.template
+        context = template.new_context({**self._globals, **values}, shared=True)
+        return "".join(template.root_render_func(context))
 
 
 @lru_cache(maxsize=64)
@@ -229,6 +235,10 @@ class ChatTemplate:
         """Whether the template wants `content` as a string or loops over its parts."""
         return self._compiled(self.source(override, has_tools=has_tools)).content_format
 
+    def has_rest(self, *, has_tools: bool) -> bool:
+        """Whether what follows a known beginning can be rendered by itself."""
+        return self._compiled(self.source(has_tools=has_tools)).rest is not None
+
     def needs_system_first(self) -> bool:
         """Whether a system message may stand only at the head, as vLLM finds out: by a bare rendering of a chat that
         has one further on."""
@@ -244,9 +254,11 @@ class ChatTemplate:
         chat_template: str | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool | str = False,
+        behind: int = 0,
         **variables: Any,
     ) -> str:
-        """The prompt's text, equal to transformers' `apply_chat_template(..., tokenize=False)`.
+        """The prompt's text, equal to transformers' `apply_chat_template(..., tokenize=False)`. `behind`: only of what
+        follows so many messages, which stand for a known beginning (prompts/chat_rest.py); for a template with `rest`.
 
         Raises RequestError for what the template refuses (`raise_exception`) or cannot render.
         """
@@ -259,7 +271,9 @@ class ChatTemplate:
         compiled = self._compiled(self.source(chat_template, has_tools=tools is not None))
         chat = list(messages)
         if not self.as_sent:
-            chat = [_with_reasoning(_without_nulls(message)) for message in messages]
+            for i, message in enumerate(chat):
+                if len(message) != 2 or message.get("content") is None or message.get("role") is None:
+                    chat[i] = _with_reasoning(_without_nulls(message))
         final_text: str | None = None
         if continue_final_message:
             field = continue_final_message if isinstance(continue_final_message, str) else "content"
@@ -272,6 +286,10 @@ class ChatTemplate:
             "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
+        if behind:
+            context[KNOWN] = chat[:behind]
+        else:
+            context.pop(KNOWN, None)  # a client's own variable
         try:
             text = compiled.render(context)
         except jinja2.TemplateError as error:

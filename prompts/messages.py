@@ -50,8 +50,11 @@ class ChatPrompt(Protocol):
     def reasoning_effort(self) -> str | None: ...
 
 
-def render_chat(template: ChatTemplate, request: ChatPrompt, generated: Generated | None = None) -> str:
-    """The prompt's text, cut at the first media part. Raises RequestError where the template cannot render it."""
+def render_chat(
+    template: ChatTemplate, request: ChatPrompt, generated: Generated | None = None, behind: int = 0
+) -> str:
+    """The prompt's text, cut at the first media part. `behind`: as ChatTemplate.render has it. Raises RequestError
+    where the template cannot render it."""
     tools = None if request.tools is None else [_tool(tool) for tool in request.tools]
     form = template.content_format(request.chat_template, has_tools=tools is not None)
     continues = bool(request.continue_final_message)
@@ -59,14 +62,14 @@ def render_chat(template: ChatTemplate, request: ChatPrompt, generated: Generate
     # As in vLLM, a field of the request wins over the same name among the template's variables.
     variables = dict(request.chat_template_kwargs or {})
     documents = variables.pop("documents", None)
-    for name in ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"):
+    for name in ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "behind"):
         variables.pop(name, None)
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
         variables.setdefault("enable_thinking", request.reasoning_effort != "none")
         variables.setdefault("enable_thinking", request.reasoning_effort != "none")
     messages = [_message(message, form, generated) for message in request.messages or []]
-    if any(message["role"] == "developer" for message in messages):
+    if "developer" in [message["role"] for message in messages]:
         source = template.source(request.chat_template, has_tools=tools is not None)
         if '"developer"' not in source and "'developer'" not in source:
             messages = _developer_as_system(messages)
@@ -77,6 +80,7 @@ def render_chat(template: ChatTemplate, request: ChatPrompt, generated: Generate
         chat_template=request.chat_template,
         add_generation_prompt=generation,
         continue_final_message=continues,
+        behind=behind,
         **variables,
     )
     return text.partition(MEDIA_MARKER)[0]

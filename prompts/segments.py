@@ -137,6 +137,11 @@ class SegmentCache:
             out.extend(plan.suffix or ())
         return out
 
+    def starts_segment(self, text: str) -> bool:
+        """Whether `text` begins with a token at which any text is cut."""
+        found = self._plan.pattern.match(text)
+        return found is not None and found.group() in self._plan.anchors
+
     def _known_beginning(self, text: str) -> Beginning | None:
         """The longest that is known of this text and at whose end the text is cut."""
         with self._lock:

@@ -106,6 +106,10 @@ class Tokenizer:
         except (UnicodeEncodeError, TypeError) as error:  # a lone surrogate; the library says TypeError
             raise RequestError(f"the text cannot be encoded as UTF-8: {error}", param=None) from error
 
+    def starts_segment(self, text: str) -> bool:
+        """Whether the ids of any text and of this one behind it are those of both."""
+        return self._cache is not None and self._cache.starts_segment(text)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids. Bytes that are not (yet) UTF-8 come out as U+FFFD; unknown ids as nothing."""
         return str(self._hf.decode(ids, skip_special_tokens=skip_special_tokens))

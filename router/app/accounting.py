@@ -18,9 +18,12 @@ def count_end(core: RouterCore, metrics: Metrics, exchange: Exchange, now: float
     path = exchange.request.path if exchange.request.path in KINDS else "other"
     route, decision, usage = exchange.route, exchange.decision, exchange.usage
     # Names that clients make up must not become labels.
-    model = route.model if route is not None and core.resolve_model(route.model) is not None else "unknown"
+    model, worker = "unknown", ""
+    if decision is not None:
+        worker = decision.worker
+    if route is not None and (worker or core.resolve_model(route.model) is not None):
+        model = route.model
     metrics.requests[path, model, exchange.outcome] += 1
-    worker = "" if decision is None else decision.worker
     labels = worker, model, "true" if route is not None and route.stream else "false"
     metrics.request_s.of(labels).observe(now - exchange.started_s)
     if exchange.first_byte_s is not None:

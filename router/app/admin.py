@@ -184,6 +184,7 @@ class Admin:
                 for row in snapshot.workers
             },
             tokenize_cpu_s=self._prompts.cpu_s + self._reading.helpers.cpu_s,
+            known_bodies=(self._reading.known.hits, self._reading.known.misses, self._reading.known.used_bytes),
             large_bodies=dict(self._reading.helpers.counts),
             waiting_bytes=self._reading.helpers.waiting_bytes,
             event_faults=self._event_faults(),
@@ -313,14 +314,14 @@ class Admin:
         """Explain where a request with these headers and this body, sent to `?path=`, would go now. Without a path the
         body tells whether it is a chat or a completion. Sends and changes nothing."""
         path = parse_qs(request.target.partition(b"?")[2].decode("latin-1")).get("path")
-        asked, (token_ids, tokenize_s) = await self._reading.read(request, path[0] if path else None)
-        route = self._reading.route_request(asked, token_ids, "explained", self._now())
+        asked, prompt = await self._reading.read(request, path[0] if path else None)
+        route = self._reading.route_request(asked, prompt.ids, "explained", self._now())
         decision = self._core.explain(route, self._now())
         if isinstance(decision, Refuse):
             raise RequestError(decision.message, param=None, code=decision.code, status=decision.status)
         body: dict[str, Any] = msgspec.to_builtins(decision)
         del body["request_id"], body["decided_s"]
-        body |= {"tokenized": token_ids is not None, "tokenize_ms": round(tokenize_s * 1e3, 3)}
+        body |= {"tokenized": prompt.ids is not None, "tokenize_ms": round(prompt.seconds * 1e3, 3)}
         if self._reasons is not None:
             body["why"] = self._reasons.explain(asked, route, decision, self._now())
         return Answer(msgspec.json.encode(body))

@@ -54,6 +54,7 @@ from router.fleet.snapshots import PeerClient, PeerRoutes, ask_seed
 from router.http.budget import Budget
 from router.http.listener import Listener
 from router.index import make_index
+from router.prompting.known import KnownBodies
 from router.prompting.pool import Helpers
 from router.prompting.reader import PromptReader
 from router.prompting.remote import RemoteTokenizer
@@ -116,7 +117,8 @@ class RouterProcess:
             config.helpers, chat_template=config.chat_template, cache_bytes=config.segment_cache_mb << 20
         )
         names = SessionNames(config.edge.session_headers)
-        self._reading = Reading(self._core, self._prompts, self._helpers, names)
+        known = KnownBodies(config.known_bodies_mb << 20)
+        self._reading = Reading(self._core, self._prompts, self._helpers, names, known)
         self._proxy.on_end.append(self._reading.stored.ended)
         self._tenants = Tenants(config.edge, self._metrics)
         self._feed = IndexFeed(self._index, on_connection=self._stream_changed)

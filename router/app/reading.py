@@ -8,23 +8,28 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
 from prompts.errors import bad_value
 from prompts.routing import KINDS, Kind, RoutingRequest, read_routing
 from prompts.sampled import Span
+from prompts.segments import ID_TYPE
 from router.decide.core import RouterCore
 from router.decide.messages import RouteRequest
 from router.edge.stored import StoredResponses
 from router.http.request import HttpRequest
 from router.index.protocol import Scope
 from router.prompting.encode import cut, is_light
+from router.prompting.known import Known, KnownBodies, Mark
 from router.prompting.outline import Outline
 from router.prompting.pool import Helpers, Order
 from router.prompting.reader import INLINE_BYTES_MAX, PromptReader, Read
-from router.prompting.sessions import SessionNames
+from router.prompting.returning import Returned, may_return
+from router.prompting.sessions import SessionNames, Told
 
 COUNT = "/v1/messages/count_tokens"
 ESTIMATE_MAX = 131_072
@@ -35,6 +40,20 @@ _JSON_STARTS = (b"{", b" ", b"\n", b"\r", b"\t")
 _NOTHING_READ = RoutingRequest(kind="other")
 
 
+class Said:
+    """What a head asks for: once for all requests of a connection whose heads are alike."""
+
+    __slots__ = ("deadline_ms", "priority", "role", "session", "worker")
+
+    def __init__(self, request: HttpRequest, names: SessionNames) -> None:
+        """Raises RequestError naming the header that cannot be read."""
+        self.priority = _integer(request, b"x-blockcast-priority", -(2**31), 2**31 - 1)
+        self.deadline_ms = _integer(request, b"x-blockcast-deadline-ms", 1, 86_400_000)
+        self.worker = _text(request.header(b"x-blockcast-worker"))
+        self.role = _text(request.header(b"x-blockcast-role"))
+        self.session: Told = names.told(request.header)
+
+
 class Asked:
     """What a request asks for."""
 
@@ -42,6 +61,7 @@ class Asked:
         "base",
         "body_bytes",
         "deadline_ms",
+        "drawn",
         "lora",
         "model",
         "outline",
@@ -50,43 +70,53 @@ class Asked:
         "role",
         "session",
         "spans",
+        "tokens_max",
         "worker",
     )  # fmt: skip
 
     def __init__(
-        self, request: HttpRequest, parsed: RoutingRequest, names: SessionNames, holder: str | None,
-        model: str, base: str, lora: str | None,
+        self, request: HttpRequest, parsed: RoutingRequest, said: Said, holder: str | None,
+        model: str, base: str, lora: str | None, tokens_max: int | None,
     ) -> None:  # fmt: skip
-        """`holder`: the worker that alone can answer. Raises RequestError naming the header that cannot be read."""
+        """`holder`: the worker that alone can answer."""
         self.parsed = parsed
         self.outline: Outline | None = None
         """Of its messages, or the last of them, where it was read elsewhere."""
         self.spans: list[Span] = []
         """Where the prompt is priced with ids that were sampled, which the encoder would not choose."""
+        self.drawn: Callable[[int], Outline | None] | None = None
+        """Makes it, where not all of them were read now."""
         self.model = model
         self.base = base
         self.lora = lora
+        self.tokens_max = tokens_max
+        """What the model takes, where that is known."""
         self.body_bytes = 0 if request.path == COUNT else request.body_bytes
         """Of what a model reads."""
-        priority = _integer(request, b"x-blockcast-priority", -(2**31), 2**31 - 1)
-        self.priority = parsed.priority if priority is None else priority
-        self.deadline_ms = _integer(request, b"x-blockcast-deadline-ms", 1, 86_400_000)
+        self.priority = parsed.priority if said.priority is None else said.priority
+        self.deadline_ms = said.deadline_ms
         """How long the router may hold the request."""
-        self.worker = holder or _text(request.header(b"x-blockcast-worker"))
-        self.role = _text(request.header(b"x-blockcast-role"))
-        self.session = names.of(request.header, parsed)
+        self.worker = holder or said.worker
+        self.role = said.role
+        self.session = SessionNames.of(said.session, parsed)
 
 
 class Reading:
     """From HTTP to the core's words, in two steps: what is asked for, then the prompt's tokens."""
 
     def __init__(
-        self, core: RouterCore, prompts: PromptReader, helpers: Helpers, names: SessionNames | None = None
+        self,
+        core: RouterCore,
+        prompts: PromptReader,
+        helpers: Helpers,
+        names: SessionNames | None = None,
+        known: KnownBodies | None = None,
     ) -> None:
         self._core = core
         self._prompts = prompts
         self.helpers = helpers
         self._names = names or SessionNames()
+        self.known = KnownBodies(0) if known is None else known
         self.stored = StoredResponses()
         self.outlined: Callable[[str | None], int] = lambda session: 0
         """How many messages of a session are outlined already."""
@@ -106,19 +136,23 @@ class Reading:
 
     def _asked(self, request: HttpRequest, parsed: RoutingRequest) -> Asked:
         holder = self.stored.holder(request, parsed.stored)
-        return Asked(request, parsed, self._names, holder, *self._model(parsed.model))
+        said: Said | None = request.headers.told
+        if said is None:
+            said = request.headers.told = Said(request, self._names)
+        return Asked(request, parsed, said, holder, *self._model(parsed.model))
 
-    def tokens(self, asked: Asked) -> Read | asyncio.Future[Read]:
+    def tokens(self, asked: Asked, request: HttpRequest) -> Read | asyncio.Future[Read]:
         """The prompt's token ids: at once where that is quick, else later."""
         prompts, base = self._prompts, asked.base
         if asked.parsed.kind == "other":
-            return None, 0.0
+            return Read(None, 0.0)
         if prompts.asks(base):
-            return asyncio.ensure_future(prompts.ask(asked.parsed, base, self._tokens_max(asked.model)))
-        tokenizer, tokens_max = prompts.get(base), self._tokens_max(asked.model)
+            return asyncio.ensure_future(prompts.ask(asked.parsed, base, asked.tokens_max))
+        tokenizer, tokens_max = prompts.get(base), asked.tokens_max
         if tokenizer is None or asked.body_bytes <= INLINE_BYTES_MAX:
             return prompts.read(asked.parsed, tokenizer, tokens_max)
-        return prompts.run(asked.parsed, tokenizer, tokens_max)
+        body = request.body if self.known.max_bytes else b""
+        return prompts.run(lambda: prompts.read(asked.parsed, tokenizer, tokens_max, body))
 
     async def read(
         self, request: HttpRequest, path: str | None, wanted: Callable[[], bool] = lambda: True
@@ -126,27 +160,81 @@ class Reading:
         """What a request asks for and its tokens, wherever they are best read. Raises RequestError."""
         if self.is_light(request, path):
             asked = self.asked(request, path)
-            tokens = self.tokens(asked)
-            return asked, tokens if isinstance(tokens, tuple) else await tokens
+            tokens = self.tokens(asked, request)
+            return asked, tokens if isinstance(tokens, Read) else await tokens
 
         def order(parsed: RoutingRequest) -> Order:
-            name, base, _ = self._model(parsed.model)
-            made = self._prompts.order(base, parsed.kind, self._tokens_max(name), request.pieces)
-            made.outlined = self.outlined(self._names.of(request.header, parsed).name)
+            _, base, _, tokens_max = self._model(parsed.model)
+            made = self._prompts.order(base, parsed.kind, tokens_max, request.pieces)
+            made.learns = self.known.max_bytes > 0
+            made.outlined = self.outlined(SessionNames.of(self._names.told(request.header), parsed).name)
             return made
 
         started = time.perf_counter()
-        parsed, result, drawn = await self.helpers.read(request.pieces, _kind(request, path), order, wanted)
+        parsed, made = await self.helpers.read(request.pieces, _kind(request, path), order, wanted)
         asked = self._asked(request, parsed)
-        asked.outline = drawn
+        asked.outline = made.outline
         ids: Sequence[int] | None
-        if isinstance(result, bytes):
+        if isinstance(made.result, bytes):
             remote = self._prompts.remote
-            ids = None if remote is None else (await remote.put(result, asked.base))[0]
-            ids = cut(ids, parsed, self._tokens_max(asked.model))
+            ids = None if remote is None else (await remote.put(made.result, asked.base))[0]
+            ids = cut(ids, parsed, asked.tokens_max)
         else:
-            ids = result
-        return asked, (ids, time.perf_counter() - started)
+            ids = made.result
+        if made.known is not None and ids is not None:
+            made.known.body, made.known.ids = request.body, array(ID_TYPE, ids[: made.known.marks[-1].ids])
+        return asked, Read(ids, time.perf_counter() - started, made.known)
+
+    # Conversations that return ----------------------------------------------------------------------------------------
+
+    def recognise(self, request: HttpRequest, path: str | None) -> tuple[Known, Mark] | None:
+        """The known beginning of its body."""
+        kind = _kind(request, path)
+        if not self.known.max_bytes or kind is None or not may_return(kind, request.body_bytes):
+            return None
+        return self.known.find(kind, request.body)
+
+    def go_on(self, request: HttpRequest, found: tuple[Known, Mark]) -> tuple[Asked, Read] | None:
+        """What a request with this known beginning asks for, and its tokens. None where the whole must be read. Raises
+        RequestError."""
+        work = self._work(request, found)
+        return None if work is None else self._went_on(request, found[0], work())
+
+    async def go_on_later(
+        self, request: HttpRequest, path: str, found: tuple[Known, Mark], wanted: Callable[[], bool]
+    ) -> tuple[Asked, Read]:
+        """The same in a thread; or as any other body."""
+        work = self._work(request, found)
+        went_on = None if work is None else self._went_on(request, found[0], await self._prompts.run(work))
+        return went_on or await self.read(request, path, wanted)
+
+    def _work(
+        self, request: HttpRequest, found: tuple[Known, Mark]
+    ) -> Callable[[], tuple[Returned, Read] | None] | None:
+        known, mark = found
+        tokenizer, served = self._prompts.get(known.model), self._core.resolve_model(known.model)
+        if tokenizer is None or served is None:
+            return None
+        return partial(self._prompts.go_on, known, mark, request.body, tokenizer, served.max_model_len)
+
+    def _went_on(
+        self, request: HttpRequest, known: Known, found: tuple[Returned, Read] | None
+    ) -> tuple[Asked, Read] | None:
+        if found is None:
+            return None
+        returned, read = found
+        asked = self._asked(request, returned.parsed)
+        served = self._core.resolve_model(known.model)
+        if asked.base != known.model or served is None or asked.tokens_max != served.max_model_len:
+            return None
+        asked.drawn = returned.outline
+        return asked, read
+
+    def keep(self, asked: Asked, read: Read) -> None:
+        """A prompt was read: its beginning may come back."""
+        if read.known is not None:
+            read.known.model = asked.base
+            self.known.keep(read.known, read.instead)
 
     def _is_json(self, request: HttpRequest, path: str | None) -> bool:
         return _kind(request, path) != "other" or request.pieces[0][:1] in _JSON_STARTS
@@ -183,7 +271,7 @@ class Reading:
         found = None if book is None else book.mend(token_ids)
         if found is None or not self._core.registry.is_ours(asked.model):
             return token_ids
-        tokens_max = self._tokens_max(asked.model)
+        tokens_max = asked.tokens_max
         if tokens_max is not None and len(found.ids) >= tokens_max > len(token_ids):
             return token_ids  # too long, as the worker finds too
         asked.spans = found.spans
@@ -192,19 +280,15 @@ class Reading:
     def _estimate(self, asked: Asked) -> int:
         """What a prompt that was not tokenised may come to: never more than its model takes, or an image in a body
         would price its worker out."""
-        return min(max(1, asked.body_bytes // BYTES_A_TOKEN), self._tokens_max(asked.model) or ESTIMATE_MAX)
+        return min(max(1, asked.body_bytes // BYTES_A_TOKEN), asked.tokens_max or ESTIMATE_MAX)
 
-    def _tokens_max(self, model: str) -> int | None:
-        """How many tokens it takes, where that is known."""
-        served = self._core.resolve_model(model)
-        return served.max_model_len if served is not None else None
-
-    def _model(self, name: str | None) -> tuple[str, str, str | None]:
-        """(name, base model, LoRA) of what the client asked for; without a name, the first model there is."""
+    def _model(self, name: str | None) -> tuple[str, str, str | None, int | None]:
+        """(name, base model, LoRA, how many tokens it takes) of what the client asked for; without a name, the first
+        model there is."""
         if name is None:
             name = next((model for worker in self._core.workers.values() for model in worker.models), "")
         served = self._core.resolve_model(name)
-        return (name, name, None) if served is None else (name, served.base, served.lora)
+        return (name, name, None, None) if served is None else (name, served.base, served.lora, served.max_model_len)
 
     def _scope(self, base: str, salt: str | None, lora: str | None) -> Scope:
         """Without a salt, the same object for every request of a model that somebody serves."""

@@ -26,7 +26,7 @@ from router.http.answers import MethodNotAllowed
 from router.http.connection import Client, ClientConnection
 from router.http.request import HttpRequest
 from router.http.routes import Routes
-from router.prompting.reader import Read
+from router.prompting.reader import INLINE_BYTES_MAX, Read
 
 if TYPE_CHECKING:
     from router.picker.caller import Caller
@@ -155,14 +155,24 @@ class RouterApp:
     def _serve(self, connection: Client, request: HttpRequest) -> None:
         """Send a request on: by its prompt where it has one that can be read, else by its model and load."""
         reading, path, tenant = self._reading, request.path, connection.party
+        found = reading.recognise(request, path)
+        if found is not None:
+            if request.body_bytes - found[1].end > INLINE_BYTES_MAX:
+                exchange = self._open(connection, request, tenant)
+                self._later(exchange, tenant, reading.go_on_later(request, path, found, lambda: not exchange.done))
+                return
+            went_on = reading.go_on(request, found)
+            if went_on is not None:
+                self._place(self._open(connection, request, tenant), tenant, *went_on)
+                return
         if not reading.is_light(request, path):
             exchange = self._open(connection, request, tenant)
             self._later(exchange, tenant, reading.read(request, path, lambda: not exchange.done))
             return
         asked = reading.asked(request, path)
         exchange = self._open(connection, request, tenant)
-        read = reading.tokens(asked)
-        if isinstance(read, tuple):
+        read = reading.tokens(asked, request)
+        if isinstance(read, Read):
             self._place(exchange, tenant, asked, read)
         else:
             self._later(exchange, tenant, _with(asked, read))
@@ -195,11 +205,11 @@ class RouterApp:
 
     def _place(self, exchange: Exchange, tenant: str, asked: Asked, read: Read) -> None:
         """Hand a request whose prompt was read to the core."""
-        token_ids, seconds = read
+        self._reading.keep(asked, read)
         self._tenants.apply(tenant, exchange.request, asked)
         if asked.parsed.kind != "other":
-            self._metrics.tokenize_s.observe(seconds)
-        route = self._reading.route_request(asked, token_ids, exchange.request_id, exchange.started_s)
+            self._metrics.tokenize_s.observe(read.seconds)
+        route = self._reading.route_request(asked, read.ids, exchange.request_id, exchange.started_s)
         exchange.spans = asked.spans
         try:
             self._tenants.weigh(exchange.request_id, route.prompt_tokens)

@@ -71,6 +71,8 @@ class Report(msgspec.Struct):
     counters: dict[str, int]
     workers: dict[str, WorkerSums]
     tokenize_cpu_s: float
+    known_bodies: tuple[int, int, int]
+    """(bodies whose beginning was known, those that might have been, bytes) of what is known of bodies."""
     segments: dict[str, tuple[int, int, int]]
     """model -> (tokens found, tokens encoded, bytes) of its segment cache."""
     sampled: dict[str, tuple[int, int]]
@@ -94,6 +96,8 @@ class Report(msgspec.Struct):
         for name, sums in other.workers.items():
             self.workers.setdefault(name, WorkerSums()).add(sums)
         self.tokenize_cpu_s += other.tokenize_cpu_s
+        hits, misses, used = (mine + theirs for mine, theirs in zip(self.known_bodies, other.known_bodies))
+        self.known_bodies = hits, misses, used
         self.large_bodies = dict(Counter(self.large_bodies) + Counter(other.large_bodies))
         self.waiting_bytes += other.waiting_bytes
         self.event_faults += other.event_faults

@@ -1,7 +1,7 @@
 """What one API key may have of the router at once, and what keeps its prompts apart from those of the others.
 
 Owns the requests and prompt tokens in flight of each key (bytes are router/http/budget.py's), the priorities that it
-may ask for, and its salt. Without keys the tenants are addresses, which only `--max-in-flight` bounds. Invariant: a
+may ask for, and its salt. Without keys nothing is kept: only `--max-in-flight` bounds what comes. Invariant: a
 tenant's sums are those of its requests that have not ended.
 """
 
@@ -40,24 +40,26 @@ class Tenants:
         self.tokens: Counter[str] = Counter()
         self._flights: dict[str, tuple[str, int]] = {}
         """request id -> (tenant, prompt tokens)."""
+        self._are_keys = bool(names)
 
     def check(self, tenant: str) -> None:
         """Raises RequestError where a key has too many requests."""
-        if self.requests[tenant] >= self._requests_max and _is_key(tenant):
+        if self._are_keys and self.requests[tenant] >= self._requests_max:
             self._refuse("requests", f"this API key has {self.requests[tenant]} requests in flight")
 
     def enter(self, tenant: str, request_id: str) -> None:
         """A request begins."""
-        self.requests[tenant] += 1
-        self._flights[request_id] = (tenant, 0)
+        if self._are_keys:
+            self.requests[tenant] += 1
+            self._flights[request_id] = (tenant, 0)
 
     def weigh(self, request_id: str, tokens: int) -> None:
         """Its prompt was read. Raises RequestError where its key has too many tokens in flight."""
         known = self._flights.get(request_id)
         if known is None:
-            return  # its client left
+            return  # its client left, or there are no keys
         tenant = known[0]
-        if _is_key(tenant) and self.tokens[tenant] and self.tokens[tenant] + tokens > self._tokens_max:
+        if self.tokens[tenant] and self.tokens[tenant] + tokens > self._tokens_max:
             self._refuse("tokens", f"this API key has prompts of {self.tokens[tenant]} tokens in flight")
         self.tokens[tenant] += tokens
         self._flights[request_id] = (tenant, tokens)
@@ -76,12 +78,13 @@ class Tenants:
     def apply(self, tenant: str, request: HttpRequest, asked: Asked) -> None:
         """Give a request its key's salt and no more priority than its key may ask for, for the router and, in its body,
         for the worker."""
+        floor, salt = self._floors.get(tenant, self._priority_min), self._salts.get(tenant)
+        if salt is None and asked.priority >= floor and asked.parsed.priority >= floor:
+            return
         fields: dict[str, object] = {}
-        floor = self._floors.get(tenant, self._priority_min)
         if asked.parsed.priority < floor:
             fields["priority"] = floor
         asked.priority = max(asked.priority, floor)
-        salt = self._salts.get(tenant)
         if salt is not None and request.path in SALTED:
             given = asked.parsed.cache_salt
             fields["cache_salt"] = salt = salt if given is None else f"{salt}:{given}"
@@ -105,11 +108,6 @@ class Tenants:
 def name_of(number: int) -> str:
     """What the key in this place of the configuration is called."""
     return f"key {number}"
-
-
-def _is_key(tenant: str) -> bool:
-    """Whether it is one; without keys it is an address, which may stand for anybody."""
-    return tenant.startswith("key ")
 
 
 def amended(pieces: tuple[bytes, ...], fields: dict[str, object]) -> tuple[bytes, ...]:

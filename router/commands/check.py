@@ -149,7 +149,7 @@ class Check:
         if tokenizer is None:
             reason = self._prompts.problems.get(self._model.base, "there is none here")
             return Finding(step, None if "tokens" in theirs else False, reason)
-        ours, _ = self._prompts.read(parsed, tokenizer)
+        ours = self._prompts.read(parsed, tokenizer).ids
         if "tokens" not in theirs:
             return Finding(step, None, f"cannot be compared: /tokenize says {_brief(theirs)}")
         if ours is None:
@@ -177,7 +177,7 @@ class Check:
         source = random.SystemRandom()
         text = " ".join(f"{source.getrandbits(40):x}" for _ in range(length))
         parsed = parse_routing("/v1/completions", msgspec.json.encode({"prompt": text}))
-        ids, _ = self._prompts.read(parsed, self._prompts.get(self._model.base))
+        ids = self._prompts.read(parsed, self._prompts.get(self._model.base)).ids
         if ids is None:
             answer = await self._post("/tokenize", msgspec.json.encode({"model": self._model.name, "prompt": text}))
             ids = answer.get("tokens") or [source.randrange(100, 200) for _ in range(length)]

@@ -273,8 +273,9 @@ class CacheBook:
         `life_s` each, n / life_s come in a second (Little's law); those of HOT_S, or of a life, are shared among the m
         targets on which they run and the one more."""
         tokens, last = 0, None
-        for key in prompt.keys(self._chunk_tokens):
-            if self._running_chunks.get(key, 0) < HOT_RUNNING:
+        running = self._running_chunks
+        for key in prompt.keys(self._chunk_tokens) if running else ():
+            if running.get(key, 0) < HOT_RUNNING:
                 break
             tokens, last = tokens + self._chunk_tokens, key
         if last is None:

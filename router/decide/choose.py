@@ -113,13 +113,13 @@ class Chooser:
         elif order is not None:
             few = [order.targets[holder] for holder in order.holders[:KEEP]]
         pool = order if few is not candidates else None
-        chosen = self._price(request, prompt, few, matches, now, held_s=held_s, pool=pool)
+        chosen = self._price(request, prompt, few, matches, now, factor, held_s=held_s, pool=pool)
         if ahead:
             chosen.cost.ahead = [ahead.get(target.name, 0.0) for target in candidates]
-        winner = self._affine(request, few, now)
+        winner = self._affine(request, few, now) if self._affinity else None
         chosen.winner = self._by_policy(request, few, chosen) if winner is None else winner
         if explain and pool is not None:
-            whole = self._price(request, prompt, candidates, None, now, held_s=held_s, pool=pool)
+            whole = self._price(request, prompt, candidates, None, now, factor, held_s=held_s, pool=pool)
             whole.cost.beta, whole.winner = chosen.cost.beta, candidates.index(chosen.target)
             return whole
         return chosen
@@ -131,6 +131,7 @@ class Chooser:
         targets: list[Target],
         matches: dict[HolderId, Match] | None,
         now: float,
+        factor: float,
         *,
         held_s: float,
         pool: LoadOrder | None,
@@ -153,7 +154,7 @@ class Chooser:
             loads,
             prompt_tokens=request.prompt_tokens,
             expected_tokens=expected_tokens,
-            utilisation_factor=self._tracker.utilisation_factor(now),
+            utilisation_factor=factor,
             now=now,
             config=self._cost,
             held_s=held_s,
@@ -161,13 +162,14 @@ class Chooser:
         )
         if prompt is not None:
             cost.evicted = evicted
-            life_s = expected_tokens * sum(target.step_now_s for target in targets) / len(targets)
-            cost.hot_tokens, cost.hot_share = self._book.hot(prompt, life_s)
-            needed = prompt.tokens + 0.5 * expected_tokens
-            for i in [i for i, target in enumerate(targets) if target.room_tokens < needed]:
-                cost.memory[i] = self._book.memory_seconds(prompt, targets[i], needed)
-        if prompt is not None and self._book.working_sets.crowded(prompt.tokens, now):
-            cost.crowding = self._crowding(request, prompt, targets, cached)
+            needed, steps_s = prompt.tokens + 0.5 * expected_tokens, 0.0
+            for i, target in enumerate(targets):
+                steps_s += target.step_now_s
+                if target.room_tokens < needed:
+                    cost.memory[i] = self._book.memory_seconds(prompt, target, needed)
+            cost.hot_tokens, cost.hot_share = self._book.hot(prompt, expected_tokens * steps_s / len(targets))
+            if self._book.working_sets.crowded(prompt.tokens, now):
+                cost.crowding = self._crowding(request, prompt, targets, cached)
         return Chosen(cost, 0, prompt, resident)
 
     def _by_policy(self, request: RouteRequest, candidates: list[Target], chosen: Chosen) -> int:
@@ -207,7 +209,7 @@ class Chooser:
 
     def _affine(self, request: RouteRequest, candidates: list[Target], now: float) -> int | None:
         """The candidate this session, or else the one that started it, was sent to before, where affinity is on."""
-        if not self._affinity or request.session is None:
+        if request.session is None:
             return None
         name = self.sessions.get(request.session, now)
         if name is None and request.parent is not None:

@@ -54,17 +54,23 @@ class OutputLengths:
 
     def expect(self, request: RouteRequest) -> float:
         """Tokens that will be generated: no more than the client allows."""
-        tokens = self._mean(_kinds(request))
-        return max(min(tokens, float(request.output_max)) if request.output_max > 0 else tokens, 1.0)
+        request.kinds = kinds = request.kinds or _kinds(request)
+        tokens = self._mean(kinds)
+        if 0 < request.output_max < tokens:
+            tokens = float(request.output_max)
+        return tokens if tokens > 1.0 else 1.0
 
     def seen(self, request: RouteRequest, tokens: int) -> None:
         """So many were generated."""
         if tokens < 1:
             return
-        kinds = _kinds(request)
+        kinds = request.kinds or _kinds(request)
         counted = min(float(tokens), float(TOKENS_MAX), _STEP * self._mean(kinds))
         for kind in kinds:
-            self._kinds.setdefault(kind, _Average()).add(counted)
+            known = self._kinds.get(kind)
+            if known is None:
+                known = self._kinds[kind] = _Average()
+            known.add(counted)
             self._kinds.move_to_end(kind)
         while len(self._kinds) > KINDS_MAX:
             self._kinds.popitem(last=False)
@@ -89,5 +95,7 @@ def _kinds(request: RouteRequest) -> list[Kind]:
     kinds: list[Kind] = [(model, None)]
     if token_ids is not None and len(token_ids) >= PREFIX_TOKENS:
         kinds.append((model, hash(tuple(token_ids[:PREFIX_TOKENS:4]))))
-    kinds += [(model, session) for session in (request.parent, request.session) if session is not None]
+    for session in (request.parent, request.session):
+        if session is not None:
+            kinds.append((model, session))
     return kinds

@@ -46,6 +46,8 @@ class RouteRequest:
     """Role label a worker must carry, or None for any."""
     deadline_s: float | None = None
     """Absolute time after which a held request is refused; None takes the queue's default."""
+    kinds: list[tuple[str, int | str | None]] | None = None
+    """What answers its own will be like, once router/decide/lengths.py has worked it out."""
 
 
 class ReportedUsage(msgspec.Struct, frozen=True, gc=False):

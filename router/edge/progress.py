@@ -140,9 +140,10 @@ def find_usage(tail: bytes) -> ReportedUsage | None:
         at = tail.rfind(b'"usage"', 0, at)
     if at < 0 or found is None:
         return None
-    prompt, cached, completion = (_count(tail, found.end(), key) for key in _COUNTS)
+    end = found.end()
+    prompt, cached, completion = [_count(tail, end, key) for key in _COUNTS]
     if prompt is None:
-        new, read, said, kept = (_count(tail, found.end(), key) for key in _OTHER_COUNTS)
+        new, read, said, kept = [_count(tail, end, key) for key in _OTHER_COUNTS]
         if new is not None:
             return ReportedUsage(new + (read or 0) + (kept or 0), cached if read is None else read, said)
     return ReportedUsage(prompt, cached, completion)

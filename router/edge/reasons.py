@@ -42,6 +42,7 @@ class Read(Protocol):
 
     parsed: RoutingRequest
     outline: Outline | None
+    drawn: Callable[[int], Outline | None] | None
     session: Session
 
 
@@ -197,6 +198,8 @@ def _beginning(parsed: RoutingRequest) -> str:
 
 
 def _outliner(read: Read) -> Callable[[int], Outline | None]:
+    if read.drawn is not None:
+        return read.drawn
     if read.outline is not None:
         made = read.outline
         return lambda after: made if made.after == after else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 LINES = rb"(?:" + TOKEN + rb":[\t -~\x80-\xff]*\r\n)*"
@@ -35,12 +35,14 @@ _NEVER_DROPPED = frozenset((b"content-length", b"content-type", b"host", b"autho
 class HeaderBlock:
     """Headers as they were sent, names in any case. Immutable; what was looked up once is remembered."""
 
-    __slots__ = ("_kept", "_lower", "_values", "raw")
+    __slots__ = ("_kept", "_lower", "_values", "raw", "told")
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
         self._values: dict[bytes, bytes | None] = {}
         self._kept: dict[Dropping, bytes] = {}
+        self.told: Any = None
+        """What its first reader made of it: heads are repeated, and so is what they ask for."""
         self._lower = b"\n" + raw.lower()  # so that every line starts after a line feed
 
     @classmethod

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -61,6 +61,8 @@ def is_light(body: bytes) -> bool:
 
 def is_within_bounds(body: bytes) -> bool:
     """Whether a body of valid JSON has few enough values to be built: counted, before anything is."""
+    if len(body) <= VALUES_MAX and body.count(b"{") + body.count(b"[") <= OBJECTS_MAX:
+        return True  # whatever of that stands in strings
     bare = _STRING.sub(b"", body)
     objects = bare.count(b"{") + bare.count(b"[")
     return objects <= OBJECTS_MAX and objects + bare.count(b",") <= VALUES_MAX
@@ -96,12 +98,22 @@ def _value(raw: msgspec.Raw) -> Any:
     return msgspec.json.decode(raw) if len(data) <= NAME_BYTES_MAX else data.decode("utf-8", "replace")
 
 
+class Prompt(NamedTuple):
+    """A prompt as it was read."""
+
+    ids: Sequence[int] | None = None
+    """All of them; None as above."""
+    chat: RoutingRequest | None = None
+    """What `text` was rendered of, all of which was encoded."""
+    text: str = ""
+
+
 def prompt_ids(
     parsed: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None
 ) -> Sequence[int] | None:
     """The ids to route on, at most one more than `tokens_max`. Of several prompts the first is routed on; of a prompt
     with images, the text before the first. Raises RequestError."""
-    return cut(_ids(parsed, tokenizer, (tokens_max or TOKENS_MAX) + 1), parsed, tokens_max)
+    return cut(read_prompt(parsed, tokenizer, tokens_max).ids, parsed, tokens_max)
 
 
 def cut(ids: Sequence[int] | None, parsed: RoutingRequest, tokens_max: int | None) -> Sequence[int] | None:
@@ -115,26 +127,30 @@ def cut(ids: Sequence[int] | None, parsed: RoutingRequest, tokens_max: int | Non
     return ids[: (tokens_max or TOKENS_MAX) + 1] if ids else None
 
 
-def _ids(parsed: RoutingRequest, tokenizer: Tokenizer | None, most: int) -> Sequence[int] | None:
+def read_prompt(parsed: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None) -> Prompt:
+    """`prompt_ids` before they are cut. Raises RequestError."""
+    most = (tokens_max or TOKENS_MAX) + 1
     if parsed.scores_prompt:
-        return None
+        return Prompt()
     if parsed.source is not None and tokenizer is not None:
         parsed = chat_of(parsed, tokenizer.chat_template)
     if parsed.kind == "chat":
         if tokenizer is None or parsed.messages is None or tokenizer.chat_template is None:
-            return None
+            return Prompt()
         if parsed.chat_template is not None:
-            return None  # a program of the client's: it could run for ever, and workers refuse it by default
-        return _encoded(tokenizer, tokenizer.chat_text(parsed), parsed, bool(parsed.add_special_tokens), most)
+            return Prompt()  # a program of the client's: it could run for ever, and workers refuse it by default
+        text = tokenizer.chat_text(parsed)
+        ids = _encoded(tokenizer, text, parsed, bool(parsed.add_special_tokens), most)
+        return Prompt(ids) if len(text) > most * CHARS_A_TOKEN else Prompt(ids, parsed, text)
     prompt = parsed.prompt
     if prompt is None:
-        return None
+        return Prompt()
     first = prompt if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt[0]
     if isinstance(first, str):
         adds = parsed.add_special_tokens is not False
-        return None if tokenizer is None else _encoded(tokenizer, first, parsed, adds, most)
+        return Prompt(None if tokenizer is None else _encoded(tokenizer, first, parsed, adds, most))
     try:
-        return msgspec.convert(first, _TokenIds)
+        return Prompt(msgspec.convert(first, _TokenIds))
     except msgspec.ValidationError as error:
         raise RequestError(f"prompt: {error}", param="prompt") from None
 

@@ -13,7 +13,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -23,8 +23,10 @@ from prompts.routing import Kind, RoutingRequest, read_routing
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer, TokenizerError
 from router.prompting.config import PoolConfig
-from router.prompting.encode import envelope, is_within_bounds, prompt_ids, question
+from router.prompting.encode import cut, envelope, is_within_bounds, question, read_prompt
+from router.prompting.known import Known
 from router.prompting.outline import Outline, outline
+from router.prompting.returning import learn, may_return
 
 log = logging.getLogger("router")
 
@@ -43,10 +45,23 @@ class Order(msgspec.Struct):
     """The model under which a worker is to be asked: made is that question instead of ids."""
     as_sent: bool = False
     """ChatTemplate.as_sent"""
+    learns: bool = False
+    """Whether its beginning is to be known (router/prompting/returning.py)."""
     outlined: int = 0
     """Messages of a chat that are outlined already (router/prompting/outline.py)."""
     calls: dict[str, str] = {}
     """Of those that the body names: their arguments, as they were generated."""
+
+
+class Made(NamedTuple):
+    """What was made of a body."""
+
+    result: array[int] | bytes | None = None
+    """Ids, or a question for a worker."""
+    outline: Outline | None = None
+    """Of a chat."""
+    known: Known | None = None
+    """What is to be kept of it, but for its body and its ids, which are here and there."""
 
 
 class Helpers:
@@ -67,26 +82,26 @@ class Helpers:
         kind: Kind | None,
         order: Callable[[RoutingRequest], Order],
         wanted: Callable[[], bool],
-    ) -> tuple[RoutingRequest, array[int] | bytes | None, Outline | None]:
-        """(what a body, in pieces, asks for; ids, or a question for a worker, or None; a chat's outline). `kind`: of
-        its path; None where the body tells. `order` says what to make of it, `wanted` whether its client is there.
-        Neither may raise. Raises RequestError for a body that is none, or that cannot be read now."""
+    ) -> tuple[RoutingRequest, Made]:
+        """(what a body, in pieces, asks for; what was made of it). `kind`: of its path; None where the body tells.
+        `order` says what to make of it, `wanted` whether its client is there. Neither may raise. Raises RequestError
+        for a body that is none, or that cannot be read now."""
         size = sum(map(len, body))
         if self.waiting_bytes + size > self._config.waiting_mb << 20:
             self.counts["full"] += 1
             raise _not_now("too many large bodies wait to be read")
         looked: list[RoutingRequest] = []
 
-        async def work(process: Process) -> tuple[array[int] | bytes | None, Outline | None]:
+        async def work(process: Process) -> Made:
             if not wanted():
                 raise _not_now("the client left")
             looked.append(await self._look(process, body, kind))
             return await self._make(process, order(looked[0]))
 
-        made, drawn = None, None
+        made = Made()
         self.waiting_bytes += size
         try:
-            made, drawn = await self.processes.use(body[0], work)
+            made = await self.processes.use(body[0], work)
         except Ended as error:
             self.counts["failed"] += 1
             log.warning("a body of %d bytes could not be read: %s", size, error)
@@ -94,7 +109,7 @@ class Helpers:
                 raise _not_now("the body could not be read in time") from None
         finally:
             self.waiting_bytes -= size
-        return looked[0], made, drawn
+        return looked[0], made
 
     async def outline(self, body: Sequence[bytes], kind: Kind) -> Outline | None:
         """Of a whole chat that was read before; None where that fails."""
@@ -119,15 +134,16 @@ class Helpers:
         chats = fields.pop("chats")
         return RoutingRequest(kind=kind or ("chat" if chats else "completion"), **fields)
 
-    async def _make(self, process: Process, order: Order) -> tuple[array[int] | bytes | None, Outline | None]:
+    async def _make(self, process: Process, order: Order) -> Made:
         await process.call(START_S_MAX, _load, order.folder)
-        cpu_s, made, drawn, problem = await process.call(self._config.seconds_max, _make, order)
+        made: Made
+        cpu_s, made, problem = await process.call(self._config.seconds_max, _make, order)
         self.cpu_s += cpu_s
         self.counts["read"] += 1
         if problem is not None:
             self.counts["unread"] += 1
             log.debug("a large prompt left to the worker to judge: %s", problem)
-        return made or None, drawn
+        return made
 
 
 def _not_now(message: str) -> RequestError:
@@ -166,25 +182,23 @@ def _load(shelf: _Shelf, folder: str | None) -> None:
         shelf.tokenizers[folder] = found
 
 
-def _make(shelf: _Shelf, order: Order) -> tuple[float, array[int] | bytes | None, Outline | None, str | None]:
-    """(CPU seconds, what was ordered, an outline of what is new, why not)."""
-    started, made, drawn, problem = time.thread_time(), None, None, None
+def _make(shelf: _Shelf, order: Order) -> tuple[float, Made, str | None]:
+    """(CPU seconds, what was ordered, why not)."""
+    started, made, problem = time.thread_time(), Made(), None
     body, shelf.body = shelf.body, b""
     try:
         if order.kind != "other":
-            made, drawn = _made(order, body, shelf.tokenizers.get(order.folder or ""))
+            made = _made(order, body, shelf.tokenizers.get(order.folder or ""))
     except (RequestError, TokenizerError, ValueError, RecursionError, MemoryError) as error:
         problem = f"{type(error).__name__}: {error}"[:300]
-    return time.thread_time() - started, made, drawn, problem
+    return time.thread_time() - started, made, problem
 
 
 def _outline(shelf: _Shelf, pieces: Sequence[bytes], kind: Kind) -> Outline | None:
     return outline(read_routing(kind, b"".join(pieces)))
 
 
-def _made(
-    order: Order, body: bytes, tokenizer: Tokenizer | TokenizerError | None
-) -> tuple[array[int] | bytes | None, Outline | None]:
+def _made(order: Order, body: bytes, tokenizer: Tokenizer | TokenizerError | None) -> Made:
     if isinstance(tokenizer, TokenizerError):
         raise tokenizer
     if not is_within_bounds(body):
@@ -193,8 +207,13 @@ def _made(
     if tokenizer is not None and tokenizer.chat_template is not None:
         tokenizer.chat_template.as_sent = order.as_sent
         tokenizer.generated = order.calls.get
-    ids = prompt_ids(parsed, tokenizer, order.tokens_max)
-    if ids is None:
-        return None if order.asks is None else question(parsed, order.asks), None
+    prompt = read_prompt(parsed, tokenizer, order.tokens_max)
+    ids = cut(prompt.ids, parsed, order.tokens_max)
+    if not ids:
+        return Made(None if order.asks is None else question(parsed, order.asks))
+    may = order.learns and may_return(parsed.kind, len(body))
+    known = learn(parsed, body, prompt, tokenizer) if may else None
+    if known is not None:
+        known.body, known.ids = b"", array(ID_TYPE)
     drawn = outline(parsed, order.outlined) or outline(parsed)
-    return ids if isinstance(ids, array) else array(ID_TYPE, ids), drawn
+    return Made(ids if isinstance(ids, array) else array(ID_TYPE, ids), drawn, known)

@@ -12,9 +12,10 @@ import copy
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from prompts.errors import RequestError
 from prompts.messages import render_chat
@@ -22,9 +23,11 @@ from prompts.routing import Kind, RoutingRequest, parse_routing
 from prompts.sampled import SampledBook
 from prompts.segments import CACHE_BYTES_DEFAULT, SegmentStats
 from prompts.tokenizer import Tokenizer, TokenizerError
-from router.prompting.encode import cut, prompt_ids, question
+from router.prompting.encode import cut, question, read_prompt
+from router.prompting.known import Known, Mark
 from router.prompting.pool import Order
 from router.prompting.remote import Asked, RemoteTokenizer
+from router.prompting.returning import Returned, go_on, learn, learn_more, may_return
 
 log = logging.getLogger("router")
 
@@ -37,8 +40,20 @@ _REASONED = b"""{"messages": [{"role": "user", "content": "a"}, {"role": "assist
 CPU_SAMPLE = 16
 """One prompt in so many has its CPU time taken: reading that clock is a system call."""
 
-Read = tuple[Sequence[int] | None, float]
-"""(the prompt's token ids, None where they cannot be had; seconds that reading it took)."""
+T = TypeVar("T")
+
+
+class Read(NamedTuple):
+    """A prompt."""
+
+    ids: Sequence[int] | None
+    """None where they cannot be had."""
+    seconds: float
+    """That reading it took."""
+    known: Known | None = None
+    """What is to be kept of it, for when it returns."""
+    instead: Known | None = None
+    """Of this one."""
 
 
 class PromptReader:
@@ -143,11 +158,11 @@ class PromptReader:
 
     async def ask(self, parsed: RoutingRequest, model: str, tokens_max: int | None) -> Read:
         """`read` by a worker. Ids that the request brings itself are taken as they are."""
-        ids, took_s = self.read(parsed, None, tokens_max)
-        if ids is not None or self.remote is None:
-            return ids, took_s
+        read = self.read(parsed, None, tokens_max)
+        if read.ids is not None or self.remote is None:
+            return read
         ids, took_s = await self.remote.put(question(parsed, model), model)
-        return cut(ids, parsed, tokens_max), took_s
+        return Read(cut(ids, parsed, tokens_max), took_s)
 
     async def _load(self, model: str, name: str) -> None:
         folder = checkpoint_folder(name)
@@ -171,15 +186,44 @@ class PromptReader:
         self.problems.pop(model, None)
         log.info("tokenizer of %s read from %s", model, folder)
 
-    def read(self, parsed: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None) -> Read:
-        """(token ids of the prompt to route on or None, seconds it took). Thread-safe; raises nothing."""
+    def read(
+        self, parsed: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None, body: bytes = b""
+    ) -> Read:
+        """The ids to route on. `body`: what was parsed, to be known when it returns. Thread-safe; raises nothing."""
+
+        def work() -> tuple[Sequence[int] | None, Known | None]:
+            prompt = read_prompt(parsed, tokenizer, tokens_max)
+            known = learn(parsed, body, prompt, tokenizer) if may_return(parsed.kind, len(body)) else None
+            return cut(prompt.ids, parsed, tokens_max), known
+
+        found, took_s = self._timed(work)
+        return Read(None, took_s) if found is None else Read(found[0], took_s, found[1])
+
+    def go_on(
+        self, known: Known, mark: Mark, body: bytes, tokenizer: Tokenizer, tokens_max: int | None
+    ) -> tuple[Returned, Read] | None:
+        """The same of a body with a known beginning, and what it asks for. None where the whole must be read."""
+
+        def work() -> tuple[Returned, Read] | None:
+            returned = go_on(known, mark, body, tokenizer, tokens_max)
+            if returned is None:
+                return None
+            ids = cut(returned.ids, returned.rest.parsed, tokens_max)
+            more = learn_more(returned, body, tokenizer)
+            return returned, Read(ids, 0.0, more, known if mark is known.marks[-1] else None)
+
+        found, took_s = self._timed(work)
+        return None if found is None else (found[0], found[1]._replace(seconds=took_s))
+
+    def _timed(self, work: Callable[[], T]) -> tuple[T | None, float]:
+        """(what it comes to, None where it raises; seconds it took)."""
         self._reads += 1
         sampled = self._reads % CPU_SAMPLE == 0
         started_cpu = time.thread_time() if sampled else 0.0
         started = time.perf_counter()
-        ids: Sequence[int] | None = None
+        found = None
         try:
-            ids = prompt_ids(parsed, tokenizer, tokens_max)
+            found = work()
         except RequestError as error:
             log.debug("prompt left to the worker to judge: %s", error.message)
         except Exception as error:  # noqa: BLE001  a client's text in a model's template: anything can come of it
@@ -188,13 +232,11 @@ class PromptReader:
         took_s = time.perf_counter() - started
         if sampled:
             self.cpu_s += CPU_SAMPLE * (time.thread_time() - started_cpu)
-        return ids, took_s
+        return found, took_s
 
-    def run(
-        self, parsed: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None
-    ) -> asyncio.Future[Read]:
-        """`read` in a thread."""
-        return asyncio.get_running_loop().run_in_executor(self._executor, self.read, parsed, tokenizer, tokens_max)
+    def run(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """In a thread."""
+        return asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def order(self, model: str, kind: Kind, tokens_max: int | None, body: Sequence[bytes]) -> Order:
         """What a helper is to make of a body, in pieces, for this base model."""

@@ -16,6 +16,7 @@ NAME_CHARS_MAX = 64
 """Longer names, and those that cannot be printed, are known by their digest."""
 
 Tells = Literal["session", "agent", "parent", "parent_agent", "final"]
+Told = dict[Tells, str]
 
 
 class Name(NamedTuple):
@@ -64,29 +65,32 @@ class SessionNames:
         """`more`: headers, each `NAME` or `TELLS=NAME`."""
         added = [_row(text) for text in more]
         rows = [*added, *NAMES]
-        self._headers = {tells: tuple(row.name.lower().encode() for row in rows if row[:3:2] == ("header", tells))
-                         for tells in ("session", "agent", "parent", "parent_agent", "final")}  # fmt: skip
+        self._headers: dict[Tells, list[bytes]] = {}
+        for row in rows:
+            if row.where == "header":
+                self._headers.setdefault(row.tells, []).append(row.name.lower().encode())
 
-    def of(self, header: Callable[[bytes], bytes | None], parsed: RoutingRequest) -> Session:
-        """The session of a request with these headers (`header`: of a lower-case name) and this body."""
+    def told(self, header: Callable[[bytes], bytes | None]) -> Told:
+        """What headers tell. `header`: the value of a lower-case name."""
+        found: Told = {}
+        for tells, names in self._headers.items():
+            value = next((value for name in names if (value := header(name))), None)
+            if value is not None:
+                found[tells] = value.decode("latin-1")
+        return found
 
-        def told(tells: Tells) -> str | None:
-            for name in self._headers[tells]:
-                value = header(name)
-                if value:
-                    return value.decode("latin-1")
-            return None
-
-        name = told("session") or parsed.prompt_cache_key or parsed.metadata_user_id or parsed.user
+    @staticmethod
+    def of(told: Told, parsed: RoutingRequest) -> Session:
+        """The session of a request whose headers told this, and with this body."""
+        name = told.get("session") or parsed.prompt_cache_key or parsed.metadata_user_id or parsed.user
         if not name:
             return _NONE
-        agent, parent = told("agent"), told("parent")
-        if agent is not None:
-            starter = told("parent_agent")
-            parent = name if starter is None else f"{name}/{starter}"
-            name = f"{name}/{agent}"
+        parent = told.get("parent")
+        if "agent" in told:
+            parent = f"{name}/{told['parent_agent']}" if "parent_agent" in told else name
+            name = f"{name}/{told['agent']}"
         name, parent = _bounded(name), None if parent is None else _bounded(parent)
-        return Session(name, None if parent == name else parent, (told("final") or "").lower() in ("true", "1"))
+        return Session(name, None if parent == name else parent, told.get("final", "").lower() in ("true", "1"))
 
 
 _NONE = Session()

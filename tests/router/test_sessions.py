@@ -25,7 +25,7 @@ SCOPE = Scope("m")
 
 def read(headers: dict[str, str], body: bytes = b"{}", more: tuple[str, ...] = ()) -> Session:
     sent = {name.encode(): value.encode("latin-1") for name, value in headers.items()}
-    return SessionNames(more).of(sent.get, parse_routing("/v1/chat/completions", body))
+    return SessionNames.of(SessionNames(more).told(sent.get), parse_routing("/v1/chat/completions", body))
 
 
 def body_with(path: str, value: str) -> bytes:
@@ -60,7 +60,7 @@ def test_every_name_stands_in_the_docs(row: Name) -> None:
 def test_a_large_body_that_a_helper_reads_tells_the_same(row: Name) -> None:
     fields = envelope(body_with(row.name, "v"))
     del fields["chats"]
-    assert SessionNames().of({}.get, RoutingRequest(kind="chat", **fields)) == Session("v")
+    assert SessionNames.of({}, RoutingRequest(kind="chat", **fields)) == Session("v")
 
 
 def test_the_first_that_is_there_counts_and_the_operators_come_before() -> None:
@@ -83,7 +83,7 @@ def test_a_hostile_name_is_bounded_and_still_tells_sessions_apart(value: str) ->
         assert max(len(headers.name), len(headers.parent)) <= NAME_CHARS_MAX
         assert (headers.name + headers.parent).isprintable()
     for field in ("user", "prompt_cache_key", "metadata_user_id"):
-        of: Any = lambda text, field=field: SessionNames().of({}.get, RoutingRequest(kind="chat", **{field: text})).name  # noqa: E731
+        of: Any = lambda text, field=field: SessionNames.of({}, RoutingRequest(kind="chat", **{field: text})).name  # noqa: E731
         assert len(of(value)) <= NAME_CHARS_MAX
         assert of(value).isprintable()
         assert of(value) == of(value) != of(value + "!")

@@ -132,8 +132,8 @@ def ids_only(parsed: RoutingRequest) -> Order:
 def test_a_helper_that_dies_is_replaced() -> None:
     async def work(helpers: Helpers) -> None:
         for _ in range(3):
-            parsed, ids, _ = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
-            assert (parsed.model, len(ids or ())) == ("m", 1000)
+            parsed, made = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
+            assert (parsed.model, len(made.result or ())) == ("m", 1000)
             process = helpers.processes.all[0].child
             assert process is not None
             os.kill(process.pid, signal.SIGKILL)
@@ -146,8 +146,8 @@ def test_one_without_work_is_ended_and_started_again() -> None:
     async def work(helpers: Helpers) -> None:
         (helper,) = helpers.processes.all
         for _ in range(2):
-            _, ids, _ = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
-            assert len(ids or ()) == 1000
+            _, made = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
+            assert len(made.result or ()) == 1000
             helpers.close_idle(helper.used_s + 60.0)
             assert helper.child is not None
             async with helper.lock:
@@ -169,11 +169,11 @@ def test_one_that_takes_too_long_is_ended_and_load_decides() -> None:
             os.kill(process.pid, signal.SIGSTOP)
             return Order(parsed.kind)
 
-        parsed, ids, _ = await helpers.read((PROMPT,), "completion", stops, lambda: True)
-        assert (parsed.model, ids) == ("m", None)
+        parsed, made = await helpers.read((PROMPT,), "completion", stops, lambda: True)
+        assert (parsed.model, made.result) == ("m", None)
         assert helpers.counts["failed"] == 1
-        _, ids, _ = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
-        assert len(ids or ()) == 1000
+        _, made = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
+        assert len(made.result or ()) == 1000
 
     run(PoolConfig(count=1, seconds_max=0.3), work)
 
@@ -182,10 +182,10 @@ def test_memory_is_bounded_and_so_is_what_waits() -> None:
     heavy = b'{"model":"m","prompt":[%b1]}' % (b"123456789," * 3_000_000)
 
     async def work(helpers: Helpers) -> None:
-        _, ids, _ = await helpers.read((heavy,), "completion", ids_only, lambda: True)
-        assert ids is None, "the helper has no room for so many"
-        _, ids, _ = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
-        assert len(ids or ()) == 1000
+        _, made = await helpers.read((heavy,), "completion", ids_only, lambda: True)
+        assert made.result is None, "the helper has no room for so many"
+        _, made = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
+        assert len(made.result or ()) == 1000
         waiting = [
             asyncio.ensure_future(helpers.read((b"{%b}" % (b" " * 12_000_000),), None, ids_only, lambda: True))
             for _ in range(5)
@@ -279,8 +279,8 @@ def test_a_large_body_is_never_copied_as_a_whole(chunked: bool) -> None:
         assert all(a is b for a, b in zip(sent, (b"head", *request.pieces)))
 
         async def work(helpers: Helpers) -> None:
-            _, ids, _ = await helpers.read(request.pieces, "completion", ids_only, lambda: True)
-            assert ids is None
+            _, made = await helpers.read(request.pieces, "completion", ids_only, lambda: True)
+            assert made.result is None
 
         assert allocated(lambda: run(PoolConfig(count=1), work)) < most
         assert b"".join(request.pieces) == text

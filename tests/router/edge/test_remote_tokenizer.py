@@ -153,13 +153,13 @@ def test_a_worker_with_an_older_transformers_is_found_out_when_it_joins(edge: An
             for joined in (worker, other):
                 await edge.prompts.learn("m", str(tmp_path), parse_worker_flag(f"http://127.0.0.1:{joined.port}"))
         parsed = parse_routing("/v1/chat/completions", json.dumps(asked).encode())
-        ids, _ = edge.prompts.read(parsed, edge.prompts.get("m"))
+        ids = edge.prompts.read(parsed, edge.prompts.get("m")).ids
         assert list(ids) == ([1, 2] if older else [1, 3, 2])
         order = edge.prompts.order("m", "chat", None, [json.dumps(asked).encode()])
         assert order.as_sent is older
         shelf = _Shelf(None, 0)
         _load(shelf, order.folder)
         shelf.body = json.dumps(asked).encode()
-        assert list(_make(shelf, order)[1] or ()) == list(ids)
+        assert list(_make(shelf, order)[1].result or ()) == list(ids)
 
     edge.run(scenario())

@@ -1,0 +1,276 @@
+"""A conversation that returns: what stands behind its known beginning is read, and nothing else. Pure.
+
+The body is read with one message of ours in place of all that are known, by the same code as any body: what was
+decoded, rendered, encoded and outlined of those is what was made of them before. Invariant: ids, outline and fields are
+those that the whole body has, or the answer is None and the whole body is read.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+import msgspec
+
+from prompts.anthropic import MessagesRequest, depends_on_template
+from prompts.errors import RequestError
+from prompts.messages import render_chat
+from prompts.routing import Kind, RoutingRequest, chat_of, read_routing
+from prompts.schemas import Message
+from prompts.segments import ID_TYPE
+from prompts.tokenizer import Tokenizer
+from router.prompting.encode import CHARS_A_TOKEN, OBJECTS_MAX, TOKENS_MAX, Prompt
+from router.prompting.known import LENGTH_MAX, LENGTH_MIN, MARKS_MAX, Known, Mark
+from router.prompting.outline import WORDS, Outline, outline
+
+NEW_BYTES_MAX, NEW_OBJECTS_MAX = 256 << 10, 2048
+"""Of a body without what is known of it: decoding and rendering so much keeps nobody waiting."""
+LEARNED_BYTES = 1024
+"""Known is what is longer by so much, or by a 32nd, than what was known before."""
+CHANGED = 3
+"""Messages at the end that clients send otherwise the next time: coding agents mark their last turns for caching."""
+COUNT_MIN = 3
+"""Messages of a chat before which nothing is known."""
+_STANDIN: Message = {"role": "user", "content": secrets.token_hex(16)}
+_STANDIN_JSON = msgspec.json.encode(_STANDIN)
+_WHITE = b" \t\r\n"
+
+
+class _Array(msgspec.Struct):
+    messages: msgspec.Raw = msgspec.Raw(b"")
+
+
+_arrays = msgspec.json.Decoder(_Array)
+_items = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+class Rest(NamedTuple):
+    """A body with the stand-in, as it was read."""
+
+    parsed: RoutingRequest
+    data: bytes
+    chat: RoutingRequest
+    """What it is rendered of."""
+    heads: int
+    """Messages of the chat before the stand-in."""
+    told: bytes
+
+    @property
+    def new(self) -> list[Message]:
+        assert self.chat.messages is not None
+        return self.chat.messages[self.heads + 1 :]
+
+
+class Returned(NamedTuple):
+    """What a body asks for whose beginning is known."""
+
+    rest: Rest
+    known: Known
+    mark: Mark
+    ids: array[int]
+    text: str
+    """From the last known message on."""
+
+    @property
+    def parsed(self) -> RoutingRequest:
+        """What it asks for. Of a chat's messages those are there that open it, and what is new."""
+        if self.known.kind != "chat":
+            return self.rest.parsed
+        return msgspec.structs.replace(self.rest.parsed, messages=[*self.known.opening, *self.rest.new])
+
+    def outline(self, after: int = 0) -> Outline | None:
+        """As router/prompting/outline.py makes it of the whole chat."""
+        drawn = outline(self.rest.parsed)
+        if drawn is None:
+            return None
+        words = self.known.words[: WORDS * self.mark.count] + drawn.messages[WORDS * (self.rest.heads + 1) :]
+        if len(words) < WORDS * after:
+            return None
+        return Outline(after, words[WORDS * after :], drawn.tools if not after else array("I"), drawn.flags)
+
+
+def may_return(kind: Kind | None, size: int) -> bool:
+    """Whether a body of so many bytes may be known, or become so."""
+    return kind in ("chat", "messages") and LENGTH_MIN <= size <= LENGTH_MAX
+
+
+def go_on(known: Known, mark: Mark, body: bytes, tokenizer: Tokenizer, tokens_max: int | None) -> Returned | None:
+    """What a body that has this beginning asks for. None where the whole must be read."""
+    if mark.objects + body.count(b"[", mark.end) + body.count(b"{", mark.end) > OBJECTS_MAX:
+        return None
+    rest = _read(known.kind, known.start, mark.end, body, tokenizer)
+    if rest is None or (rest.told, rest.heads) != (known.told, known.heads):
+        return None
+    assert rest.chat.messages is not None
+    if rest.chat.messages[: rest.heads] != known.opening[: rest.heads]:
+        return None
+    try:
+        text = _text(tokenizer, rest.chat, known.opening[0], mark.count, [mark.before, mark.last, *rest.new])
+        found = tokenizer.encode_array(text, add_special_tokens=False)
+    except RequestError:
+        return None
+    most = ((tokens_max or TOKENS_MAX) + 1) * CHARS_A_TOKEN
+    if mark.chars + len(text) > most or not tokenizer.starts_segment(text):
+        return None
+    ids = known.ids[: mark.ids]
+    ids.extend(found)
+    return Returned(rest, known, mark, ids, text)
+
+
+def learn(parsed: RoutingRequest, body: bytes, prompt: Prompt, tokenizer: Tokenizer | None) -> Known | None:
+    """The beginning of a body that was read as a whole, up to its last message. None where it cannot be known."""
+    kind, chat, ids, text = parsed.kind, prompt.chat, prompt.ids, prompt.text
+    if tokenizer is None or chat is None or ids is None or chat.messages is None or chat.has_media:
+        return None
+    if _depends(parsed):
+        return None
+    drawn, messages, marks = outline(parsed), chat.messages, list[Mark]()
+    first = next((i for i, message in enumerate(messages) if message.get("role") != "system"), len(messages))
+    if drawn is None or any(message.get("role") == "developer" for message in messages):
+        return None
+    for back in (CHANGED, 1):
+        place = _before_last(body, back)
+        rest = _read(kind, *place, body, tokenizer) if place is not None else None
+        if place is None or rest is None or rest.chat.messages is None:
+            continue
+        start, end = place
+        count = len(messages) - len(rest.new)
+        if messages[: rest.heads] != rest.chat.messages[: rest.heads] or messages[count:] != rest.new:
+            return None
+        if count < COUNT_MIN or first >= count:
+            continue
+        mark = _mark(tokenizer, body, end, rest.chat, messages[0], count, messages[count - 2 :], text, ids, len(text))
+        if mark is not None:
+            marks.append(mark)
+            told, heads = rest.told, rest.heads
+    if not marks:
+        return None
+    words, known_ids = drawn.messages[: WORDS * marks[-1].count], array(ID_TYPE, ids[: marks[-1].ids])
+    return Known(kind, start, told, heads, messages[: first + 1], words, marks, body, known_ids)
+
+
+def learn_more(returned: Returned, body: bytes, tokenizer: Tokenizer) -> Known | None:
+    """What takes the place of the known beginning that this body has; None where little would be won."""
+    rest, known, mark = returned.rest, returned.known, returned.mark
+    if len(body) - mark.end < max(LEARNED_BYTES, mark.end >> 5):
+        return None
+    back = known.back if mark is known.marks[-1] else CHANGED
+    place = _before_last(rest.data, back, known.start)
+    if place is None:
+        return None
+    end = place[1] + len(body) - len(rest.data)
+    last = _read(known.kind, known.start, end, body, tokenizer) if end > mark.end else None
+    drawn = outline(rest.parsed)
+    if last is None or drawn is None or last.told != known.told or _depends(rest.parsed):
+        return None
+    fresh = len(rest.new) - len(last.new)
+    if fresh < 1 or rest.new[fresh:] != last.new:
+        return None
+    count, tail = mark.count + fresh, [mark.before, mark.last, *rest.new]
+    chars = mark.chars + len(returned.text)
+    first = known.opening[0]
+    made = _mark(
+        tokenizer, body, end, rest.chat, first, count, tail[fresh:], returned.text, returned.ids, chars
+    )  # fmt: skip
+    if made is None:
+        return None
+    after = WORDS * (rest.heads + 1)
+    words = known.words[: WORDS * mark.count] + drawn.messages[after : after + WORDS * fresh]
+    marks = [one for one in known.marks if one.end <= mark.end][1 - MARKS_MAX :] + [made]
+    ids = returned.ids[: made.ids]
+    return msgspec.structs.replace(known, words=words, marks=marks, back=back, body=body, ids=ids)
+
+
+def _depends(parsed: RoutingRequest) -> bool:
+    """Whether the chat that it stands for is another one for another template."""
+    return isinstance(parsed.source, MessagesRequest) and depends_on_template(parsed.source)
+
+
+def _read(kind: Kind, start: int, end: int, body: bytes, tokenizer: Tokenizer) -> Rest | None:
+    """A body with the stand-in for its messages before `end`."""
+    template = tokenizer.chat_template
+    if start + len(body) - end > NEW_BYTES_MAX or template is None:
+        return None
+    data = b"%b%b%b" % (body[: start + 1], _STANDIN_JSON, body[end:])
+    if data.count(b"[") + data.count(b"{") > NEW_OBJECTS_MAX:
+        return None
+    try:
+        parsed = read_routing(kind, data)
+        chat = parsed if parsed.source is None else chat_of(parsed, template)
+    except RequestError:
+        return None
+    messages = chat.messages or []
+    heads = 0 if messages[:1] == [_STANDIN] else 1
+    if messages[heads : heads + 1] != [_STANDIN] or chat.kind != "chat":
+        return None
+    programs = chat.chat_template is not None or chat.scores_prompt or chat.has_media
+    if programs or chat.continue_final_message or chat.add_special_tokens:
+        return None
+    if any(message.get("role") == "developer" for message in messages):
+        return None
+    if not template.has_rest(has_tools=chat.tools is not None):
+        return None
+    told = msgspec.json.encode(
+        (chat.tools, chat.documents, chat.chat_template_kwargs, chat.reasoning_effort, chat.add_generation_prompt,
+         template.as_sent)
+    )  # fmt: skip
+    return Rest(parsed, data, chat, heads, blake2b(told, digest_size=16).digest())
+
+
+def _text(tokenizer: Tokenizer, chat: RoutingRequest, first: Message, count: int, messages: list[Message]) -> str:
+    """From message `count` - 1 on, the second of `messages`. Raises RequestError."""
+    template = tokenizer.chat_template
+    assert template is not None
+    firsts = 2 - count % 2
+    shown = msgspec.structs.replace(chat, messages=[*[first] * firsts, *messages])
+    return render_chat(template, shown, tokenizer.generated, behind=firsts + 1)
+
+
+def _mark(
+    tokenizer: Tokenizer, body: bytes, end: int, chat: RoutingRequest, first: Message, count: int,
+    messages: list[Message], text: str, ids: Sequence[int], chars: int,
+) -> Mark | None:  # fmt: skip
+    """The place before the last message of the body. `messages`: of the chat, from `count` - 2 on. `text`: the end of
+    the prompt's, which has so many characters in all."""
+    try:
+        after = _text(tokenizer, chat, first, count, messages)
+        found = tokenizer.encode_array(after, add_special_tokens=False)
+    except RequestError:
+        return None
+    kept = len(ids) - len(found)
+    if kept < 0 or not text.endswith(after) or not tokenizer.starts_segment(after):
+        return None
+    if array(ID_TYPE, ids[kept:]) != array(ID_TYPE, found):
+        return None
+    objects = body.count(b"[", 0, end) + body.count(b"{", 0, end)
+    return Mark(end, count, kept, chars - len(after), objects, messages[0], messages[1])
+
+
+def _before_last(data: bytes, count: int, start: int | None = None) -> tuple[int, int] | None:
+    """(where the array of messages begins, where the last `count` of them begin, or the white space before) in a body
+    that was read; None where it has no more. `start`: where that is known."""
+    try:
+        raw = bytes(_arrays.decode(data).messages)
+        items = _items.decode(raw)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+    if len(items) <= count:
+        return None
+    if start is None:
+        start = data.find(raw[:256])
+    if not data.startswith(raw, start):
+        return None  # the same beginning twice
+    end = start + len(raw) - 1
+    for item in reversed(items[-count:]):
+        end = _back(data, _back(data, end) - len(bytes(item))) - 1
+    return start, _back(data, end)
+
+
+def _back(data: bytes, at: int) -> int:
+    """Before the white space that ends at `at`."""
+    while data[at - 1] in _WHITE:
+        at -= 1
+    return at

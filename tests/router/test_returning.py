@@ -1,0 +1,281 @@
+"""A conversation that returns: its known beginning and its new end give what the whole body does."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.tiny.tokenizer import write_tokenizer
+from prompts.chat_template import ChatTemplate
+from prompts.routing import KINDS, Kind, RoutingRequest, read_routing
+from prompts.tokenizer import Tokenizer
+from router.prompting import returning
+from router.prompting.encode import cut, read_prompt
+from router.prompting.known import LENGTH_MIN, Known, KnownBodies, Mark
+from router.prompting.outline import outline
+from tests.prompts import chat_templates
+
+NEIGHBOURS = """\
+{%- if tools %}{{- '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}{%- endif %}
+{%- set intro = messages[0].content if messages[0].role == 'system' else 'none' %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+{{- '\\n<tool_response>' + message.content + '</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+{%- else %}
+{{- '<|im_start|>' + message.role + ('!' if loop.index0 % 2 else '?') + intro | length | string + '\\n' }}
+{{- message.content ~ ('(next: ' ~ loop.nextitem.role ~ ')' if not loop.last else '') + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+"""A message's text hangs on the messages beside it, on its place and on the first one."""
+
+
+@pytest.fixture(scope="module", params=["tiny", "chatml", "neighbours"])
+def tokenizer(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder, 1024, 1 << 20)
+    template = {"tiny": None, "chatml": chat_templates.CHATML, "neighbours": NEIGHBOURS}[request.param]
+    return Tokenizer.load(folder, template)
+
+
+def whole(kind: Kind, body: bytes, tokenizer: Tokenizer) -> tuple[RoutingRequest, Any]:
+    parsed = read_routing(kind, body)
+    return parsed, read_prompt(parsed, tokenizer)
+
+
+WORDS = (
+    "one ",
+    "two\n",
+    "<|im_end|>\n",
+    "<|im_start|>",
+    "\u00e9\u00e8",
+    "\U0001f600",
+    '"\\',
+    "{[",
+    "]}",
+    "  ",
+    "<think>",
+)
+
+
+def text(rng: random.Random, size: int) -> str:
+    return "".join(rng.choice(WORDS) for _ in range(rng.randint(0, size)))
+
+
+def message(rng: random.Random, kind: Kind, place: int) -> dict[str, Any]:
+    """Any kind of turn; some are long, so that what came before is worth knowing."""
+    size = rng.choice((3, 30, 3000))
+    role = rng.choice(
+        ("user", "assistant", "user", "assistant", "system" if place == 0 or rng.random() < 0.1 else "user")
+    )
+    if kind == "messages":
+        blocks: list[dict[str, Any]] = [{"type": "text", "text": text(rng, size) + "."}]
+        if role == "assistant" and rng.random() < 0.5:
+            blocks.append({"type": "tool_use", "id": f"t{place}", "name": "look", "input": {"at": text(rng, 3)}})
+        if role == "user" and rng.random() < 0.5:
+            blocks.insert(0, {"type": "tool_result", "tool_use_id": f"t{place}", "content": text(rng, size)})
+        if rng.random() < 0.02:
+            blocks.append({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}})
+        return {"role": role, "content": rng.choice((blocks, text(rng, size) + "."))}
+    if rng.random() < 0.2 and place:
+        return {"role": "tool", "tool_call_id": "c", "content": text(rng, size)}
+    made: dict[str, Any] = {"role": "developer" if rng.random() < 0.01 else role, "content": text(rng, size)}
+    if role == "assistant" and rng.random() < 0.3:
+        function = {"name": "look", "arguments": json.dumps({"at": text(rng, 3)})}
+        made["tool_calls"] = [{"id": "c", "type": "function", "function": function}]
+    if rng.random() < 0.02:
+        made["content"] = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "data:"}}]
+    if rng.random() < 0.05:
+        made["reasoning_content"] = text(rng, 5)
+    return made
+
+
+def body_of(rng: random.Random, kind: Kind, messages: list[Any], fields: dict[str, Any]) -> bytes:
+    made: dict[str, Any] = {"model": "m", "max_tokens": 5}
+    made |= {"messages": messages, **fields} if rng.random() < 0.9 else {**fields, "messages": messages}
+    return json.dumps(made, ensure_ascii=False, indent=rng.choice((None, None, None, 1))).encode()
+
+
+def fields_of(rng: random.Random, kind: Kind) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if kind == "messages" and rng.random() < 0.7:
+        fields["system"] = rng.choice(("Be brief.", [{"type": "text", "text": "Be very brief."}]))
+    if rng.random() < 0.4:
+        schema = {"type": "object", "properties": {"at": {"type": "string"}}}
+        chat = {"type": "function", "function": {"name": "look", "parameters": schema}}
+        fields["tools"] = [{"name": "look", "input_schema": schema} if kind == "messages" else chat]
+    if kind == "chat" and rng.random() < 0.2:
+        fields |= rng.choice(
+            ({"add_generation_prompt": False}, {"continue_final_message": True}, {"reasoning_effort": "low"},
+             {"chat_template_kwargs": {"blockcast_known": [], "behind": 3}}, {"truncate_prompt_tokens": 9})
+        )  # fmt: skip
+    return fields
+
+
+def changed(rng: random.Random, kind: Kind, messages: list[Any]) -> list[Any]:
+    """The conversation as its client sends it next."""
+    made = list(messages)
+    how = rng.random()
+    if how < 0.1 and made:
+        del made[rng.randrange(len(made)) :]
+    elif how < 0.2 and made:
+        at = rng.randrange(len(made))
+        made[at] = message(rng, kind, at)
+    elif how < 0.25 and len(made) > 1:
+        a, b = rng.sample(range(len(made)), 2)
+        made[a], made[b] = made[b], made[a]
+    elif how < 0.3:
+        made.append(rng.choice((None, 3, "text", {}, {"role": "user"}, {"content": 5})))
+        return made
+    return [*made, *(message(rng, kind, len(made) + i) for i in range(rng.randint(0, 4)))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), kind=st.sampled_from(["chat", "messages"]))
+def test_what_returns_is_read_as_the_whole_is(tokenizer: Tokenizer, seed: int, kind: Kind) -> None:
+    rng, table, went_on = random.Random(seed), KnownBodies(1 << 20), 0
+    messages: list[Any] = [message(rng, kind, i) for i in range(rng.randint(1, 6))]
+    fields = fields_of(rng, kind)
+    for _ in range(12):
+        body = body_of(rng, kind, messages, fields)
+        parsed, prompt = whole(kind, body, tokenizer)
+        ids = cut(prompt.ids, parsed, None)
+        found = table.find(kind, body)
+        returned = returning.go_on(*found, body, tokenizer, None) if found is not None else None
+        if returned is None:
+            known = returning.learn(parsed, body, prompt, tokenizer)
+            if known is not None:
+                table.keep(known)
+        else:
+            went_on += 1
+            check_same(returned, parsed, ids)
+            more = returning.learn_more(returned, body, tokenizer)
+            if more is not None:
+                check_known(more, prompt)
+                table.keep(more, returned.known if returned.mark is returned.known.marks[-1] else None)
+        table.check_invariants()
+        messages = changed(rng, kind, [m for m in messages if isinstance(m, dict) and m.get("content")])
+        if rng.random() < 0.1:
+            fields = fields_of(rng, kind)
+
+
+def check_same(returned: returning.Returned, parsed: RoutingRequest, ids: Any) -> None:
+    assert list(cut(returned.ids, returned.parsed, None) or ()) == list(ids or ())
+    for name in RoutingRequest.__struct_fields__:
+        if name not in ("messages", "source"):
+            assert getattr(returned.parsed, name) == getattr(parsed, name), name
+    for after in (0, 1, 3, 8, 99):
+        assert returned.outline(after) == outline(parsed, after)
+
+
+def check_known(known: Known, prompt: Any) -> None:
+    mark = known.marks[-1]
+    assert list(known.ids) == list(prompt.ids[: mark.ids])
+    assert [mark.before, mark.last] == prompt.chat.messages[mark.count - 2 : mark.count]
+    assert [one.end for one in known.marks] == sorted({one.end for one in known.marks})
+
+
+def long_talk(turns: int, mark: str = "") -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": f"{mark}{i} " + "word and word. " * 200} for i in range(turns)]
+
+
+@pytest.mark.parametrize("kind", ["chat", "messages"])
+def test_every_turn_but_the_first_is_known(tokenizer: Tokenizer, kind: Kind) -> None:
+    """Also where the client marks the last turns, as coding agents do; nothing of the beginning is decoded again."""
+    table, talk, sizes = KnownBodies(64 << 20), long_talk(8), []
+    for turn in range(6):
+        shown: list[Any] = [dict(m) for m in talk]
+        if kind == "messages":
+            for m in shown[-3::2]:
+                m["content"] = [{"type": "text", "text": m["content"], "cache_control": {"type": "ephemeral"}}]
+        body = json.dumps({"model": "m", "max_tokens": 5, "messages": shown}).encode()
+        parsed, prompt = whole(kind, body, tokenizer)
+        found = table.find(kind, body)
+        assert (found is None) == (turn == 0)
+        if found is None:
+            known = returning.learn(parsed, body, prompt, tokenizer)
+            assert known is not None
+            table.keep(known)
+        else:
+            returned = returning.go_on(*found, body, tokenizer, None)
+            assert returned is not None
+            sizes.append(len(returned.rest.data))
+            check_same(returned, parsed, prompt.ids)
+            more = returning.learn_more(returned, body, tokenizer)
+            assert more is not None
+            table.keep(more, found[0])
+        talk = [*talk, *long_talk(2, f"turn {turn} ")]
+    assert max(sizes) < 22_000, "of bodies of up to 50,000 bytes"
+    assert len(table) == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages": %b, "messages": [{"role": "user", "content": "other"}]}',
+        b'{"messages": %b, "n": 1,}', b'{"messages": %b', b'{"messages": %b}}', b'[{"messages": %b}]',
+        b'{"x": {"messages": %b}}', b'{"messages": %b, "prompt_logprobs": 1}',
+        b'{"messages": %b, "chat_template": "x"}',
+    ],
+)  # fmt: skip
+def test_bodies_that_mean_something_else_behind_the_same_beginning(tokenizer: Tokenizer, body: bytes) -> None:
+    talk = json.dumps(long_talk(6))
+    plain = b'{"messages": %b}' % talk.encode()
+    parsed, prompt = whole("chat", plain, tokenizer)
+    known = returning.learn(parsed, plain, prompt, tokenizer)
+    assert known is not None
+    table = KnownBodies(1 << 20)
+    table.keep(known)
+    longer = body % json.dumps([*long_talk(6), *long_talk(1, "new ")]).encode()
+    found = table.find("chat", longer)
+    assert found is None or returning.go_on(*found, longer, tokenizer, None) is None
+
+
+def test_only_templates_whose_text_can_be_cut_have_a_rest() -> None:
+    whole = "{% for message in messages %}{{ message.content }}BODY{% endfor %}END"
+    has: Any = lambda template: ChatTemplate(template).has_rest(has_tools=False)  # noqa: E731
+    assert has(whole)
+    assert has("{% set all = messages[1:] if false else messages %}" + whole) is False
+    for body in (
+        "{{ messages[-1].role }}", "{{ messages | length }}", "{{ loop.index0 }}", "{{ loop.revindex }}",
+        "{% set ns.x = 1 %}", "{% if loop.index > 3 %}{% break %}{% endif %}", "{{ messages[loop.index0 - 2] }}",
+        "{{ strftime_now('%d') }}", "{{ loop.changed(message.role) }}", "{{ [1, 2] | random }}",
+        "{% for x in messages %}{% endfor %}", "{% for x in message.y %}{{ messages[loop.index0 + 1] }}{% endfor %}",
+    ):  # fmt: skip
+        assert not has("{% set ns = namespace(x=0) %}" + whole.replace("BODY", body)), body
+    for end in ("{{ messages[-1].role }}", "{{ strftime_now('%d') }}", "{% for m in messages %}{% endfor %}"):
+        assert not has(whole.replace("END", end)), end
+    for template in ("QWEN3", "LLAMA3", "MISTRAL", "GEMMA", "EXOTIC"):
+        assert not has(getattr(chat_templates, template)), template
+
+
+def test_the_table_is_bounded() -> None:
+    table = KnownBodies(300_000)
+    made = []
+    for number in range(60):
+        body = (b"%d " % (number // 20)) * 5000 + b"%d" % number
+        known = Known("chat", 0, b"", 0, [], returning.array("I"), [Mark(len(body), 3, 0, 0, 0, {}, {})], body,
+                      returning.array("I"))  # fmt: skip
+        made.append(known)
+        table.keep(known)
+        table.check_invariants()
+        assert table.find("chat", body + b" and more") == (known, known.marks[0])
+        assert table.find("messages", body) is None
+    assert 0 < len(table) < 30
+    assert table.find("chat", made[0].body) is None
+    assert all(len(known.body) >= LENGTH_MIN for known in made)
+    huge = Known("chat", 0, b"", 0, [], returning.array("I"), [Mark(90_000, 3, 0, 0, 0, {}, {})], b"x" * 90_000,
+                 returning.array("I"))  # fmt: skip
+    table.keep(huge)
+    assert table.find("chat", huge.body) is None, "one body must not empty it"
+    assert set(KINDS.values()) >= {"chat", "messages"}
