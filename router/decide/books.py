@@ -218,7 +218,7 @@ class CacheBook:
         cached_share = cached_tokens / max(prompt.tokens, 1)
         self.working_sets.sent(target.name, keys, prompt.tokens, now, cached_share=cached_share, session=session)
         self._running[request_id] = (target, keys, prompt)
-        self._hold(target, keys, 1)
+        self._hold(target, keys)
 
     def begun(self, request_id: str, target: Target, now: float) -> None:
         """The first token of its answer came."""
@@ -244,7 +244,7 @@ class CacheBook:
         promised no longer; of the rest the events are coming."""
         running = self._running.pop(request_id, None)
         if running is not None:
-            self._hold(running[0], running[1], -1)
+            self._release(running[0], running[1])
             if over is not None:
                 self.working_sets.ended(running[1], over)
             ahead = running[0].ahead
@@ -260,12 +260,23 @@ class CacheBook:
         else:
             self._index.unpin(pin)
 
-    def _hold(self, target: Target, keys: Sequence[int], more: int) -> None:
-        """One request more (or less: -1) runs there with these chunks; what several have is in memory once."""
-        _count(self._running_chunks, keys, more)
-        shared = self._chunk_tokens * _count(target.held_chunks, keys, more, self._copies)
-        target.shared_tokens += shared
-        target.room_tokens += shared
+    def _hold(self, target: Target, keys: Sequence[int]) -> None:
+        """One request more runs there with these chunks; what several have is in memory once."""
+        _more(self._running_chunks, keys)
+        there = _more(target.held_chunks, keys)
+        _more(self._copies, keys[there:])
+        self._share(target, there)
+
+    def _release(self, target: Target, keys: Sequence[int]) -> None:
+        """One less."""
+        _less(self._running_chunks, keys)
+        there = _less(target.held_chunks, keys)
+        _less(self._copies, keys[there:])
+        self._share(target, -there)
+
+    def _share(self, target: Target, chunks: int) -> None:
+        target.shared_tokens += self._chunk_tokens * chunks
+        target.room_tokens += self._chunk_tokens * chunks
 
     def hot(self, prompt: AskedPrompt, life_s: float) -> tuple[int, float]:
         """(tokens of its beginning that HOT_RUNNING or more running requests have too, k / (k + 1)): what one target
@@ -317,28 +328,41 @@ class CacheBook:
             if target.ahead is not None:
                 target.ahead.check_invariants(live)
         assert self._running_chunks == Counter(key for _, keys, _ in self._running.values() for key in keys)
-        holders = {id(target): target for target, _, _ in self._running.values()}.values()  # a name may come back
+        holders = {target for target, _, _ in self._running.values()}  # a name may come back
         assert self._copies == Counter(key for target in holders for key in target.held_chunks)
         self.working_sets.check_invariants()
 
 
-def _count(chunks: dict[int, int], keys: Sequence[int], more: int, copies: dict[int, int] | None = None) -> int:
-    """Add one of each, or take one away (`more` -1); how many more (or, negative, less) are there beside another. Where
-    it is the first, or was the last, that is one more (or less) of the `copies`."""
-    beside, ends = 0, 1 if more > 0 else 0
-    for key in keys:
-        count = chunks[key] = chunks.get(key, 0) + more
-        if not count:
-            del chunks[key]
-        elif count > 1 or more < 0:
-            beside += more
-        if count == ends and copies is not None:
-            left = copies.get(key, 0) + more
-            if left:
-                copies[key] = left
-            else:
-                del copies[key]
-    return beside
+def _more(counts: dict[int, int], keys: Sequence[int]) -> int:
+    """Add one of each key of a prompt; how many were there. A key stands for all of the prompt before it, so those are
+    its first."""
+    low, high = 0, len(keys)
+    while low < high:
+        middle = (low + high) // 2
+        if keys[middle] in counts:
+            low = middle + 1
+        else:
+            high = middle
+    for key in keys[:low]:
+        counts[key] += 1
+    counts.update(dict.fromkeys(keys[low:], 1))
+    return low
+
+
+def _less(counts: dict[int, int], keys: Sequence[int]) -> int:
+    """Take one of each away; how many are still there, the prompt's first again."""
+    low, high = 0, len(keys)
+    while low < high:
+        middle = (low + high) // 2
+        if counts[keys[middle]] > 1:
+            low = middle + 1
+        else:
+            high = middle
+    for key in keys[:low]:
+        counts[key] -= 1
+    for key in keys[low:]:
+        del counts[key]
+    return low
 
 
 class HistoryCache:

@@ -8,8 +8,8 @@ first out.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator
 
 import xxhash
 from msgspec import Struct
@@ -24,6 +24,8 @@ ALIKE_MAX = 8
 """Conversations kept of those that begin alike, for an eighth of their length at least."""
 MARKS_MAX = 4
 _MARK_BYTES = 1000
+_LENGTHS = [length for power in range(13, 23) for length in range(1 << power, 2 << power, 1 << (power - 3))]
+"""Of the beginnings that are digested: eight in each doubling, from LENGTH_MIN on."""
 
 
 class Mark(Struct, frozen=True):
@@ -91,7 +93,7 @@ class KnownBodies:
 
     def find(self, kind: Kind, body: bytes) -> tuple[Known, Mark] | None:
         """Whose beginning the body has, and the furthest place up to which it has it."""
-        for digest in reversed(list(_digests(body))):
+        for digest in reversed(_digests(body)):
             for known in reversed(self._alike.get((kind, digest), ())):
                 for mark in reversed(known.marks):
                     if body.startswith(memoryview(known.body)[: mark.end]):
@@ -144,23 +146,16 @@ class KnownBodies:
 
 def _keys(known: Known) -> set[tuple[Kind, int]]:
     """Under which it is found by each of its marks."""
-    end = known.marks[-1].end
-    places = list(zip(_lengths(end), _digests(memoryview(known.body)[:end])))
-    found = ([digest for length, digest in places if length <= mark.end] for mark in known.marks)
-    return {(known.kind, digests[-1]) for digests in found if digests}
+    digests = _digests(memoryview(known.body)[: known.marks[-1].end])
+    places = [bisect_right(_LENGTHS, mark.end) for mark in known.marks]
+    return {(known.kind, digests[place - 1]) for place in places if place}
 
 
-def _lengths(size: int) -> Iterator[int]:
-    """Of the beginnings of a body of `size` bytes that are digested: eight in each doubling."""
-    length = LENGTH_MIN
-    while length <= size:
-        yield length
-        length += 1 << (length.bit_length() - 4)
-
-
-def _digests(body: bytes | memoryview) -> Iterator[int]:
-    whole, at, view = xxhash.xxh3_64(), 0, memoryview(body)
-    for length in _lengths(len(body)):
+def _digests(body: bytes | memoryview) -> list[int]:
+    """Of the beginnings of these lengths that a body has."""
+    whole, at, view, found = xxhash.xxh3_64(), 0, memoryview(body), []
+    for length in _LENGTHS[: bisect_right(_LENGTHS, len(body))]:
         whole.update(view[at:length])
         at = length
-        yield whole.intdigest()
+        found.append(whole.intdigest())
+    return found
