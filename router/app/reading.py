@@ -24,7 +24,7 @@ from router.edge.stored import StoredResponses
 from router.http.request import HttpRequest
 from router.index.protocol import Scope
 from router.prompting.encode import cut, is_light
-from router.prompting.known import Known, KnownBodies, Mark
+from router.prompting.known import LENGTH_MIN, Known, KnownBodies, Mark
 from router.prompting.outline import Outline
 from router.prompting.pool import Helpers, Order
 from router.prompting.reader import INLINE_BYTES_MAX, PromptReader, Read
@@ -189,10 +189,10 @@ class Reading:
 
     def recognise(self, request: HttpRequest, path: str | None) -> tuple[Known, Mark] | None:
         """The known beginning of its body."""
-        kind = _kind(request, path)
-        if not self.known.max_bytes or kind is None or not may_return(kind, request.body_bytes):
+        if request.body_bytes < LENGTH_MIN or not self.known.max_bytes:
             return None
-        return self.known.find(kind, request.body)
+        kind = _kind(request, path)
+        return self.known.find(kind, request.body) if kind and may_return(kind, request.body_bytes) else None
 
     def go_on(self, request: HttpRequest, found: tuple[Known, Mark]) -> tuple[Asked, Read] | None:
         """What a request with this known beginning asks for, and its tokens. None where the whole must be read. Raises

@@ -74,6 +74,11 @@ class DecodeSums:
     """Prefilled, of all first tokens so far."""
     quadratic: float = 0.0
 
+    def copy(self) -> DecodeSums:
+        return DecodeSums(
+            self.at_s, self.request_seconds, self.context_seconds, self.uncached_tokens, self.quadratic
+        )  # fmt: skip
+
     def since(self, start: DecodeSums, elapsed_s: float, *, steps: int) -> Observation:
         """What was done after `start`, in so many steps."""
         return Observation(

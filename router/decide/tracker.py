@@ -12,7 +12,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.learn import PoolSpeeds
@@ -217,7 +216,7 @@ class LoadTracker:
         sums.uncached_tokens += flight.prompt_tokens - flight.cached_tokens
         sums.quadratic += float(flight.prompt_tokens**2 - flight.cached_tokens**2)
         if flight.stream:
-            flight.decode_start = replace(sums)
+            flight.decode_start = sums.copy()
         target.refresh()
         target.requeue()
 

@@ -112,7 +112,9 @@ class Watchdog:
 
         `resident`: the part of the prediction that events vouch for. `block_tokens`: the worker's block length.
         """
-        window = self._windows.setdefault(worker_id, _Window())
+        window = self._windows.get(worker_id)
+        if window is None:
+            window = self._windows[worker_id] = _Window()
         if counted_tokens is not None and prompt_tokens is not None:
             window.parts["prompt_tokens"].append((int(counted_tokens != prompt_tokens), 1))
         if counted_tokens is not None and cached_tokens is not None:

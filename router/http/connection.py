@@ -207,7 +207,7 @@ class ClientConnection(asyncio.Protocol):
         self._since_s = time.monotonic()
         if not keep_alive or not self._keep_alive:
             self._close()
-        elif not self._stepping:
+        elif not self._stepping and (self._paused_reading or not self._parser.empty):
             self._step()
 
     def crash(self, error: Exception) -> None:
@@ -354,6 +354,8 @@ class ClientConnection(asyncio.Protocol):
         """Book what is kept for this client. Raises RequestError where that is too much."""
         kept = self._body_bytes + self._parser.buffered
         if kept <= SMALL_BYTES:
+            if not self._held:
+                return
             kept = 0
         if kept != self._held:
             self._app.budget.change(self._party, self._held, kept)

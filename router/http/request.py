@@ -126,7 +126,13 @@ class RequestParser:
     @property
     def buffered(self) -> int:
         """Bytes kept here."""
-        return len(self._data) - self._at + len(self._head) + sum(map(len, self._pieces)) + len(self._body)
+        kept = len(self._data) - self._at + len(self._head) + len(self._body)
+        return kept + sum(map(len, self._pieces)) if self._pieces else kept
+
+    @property
+    def empty(self) -> bool:
+        """Nothing of a further request has come."""
+        return not self._data and not self._head and self._request is None
 
     def begun(self) -> HttpRequest | None:
         """The request whose head is read and whose body is to come, once for each."""
