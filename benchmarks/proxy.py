@@ -1,6 +1,6 @@
 """What the router costs: CPU a request, added latency, CPU and delay a stream's chunk, and peers on the same workers.
 
-    python benchmarks/proxy.py [--peer smg] [--peer vllm-router] [--envoy] [--json FILE]
+    python benchmarks/proxy.py [--peer smg] [--peer vllm-router] [--envoy] [--cases] [--json FILE]
 
 The router is installed into an environment of its own first, as users install it (compiled).
 
@@ -11,6 +11,9 @@ scheduler's nanoseconds of the gateway's process with all its threads and childr
 encoding the prompt, as the router's own metric counts it in CPU time, is reported apart. `--envoy`: the same by Envoy
 with `router epp` beside it (interpreted, from this checkout), with a message for the request's body alone (as in
 deploy/envoy/) and with every byte by way of the picker; Envoy's own CPU stands in a column of its own.
+
+The JSON's `cases`: bodies that return with 2 KB of text that nobody has seen, 32 in flight, ours and the peers' in
+turn within each round: CPU us a request, of which tokenising. `--cases`: these only.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,8 +45,10 @@ CHUNKS = 64
 STREAMS = 64
 START_APART_S = 0.005
 TOKENIZE = "blockcast_router_tokenize_cpu_seconds_total"
-COUNTS = {"0.2k": 3000, "2k": 3000, "16k": 800, "110k": 160}
+COUNTS = {"0.2k": 3000, "2k": 3000, "16k": 800, "110k": 160, "1m": 64}
 """Requests of each size in a round."""
+CASES, NEW = ("2k", "16k", "110k", "1m"), 2_000
+"""Sizes, and characters of the turn that is new."""
 COLUMNS = {
     "CPU us": ("cpu_us", "{:.1f}"), "tokenise us": ("tokenize_us", "{:.1f}"),
     "rest us": ("cpu_us_without_tokenize", "{:.1f}"), "Envoy us": ("beside_us", "{:.1f}"),
@@ -159,6 +164,41 @@ def measure(gateway: Gateway, direct: Gateway, bodies: Bodies, rounds: int, scal
     }
 
 
+def measure_cases(gateways: dict[str, Gateway], bodies: Bodies, rounds: int, scale: float) -> list[dict[str, Any]]:
+    """What a conversation costs each gateway that comes back with a new turn. Ours is the first."""
+
+    def cost(gateway: Gateway, size: str) -> dict[str, float]:
+        count = max(int(COUNTS[size] * scale / 2), 32)
+        made = bodies.make(size, count, new=NEW)
+        tokenize_s, cpu_s = gateway.tokenize_s(), gateway.cpu_s()
+        gateway.latencies(made, 32)
+        return {
+            "cpu_us": 1e6 * (gateway.cpu_s() - cpu_s) / count,
+            "tokenise_us": 1e6 * (gateway.tokenize_s() - tokenize_s) / count,
+        }
+
+    cases = []
+    for size in CASES:
+        for gateway in gateways.values():
+            gateway.latencies(bodies.make(size, 2 * TALKS, new=NEW), 1)  # now it was seen
+        rows = [{name: cost(gateway, size) for name, gateway in gateways.items()} for _ in range(rounds)]
+        own, *peers = [
+            {figure: statistics.median(row[name][figure] for row in rows) for figure in ("cpu_us", "tokenise_us")}
+            for name in gateways
+        ]
+        body = bodies.make(size, 1, new=NEW)[0].partition(b"\r\n\r\n")[2]
+        found = {name: peer["cpu_us"] for name, peer in zip(list(gateways)[1:], peers)}
+        cases.append({"name": size, "body_bytes": len(body), **own, "peers": found})
+    return cases
+
+
+def show_cases(cases: list[dict[str, Any]]) -> None:
+    rows = {f"{case['body_bytes']:,} bytes": {**case, **case["peers"]} for case in cases}
+    columns = {"CPU us": ("cpu_us", "{:.0f}"), "of it tokenising": ("tokenise_us", "{:.0f}")}
+    columns |= {name: (name, "{:.0f}") for name in cases[0]["peers"]}
+    print(f"\nReturning with {NEW} new characters, 32 in flight\n{markdown(rows, columns, 'body')}")
+
+
 def show(name: str, result: dict[str, Any]) -> None:
     rows = {key.replace("_c", " bytes, in flight "): row for key, row in result["requests"].items()}
     print(f"\n{name}\n{markdown(rows, COLUMNS, 'body')}")
@@ -176,9 +216,17 @@ def show(name: str, result: dict[str, Any]) -> None:
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--scale", default=1.0, show_default=True, help="Requests a round, relative to the default.")
 @click.option("--policy", default="kv", show_default=True)
+@click.option("--cases", "only_cases", is_flag=True, help="Only bodies that return.")
 @click.option("--checkout", is_flag=True, help="Measure the checkout, interpreted, instead of an installed package.")
 def main(
-    peers: tuple[str, ...], envoy: bool, json_file: Path | None, rounds: int, scale: float, policy: str, checkout: bool
+    peers: tuple[str, ...],
+    envoy: bool,
+    json_file: Path | None,
+    rounds: int,
+    scale: float,
+    policy: str,
+    only_cases: bool,
+    checkout: bool,
 ) -> None:
     import uvloop
 
@@ -198,17 +246,22 @@ def main(
         with before_mocks(folder, checkout, mocks, "--policy", policy, "--log-level", "warning") as (router, url, urls):
             direct, gateway = Gateway(urls[0]), Gateway(url, router.pid, ours=True)
             wait_until_ready(gateway, bodies)
-            report |= measure(gateway, direct, bodies, rounds, scale)
-            show(f"blockcast router, {policy}", report)
-            for name in peers:
-                command, port = peer_command(name, urls)
-                with Program(command, folder / f"{name}.log") as program:
-                    gateway = Gateway(f"http://127.0.0.1:{port}", program.pid)
-                    wait_until_ready(gateway, bodies)
-                    found = measure(gateway, direct, bodies, rounds, scale)
-                show(f"{name}: {' '.join(command[-6:])}", found)
-                report["peers"][name] = found
-            for duplex in (False, True) if envoy else ():
+            gateways = {"blockcast": gateway}
+            if not only_cases:
+                report |= measure(gateway, direct, bodies, rounds, scale)
+                show(f"blockcast router, {policy}", report)
+            with ExitStack() as stack:
+                for name in peers:
+                    command, port = peer_command(name, urls)
+                    program = stack.enter_context(Program(command, folder / f"{name}.log"))
+                    gateways[name] = Gateway(f"http://127.0.0.1:{port}", program.pid)
+                    wait_until_ready(gateways[name], bodies)
+                    if not only_cases:
+                        found = report["peers"][name] = measure(gateways[name], direct, bodies, rounds, scale)
+                        show(f"{name}: {' '.join(command[-6:])}", found)
+                report["cases"] = measure_cases(gateways, bodies, rounds, scale)
+            show_cases(report["cases"])
+            for duplex in (False, True) if envoy and not only_cases else ():
                 name = f"Envoy with router epp, {'every byte by way of it' if duplex else 'as in deploy/envoy/'}"
                 with before_envoy(folder, urls, policy, duplex) as gateway:
                     wait_until_ready(gateway, bodies)

@@ -15,7 +15,7 @@ from harness.programs import ROOT
 IN_FLIGHT = 3
 ANSWER_TOKENS = 24
 SOURCES = ("docs/*.md", "*.md", "engine/**/*.py", "router/**/*.py", "events/*.py", "prompts/*.py", "kernels/**/*.py")
-SIZES = {"0.2k": 200, "2k": 2_000, "16k": 16_000, "110k": 110_000}
+SIZES = {"0.2k": 200, "2k": 2_000, "16k": 16_000, "110k": 110_000, "1m": 1_000_000}
 TALKS = 8
 """Of each size."""
 CHAT = "/v1/chat/completions"
@@ -50,16 +50,20 @@ class Bodies:
     """Requests that end in a turn never seen before."""
 
     def __init__(self) -> None:
-        text = repo_text()
+        text = self._text = repo_text()
         self.talks = {name: [talk(random.Random(size + i), text, size) for i in range(TALKS)]
                       for name, size in SIZES.items()}  # fmt: skip
         self._count = 0
 
-    def make(self, size: str, count: int, **fields: Any) -> list[bytes]:
+    def make(self, size: str, count: int, *, new: int = 0, **fields: Any) -> list[bytes]:
+        """`new`: characters of text in the last turn, each time another part of the repo's."""
         made = []
         for _ in range(count):
             self._count += 1
-            messages = [*self.talks[size][self._count % TALKS], question(self._count)]
+            last = question(self._count)
+            at = self._count * 7919 % (len(self._text) - new)
+            last["content"] += self._text[at : at + new]
+            messages = [*self.talks[size][self._count % TALKS], last]
             made.append(post(CHAT, {"model": "mock", "messages": messages, **fields}))
         return made
 
