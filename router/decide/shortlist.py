@@ -24,7 +24,7 @@ from router.index.protocol import HolderId
 
 POOL_MIN = 33
 """Smaller pools are priced whole."""
-KEEP = 8
+KEEP = 12
 TYPICAL_TOKENS, TYPICAL_ANSWER = 1024, 256.0
 """Uncached prompt and answer of the typical request."""
 RENEWED = 2
