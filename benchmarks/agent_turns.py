@@ -125,11 +125,16 @@ class Session:
     """Of the last answer: (id, name)."""
 
     @property
-    def system_now(self) -> str:
+    def line(self) -> str:
+        """That changes with every request; empty: none."""
         if self.case not in ("billing", "all"):
-            return self.system
+            return ""
         name = "x-anthropic-billing-header" if self.mended else "x-other-billing-header"
-        return f"{name}: cch={len(self.turns) * 7919:x};\n{self.system}"
+        return f"{name}: cch={len(self.turns) * 7919:x};"
+
+    @property
+    def system_now(self) -> str:
+        return f"{self.line}\n{self.system}" if self.line else self.system
 
     @property
     def rewrites(self) -> bool:
@@ -167,8 +172,9 @@ class Anthropic(Session):
             {"name": name, "description": name, "input_schema": _schema(fields), "strict": not self.scripted}
             for name, fields in TOOLS.items()
         ]
+        system = [{"type": "text", "text": text} for text in (self.line, self.system) if text]
         body: Any = {
-            "model": "m", "max_tokens": 800, "system": [{"type": "text", "text": self.system_now}], "tools": tools,
+            "model": "m", "max_tokens": 800, "system": system, "tools": tools,
             "messages": self.messages, "extra_body": {"seed": seed},
         }  # fmt: skip
         if not self.scripted:
