@@ -163,7 +163,7 @@ def test_wrong_chats_are_named(fields, param, words):
         ([[1], 2], "prompt[1]", "got 2"),
         ([[1], [-2]], "prompt[1][0]", "got -2"),
         ([2**32], "prompt[0]", "token id"),
-        ([1.0], "prompt[0]", "got 1.0"),
+        ([1.5], "prompt[0]", "got 1.5"),
     ],
 )
 def test_wrong_prompts_are_named(prompt, param, words):
