@@ -7,7 +7,7 @@ ids that were sampled where a prompt has the same text in the same place; nothin
 
 What is remembered of an answer begins at the last added token of its prompt at which texts are cut
 (prompts/segments.py) and must be followed by such a token, so it holds whatever the encoder merges at either end. Books
-are bounded in bytes, least recently used first. Pure. docs/adr/0011-sampled-ids.md says why.
+are bounded in bytes, least recently used first. Pure. docs/adr/0013-sampled-ids.md says why.
 """
 
 from __future__ import annotations
