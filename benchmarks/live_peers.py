@@ -23,6 +23,8 @@ import asyncio
 import json
 import math
 import os
+import random
+import socket
 import statistics
 import tempfile
 import time
@@ -36,7 +38,7 @@ import click
 from harness.figures import cpu_seconds, in_words, machine, markdown, rank, resident_tree_mib, write_json
 from harness.load import Client, Outcome, completion, post
 from harness.peers import our_program, peer_command
-from harness.programs import Program, call, free_port, metric, ours, serve_engine
+from harness.programs import Program, call, metric, ours, serve_engine
 from live_peers_parts import MODEL, WORKLOADS, Play, Talk, play
 from live_routing_parts import Workload
 
@@ -55,12 +57,29 @@ COLUMNS = {
 }  # fmt: skip
 
 
+def fixed_ports(count: int) -> list[int]:
+    """Free ports below those that outgoing connections take, so that who comes back finds his own free again."""
+    with ExitStack() as held:
+        found: list[int] = []
+        for port in random.sample(range(20_000, 32_000), 12_000):
+            one = held.enter_context(socket.socket())
+            try:
+                one.bind(("", port))
+            except OSError:
+                continue
+            found.append(port)
+            if len(found) == count:
+                break
+    return found
+
+
 class Workers:
     """So many simulated engines on fixed ports, so that one comes back under its own address."""
 
     def __init__(self, count: int, logs: Path, spec: dict[str, object]) -> None:
         self._stack = ExitStack()
-        self.ports = [(free_port(), free_port(), free_port()) for _ in range(count)]
+        ports = fixed_ports(3 * count)
+        self.ports = list(zip(ports[::3], ports[1::3], ports[2::3]))
         self.urls = [f"http://127.0.0.1:{http}" for http, _, _ in self.ports]
         self.programs: list[Program] = []
         for http, publish, replay in self.ports:
@@ -280,14 +299,18 @@ class Plan:
                 shift = number % len(self.systems)
                 for system in self.systems[shift:] + self.systems[:shift]:
                     log = self.logs / f"{self.count}-{name}-{number}-{system.replace(' ', '-')}.log"
-                    played = run_once(system, workers, talks, number % 2 == 1, log, self.installed)
+                    try:
+                        played = run_once(system, workers, talks, number % 2 == 1, log, self.installed)
+                    except RuntimeError as error:  # the others go on
+                        click.echo(f"  round {number + 1} {system:<24} did not run: {str(error)[-300:]}")
+                        continue
                     plays[system].append(played)
                     row, shown = figures([played]), list(COLUMNS.items())[:-1]
                     told = "  ".join(f"{title} {form.format(row[key])}" for title, (key, form) in shown)
                     click.echo(f"  round {number + 1} {system:<24} {told}")
                 longest_s = max(longest_s, time.monotonic() - began_s)
             late_ms, step_ms = workers.late()
-        rows = {system: figures(found) for system, found in plays.items()}
+        rows = {system: figures(found) for system, found in plays.items() if found}
         click.echo(f"steps of the workers late by {late_ms:.2f} ms of {step_ms:.1f} ms in the mean\n")
         click.echo(markdown(rows, COLUMNS, f"{name}, {self.count} workers"))
         outcomes = {s: [[asdict(o) | {"text": ""} for o in p.outcomes] for p in found] for s, found in plays.items()}
