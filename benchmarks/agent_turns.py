@@ -178,7 +178,7 @@ class Anthropic(Session):
             "messages": self.messages, "extra_body": {"seed": seed},
         }  # fmt: skip
         if not self.scripted:
-            body["tool_choice"] = {"type": "any"}
+            body["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
         with anthropic.Anthropic(base_url=self.url, api_key="none", max_retries=0) as client:
             if stream:
                 with client.messages.stream(**body) as events:
@@ -293,8 +293,8 @@ def texts(folder: Path) -> tuple[str, Iterator[str]]:
     """(a system prompt, results of tools), of this project's own pages."""
     pages = "\n\n".join(file.read_text() for file in sorted(folder.glob("*.md")))
     words = pages.split(" ")
-    results = (" ".join(words[at : at + 25]) for at in range(2_000, len(words) - 25, 25))
-    return " ".join(words[:1_000]), results
+    results = (" ".join(words[at : at + 12]) for at in range(2_000, len(words) - 12, 12))
+    return " ".join(words[:700]), results
 
 
 def play(url: str, case: str, client: str, turns: int, *, mended: bool) -> Session:
