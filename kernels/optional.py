@@ -1,8 +1,9 @@
 """The Triton backend with an operation borrowed from a package made for it: the attention of prompts from
-FlashAttention-3 or FlashInfer, their gated delta rule from fla-core.
+FlashAttention or FlashInfer, their gated delta rule from fla-core.
 
-The packages are optional and imported when a backend is made. Nothing is copied for them: `pages` shows them the pool
-as pages that begin at every token row, so that our block tables, which hold such rows, are their page tables. Decoding
+The packages are optional and imported when a backend is made. Nothing is copied for FlashAttention-3 and FlashInfer:
+`pages` shows them the pool as pages that begin at every token row, so that our block tables, which hold such rows, are
+their page tables. FlashAttention-2, whose pages have 256 tokens at least, is given a copy of the context. Decoding
 stays with Triton, whose launches are recorded; so do tensors and blocks that a package does not take.
 """
 
@@ -88,6 +89,65 @@ class FlashAttention3:
             window_size=(-1, -1) if prompts.window is None else (prompts.window - 1, 0),
         )
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The contexts of prompts, one behind the other."""
+
+    prompts: Prompts
+    rows: Tensor
+    """[tokens of all contexts]: their K rows of layer 0."""
+    starts: Tensor
+    """[prompts + 1] int32, from 0."""
+    len_max: int
+
+
+class FlashAttention2:
+    """Raises ValueError where it is not installed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._attend = _function("flash-attn", "flash_attn", "flash_attn_varlen_func")
+        self._device = device
+        self._gathered: dict[int, Gathered] = {}
+        """By group: of the last step."""
+
+    def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: Prompts, scale: float) -> Tensor:
+        known = self._gathered.get(id(kv))
+        if known is None or known.prompts is not prompts:
+            known = self._gathered[id(kv)] = self._gather(prompts, kv)
+        rows = kv.rows()[layer * kv.layer_rows :]
+        shape = (-1, kv.num_kv_heads, kv.head_dim)
+        out: Tensor = self._attend(
+            q,
+            rows.index_select(0, known.rows).view(shape),
+            rows[kv.block_size :].index_select(0, known.rows).view(shape),
+            cu_seqlens_q=prompts.query_starts,
+            cu_seqlens_k=known.starts,
+            max_seqlen_q=prompts.query_len_max,
+            max_seqlen_k=known.len_max,
+            softmax_scale=scale,
+            causal=True,
+            window_size=(-1, -1) if prompts.window is None else (prompts.window - 1, 0),
+        )
+        return out
+
+    def _gather(self, prompts: Prompts, kv: PagedKV) -> Gathered:
+        batch, table, first = prompts.batch, prompts.table, prompts.batch.decode_count
+        lens = batch.context_lens[first:]
+        heads = kv.block_rows(table.here[table.rows[first:], : -(-int(lens.max()) // kv.block_size)])
+        rows = [(row[:, None] + np.arange(kv.block_size)).reshape(-1)[:n] for row, n in zip(heads, lens.tolist())]
+        starts = np.concatenate(([0], np.cumsum(lens))).astype(np.int32)
+        rows_there, starts_there = (to_device(x, self._device) for x in (np.concatenate(rows), starts))
+        return Gathered(prompts, rows_there, starts_there, int(lens.max()))
+
+
+def flash_attention(device: torch.device) -> PromptAttention:
+    """FlashAttention-3 where it is installed, else 2. Raises ValueError where neither is."""
+    try:
+        return FlashAttention3()
+    except ValueError:
+        return FlashAttention2(device)
 
 
 class FlashInfer:

@@ -58,6 +58,7 @@ def test_what_is_not_published_is_refused():
     ("module", "name"),
     [
         ("flash_attn_interface", "flash_attn_with_kvcache"),
+        ("flash_attn", "flash_attn_varlen_func"),
         ("flashinfer", "BatchPrefillWithPagedKVCacheWrapper.plan"),
         ("flashinfer", "BatchPrefillWithPagedKVCacheWrapper.run"),
         ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
@@ -91,6 +92,19 @@ def flash_by_reference(
     for i, (begin, end) in enumerate(pairwise(bounds)):
         k, v = cached(k_cache, v_cache, page_table[i], int(cache_seqlens[i]))
         out[begin:end] = attend(q[begin:end], k, v, window, softmax_scale)
+    return out
+
+
+def flash_2_by_reference(
+    q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size
+):
+    assert causal
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert (int(cu_seqlens_q.diff().max()), int(cu_seqlens_k.diff().max())) == (max_seqlen_q, max_seqlen_k)
+    window = None if window_size == (-1, -1) else window_size[0] + 1
+    out = torch.empty_like(q)
+    for asked, known in zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True):
+        out[slice(*asked)] = attend(q[slice(*asked)], k[slice(*known)], v[slice(*known)], window, softmax_scale)
     return out
 
 
@@ -132,6 +146,8 @@ def lent(monkeypatch):
     """The packages, as stand-ins."""
     flash = as_published("flash_attn_with_kvcache", flash_by_reference)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", types.SimpleNamespace(flash_attn_with_kvcache=flash))
+    flash_2 = as_published("flash_attn_varlen_func", flash_2_by_reference)
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=flash_2))
     made = as_published("BatchPrefillWithPagedKVCacheWrapper.__init__", WrapperByReference)
     module = types.SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=made)
     monkeypatch.setitem(sys.modules, "flashinfer", module)
@@ -162,8 +178,11 @@ def pool(lens, block_size, per_unit, dim, dtype):
 
 
 @pytest.mark.parametrize("per_unit", [1, 3])
-@pytest.mark.parametrize("backend", ["flash-attn", "flashinfer"])
-def test_prompts_are_attended_where_they_lie(lent, rng, backend, per_unit):
+@pytest.mark.parametrize("backend", ["flash-attn", "flash-attn 2", "flashinfer"])
+def test_prompts_are_attended_by_what_is_borrowed(lent, rng, monkeypatch, backend, per_unit):
+    if backend == "flash-attn 2":
+        backend = "flash-attn"
+        monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     ops, exact = select(CPU, backend), ReferenceKernels(CPU)
     lens, starts = [9, 40, 33, 16], [8, 0, 20, 11]
     kv, table = pool(lens, 16, per_unit, 16, torch.bfloat16)
