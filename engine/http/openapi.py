@@ -152,12 +152,12 @@ _COMPLETION = _narrowed(
 )
 _TEXT_BLOCK = Literal["text", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking"]
 _BLOCK = _narrowed(Block, {"type": _TEXT_BLOCK, "content": str | list[TextPart] | None, "tool": None, "source": None})
-_TURN = msgspec.defstruct("Turn", [("role", Role), ("content", str | list[_BLOCK])])  # type: ignore[valid-type]
+_TURN = msgspec.defstruct("Turn", [("role", Role), ("content", str | Annotated[list[_BLOCK], Meta(min_length=1)])])  # type: ignore[valid-type]
 _CHOICE = msgspec.defstruct("ToolChoice", [("type", Literal["auto", "none"])])
 _MESSAGES_FIELDS: dict[str, Any] = {
     "messages": Annotated[list[_TURN], Meta(min_length=1)],  # type: ignore[valid-type]
     "tool_choice": _CHOICE | None,
-    "output_config": None,
+    "output_config": Annotated[dict[str, Any], Meta(max_length=0)] | None,
 }
 _MESSAGES_BODY = _narrowed(MessagesRequest, _MESSAGES_FIELDS)
 _COUNT_BODY = _narrowed(CountRequest, _MESSAGES_FIELDS)
@@ -188,7 +188,8 @@ _OPERATIONS = (
     Operation("get", "/kv_event_sources", "Where the cache events are published", None, dict[str, EventSource], (),
               is_open=True),
     Operation("get", "/kv_cache/groups", "The cache's groups", None, list[GroupInfo], (), is_open=True),
-    Operation("get", "/sampled", "What was sampled, as routers follow it", None, str, ()),
+    Operation("get", "/sampled", "What was sampled, as routers follow it", None, str, (),
+              text_type="application/x-ndjson"),
     Operation("get", "/health", "200 while new requests are taken", None, None, (503,), is_open=True),
     Operation("get", "/ping", "As /health", None, None, (503,), is_open=True),
     Operation("post", "/ping", "As /health", None, None, (503,), is_open=True),

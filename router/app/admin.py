@@ -37,6 +37,8 @@ log = logging.getLogger("router")
 
 HTML = b"text/html; charset=utf-8"
 TEXT = b"text/plain; version=0.0.4; charset=utf-8"
+BODY_BYTES_MAX = 64 << 10
+"""Of what changes workers: it is decoded on everybody's path."""
 
 
 class Admin:
@@ -347,6 +349,8 @@ def _whole(value: Any) -> Any:
 
 
 def _object(body: bytes) -> dict[str, Any]:
+    if len(body) > BODY_BYTES_MAX:
+        raise RequestError(f"the body has {len(body)} bytes: expected at most {BODY_BYTES_MAX}", param=None, status=413)
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
