@@ -39,7 +39,8 @@ class BlockScaled:
 
     def chunk_keys(self, token_ids: Tokens, scope: Scope, chunk_tokens: int) -> list[int]:
         keys = self._inner.chunk_keys(token_ids, scope, max(chunk_tokens // self._block, 1))
-        return [key for key in keys for _ in range(max(self._block // chunk_tokens, 1))]  # a block of several chunks
+        chunks = range(max(self._block // chunk_tokens, 1))  # of a block; each has a key of its own
+        return [key + chunk for key in keys for chunk in chunks]
 
     def match(self, token_ids: Tokens, scope: Scope, *few: Any) -> list[Match]:
         found = []

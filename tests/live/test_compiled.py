@@ -37,7 +37,7 @@ def test_the_compiled_router_passes_the_tests_of_its_sources(tmp_path: Path) -> 
     rubbish = shutil.ignore_patterns("__pycache__")
     for name in ("router", "prompts", "events", "options"):
         shutil.copytree(ROOT / name, home / name, ignore=rubbish)
-    for name in ("tests/router", "tests/contracts", "tests/golden", "docs"):
+    for name in ("tests/router", "tests/contracts", "tests/golden", "docs", "scripts/harness"):
         shutil.copytree(ROOT / name, home / name, ignore=rubbish)
     shutil.copy(ROOT / "pyproject.toml", home)
     shutil.copy(ROOT / "tests" / "conftest.py", home / "tests")

@@ -25,7 +25,7 @@ from router.edge.upstream import UpstreamConnection
 from router.http import request as request_module
 from router.http.config import HttpLimits
 from router.http.request import PIECE_BYTES, TURN_BYTES, HttpRequest, RequestParser
-from router.prompting import encode
+from router.prompting import encode, pool
 from router.prompting.config import PoolConfig
 from router.prompting.encode import envelope, is_light, is_within_bounds, prompt_ids
 from router.prompting.pool import Helpers, Order
@@ -159,8 +159,9 @@ def test_one_without_work_is_ended_and_started_again() -> None:
     run(PoolConfig(count=1), work)
 
 
-def test_one_that_takes_too_long_is_ended_and_load_decides() -> None:
+def test_one_that_takes_too_long_is_ended_and_load_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """The child is stopped, as if it were busy: no clock is compared with any work."""
+    monkeypatch.setattr(pool, "START_S_MAX", 6.0)
 
     async def work(helpers: Helpers) -> None:
         def stops(parsed: RoutingRequest) -> Order:
