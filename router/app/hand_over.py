@@ -135,7 +135,7 @@ class HandOver:
                     if await self._offer(line):
                         return
             except Exception as error:  # noqa: BLE001  a boundary: whatever it was, the next heir is heard
-                log.warning("nothing was handed over: %s: %s", type(error).__name__, error)
+                log.warning("nothing was handed over; this one goes on: %s: %s", type(error).__name__, error)
                 await asyncio.sleep(AGAIN_S)
 
     async def _offer(self, line: socket.socket) -> bool:
