@@ -49,6 +49,11 @@ class Prompts:
     batch: Ragged
     table: KeptTable
 
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """(tokens before, after) that a token sees besides itself, as FlashAttention is told; -1: all."""
+        return (-1, -1) if self.window is None else (self.window - 1, 0)
+
 
 class PromptAttention(Protocol):
     """Causal attention of prompts whose K and V are stored already."""
@@ -86,7 +91,7 @@ class FlashAttention3:
             max_seqlen_q=prompts.query_len_max,
             softmax_scale=scale,
             causal=True,
-            window_size=(-1, -1) if prompts.window is None else (prompts.window - 1, 0),
+            window_size=prompts.window_size,
         )
         return out
 
@@ -128,7 +133,7 @@ class FlashAttention2:
             max_seqlen_k=known.len_max,
             softmax_scale=scale,
             causal=True,
-            window_size=(-1, -1) if prompts.window is None else (prompts.window - 1, 0),
+            window_size=prompts.window_size,
         )
         return out
 

@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,3 +86,22 @@ class Program:
             self.process.kill()
             self.process.wait()
         self._file.close()
+
+
+@contextlib.contextmanager
+def two_engines_and_a_router(folder: Path, *engine: str) -> Iterator[tuple[list[Program], Program]]:
+    """Two of `engine`, a command, and a router before them that sends them requests; logs in the folder."""
+    started: list[Program] = []
+    try:
+        for i in range(2):
+            started.append(Program(folder / f"e{i}.log", *engine))
+        engines = list(started)
+        urls = [one.await_ready().url for one in engines]
+        router = Program(folder / "router.log", "router", "run", "--port", "0", *urls)
+        started.append(router)
+        router.await_ready()
+        until(lambda: [w["state"] for w in call(router.url + "/workers")[2]["workers"]] == ["up"] * 2, "two workers")
+        yield engines, router
+    finally:
+        for program in started:
+            program.close()

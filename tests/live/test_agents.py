@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from programs import Program, call, until
+from programs import Program, call, two_engines_and_a_router, until
 
 pytestmark = pytest.mark.live
 
@@ -35,18 +35,8 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Prog
     (folder / "script.txt").write_text("\n".join(SAYS))
     spec = json.dumps({**SPEC, "script": str(folder / "script.txt")})
     flags = ("engine", "serve", "--port", "0", "--served-model-name", "m", "--simulate", spec, "--log-level", "warning")
-    engines = [Program(folder / f"e{i}.log", *flags, "--reasoning-parser", "qwen3") for i in range(2)]
-    started = list(engines)
-    try:
-        urls = [engine.await_ready().url for engine in engines]
-        router = Program(folder / "router.log", "router", "run", "--port", "0", *urls)
-        started.append(router)
-        router.await_ready()
-        until(lambda: [w["state"] for w in call(router.url + "/workers")[2]["workers"]] == ["up"] * 2, "two workers")
-        yield engines, router
-    finally:
-        for program in started:
-            program.close()
+    with two_engines_and_a_router(folder, *flags, "--reasoning-parser", "qwen3") as programs:
+        yield programs
 
 
 def run_tool(name: str, arguments: str) -> str:

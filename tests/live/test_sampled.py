@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import Program, call, until
+from programs import Program, call, two_engines_and_a_router, until
 
 pytestmark = pytest.mark.live
 
@@ -20,18 +20,8 @@ BLOCK = 16
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Program], Program]]:
     folder: Path = tmp_path_factory.mktemp("sampled")
-    engines = [Program(folder / f"e{i}.log", *ENGINE) for i in range(2)]
-    started = list(engines)
-    try:
-        urls = [engine.await_ready().url for engine in engines]
-        router = Program(folder / "router.log", "router", "run", "--port", "0", *urls)
-        started.append(router)
-        router.await_ready()
-        until(lambda: [w["state"] for w in call(router.url + "/workers")[2]["workers"]] == ["up"] * 2, "two workers")
-        yield engines, router
-    finally:
-        for program in started:
-            program.close()
+    with two_engines_and_a_router(folder, *ENGINE) as programs:
+        yield programs
 
 
 def settled(engines: list[Program], router: Program) -> bool:
