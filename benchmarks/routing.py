@@ -40,7 +40,6 @@ from typing import Any
 import _path  # noqa: F401
 from harness.figures import in_words, machine, markdown, write_json
 from routing_sim import grid
-from routing_sim.engine import EngineLimits
 from routing_sim.runs import (
     ABLATIONS,
     BOUNDS,
@@ -56,7 +55,8 @@ from routing_sim.runs import (
 )
 from routing_sim.workload import Chat, Workload, chat, read_trace, synthetic
 
-from engine.simulation.service import StepTimes
+from options.steps import StepTimes
+from router.shadow.engine import EngineLimits
 
 GRID_COLUMNS = {title: (key, "{:.2f}") for title, key in (
     ("hit", "hit"), ("TTFT mean", "ttft_mean"), ("p50", "ttft_p50"), ("p99", "ttft_p99"), ("p99.9", "ttft_p999"),

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from engine.simulation.service import StepTimes
-from routing_sim.engine import EngineLimits
+from options.steps import StepTimes
+from router.shadow.engine import EngineLimits
 from routing_sim.runs import CHAT_POLICIES, Options, Setting, run
 from routing_sim.workload import Chat, chat
 

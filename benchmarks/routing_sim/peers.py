@@ -13,9 +13,9 @@ from collections.abc import Container, Sequence
 
 import xxhash
 
-from routing_sim.cluster import Cluster, Router
-from routing_sim.engine import Job, SimWorker
-from routing_sim.workload import SimRequest
+from router.shadow.cluster import Cluster, Router
+from router.shadow.engine import Job, SimWorker
+from router.shadow.workload import SimRequest
 
 
 class Residency(Router):

@@ -13,16 +13,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from unittest.mock import patch
 
-from engine.simulation.service import StepTimes
+from options.steps import StepTimes
 from router.decide.ahead import CacheAhead
 from router.decide.books import CacheBook
 from router.decide.config import CoreConfig, CostConfig, LearnConfig, QueueConfig, WorkingSetConfig
 from router.decide.lengths import TOKENS_PRIOR, OutputLengths
 from router.decide.target import Target
+from router.shadow.cluster import Cluster, ClusterConfig, Result, Router
+from router.shadow.engine import EngineLimits
+from router.shadow.ours import Ours
 from routing_sim import peers
-from routing_sim.cluster import Cluster, ClusterConfig, Result, Router
-from routing_sim.engine import EngineLimits
-from routing_sim.ours import Ours
 from routing_sim.workload import Workload
 
 WARM_SHARE = 0.1

@@ -10,56 +10,11 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BLOCK = 512
-"""Tokens of a simulated cache block: Mooncake's; 64-token traces are coarsened to it exactly, by every eighth id."""
-
-
-@dataclass(slots=True)
-class SimRequest:
-    """One request of a trace. `ids` has one id a block of the prompt, a partial last one included."""
-
-    index: int
-    session: int
-    arrival_s: float
-    prompt_tokens: int
-    output_tokens: int
-    ids: list[int]
-    after: int | None = None
-    """Closed loop: sent `arrival_s` seconds (think time) after request `after` was answered."""
-    block: int = BLOCK
-    """Tokens of a block."""
-    final_ids: list[int] = field(default_factory=list)
-    """The full blocks of prompt and output, as far as a later request shows what the output's are called."""
-
-    @property
-    def full_blocks(self) -> int:
-        return self.prompt_tokens // self.block
-
-
-@dataclass(slots=True)
-class Workload:
-    """A trace, ready to be scaled. `speed` multiplies the arrival rate of what is not closed loop."""
-
-    name: str
-    requests: list[SimRequest]
-    note: str
-    working_set_blocks: int = 0
-
-    @property
-    def block(self) -> int:
-        """Tokens of a block."""
-        return self.requests[0].block if self.requests else BLOCK
-
-    def arrivals(self, speed: float) -> Iterator[tuple[float, SimRequest]]:
-        """(time, request) of everything that does not wait for another."""
-        for request in self.requests:
-            if request.after is None:
-                yield request.arrival_s / speed, request
+from router.shadow.workload import BLOCK, SimRequest, Workload
 
 
 def read_trace(path: Path, *, limit: int | None, seed: int) -> Workload:

@@ -12,8 +12,8 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from engine.simulation.service import StepTimes
 from options import ConfigError
+from options.steps import StepTimes
 
 Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
 Count = Annotated[int, Meta(ge=1, le=10**12)]

@@ -21,12 +21,12 @@ from engine.core import EngineCore
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.simulation.executor import some_words
 from engine.simulation.runner import FORGIVEN_S, Answers, SimulatedRunner
-from engine.simulation.service import StepTimes
 from engine.simulation.spec import PRESETS, read_spec
 from engine.tiny.tokenizer import cached_tokenizer
 from engine.types import Request, SamplingParams
 from events.config import KVEventsConfig
 from options import ConfigError
+from options.steps import StepTimes
 from prompts import Tokenizer
 
 SPEC = {"prefill_s_per_token": 1e-4, "step_s": 0.01, "decode_request_s": 5e-5, "kv_tokens": 4096}
@@ -122,11 +122,13 @@ def run(core: EngineCore, clock: Clock, arrivals: list[tuple[float, int, int]]) 
     )
 )  # fmt: skip
 def test_it_takes_the_time_of_the_offline_simulator(arrivals: list[tuple[float, int, int]]) -> None:
-    """The engine's own scheduler over sleeping steps, and benchmarks/routing_sim: two step loops, one service model."""
+    """The engine's own scheduler over sleeping steps, and router/shadow: two step loops, one service model."""
     folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
     if folder not in sys.path:
         sys.path.append(folder)
-    from routing_sim import cluster, peers, workload
+    from routing_sim import peers
+
+    from router.shadow import cluster, workload
 
     requests, block = [], 0
     for i, (at, length, out) in enumerate(arrivals):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.simulation.service import StepTimes
+from options.steps import StepTimes
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.simulation.service import StepTimes
+from options.steps import StepTimes
 from router.decide.config import CoreConfig
 
 
@@ -23,8 +23,9 @@ from router.decide.config import CoreConfig
 def sim() -> Any:
     folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
     sys.path.append(folder)  # last: benchmarks/ has files named like modules of the standard library
-    names = ("workload", "engine", "cluster", "peers", "ours", "runs", "grid")
-    yield SimpleNamespace(**{name: importlib.import_module(f"routing_sim.{name}") for name in names})
+    rooms = {"router.shadow": ("engine", "cluster", "ours"), "routing_sim": ("workload", "peers", "runs", "grid")}
+    found = {name: importlib.import_module(f"{room}.{name}") for room, names in rooms.items() for name in names}
+    yield SimpleNamespace(**found)
     sys.path.remove(folder)
 
 
@@ -89,7 +90,7 @@ def naive_times(arrivals: list[tuple[float, int, int]], service: Any) -> tuple[d
 def test_the_engine_is_its_step_loop(arrivals: list[tuple[float, int, int]]) -> None:
     """Jumping over decode stretches in closed form gives the same times as stepping through them."""
     sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-    cluster = importlib.import_module("routing_sim.cluster")
+    cluster = importlib.import_module("router.shadow.cluster")
     peers = importlib.import_module("routing_sim.peers")
     workload = importlib.import_module("routing_sim.workload")
     requests, block = [], 0
@@ -340,8 +341,8 @@ def test_a_new_worker_gets_its_share_of_new_sessions_and_nobody_waits_longer(sim
     assert share == pytest.approx(1 / 9, rel=0.2)
     windows: dict[int, list[float]] = {}
     for request in workload.requests:
-        if cluster._arrived[request.index] < end_s:
-            windows.setdefault(int(cluster._arrived[request.index] // 30), []).append(result.ttft_s[request.index])
+        if result.arrived_s[request.index] < end_s:
+            windows.setdefault(int(result.arrived_s[request.index] // 30), []).append(result.ttft_s[request.index])
     means = [sum(windows[i]) / len(windows[i]) for i in sorted(windows)]
     before = means[1 : int(joins_s // 30)]
     assert max(means[int(joins_s // 30) :]) <= max(before) * max(before) / min(before), means

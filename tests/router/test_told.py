@@ -169,8 +169,8 @@ LIES: dict[str, Say] = {
 def sim() -> Any:
     folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
     sys.path.append(folder)
-    parts = ("cluster", "engine", "ours", "runs", "workload")
-    found = SimpleNamespace(**{part: importlib.import_module(f"routing_sim.{part}") for part in parts})
+    parts = ("routing_sim.runs", "routing_sim.workload", *(f"router.shadow.{n}" for n in ("cluster", "engine", "ours")))
+    found = SimpleNamespace(**{part.rpartition(".")[2]: importlib.import_module(part) for part in parts})
     found.play = functools.partial(play, found)
     found.silent = functools.cache(functools.partial(play, found, None))
     yield found

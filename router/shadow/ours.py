@@ -1,4 +1,4 @@
-"""The real router core, tracker, policy and index behind the simulation's `Router` interface.
+"""The real router core, tracker, policy and index behind the simulation's `Router` interface. Pure.
 
 One "token" of the index stands for one trace block, so a prompt of 16k tokens is 32 ids and the index code is the real
 one with a block size of one; `BlockScaled` lets its callers count in tokens. Events pass through the real codec.
@@ -19,8 +19,8 @@ from router.decide.workers import ServedModel, WorkerSpec
 from router.fleet.peers import PeerLoads
 from router.index import make_index
 from router.index.protocol import HolderId, Match, PrefixIndex, Scope, Tokens
-from routing_sim.cluster import Cluster, Router
-from routing_sim.workload import SimRequest
+from router.shadow.cluster import Cluster, Router
+from router.shadow.workload import SimRequest
 
 MODEL = "sim"
 HEARTBEAT_S = 0.5
@@ -68,8 +68,8 @@ class Ours(Router):
         super().attach(cluster)
         inner = make_index(seed=self._seed + 1)
         self.core = RouterCore(BlockScaled(inner, cluster.workload.block), self._config, seed=self._seed)
-        blocks = cluster.config.cache_blocks
         for i in range(cluster.config.workers):
+            blocks = cluster.cache_blocks(i)
             spec = WorkerSpec(
                 worker_id=str(i),
                 url=f"http://{i}",
@@ -126,8 +126,10 @@ class Ours(Router):
 
     def moved(self, worker: int, ids: list[int], down: bool, now: float) -> None:
         to, of = ("CPU", "GPU") if down else ("GPU", "CPU")
-        events = [BlockStored(list(ids), None, [], 0, None, to, None), BlockRemoved(list(ids), of)]
-        self.core.index.ingest(self.holders[worker], encode_batch(EventBatch(now, events)))
+        stored = BlockStored(list(ids), None, [], 0, None, to, None)
+        self.core.index.ingest(
+            self.holders[worker], encode_batch(EventBatch(now, [stored, BlockRemoved(list(ids), of)]))
+        )
 
     def _perform(self, instructions: Sequence[Instruction]) -> list[tuple[int, int]]:
         forwards = []

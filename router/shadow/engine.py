@@ -14,8 +14,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.simulation.service import StepTimes
-from routing_sim.workload import SimRequest
+from options.steps import StepTimes
+from router.shadow.workload import SimRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """What an engine's step takes, and what bounds it: the one service model of every simulation.
 
-`engine serve --simulate` sleeps by it, benchmarks/routing.py counts by it. Standard library only: no torch, no clock.
+`engine serve --simulate` sleeps by it, `router shadow` and benchmarks/routing.py count by it.
+Standard library only: no torch, no clock.
 
 One step computes at most `step_tokens` tokens: one for each decoding sequence, the rest chunks of prefill.
 """

@@ -1,4 +1,4 @@
-"""The virtual clock: arrivals, engines and routers in one event loop, and what it measures.
+"""The virtual clock: arrivals, engines and routers in one event loop, and what it measures. Pure.
 
 A `Router` decides where a request goes; it sees first tokens and ends at once, and the caches' events after a delay. A
 request goes to one of several routers by its number. Time only moves from event to event; nothing here is random.
@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from engine.simulation.service import StepTimes
-from routing_sim.engine import Cache, EngineLimits, Job, SimWorker
-from routing_sim.workload import SimRequest, Workload
+from options.steps import StepTimes
+from router.shadow.engine import Cache, EngineLimits, Job, SimWorker
+from router.shadow.workload import SimRequest, Workload
 
 
 class Router:
@@ -65,6 +65,8 @@ class ClusterConfig:
     """The bounds: one cache of the summed size for all."""
     slow_workers: dict[int, float] = field(default_factory=dict)
     """worker -> how many times slower than `service`."""
+    each: Sequence[tuple[StepTimes, int | None]] = ()
+    """Step times and cache blocks of every worker, where they differ; in place of `service` and `cache_blocks`."""
     limits: EngineLimits = field(default_factory=EngineLimits)
     host_memory: float = 0.0
     """Times as much under each worker's cache, and under the one that a bound shares."""
@@ -74,6 +76,8 @@ class ClusterConfig:
 class Result:
     """What came of every request, by its place in the workload."""
 
+    arrived_s: dict[int, float] = field(default_factory=dict)
+    """On the run's clock."""
     ttft_s: dict[int, float] = field(default_factory=dict)
     e2e_s: dict[int, float] = field(default_factory=dict)
     hit_tokens: dict[int, int] = field(default_factory=dict)
@@ -104,8 +108,8 @@ class Cluster:
         self.workers = [
             SimWorker(
                 number,
-                config.service.slower(config.slow_workers.get(number, 1.0)),
-                shared or Cache(config.cache_blocks, below=below),
+                config.each[number][0] if config.each else config.service.slower(config.slow_workers.get(number, 1.0)),
+                shared or Cache(self.cache_blocks(number), below=below),
                 config.limits,
                 workload.block,
             )
@@ -116,7 +120,6 @@ class Cluster:
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
         self._wakes: list[float | None] = [None] * config.workers
-        self._arrived: dict[int, float] = {}
         self._followers: dict[int, list[SimRequest]] = {}
         self._ticks: list[float | None] = [None] * len(routers)
         if not config.shared_cache:
@@ -126,6 +129,10 @@ class Cluster:
                 worker.cache.on_move = partial(self._announce, "moved", worker.number)
         for router in routers:
             router.attach(self)
+
+    def cache_blocks(self, number: int) -> int | None:
+        """Of a worker; None: infinite."""
+        return self.config.each[number][1] if self.config.each else self.config.cache_blocks
 
     def at(self, time_s: float, action: Callable[[], None]) -> None:
         """Schedule; at equal times in the order of scheduling."""
@@ -163,7 +170,7 @@ class Cluster:
 
     # Requests ----------------------------------------------------------------------------------------------------
     def _arrive(self, request: SimRequest) -> None:
-        self._arrived[request.index] = self.now
+        self.result.arrived_s[request.index] = self.now
         self._ask(request.index, lambda router: router.route(request, self.now))
 
     def _ask(self, index: int, stimulus: Callable[[Router], list[tuple[int, int]]]) -> None:
@@ -204,13 +211,13 @@ class Cluster:
 
     def _first_token(self, worker: SimWorker, job: Job) -> None:
         index = job.request.index
-        self.result.ttft_s[index] = self.now - self._arrived[index]
+        self.result.ttft_s[index] = self.now - self.result.arrived_s[index]
         self.result.hit_tokens[index] = job.hit_blocks * job.request.block
         self._ask(index, lambda router: router.first_token(job.request, worker.number, self.now))
 
     def _finished(self, worker: SimWorker, job: Job) -> None:
         index = job.request.index
-        self.result.e2e_s[index] = self.now - self._arrived[index]
+        self.result.e2e_s[index] = self.now - self.result.arrived_s[index]
         cached = job.hit_blocks * job.request.block
         self._ask(index, lambda router: router.finished(job.request, worker.number, cached, self.now))
         for follower in self._followers.pop(index, ()):

@@ -1,0 +1,149 @@
+#!/usr/bin/env python3
+"""Whether `router shadow` promises what switching then gives.
+
+Before the simulator of benchmarks/routing.py: a fleet under round robin and under least requests is watched as
+`router shadow` watches one (prompts, who answered, when, how much was cached), and what it predicts of switching is set
+beside what the same fleet did under `router run`. The fleet's step times are not told: they are learned.
+
+    benchmarks/shadow.py                                  # generated tool use and chats, half a minute
+    benchmarks/shadow.py --trace claude_code_agentic.jsonl.gz --limit 3000 --json shadow.json
+
+With `--live` four simulated engines (`engine serve --simulate`) stand behind a round robin balancer, `router shadow`
+before it; then the same clients ask `router run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from array import array
+from itertools import count
+from pathlib import Path
+
+import _path  # noqa: F401
+from harness.figures import in_words, machine, markdown, write_json
+from routing_sim.runs import Calibration, Options, Setting, cluster_config, run
+from routing_sim.workload import Chat, chat, read_trace, synthetic
+
+from router.decide.config import CoreConfig
+from router.shadow.cluster import Result
+from router.shadow.engine import EngineLimits
+from router.shadow.what_if import Engine, Links, Seen, compare
+from router.shadow.workload import Workload
+
+COLUMNS = {
+    "predicted": ("predicted", "{:,.0f}"), "measured": ("measured", "{:,.0f}"), "error": ("error", "{:+.1%}"),
+    "of today": ("share", "{:.0%}"),
+}  # fmt: skip
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", action="append", type=Path, default=[], help="a trace file; may be repeated")
+    parser.add_argument("--limit", type=int, default=3000, help="requests of each (default 3,000)")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--cache", type=float, default=30.0, help="percent of the working set")
+    parser.add_argument("--load", type=float, default=40.0, help="percent of saturation")
+    parser.add_argument("--rate", type=float, default=12.0, help="of the generated chats, requests a second")
+    parser.add_argument("--slow-worker", type=float, help="worker 0 takes so many times as long as the others")
+    parser.add_argument("--policy", action="append", help="of today (default: round_robin and least_requests)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write every figure to this file")
+    parser.add_argument("--calibration", type=Path, default=Path.home() / ".cache/blockcast/routing-calibration.json")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Play, compare, print, write."""
+    arguments = parser().parse_args(argv)
+    host = machine()
+    print(in_words(host))
+    rows = simulated(arguments)
+    print(markdown(rows, COLUMNS, "what is saved"))
+    write_json(arguments.json, {"rows": rows, "machine": host})
+
+
+def simulated(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """name -> what was predicted to be saved, and what was."""
+    loaded = [read_trace(path, limit=arguments.limit, seed=arguments.seed) for path in arguments.trace] or [
+        synthetic("tool_use", seed=arguments.seed, requests_max=arguments.limit),
+        chat("chat", Chat(20, 2000, 200, 200, arguments.rate, 0, arguments.limit, 32), seed=arguments.seed),
+    ]
+    slow = {} if arguments.slow_worker is None else {0: arguments.slow_worker}
+    rows: dict[str, dict[str, float]] = {}
+    for workload in loaded:
+        keep_answers(workload)
+        limits, blocks = EngineLimits(preempts=True), 1500 if workload.name == "chat" else None
+        options, speed = Options(limits=limits, slow_workers=slow, seed=arguments.seed, cache_blocks=blocks), 1.0
+        setting = Setting(workload.name, arguments.workers, arguments.cache / 100, arguments.load / 100)
+        if workload.name != "chat":
+            full = Setting(setting.trace, setting.workers, setting.cache_share, 1.0)
+            speed = Calibration(arguments.calibration).speed(full, workload, options) * setting.load
+        after, _ = run("blockcast", setting, workload, speed, options)
+        for policy in arguments.policy or ["round_robin", "least_requests"]:
+            today, _ = run(policy, setting, workload, speed, options)
+            blocks = cluster_config(setting, workload, speed, options).cache_blocks
+            rows |= beside(f"{workload.name}, {policy}", workload, today, after, arguments.workers, blocks)
+    return rows
+
+
+def keep_answers(workload: Workload) -> None:
+    """Answers that nobody goes on from stay in the cache too, as in real engines; benchmarks/routing.py drops them."""
+    fresh = count(1 + max(block for r in workload.requests for block in r.final_ids))
+    for r in workload.requests:
+        r.final_ids = r.final_ids + [
+            next(fresh) for _ in range((r.prompt_tokens + r.output_tokens - 1) // r.block - len(r.final_ids))
+        ]
+
+
+def watched(workload: Workload, result: Result) -> list[Seen]:
+    """What `router shadow` sees of a run, in the order of arrival."""
+    links = Links(len(workload.requests))
+    lengths = {r.index: r.prompt_tokens + r.output_tokens for r in workload.requests}
+    found = []
+    for request in sorted(workload.requests, key=lambda r: result.arrived_s[r.index]):
+        i, ids, tokens = request.index, array("Q", request.ids), request.prompt_tokens
+        at_s = result.arrived_s[i]
+        seen = Seen(i, at_s, ids, tokens, str(result.worker[i]), result.hit_tokens[i])
+        seen.first_s, seen.end_s = at_s + result.ttft_s[i], at_s + result.e2e_s[i]
+        seen.output_tokens = request.output_tokens
+        seen.after = links.follow(
+            i, ids, request.full_blocks, lambda earlier, tokens=tokens: lengths[earlier] <= tokens
+        )
+        found.append(seen)
+    return found
+
+
+def beside(
+    name: str, workload: Workload, today: Result, after: Result, workers: int, blocks: int | None
+) -> dict[str, dict[str, float]]:
+    seen = watched(workload, today)
+    warming = len(seen) // 10
+    cache_tokens = None if blocks is None else blocks * workload.block
+    engines = [Engine(str(i), cache_tokens) for i in range(workers)]
+    found = compare(seen, engines, workload.block, CoreConfig(), warming=warming)
+    kept = [one.serial for one in seen[warming:]]
+
+    def gained(of: str) -> tuple[float, float]:
+        if of == "tokens":
+            was, now = (sum(workload.requests[i].prompt_tokens - r.hit_tokens[i] for i in kept) for r in (today, after))
+        else:
+            was, now = (sum(getattr(r, of)[i] for i in kept) for r in (today, after))
+        return was - now, was
+
+    rows = {}
+    for title, predicted, of in (
+        ("tokens computed", found.saved.computed_tokens, "tokens"),
+        ("seconds to first token", found.saved.ttft_s, "ttft_s"),
+        ("seconds to the end", found.saved.seconds, "e2e_s"),
+    ):
+        measured, base = gained(of)
+        rows[f"{name}: {title}"] = {
+            "predicted": predicted, "measured": measured, "share": measured / base,
+            "error": predicted / measured - 1.0, "model_error": found.model_error or 0.0,
+        }  # fmt: skip
+    return rows
+
+
+if __name__ == "__main__":
+    main()

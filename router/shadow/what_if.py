@@ -1,0 +1,264 @@
+"""What another placement would have given: the requests that were seen are played again, once where they went and once
+where `router run` would have sent them. Pure.
+
+Owns the comparison. Both plays have the same engines (router/shadow/engine.py, whose steps take what the seen answers
+took) and the same caches, so what the model has wrong is wrong in both; what was measured is then scaled by the ratio
+of the two. Today's requests come when they came; before our router, one that goes on from another's answer comes so
+long after that answer as it did.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+
+import msgspec
+
+from options.steps import StepTimes
+from router.decide.config import CoreConfig, CostConfig, LearnConfig, ServiceModel
+from router.decide.tracker import LoadTracker
+from router.index.protocol import HolderId
+from router.shadow.cluster import Cluster, ClusterConfig, Result, Router
+from router.shadow.engine import EngineLimits
+from router.shadow.ours import Ours
+from router.shadow.workload import SimRequest, Workload
+
+SEATS = 256
+"""Sequences that a worker runs at once, where it does not tell."""
+
+
+class Seen(msgspec.Struct):
+    """A request that was answered. Seconds of one clock."""
+
+    serial: int
+    at_s: float
+    ids: array[int]
+    """A digest for each block of the prompt, a partial last one included; equal for equal beginnings."""
+    prompt_tokens: int
+    worker: str
+    cached_tokens: int | None = None
+    """Of the prompt, as its answer or the worker's events said."""
+    first_s: float | None = None
+    """When its first token came; None where that was not seen."""
+    end_s: float | None = None
+    output_tokens: int | None = None
+    after: int | None = None
+    """The request whose conversation it goes on."""
+
+
+class Engine(msgspec.Struct, frozen=True):
+    """What is known of a worker."""
+
+    name: str
+    cache_tokens: int | None = None
+    seats: int | None = None
+
+
+class Sums(msgspec.Struct):
+    """Of the requests that count."""
+
+    computed_tokens: float
+    ttft_s: float
+    """To the first token, all requests together."""
+    seconds: float
+    """To the end of the answer."""
+
+
+class Comparison(msgspec.Struct):
+    """Today beside `router run`, in sums over `requests`."""
+
+    requests: int
+    warming: int
+    """Earlier ones that only filled the caches of both plays."""
+    prompt_tokens: int
+    measured: Sums | None
+    """None where no time was seen."""
+    today: Sums
+    """As played."""
+    ours: Sums
+    """As played."""
+    saved: Sums
+    """What switching gives: of what was measured, where it was."""
+    steps: dict[str, StepTimes]
+    """worker -> what its steps were found to take."""
+
+    @property
+    def model_error(self) -> float | None:
+        """How far the play of today is from what was measured, as a share of it: times to the first token."""
+        return None if self.measured is None else self.today.ttft_s / max(self.measured.ttft_s, 1e-9) - 1.0
+
+
+class Placed(Router):
+    """Each request where it went."""
+
+    def __init__(self, places: Sequence[int]) -> None:
+        self._places = places
+
+    def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
+        return [(request.index, self._places[request.index])]
+
+
+def compare(
+    seen: Sequence[Seen], engines: Sequence[Engine], block: int, config: CoreConfig | None = None, *, warming: int = 0
+) -> Comparison:
+    """`seen` in the order of arrival, all on `engines`; the first `warming` of them do not count. Raises ValueError
+    where nothing is left to compare."""
+    kept = range(warming, len(seen))
+    if not kept:
+        raise ValueError(f"{len(seen)} requests were seen, of which {warming} only fill the caches: none is left")
+    steps = learn(seen, engines)
+    workload, waiting = played(seen, block, waits=False), played(seen, block, waits=True)
+    number = {engine.name: i for i, engine in enumerate(engines)}
+    longest = max(-(-(r.prompt_tokens + r.output_tokens) // block) for r in workload.requests) + 2
+    rooms = [None if e.cache_tokens is None else max(e.cache_tokens // block, longest) for e in engines]
+    cluster = ClusterConfig(
+        workers=len(engines),
+        cache_blocks=None,
+        speed=1.0,
+        service=StepTimes(),
+        each=[(steps[engine.name], room) for engine, room in zip(engines, rooms)],
+        limits=EngineLimits(min(engine.seats or SEATS for engine in engines), preempts=True),
+    )
+    today = _sums(Cluster(cluster, workload, [Placed([number[s.worker] for s in seen])]).run(), workload, kept)
+    ours = _sums(Cluster(cluster, waiting, [Ours(config or CoreConfig())]).run(), workload, kept)
+    measured = _measured([seen[i] for i in kept], today)
+    base = measured or today
+    saved = {
+        name: _part(getattr(base, name), getattr(today, name), getattr(ours, name)) for name in Sums.__struct_fields__
+    }
+    prompt_tokens = sum(seen[i].prompt_tokens for i in kept)
+    return Comparison(len(kept), warming, prompt_tokens, measured, today, ours, Sums(**saved), steps)
+
+
+def _part(measured: float, today: float, ours: float) -> float:
+    return measured * (1.0 - ours / today) if today > 0.0 else 0.0
+
+
+def _sums(result: Result, workload: Workload, kept: Iterable[int]) -> Sums:
+    kept, requests = list(kept), workload.requests
+    return Sums(
+        float(sum(requests[i].prompt_tokens - result.hit_tokens[i] for i in kept)),
+        sum(result.ttft_s[i] for i in kept),
+        sum(result.e2e_s[i] for i in kept),
+    )
+
+
+def _measured(seen: Sequence[Seen], today: Sums) -> Sums | None:
+    """Times of those whose times are known stand for all of them."""
+    first = [s.first_s - s.at_s for s in seen if s.first_s is not None]
+    whole = [s.end_s - s.at_s for s in seen if s.end_s is not None]
+    told = [s for s in seen if s.cached_tokens is not None]
+    if not first:
+        return None
+    tokens, computed = sum(s.prompt_tokens for s in told), sum(s.prompt_tokens - (s.cached_tokens or 0) for s in told)
+    return Sums(
+        computed * sum(s.prompt_tokens for s in seen) / tokens if tokens else today.computed_tokens,
+        sum(first) * len(seen) / len(first),
+        sum(whole) * len(seen) / len(whole) if whole else today.seconds,
+    )
+
+
+# What the engines take ------------------------------------------------------------------------------------------------
+
+
+def learn(seen: Iterable[Seen], engines: Sequence[Engine]) -> dict[str, StepTimes]:
+    """worker -> what its steps take, as the router learns it of the answers that pass through it."""
+    tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig(err_low=1.0))
+    targets = {e.name: tracker.add_target(e.name, None, HolderId(i)) for i, e in enumerate(engines)}
+    moments: list[tuple[float, int, Seen]] = []
+    for one in seen:
+        if one.first_s is not None and one.worker in targets:
+            moments += [(one.at_s, 0, one), (one.first_s, 1, one), (one.end_s or one.first_s, 2, one)]
+    for now, kind, one in sorted(moments, key=lambda moment: (moment[0], moment[2].serial, moment[1])):
+        name = str(one.serial)
+        tracker.advance(now)
+        if kind == 0:
+            cached = min(one.cached_tokens or 0, one.prompt_tokens)
+            tracker.route(name, targets[one.worker], prompt_tokens=one.prompt_tokens, cached_tokens=cached, stream=True,
+                          now=now, expected_tokens=float(one.output_tokens or 0))  # fmt: skip
+        elif kind == 1:
+            tracker.first_token(name, now)
+        else:
+            tracker.progress(name, one.output_tokens or 0)
+            tracker.answered(name, one.output_tokens, now)
+            tracker.end(name, now, reported_cached=one.cached_tokens)
+    models = {name: target.speeds.model(name) for name, target in targets.items()}
+    return {name: StepTimes(**asdict(model)) for name, model in models.items()}
+
+
+# What was asked -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Names:
+    """Small numbers for digests; new ones for blocks of answers that nobody went on from."""
+
+    known: dict[int, int]
+    fresh: count[int]
+
+    def of(self, ids: Iterable[int]) -> list[int]:
+        return [self.known.get(i) or self.known.setdefault(i, next(self.fresh)) for i in ids]
+
+
+def played(seen: Sequence[Seen], block: int, *, waits: bool) -> Workload:
+    """As the simulation takes it. `waits`: who goes on from an answer comes so long after its end as it did; else when
+    it did. Lengths of answers that are not known: the mean of those that are."""
+    place: Mapping[int, int] = {one.serial: i for i, one in enumerate(seen)}
+    told = [one.output_tokens for one in seen if one.output_tokens]
+    usual = max(1, round(sum(told) / len(told))) if told else 1
+    names = _Names({}, count(1))
+    requests: list[SimRequest] = []
+    for i, one in enumerate(seen):
+        before = place.get(one.after) if one.after is not None else None
+        parent = None if before is None else seen[before]
+        end_s = parent.end_s if parent is not None else None
+        closed = waits and end_s is not None and end_s <= one.at_s
+        request = SimRequest(
+            index=i,
+            session=i if before is None else requests[before].session,
+            arrival_s=one.at_s - (end_s if closed and end_s is not None else seen[0].at_s),
+            prompt_tokens=one.prompt_tokens,
+            output_tokens=one.output_tokens or usual,
+            ids=names.of(one.ids),
+            after=before if closed else None,
+            block=block,
+        )
+        requests.append(request)
+        if before is not None and (end_s is None or end_s <= one.at_s):
+            earlier = requests[before]
+            full = earlier.full_blocks
+            reach = min((earlier.prompt_tokens + earlier.output_tokens) // block, request.full_blocks)
+            if not earlier.final_ids and reach >= full and earlier.ids[:full] == request.ids[:full]:
+                earlier.final_ids = request.ids[:reach]
+    for request in requests:
+        ends = (request.prompt_tokens + request.output_tokens - 1) // block  # the last token is never computed
+        known = request.final_ids or request.ids[: request.full_blocks]
+        request.final_ids = known + [next(names.fresh) for _ in range(ends - len(known))]
+    return Workload("seen", requests, f"{len(requests)} requests that were seen")
+
+
+class Links:
+    """Which request goes on from which: the last `keep` ones, by the last full block of their prompts."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._ends: OrderedDict[int, int] = OrderedDict()
+
+    def follow(self, serial: int, ids: Sequence[int], full: int, begins: Callable[[int], bool]) -> int | None:
+        """The request that this one continues, if any, and remember this one. `begins(earlier)`: whether the prompt
+        has that one's whole prompt before it; blocks alone do not tell what came after the last full one."""
+        found = None
+        for block in reversed(ids):
+            earlier = self._ends.get(block)
+            if earlier is not None and begins(earlier):
+                found = earlier
+                break
+        if full:
+            self._ends[ids[full - 1]] = serial
+            self._ends.move_to_end(ids[full - 1])
+            if len(self._ends) > self._keep:
+                self._ends.popitem(last=False)
+        return found

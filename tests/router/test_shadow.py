@@ -1,0 +1,76 @@
+"""`router shadow`: what it predicts of switching is what switching then gives; whose turn goes on from whose."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.shadow.what_if import Engine, Links, Seen, compare, learn, played
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> Iterator[Any]:
+    folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
+    before, sys.path[:] = list(sys.path), [folder, *sys.path]
+    yield importlib.import_module("shadow")
+    sys.path[:] = before
+
+
+def test_what_is_predicted_of_two_policies_is_what_switching_gives(benchmark: Any, tmp_path: Path) -> None:
+    given = ["--limit", "900", "--workers", "3", "--slow-worker", "1.5", "--calibration", str(tmp_path / "c.json")]
+    rows = benchmark.simulated(benchmark.parser().parse_args(given))
+    assert len(rows) == 12  # two workloads, two policies, tokens and seconds
+    for name, row in rows.items():
+        assert row["share"] > 0.05, f"{name}: there is nothing to predict"
+        assert abs(row["error"]) < 0.1, (name, row)
+
+
+def seen(serial: int, at: float, ids: list[int], **more: Any) -> Seen:
+    return Seen(serial, at, array("Q", ids), 16 * len(ids), more.pop("worker", "a"), **more)
+
+
+def test_a_turn_goes_on_from_the_longest_prompt_that_it_begins_with() -> None:
+    links = Links(keep=2)
+    assert links.follow(1, [10, 11], 2, lambda earlier: True) is None
+    assert links.follow(2, [10, 11, 12], 3, lambda earlier: True) == 1
+    assert links.follow(3, [10, 11, 12, 13], 4, lambda earlier: True) == 2
+    assert links.follow(4, [10, 11, 12, 13, 14], 5, lambda earlier: earlier != 3) == 2, "not what only looks alike"
+    assert links.follow(5, [10, 11, 99], 3, lambda earlier: True) is None, "the oldest is forgotten"
+    assert links.follow(6, [7], 0, lambda earlier: True) is None, "what fills no block ends nobody's prompt"
+
+
+def test_who_waited_for_an_answer_waits_for_it_as_long() -> None:
+    first = seen(5, 100.0, [1, 2], end_s=103.0, output_tokens=40)
+    second = seen(6, 107.0, [1, 2, 3, 4, 5], after=5, output_tokens=10)
+    early = seen(7, 102.0, [1, 2, 9], after=5)
+    closed = played([first, early, second], 16, waits=True).requests
+    assert [(r.after, r.arrival_s) for r in closed] == [(None, 0.0), (None, 2.0), (0, 4.0)]
+    assert [r.arrival_s for r in played([first, early, second], 16, waits=False).requests] == [0.0, 2.0, 7.0]
+    assert closed[0].final_ids[:4] == closed[2].ids[:4], "what the next turn shows of the answer is in the cache"
+    assert len(closed[0].final_ids) == 4
+    assert closed[1].output_tokens == 25, "an answer whose length is not known is as long as the others"
+
+
+def test_a_slow_worker_is_found_out() -> None:
+    rows, at = [], 0.0
+    for i in range(240):
+        rate = 2e-4 if i % 2 else 1e-4
+        tokens = 800 + 16 * (i % 50)
+        took = 0.012 * (1 + i % 2) + rate * tokens * (1 + tokens / 2 / 50_000)
+        ids = [1000 * i + k for k in range(tokens // 16)]
+        one = seen(i, at, ids, worker="ab"[i % 2], cached_tokens=0, first_s=at + took, end_s=at + took, output_tokens=1)
+        rows.append(one)
+        at += took
+    found = learn(rows, [Engine("a"), Engine("b")])
+    assert found["b"].prefill_s(2000, 0) / found["a"].prefill_s(2000, 0) == pytest.approx(2.0, rel=0.15)
+
+
+def test_nothing_is_compared_where_all_only_fill_caches() -> None:
+    with pytest.raises(ValueError, match="1 requests were seen, of which 1 only fill the caches"):
+        compare([seen(0, 0.0, [1])], [Engine("a")], 16, warming=1)
