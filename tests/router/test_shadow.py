@@ -23,7 +23,7 @@ def benchmark() -> Iterator[Any]:
 
 
 def test_what_is_predicted_of_two_policies_is_what_switching_gives(benchmark: Any, tmp_path: Path) -> None:
-    given = ["--limit", "900", "--workers", "3", "--slow-worker", "1.5", "--calibration", str(tmp_path / "c.json")]
+    given = ["--limit", "1500", "--calibration", str(tmp_path / "c.json")]
     rows = benchmark.simulated(benchmark.parser().parse_args(given))
     assert len(rows) == 12  # two workloads, two policies, tokens and seconds
     for name, row in rows.items():
