@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import msgspec
 
+from prompts.errors import RequestError
 from router.app.accounting import count_end, log_state, request_fields
 from router.app.addresses import Addresses
 from router.app.admin import Admin
@@ -53,6 +55,8 @@ from router.fleet.sampled import SampledFeed
 from router.fleet.snapshots import PeerClient, PeerRoutes, ask_seed
 from router.http.budget import Budget
 from router.http.listener import Listener
+from router.http.request import HttpRequest
+from router.http.routes import Answer
 from router.index import make_index
 from router.prompting.known import KnownBodies
 from router.prompting.pool import Helpers
@@ -242,6 +246,7 @@ class RouterProcess:
         routes = PeerRoutes(self._index.seed, self._feed.snapshot, others.outcomes)
         self._admin.routes.add("GET", "/peer", routes.index, public=False)
         self._admin.routes.add("GET", "/peer/*", routes.stream, public=False)
+        self._admin.routes.add("PUT", "/peers", self._follow, public=False)
         self._core.registry.on_state = log_state
         proxy.is_keyed = self._fleet.is_keyed
         proxy.on_worker_lost.append(self._feed.lost)
@@ -350,6 +355,12 @@ class RouterProcess:
         if sockets.address is not None and self._config.share is None:
             log.info("other routers may follow this one's load with --peer %s", sockets.address)
         return sockets
+
+    def _follow(self, request: HttpRequest, _: str) -> Answer:
+        """Which routers' load counts from now on."""
+        if self._peers is None:
+            raise RequestError("peers: this router tells no load: --peer-bind", param="peers", status=409)
+        return Answer(msgspec.json.encode({"peers": self._peers.follow(request.body)}))
 
     def _announce(self, port: int) -> None:
         scheme = "https" if self._config.tls_cert is not None else "http"

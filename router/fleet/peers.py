@@ -18,6 +18,7 @@ from typing import Annotated
 import msgspec
 import zmq
 
+from prompts.errors import RequestError
 from router.decide.target import SharedLoad
 from router.decide.tracker import LoadTracker
 
@@ -65,6 +66,15 @@ class LoadMessage(msgspec.Struct, array_like=True):
     seq: int
     full: bool
     loads: Annotated[list[TargetLoad], msgspec.Meta(max_length=TARGETS_MAX)]
+
+
+class Peers(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `PUT /peers`: all routers to follow, and no others."""
+
+    peers: Annotated[
+        list[Annotated[str, msgspec.Meta(max_length=1024, pattern=r"^tcp://[^\s;,]+:\d{1,5}$")]],
+        msgspec.Meta(max_length=PEERS_MAX),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +232,7 @@ class PeerSockets:
         self._sub.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
         self._sub.subscribe(TOPIC)
         self.address: str | None = None
+        self._followed: set[str] = set()
 
     def counts(self) -> dict[str, int]:
         """outcome -> messages."""
@@ -236,7 +247,25 @@ class PeerSockets:
 
     def connect(self, endpoint: str) -> None:
         """Hear a peer's messages from there. Raises zmq.ZMQError."""
-        self._sub.connect(endpoint)
+        if endpoint not in self._followed:
+            self._sub.connect(endpoint)
+            self._followed.add(endpoint)
+
+    def follow(self, body: bytes) -> list[str]:
+        """The body of `PUT /peers`: from now on these alone. Raises RequestError, and nobody is left out."""
+        try:
+            wanted = set(msgspec.json.decode(body, type=Peers).peers)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise RequestError(f"the body: {error}", param="peers") from None
+        for endpoint in wanted - self._followed:
+            try:
+                self.connect(endpoint)
+            except zmq.ZMQError as error:
+                raise RequestError(f"peers: {endpoint!r}: {error}", param="peers") from None
+        for endpoint in self._followed - wanted:
+            self._sub.disconnect(endpoint)
+        self._followed = wanted
+        return sorted(wanted)
 
     def beat(self, now: float, messages_max: int = 1000) -> None:
         """Take in what came, say what changed. Never waits, nor reads for long. Call it every few milliseconds."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prompts.errors import RequestError
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
@@ -173,3 +175,22 @@ def test_over_real_sockets() -> None:
     assert others[1].peer.prefill_s == pytest.approx(targets[1].prefill_s)
     first.close()
     second.close()
+
+
+def test_who_is_followed_can_be_said_anew() -> None:
+    mine, other, third = (PeerSockets(PeerLoads(tracker()[0], name)) for name in ("a", "b", "c"))
+    try:
+        other.bind("tcp://127.0.0.1:*")
+        third.bind("tcp://127.0.0.1:*")
+        body = msgspec.json.encode({"peers": [other.address, third.address]})
+        assert mine.follow(body) == sorted([str(other.address), str(third.address)])
+        assert mine.follow(body) == mine.follow(body), "twice is once"
+        assert mine.follow(msgspec.json.encode({"peers": [third.address]})) == [third.address]
+        assert mine.follow(b'{"peers": []}') == []
+        for wrong in (b"", b"[]", b'{"peers": ["http://x"]}', b'{"peers": ["tcp://x:99999"]}', b'{"peers": 1}'):
+            with pytest.raises(RequestError):
+                mine.follow(wrong)
+        assert mine.follow(b'{"peers": []}') == [], "nothing came of them"
+    finally:
+        for sockets in (mine, other, third):
+            sockets.close()

@@ -1,0 +1,349 @@
+"""The command line: `fleet up`, `status`, `scale`, `roll`, `down`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+import msgspec
+import ray
+from ray.experimental import internal_kv
+
+from fleet.directory import NAMESPACE, DirectoryActor, State
+from fleet.plan import Kind, Patience, Target
+from fleet.scaling import Bounds
+from fleet.spec import NAME, Spec, SpecError, engine_command, read_env, split_flags
+
+LOOK_S = 0.25
+ASK_S_MAX = 60.0
+_name = click.option("--name", default="fleet", show_default=True, help="Of the fleet: a cluster may have several.")
+_address = click.option(
+    "--address", default="auto", show_default=True, help="Ray's: auto, or HOST:PORT; or set RAY_ADDRESS."
+)
+_wait = click.option("--wait/--no-wait", default=True, show_default=True, help="Until all of it is done.")
+_seconds = click.option(
+    "--timeout", type=float, default=1800.0, show_default=True, metavar="SECONDS", help="Of --wait."
+)
+_autoscaling = (
+    click.option("--queue-target", type=float, default=0.5, show_default=True, metavar="SECONDS",
+                 help="Autoscaling: predicted prefill that waits at a worker."),
+    click.option("--busy-target", type=float, default=0.7, show_default=True, metavar="SHARE",
+                 help="Autoscaling: of a worker's time that is prefill."),
+    click.option("--cool-down", type=float, default=300.0, show_default=True, metavar="SECONDS",
+                 help="Autoscaling: for so long fewer workers must have been enough."),
+    click.option("--dry-run", is_flag=True, help="Autoscaling: only say what would be done (`fleet status`)."),
+)  # fmt: skip
+
+
+def _with(options: tuple[Callable[[Any], Any], ...]) -> Callable[[Any], Any]:
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+_of_fleet = _with((_name, _address))
+
+
+class Count(click.ParamType):  # type: ignore[type-arg]
+    """`8`, or `4:16` for autoscaling."""
+
+    name = "N|MIN:MAX"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int | None]:
+        if isinstance(value, tuple):
+            return value
+        match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", str(value))
+        if match is None:
+            self.fail(f"got {value!r}, expected a number or MIN:MAX", param, ctx)
+        return int(match[1]), int(match[2]) if match[2] else None
+
+
+def _bounds(count: tuple[int, int | None], given: dict[str, Any]) -> Bounds | None:
+    low, high = count
+    if high is None:
+        if given["dry_run"]:
+            raise SpecError("--dry-run: autoscaling needs MIN:MAX")
+        return None
+    return Bounds(low, high, given["queue_target"], given["busy_target"], given["cool_down"], given["dry_run"])
+
+
+@contextmanager
+def _said() -> Iterator[None]:
+    """What a user did wrong, in one line."""
+    try:
+        yield
+    except (SpecError, ValueError, ConnectionError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _connect(address: str) -> None:
+    address = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
+    except ConnectionError as error:
+        raise SpecError(f"no Ray at {address}: {error}; `ray start --head` starts one") from error
+
+
+def _directory(name: str) -> Any:
+    try:
+        return ray.get_actor(f"{name}-directory", namespace=NAMESPACE)
+    except ValueError:
+        raise SpecError(f"no fleet {name!r} runs on this cluster: `fleet up` starts one") from None
+
+
+def _ask(method: Any, *args: Any, **more: Any) -> Any:
+    return ray.get(method.remote(*args, **more), timeout=ASK_S_MAX)
+
+
+def _await(directory: Any, seconds: float, done: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Until `done`, telling what happens. Ends the program with status 1 if it is not."""
+    end_s, told_s = time.monotonic() + seconds, time.time() - 1.0
+    while True:
+        status: dict[str, Any] = _ask(directory.status)
+        for at, text in status["events"]:
+            if at > told_s:
+                click.echo(text, err=True)
+                told_s = at
+        if done(status):
+            return status
+        if time.monotonic() > end_s:
+            _show(status)
+            raise click.ClickException(f"not done within {seconds:g} s; it goes on, `fleet status` shows how far")
+        time.sleep(LOOK_S)
+
+
+def _show(status: dict[str, Any]) -> None:
+    targets = status["targets"]
+    state = "settled" if status["settled"] else "changing"
+    click.echo(f"{status['name']}: {targets['engine']['count']} engines, {targets['router']['count']} routers, {state}")
+    for seat in status["seats"]:
+        load = f"  {seat['in_flight']} in flight, queue {seat['queue_s']:.2f} s" if seat["kind"] == "engine" else ""
+        where = f"{seat['url'] or '-':32} node {seat['node'][:8] or '-'}"
+        click.echo(f"  {seat['name']:24} {seat['phase']:9} r{seat['revision']} {seat['seconds']:7.0f} s  {where}{load}")
+    for one in status["failures"]:
+        retry = f"again in {one['retry_in_s']:.0f} s" if one["retry_in_s"] else "started again"
+        click.echo(f"  {one['kind']} {one['slot']} failed {one['failures']} times in a row, {retry}")
+    if status["autoscaling"]:
+        kind = "would do" if status["autoscaling"]["dry"] else "does"
+        click.echo(f"  autoscaling {kind}: {status['advice'] or 'nothing yet'}")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def cli() -> None:
+    """Workers and routers on a Ray cluster: started, placed, restarted, replaced and scaled."""
+
+
+@cli.command()
+@click.argument("model", required=False, default="")
+@click.argument("flags", nargs=-1, metavar="[-- ENGINE FLAGS...]")
+@click.option("--replicas", type=Count(), default="1", show_default=True, help="Workers; MIN:MAX: autoscaling.")
+@click.option("--routers", type=click.IntRange(0, 64), default=1, show_default=True)
+@click.option(
+    "--engine",
+    default="ours",
+    show_default=True,
+    metavar="ours|vllm|PATH",
+    help="vllm: `vllm serve` with its events on; PATH: a vllm that is not on the nodes' PATH.",
+)
+@click.option(
+    "--tensor-parallel-size",
+    "-tp",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="Ranks of a worker, on one node.",
+)
+@click.option("--simulate", metavar="SPEC", help="Workers compute nothing (docs/simulation.md).")
+@click.option("--time-scale", type=float, help="With --simulate: multiplies all step times.")
+@click.option("--cpus", type=click.FloatRange(min=0), default=1.0, show_default=True, help="Ray's count for a worker.")
+@click.option("--gpus", type=click.IntRange(0, 64), help="Of a worker. [default: one a rank where the cluster has any]")
+@click.option(
+    "--router-cpus", type=click.FloatRange(min=0), default=1.0, show_default=True, help="Ray's count for a router."
+)
+@click.option("--router-host", default="", help="Where routers listen. [default: the address of their node]")
+@click.option(
+    "--router-port",
+    type=click.IntRange(0, 65000),
+    default=8080,
+    show_default=True,
+    help="Of router 0; the next has the next. 0: the system chooses.",
+)
+@click.option("--router-flags", default="", metavar="TEXT", help="More flags of `router run`, as in a shell.")
+@click.option("--env", multiple=True, metavar="NAME[=VALUE]", help="For all programs. May be repeated.")
+@click.option(
+    "--start-timeout",
+    type=float,
+    default=1800.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="A program that does not serve by then is started anew.",
+)
+@click.option(
+    "--drain-timeout",
+    type=float,
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="For requests of a worker that leaves.",
+)
+@click.option(
+    "--stop-timeout", type=float, default=60.0, show_default=True, metavar="SECONDS", help="From SIGTERM to SIGKILL."
+)
+@_with(_autoscaling)
+@_wait
+@_seconds
+@_of_fleet
+def up(
+    model: str, flags: tuple[str, ...], replicas: tuple[int, int | None], routers: int, name: str, **given: Any
+) -> None:
+    """Start workers of MODEL and routers before them, and keep them up.
+
+    \b
+    ray start --head
+    fleet up /models/llama --replicas 8 --routers 2 -- --max-num-seqs 64
+    """  # fmt: skip
+    with _said():
+        if re.match(NAME, name) is None:
+            raise SpecError(f"--name: got {name!r}, expected letters, digits, - and _")
+        bounds = _bounds(replicas, given)
+        if given["simulate"] is not None:
+            flags = ("--simulate", given["simulate"], *flags)
+        if given["time_scale"] is not None:
+            flags = ("--time-scale", str(given["time_scale"]), *flags)
+        if given["tensor_parallel_size"] > 1:
+            flags = ("--tensor-parallel-size", str(given["tensor_parallel_size"]), *flags)
+        command, vllm = engine_command(given["engine"], model, flags)
+        router_flags = split_flags("--router-flags", given["router_flags"])
+        env = read_env(given["env"], os.environ)
+        _connect(given["address"])
+        gpus = given["gpus"]
+        if gpus is None:
+            gpus = given["tensor_parallel_size"] if ray.cluster_resources().get("GPU") else 0
+        spec = Spec(
+            name=name, engine=command, vllm=vllm, router=router_flags, env=env, cpus=given["cpus"], gpus=gpus,
+            router_cpus=given["router_cpus"], router_host=given["router_host"], router_port=given["router_port"],
+            stop_s_max=given["stop_timeout"], admin_key=env.get("ROUTER_ADMIN_API_KEY") or secrets.token_hex(16),
+        )  # fmt: skip
+        patience = Patience(given["start_timeout"], given["drain_timeout"])
+        state = State(spec=spec, engines=Target(replicas[0]), routers=Target(routers), patience=patience, bounds=bounds)
+        try:
+            directory = (
+                ray.remote(DirectoryActor)
+                .options(
+                    name=f"{name}-directory", namespace=NAMESPACE, lifetime="detached", max_restarts=-1,
+                    max_task_retries=-1, max_concurrency=16, num_cpus=0,
+                )
+                .remote(name, msgspec.json.encode(state))
+            )  # fmt: skip
+        except ValueError as error:
+            raise SpecError(f"fleet {name!r} runs already: scale, roll, or `fleet down` first") from error
+        _finish(directory, given)
+
+
+def _finish(directory: Any, given: dict[str, Any]) -> None:
+    """Wait where that is asked for; routers' addresses on stdout."""
+    if given["wait"]:
+        status = _await(directory, given["timeout"], lambda status: bool(status["settled"]))
+        for seat in status["seats"]:
+            if seat["kind"] == "router":
+                click.echo(seat["url"])
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Everything, as JSON.")
+@click.option("--events", is_flag=True, help="What happened lately, too.")
+@_of_fleet
+def status(as_json: bool, events: bool, name: str, address: str) -> None:
+    """Who is there, where, and what is being done."""
+    with _said():
+        _connect(address)
+        found = _ask(_directory(name).status)
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+        return
+    _show(found)
+    for at, text in found["events"] if events else ():
+        click.echo(f"  {time.strftime('%H:%M:%S', time.localtime(at))} {text}")
+
+
+@cli.command()
+@click.argument("replicas", type=Count(), required=False)
+@click.option("--routers", type=click.IntRange(0, 64))
+@_with(_autoscaling)
+@_wait
+@_seconds
+@_of_fleet
+def scale(replicas: tuple[int, int | None] | None, routers: int | None, name: str, **given: Any) -> None:
+    """Have REPLICAS workers: a number, or MIN:MAX for autoscaling. Workers that go are drained first."""
+    with _said():
+        bounds = _bounds(replicas, given) if replicas else None
+        _connect(given["address"])
+        directory = _directory(name)
+        count = replicas[0] if replicas else None
+        if bounds is not None:  # what there is now, within the bounds
+            there = _ask(directory.status)["targets"]["engine"]["count"]
+            count = there if bounds.dry else min(max(there, bounds.low), bounds.high)
+        _ask(directory.scale, count, routers, bounds)
+        _finish(directory, given)
+
+
+@cli.command()
+@click.argument("model", required=False)
+@click.argument("flags", nargs=-1, metavar="[-- ENGINE FLAGS...]")
+@click.option("--routers", is_flag=True, help="The routers instead.")
+@click.option("--engine", default="ours", show_default=True, metavar="ours|vllm|PATH", help="With MODEL.")
+@click.option("--router-flags", metavar="TEXT", help="With --routers: instead of those they have.")
+@click.option("--surge", is_flag=True, help="Start a replacement before the old one is drained: takes room for one.")
+@_wait
+@_seconds
+@_of_fleet
+def roll(model: str | None, flags: tuple[str, ...], routers: bool, name: str, **given: Any) -> None:
+    """Replace the workers one by one: with the same command line, or with MODEL and ENGINE FLAGS instead of it."""
+    with _said():
+        changes: dict[str, Any] = {}
+        if routers and (model is not None or given["surge"]):
+            raise SpecError("--routers: takes neither MODEL nor --surge, whose port would be another one")
+        if given["router_flags"] is not None:
+            if not routers:
+                raise SpecError("--router-flags: for --routers only")
+            changes["router"] = split_flags("--router-flags", given["router_flags"])
+        if model is not None:
+            changes["engine"], changes["vllm"] = engine_command(given["engine"], model, flags)
+        _connect(given["address"])
+        directory = _directory(name)
+        _ask(directory.roll, Kind.ROUTER if routers else Kind.ENGINE, changes, given["surge"])
+        _finish(directory, given)
+
+
+@cli.command()
+@click.option("--now", is_flag=True, help="Kill all; requests under way are cut.")
+@_seconds
+@_of_fleet
+def down(now: bool, timeout: float, name: str, address: str) -> None:
+    """End the fleet: routers end what they have, then the workers stop."""
+    with _said():
+        _connect(address)
+        directory = _directory(name)
+        _ask(directory.end, now=now)
+        _await(directory, timeout, lambda status: not status["seats"])
+        ray.kill(directory)
+        internal_kv._internal_kv_del(f"fleet/{name}".encode(), namespace=NAMESPACE)
+
+
+def main(args: list[str] | None = None) -> None:
+    cli.main(args=args if args is not None else sys.argv[1:], prog_name="fleet")
+
+
+if __name__ == "__main__":
+    main()

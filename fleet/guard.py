@@ -1,0 +1,83 @@
+"""Runs one program and sees to it that nothing of it outlives its end, or the end of whoever asked for it.
+
+`python guard.py COMMAND...`, with a pipe as stdin that the asking process keeps open. When the pipe closes, however
+that process died, every descendant is killed. When the program ends, what it has left behind is killed, and its status
+is ours. SIGTERM is passed on to it. Killed itself, its program goes along (PDEATHSIG). Linux; the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+
+SUBREAPER, PDEATHSIG = 36, 1
+"""Of prctl(2)."""
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def reap() -> dict[int, int]:
+    """Children that have ended: pid -> status as the shell has it, 128 + N for signal N."""
+    ended: dict[int, int] = {}
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            code = os.waitstatus_to_exitcode(status)
+            ended[pid] = code if code >= 0 else 128 - code
+    return ended
+
+
+def kill_all() -> None:
+    """Every descendant: orphans of the killed become our children, and are next."""
+    while True:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            pids = [int(pid) for pid in file.read().split()]
+        if not pids:
+            return
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, 0)
+
+
+def dies_with(parent: int) -> None:
+    """In the child: be killed when the guard is."""
+    LIBC.prctl(PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main(command: list[str]) -> int:
+    LIBC.prctl(SUBREAPER, 1, 0, 0, 0)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+        signal.signal(number, lambda *_: None)
+    guard = os.getpid()
+    program = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: dies_with(guard)
+    )
+    while True:
+        ready = select.select([0, woken], [], [])[0]
+        numbers = os.read(woken, 4096) if woken in ready else b""
+        ended = reap()
+        if program.pid in ended:
+            kill_all()
+            return ended[program.pid]
+        if 0 in ready and not os.read(0, 4096):
+            kill_all()
+            return 128 + signal.SIGKILL
+        if signal.SIGTERM in numbers or signal.SIGINT in numbers:
+            os.kill(program.pid, signal.SIGTERM)  # not reaped yet, so the number is still its own
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

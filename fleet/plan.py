@@ -1,0 +1,177 @@
+"""What to start, drain and stop next: what is wanted against what is there, and `now`. Pure.
+
+The fleet's members of one kind sit on numbered slots. `plan` is asked again and again; it keeps that
+
+* no slot has two seats, and never more are there than wanted, or one more (`surge`) while old ones are replaced;
+* a worker that is up is drained before it is stopped;
+* old seats are replaced one by one, the next only when all are up: a version that does not start replaces one at most;
+* a slot whose program ends is taken again at once, then after 1, 2, 4, ... 60 s, until one was up for a minute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+BACK_OFF_S_MAX = 60.0
+STEADY_S = 60.0
+"""Who was up for so long did not fail at the start."""
+
+
+class Kind(str, Enum):
+    ENGINE = "engine"
+    ROUTER = "router"
+
+
+class Phase(str, Enum):
+    STARTING = "starting"
+    UP = "up"
+    DRAINING = "draining"
+    """Gets no new requests and ends those it has."""
+    STOPPING = "stopping"
+    """Was told to end."""
+
+
+LIVE = (Phase.STARTING, Phase.UP)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is wanted of one kind."""
+
+    count: int
+    revision: int = 0
+    """Seats of a lower one are replaced."""
+    surge: bool = False
+    """Start a replacement before the old one is drained: needs room for one more."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One program, from the decision to start it until it is seen to have ended."""
+
+    name: str
+    kind: Kind
+    slot: int
+    revision: int
+    phase: Phase
+    since_s: float
+    """When it came into its phase."""
+    in_flight: int | None = None
+    """Requests of all routers there; None: not known yet."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Ends of a slot's programs that nobody asked for."""
+
+    count: int
+    retry_s: float
+    """Not before."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds."""
+
+    start_s_max: float = 1800.0
+    drain_s_max: float = 300.0
+
+
+@dataclass(frozen=True)
+class Start:
+    kind: Kind
+    slot: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """A seat goes to another phase: to UP a drain is taken back."""
+
+    name: str
+    to: Phase
+    failed: bool = False
+    """It took too long to start."""
+
+
+Action = Start | Move
+Failures = Mapping[tuple[Kind, int], Failure]
+
+
+def failed(before: Failure | None, up_s: float, now: float) -> Failure:
+    """A slot's book after its program has ended by itself, `up_s` after it was up (0: never)."""
+    count = 1 if before is None or up_s >= STEADY_S else before.count + 1
+    return Failure(count, now + (min(BACK_OFF_S_MAX, 2.0 ** min(count - 2, 6)) if count > 1 else 0.0))
+
+
+def plan(
+    targets: Mapping[Kind, Target], seats: Sequence[Seat], failures: Failures, patience: Patience, now: float
+) -> list[Action]:
+    """What to do now, routers first."""
+    actions: list[Action] = []
+    routers = sum(seat.kind is Kind.ROUTER for seat in seats)
+    for kind in (Kind.ROUTER, Kind.ENGINE):
+        if kind is Kind.ENGINE and routers and not targets[Kind.ROUTER].count:
+            continue  # the end of the fleet: workers stay while routers end what they have
+        own = [seat for seat in seats if seat.kind is kind]
+        actions += _plan_kind(kind, targets[kind], own, failures, patience, now, routed=bool(routers))
+    return actions
+
+
+def _plan_kind(
+    kind: Kind, target: Target, seats: Sequence[Seat], failures: Failures, patience: Patience, now: float, routed: bool
+) -> list[Action]:
+    actions: list[Action] = []
+    live: list[Seat] = []
+    for seat in seats:
+        waited_s = now - seat.since_s
+        if seat.phase is Phase.STARTING and seat.revision < target.revision:
+            actions.append(Move(seat.name, Phase.STOPPING))
+        elif seat.phase is Phase.STARTING and waited_s > patience.start_s_max:
+            actions.append(Move(seat.name, Phase.STOPPING, failed=True))
+        elif seat.phase is Phase.DRAINING and (not routed or seat.in_flight == 0 or waited_s > patience.drain_s_max):
+            actions.append(Move(seat.name, Phase.STOPPING))
+        elif seat.phase in LIVE:
+            live.append(seat)
+    old = [seat for seat in live if seat.revision < target.revision]
+    count = target.count + (target.surge and bool(old) and target.count > 0)
+    excess = len(live) - count
+    if excess > 0:
+        first = sorted(live, key=lambda seat: (seat.revision, seat.phase is Phase.UP, -seat.slot))
+        return actions + [_leave(seat) for seat in first[:excess]]
+    if excess < 0:
+        gone = {action.name for action in actions if isinstance(action, Move)}
+        back = [
+            seat
+            for seat in seats
+            if seat.phase is Phase.DRAINING and seat.revision == target.revision and seat.name not in gone
+        ][:-excess]
+        actions += [Move(seat.name, Phase.UP) for seat in back]
+        # Who leaves still has its room.
+        return actions + _starts(kind, count - len(seats), {seat.slot for seat in seats}, failures, now)
+    settled = len(seats) == len(live) and all(seat.phase is Phase.UP for seat in live)
+    if old and settled:
+        actions.append(_leave(min(old, key=lambda seat: seat.slot)))
+    return actions
+
+
+def _leave(seat: Seat) -> Move:
+    """Routers end their requests by themselves when told to stop."""
+    drains = seat.kind is Kind.ENGINE and seat.phase is Phase.UP
+    return Move(seat.name, Phase.DRAINING if drains else Phase.STOPPING)
+
+
+def _starts(kind: Kind, missing: int, taken: set[int], failures: Failures, now: float) -> list[Action]:
+    """The lowest free slots; those that have to wait are not passed over for others."""
+    free = (slot for slot in range(len(taken) + missing) if slot not in taken) if missing > 0 else iter(())
+    chosen = [slot for slot, _ in zip(free, range(missing))]
+    waiting = (failures.get((kind, slot)) for slot in chosen)
+    return [Start(kind, slot) for slot, failure in zip(chosen, waiting) if failure is None or failure.retry_s <= now]
+
+
+def lightest(nodes: Mapping[str, float], placed: Sequence[str]) -> str | None:
+    """The node for the next seat of a kind: that with the fewest of them a unit of room. `nodes`: how many would fit
+    where nobody is; `placed`: where its kind sits. None where none is known to have room for one."""
+    fits = {node: room for node, room in nodes.items() if room >= 1}
+    return min(fits, key=lambda node: (placed.count(node), -fits[node], node)) if fits else None

@@ -1,0 +1,153 @@
+"""What a fleet is: the command lines of its programs, what each takes of a machine, what is wanted of it. Pure.
+
+The one place that knows how `engine serve`, `vllm serve` and `router run` are called.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from fleet.plan import Kind
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
+
+
+class SpecError(Exception):
+    """What was asked for cannot be; in words for who asked."""
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True):
+    """One fleet."""
+
+    name: str
+    engine: tuple[str, ...]
+    """The worker's command line but for its addresses."""
+    vllm: bool = False
+    """It is `vllm serve`, whose events have to be switched on."""
+    router: tuple[str, ...] = ()
+    """Of `router run`, besides its addresses."""
+    env: dict[str, str] = {}
+    cpus: float = 1.0
+    """Of a worker; Ray counts them and gives none."""
+    gpus: int = 0
+    """Of a worker: on one node, as tensor-parallel ranks have to be."""
+    router_cpus: float = 1.0
+    router_host: str = ""
+    """Where routers listen; empty: on their node's address."""
+    router_port: int = 8080
+    """Of router 0; the next has the next. 0: the system chooses."""
+    stop_s_max: float = 60.0
+    """From being told to end to being killed."""
+    admin_key: str = ""
+
+    def resources(self, kind: Kind) -> dict[str, float]:
+        """What Ray reserves, all of it on one node."""
+        if kind is Kind.ROUTER:
+            return {"CPU": self.router_cpus}
+        return {"CPU": self.cpus, **({"GPU": float(self.gpus)} if self.gpus else {})}
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """One program, addresses and all."""
+
+    command: list[str]
+    url: str
+    health: str
+    """Answers 200 once it serves."""
+    worker: dict[str, str | int] = {}
+    """What routers are told of it."""
+    admin: str = ""
+    peer: str = ""
+    """Where a router tells its load."""
+
+
+Ports = Callable[[int], int]
+"""The first of so many free ports in a row on this node."""
+
+
+def launch(spec: Spec, kind: Kind, slot: int, host: str, ports: Ports) -> Launch:
+    """The program of a slot on the node `host`."""
+    where = f"[{host}]" if ":" in host else host
+    if kind is Kind.ROUTER:
+        port = spec.router_port + slot if spec.router_port else ports(1)
+        admin, peer, listen = f"127.0.0.1:{ports(1)}", f"tcp://{where}:{ports(1)}", spec.router_host or host
+        addresses = ["--host", listen, "--port", str(port), "--admin", admin, "--peer-bind", peer]
+        command = [sys.executable, "-m", "router", "run", *addresses, *spec.router]
+        scheme = "https" if any(flag.partition("=")[0] == "--tls-cert" for flag in spec.router) else "http"
+        url = f"{scheme}://{'127.0.0.1' if listen == '127.0.0.1' else where}:{port}"
+        return Launch(command=command, url=url, health=f"{url}/livez", admin=f"{scheme}://{admin}", peer=peer)
+    port = ports(1)
+    url = f"http://{where}:{port}"
+    worker: dict[str, str | int] = {"url": url, "id": f"{where}:{port}", "send_key": 1}
+    command = [*spec.engine, "--host", host, "--port", str(port)]
+    if spec.vllm:
+        ranks = data_parallel(spec.engine)
+        events, replay = ports(ranks), ports(ranks)
+        settings = {"enable_kv_cache_events": True, "publisher": "zmq"}
+        settings |= {"endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://*:{replay}"}
+        command += ["--kv-events-config", json.dumps(settings)]
+        for key, first in (("events", events), ("replay", replay)):
+            worker[key] = ";".join(f"tcp://{where}:{first + rank}" for rank in range(ranks))
+    return Launch(command=command, url=url, health=f"{url}/health", worker=worker)
+
+
+def data_parallel(command: tuple[str, ...]) -> int:
+    """Ranks of a vLLM command line: each publishes at a port of its own. Raises SpecError."""
+    for at, word in enumerate(command):
+        flag, equals, value = word.partition("=")
+        if flag in ("--data-parallel-size", "-dp"):
+            text = value if equals else (command[at + 1] if at + 1 < len(command) else "")
+            if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 1024:
+                raise SpecError(f"{flag}: got {text!r}, expected a number of ranks")
+            return int(text)
+    return 1
+
+
+TAKEN = ("--host", "--port", "--kv-events-config", "--admin", "--peer-bind", "--admin-api-key")
+"""What `launch` gives."""
+
+
+def engine_command(engine: str, model: str, flags: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
+    """(the command line but for addresses, whether it is vLLM). `engine`: ours, vllm, or the path of a `vllm`. Raises
+    SpecError."""
+    check_flags("the worker's flags", flags)
+    if engine == "ours":
+        return (sys.executable, "-m", "engine", "serve", *([model] if model else []), *flags), False
+    if not model:
+        raise SpecError("--engine vllm: MODEL is missing")
+    command = (engine, "serve", model, *flags)
+    data_parallel(command)
+    return command, True
+
+
+def split_flags(option: str, text: str) -> tuple[str, ...]:
+    """One text as a shell would have it. Raises SpecError."""
+    try:
+        flags = tuple(shlex.split(text))
+    except ValueError as error:
+        raise SpecError(f"{option}: got {text!r}: {error}") from None
+    check_flags(option, flags)
+    return flags
+
+
+def check_flags(option: str, flags: tuple[str, ...]) -> None:
+    """Raises SpecError for what the fleet gives itself."""
+    for flag in flags:
+        if flag.partition("=")[0] in TAKEN:
+            raise SpecError(f"{option}: {flag} is the fleet's to give")
+
+
+def read_env(texts: tuple[str, ...], environment: Mapping[str, str]) -> dict[str, str]:
+    """`NAME=VALUE`, or `NAME` with the value it has here. Raises SpecError."""
+    env: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name or (not equals and name not in environment):
+            raise SpecError(f"--env: got {text!r}, expected NAME=VALUE, or a NAME that is set here")
+        env[name] = value if equals else environment[name]
+    return env

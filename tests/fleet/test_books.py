@@ -1,0 +1,105 @@
+"""What routers are told; the programs' command lines."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fleet.books import Listed, Row, changes, read_rows
+from fleet.plan import Kind
+from fleet.spec import Spec, SpecError, data_parallel, engine_command, launch, read_env, split_flags
+
+A, B = Listed({"url": "http://a:1", "id": "a:1"}), Listed({"url": "http://b:1", "id": "b:1"})
+UP = Row(True, False, 0, 0.0, 0.0)
+
+
+def test_a_router_is_brought_to_the_list() -> None:
+    assert changes([A, B], {"a:1": UP, "c:1": UP}) == [
+        ("DELETE", "/workers/c:1", None),
+        ("POST", "/workers", {"url": "http://b:1", "id": "b:1"}),
+    ]
+    draining = Listed(A.settings, draining=True)
+    assert changes([draining], {"a:1": UP}) == [("POST", "/workers/a:1/drain", {"on": True})]
+    assert changes([A], {"a:1": Row(False, True, 2, 0.0, 0.0)}) == [("POST", "/workers/a:1/drain", {"on": False})]
+    assert changes([draining], {}) == [], "who leaves need not come first"
+    assert changes([A], {"a:1": UP}) == []
+
+
+def test_rows_of_ranks_are_one_worker() -> None:
+    row = {"worker_id": "a", "state": "up", "prefilling": 1, "decoding": 2, "queue_s": 0.5, "utilisation": 0.1}
+    other = {**row, "decoding": 0, "queue_s": 0.25}
+    starting = {"worker_id": "b", "state": "starting", "state_reason": "refused"}
+    rows = read_rows({"workers": [row, other, starting]})
+    assert rows == {"a": Row(True, False, 4, 0.5, 0.1), "b": Row(False, False, 0, 0.0, 0.0)}
+
+
+@pytest.mark.parametrize(
+    "page", [{}, {"workers": [{}]}, {"workers": 3}, {"workers": [{"worker_id": "a", "state": "up", "queue_s": "x"}]}]
+)
+def test_what_is_no_list_of_workers(page: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"no list of workers|could not convert"):
+        read_rows(page)
+
+
+def ports(count: int) -> int:
+    return 40_000 + count
+
+
+def test_a_worker_of_ours() -> None:
+    command, vllm = engine_command("ours", "/m", ("--max-num-seqs", "4"))
+    one = launch(Spec(name="f", engine=command, vllm=vllm), Kind.ENGINE, 3, "10.0.0.1", ports)
+    assert one.command[1:] == [
+        "-m",
+        "engine",
+        "serve",
+        "/m",
+        "--max-num-seqs",
+        "4",
+        "--host",
+        "10.0.0.1",
+        "--port",
+        "40001",
+    ]
+    assert one.worker == {"url": "http://10.0.0.1:40001", "id": "10.0.0.1:40001", "send_key": 1}
+
+
+def test_a_vllm_worker_publishes_where_the_router_is_told() -> None:
+    command, vllm = engine_command("vllm", "m", ("--data-parallel-size=2",))
+    one = launch(Spec(name="f", engine=command, vllm=vllm), Kind.ENGINE, 0, "10.0.0.1", ports)
+    assert one.command[:3] == ["vllm", "serve", "m"]
+    settings = json.loads(one.command[-1])
+    assert settings["enable_kv_cache_events"] is True
+    assert settings["endpoint"] == "tcp://*:40002"
+    assert one.worker["events"] == "tcp://10.0.0.1:40002;tcp://10.0.0.1:40003"
+
+
+def test_routers_have_ports_in_a_row_and_addresses_of_their_own() -> None:
+    spec = Spec(name="f", engine=(), router=("--queue",), router_port=8080)
+    one = launch(spec, Kind.ROUTER, 2, "fd00::1", ports)
+    assert one.url == "http://[fd00::1]:8082"
+    assert one.command[1:8] == ["-m", "router", "run", "--host", "fd00::1", "--port", "8082"]
+    assert one.peer == "tcp://[fd00::1]:40001"
+    secure = launch(Spec(name="f", engine=(), router=("--tls-cert", "c", "--tls-key", "k")), Kind.ROUTER, 0, "h", ports)
+    assert (secure.url, secure.admin) == ("https://h:8080", "https://127.0.0.1:40001")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda: engine_command("ours", "m", ("--port", "1")), "--port is the fleet's"),
+        (lambda: engine_command("vllm", "", ()), "MODEL is missing"),
+        (lambda: engine_command("vllm", "m", ("-dp", "x")), "got 'x'"),
+        (lambda: split_flags("--router-flags", "'"), "No closing quotation"),
+        (lambda: split_flags("--router-flags", "--admin=x:1"), "is the fleet's"),
+        (lambda: read_env(("NOT_SET",), {}), "NOT_SET"),
+        (lambda: data_parallel(("--data-parallel-size",)), "expected a number of ranks"),
+    ],
+)
+def test_what_cannot_be_asked_for(wrong: object, says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        wrong()  # type: ignore[operator]
+
+
+def test_environment() -> None:
+    assert read_env(("A=1=2", "B"), {"B": "b", "C": "c"}) == {"A": "1=2", "B": "b"}

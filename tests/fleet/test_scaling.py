@@ -1,0 +1,72 @@
+"""How many workers, by what the routers predict."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet.scaling import Bounds, Load, Scaler, needed
+
+BOUNDS = Bounds(2, 10, queue_s=0.5, busy=0.7, cool_s=60.0)
+
+
+@pytest.mark.parametrize(
+    ("loads", "held", "expected"),
+    [
+        ([], 0, 2),
+        ([Load(0.0, 0.0)] * 4, 0, 2),
+        ([Load(0.5, 0.1)] * 4, 0, 4),
+        ([Load(0.54, 0.1)] * 4, 0, 4),
+        ([Load(1.0, 0.1)] * 4, 0, 8),
+        ([Load(2.0, 0.0), Load(0.0, 0.0)], 0, 4),
+        ([Load(0.0, 1.0)] * 4, 0, 6),
+        ([Load(9.0, 1.0)] * 4, 0, 10),
+        ([Load(0.1, 0.1)] * 4, 3, 5),
+    ],
+)
+def test_needed(loads: list[Load], held: int, expected: int) -> None:
+    assert needed(BOUNDS, loads, held)[0] == expected
+
+
+def test_up_at_once_but_not_while_others_start() -> None:
+    busy = [Load(2.0, 1.0)] * 2
+    scaler, wanted, why = Scaler().decide(BOUNDS, 2, busy, 0, 0.0)
+    assert (wanted, why) == (8, "queue 2.00 s a worker, 100% busy")
+    _, wanted, _ = scaler.decide(BOUNDS, 8, busy, 0, 1.0)
+    assert wanted == 8, "six of them are not up yet"
+
+
+def test_down_after_the_cool_down_to_what_its_busiest_moment_needed() -> None:
+    scaler, count = Scaler(), 6
+    for now in range(200):
+        load = Load(0.5, 0.1) if now == 50 else Load(0.25, 0.1)
+        scaler, wanted, _ = scaler.decide(BOUNDS, count, [load] * 6, 0, float(now))
+        assert wanted == (6 if now <= 110 else 3), now
+
+
+@pytest.mark.parametrize(
+    "wrong", [(0, 3), (4, 3), (1, 2, 0.0), (1, 2, 0.5, 0.0), (1, 2, 0.5, 1.1), (1, 2, 0.5, 0.5, -1)]
+)
+def test_bounds_that_cannot_be(wrong: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="autoscaling: got"):
+        Bounds(*wrong)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 30.0), st.floats(0, 1e4), st.integers(0, 5)), min_size=1, max_size=60))
+def test_it_never_leaves_its_bounds_and_waits_before_fewer(moments: list[tuple[float, float, int]]) -> None:
+    scaler, count, now, least_s = Scaler(), 4, 0.0, 0.0
+    needs: list[tuple[float, int]] = []
+    for step_s, queue_s, held in moments:
+        now += step_s
+        loads = [Load(queue_s, min(1.0, queue_s))] * count
+        needs.append((now, needed(BOUNDS, loads, held)[0]))
+        scaler, wanted, _ = scaler.decide(BOUNDS, count, loads, held, now)
+        assert BOUNDS.low <= wanted <= BOUNDS.high
+        if wanted < count:
+            assert now - moments[0][0] >= BOUNDS.cool_s
+            assert wanted == max(need for at, need in needs if now - at <= BOUNDS.cool_s)
+            least_s = now
+        count = wanted
+    assert least_s <= now
+    assert len(scaler.needed) <= BOUNDS.high
