@@ -50,6 +50,8 @@ class RoutingRequest(Struct, kw_only=True, frozen=True):
     stream: bool = False
     output_max: int = 0
     """Most tokens the client lets all choices have; 0 where it sets no limit."""
+    output_min: int = 0
+    """Fewest tokens that all choices will have, by `min_tokens`, or by `ignore_eos` where nothing else ends them."""
     user: str | None = None
     prompt_cache_key: str | None = None
     metadata_user_id: str | None = None
@@ -85,6 +87,10 @@ class _Body(Struct):
     max_tokens: Any = None
     max_completion_tokens: Any = None
     n: Any = None
+    min_tokens: Any = None
+    ignore_eos: Any = None
+    stop: Any = None
+    stop_token_ids: Any = None
     user: Any = None
     prompt_cache_key: Any = None
     metadata: Any = None
@@ -117,6 +123,8 @@ def read_routing(kind: Kind, data: bytes) -> RoutingRequest:
     limit = _int(body.max_completion_tokens)
     if limit is None:
         limit = _int(body.max_tokens)
+    choices = max(_int(body.n) or 1, 1)
+    least = limit if body.ignore_eos is True and not body.stop and not body.stop_token_ids else _int(body.min_tokens)
     echoes = body.echo is True and _int(body.top_logprobs if messages else body.logprobs) is not None
     return RoutingRequest(
         kind=kind,
@@ -135,7 +143,8 @@ def read_routing(kind: Kind, data: bytes) -> RoutingRequest:
         cache_salt=_str(body.cache_salt) or None,
         priority=_int(body.priority) or 0,
         stream=body.stream is True,
-        output_max=max(limit or 0, 0) * max(_int(body.n) or 1, 1),
+        output_max=max(limit or 0, 0) * choices,
+        output_min=max(least or 0, 0) * choices,
         user=_str(body.user),
         prompt_cache_key=_str(body.prompt_cache_key),
         metadata_user_id=_str(body.metadata.get("user_id")) if isinstance(body.metadata, dict) else None,

@@ -248,13 +248,16 @@ class Reading:
             token_ids = None  # nothing of it will be reused
         if token_ids is not None and parsed.kind in ("chat", "messages", "responses"):
             token_ids = self._as_sampled(asked, token_ids)
+        prompt_tokens = len(token_ids) if token_ids is not None else self._estimate(asked)
+        room = parsed.output_min if asked.tokens_max is None else max(asked.tokens_max - prompt_tokens, 0)
         return RouteRequest(
             request_id=request_id,
             model=asked.model,
             scope=self._scope(asked.base, parsed.cache_salt, asked.lora),
             token_ids=token_ids,
-            prompt_tokens=len(token_ids) if token_ids is not None else self._estimate(asked),
+            prompt_tokens=prompt_tokens,
             output_max=1 if parsed.kind == "other" else parsed.output_max,  # of others, what is computed is the prompt
+            output_min=min(parsed.output_min, room),
             stream=parsed.stream,
             priority=asked.priority,
             worker=asked.worker,

@@ -53,9 +53,11 @@ class OutputLengths:
         self._kinds: OrderedDict[Kind, _Average] = OrderedDict()
 
     def expect(self, request: RouteRequest) -> float:
-        """Tokens that will be generated: no more than the client allows."""
+        """Tokens that will be generated: no fewer than the client asks for, and no more than it allows."""
         request.kinds = kinds = request.kinds or _kinds(request)
         tokens = self._mean(kinds)
+        if request.output_min > tokens:
+            tokens = float(min(request.output_min, TOKENS_MAX))
         if 0 < request.output_max < tokens:
             tokens = float(request.output_max)
         return tokens if tokens > 1.0 else 1.0

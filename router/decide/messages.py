@@ -28,6 +28,8 @@ class RouteRequest:
     """len(token_ids), or an estimate where they are None."""
     output_max: int = 0
     """Most tokens that may be generated; 0 where the client does not say. A bound, never an expectation."""
+    output_min: int = 0
+    """Fewest tokens that will be generated, where the client forbids an earlier end."""
     stream: bool = True
     """Whether the first token will be seen as it comes; otherwise its time is estimated."""
     priority: int = 0

@@ -257,6 +257,24 @@ def test_routing_reads_what_it_needs():
 
 
 @pytest.mark.parametrize(
+    ("fields", "least"),
+    [
+        ({"max_tokens": 9}, 0),
+        ({"max_tokens": 9, "min_tokens": 4}, 4),
+        ({"max_tokens": 9, "ignore_eos": True}, 9),
+        ({"max_tokens": 9, "ignore_eos": True, "n": 3}, 27),
+        ({"max_tokens": 9, "ignore_eos": True, "stop": []}, 9),
+        ({"max_tokens": 9, "ignore_eos": True, "stop": "x", "min_tokens": 2}, 2),
+        ({"max_tokens": 9, "ignore_eos": True, "stop_token_ids": [5]}, 0),
+        ({"ignore_eos": True}, 0),
+        ({"min_tokens": -5, "ignore_eos": "yes"}, 0),
+    ],
+)
+def test_routing_sees_how_long_an_answer_will_be_at_least(fields, least):
+    assert parse_routing("/v1/completions", json.dumps({"prompt": "x", **fields}).encode()).output_min == least
+
+
+@pytest.mark.parametrize(
     ("fields", "scores"),
     [
         ({"prompt_logprobs": 0}, True),

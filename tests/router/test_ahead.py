@@ -179,6 +179,9 @@ def test_where_lengths_are_known_and_no_answer_fills_a_block_every_hit_is_forese
 class World:
     """One engine behind a core; events arrive with each step."""
 
+    told = False
+    """Whether requests say how long their answers will be (`ignore_eos`)."""
+
     def __init__(self, block_count: int, **spec: object) -> None:
         self.engine = NaiveEngine(block_count, 32)
         self.core = RouterCore(make_index(seed=1), CoreConfig())
@@ -193,7 +196,10 @@ class World:
 
     def send(self, ids: list[int], answer_tokens: int) -> Decision:
         request_id, self.count = str(self.count), self.count + 1
-        asked = RouteRequest(request_id, "m", Scope("m"), ids, len(ids), output_max=answer_tokens, stream=False)
+        least = answer_tokens if self.told else 0
+        asked = RouteRequest(
+            request_id, "m", Scope("m"), ids, len(ids), output_max=answer_tokens, output_min=least, stream=False
+        )
         sent = self.core.route(asked, self.now)
         assert isinstance(sent, Forward)
         self.live[request_id] = sent.decision
@@ -255,6 +261,20 @@ def test_where_long_answers_preempt_each_other_predictions_sum_to_what_is_found(
     predicted, reported = sum(world.predicted for world in worlds), sum(world.reported for world in worlds)
     assert sum(world.engine.preempted for world in worlds) > 20
     assert abs(predicted - reported) <= 0.05 * reported
+
+
+@pytest.mark.parametrize("answers", [(50, 200), (2, 40)])
+@pytest.mark.parametrize("at_once", [10, 20])
+def test_where_requests_say_how_long_their_answers_are_nearly_every_hit_is_foreseen(
+    at_once: int, answers: tuple[int, int]
+) -> None:
+    worlds = [World(70, cache_tokens=70 * 32) for _ in range(4)]
+    for seed, world in enumerate(worlds):
+        world.told = True
+        play(world, random.Random(seed), 120, at_once, True, answers)
+    predicted, reported = sum(world.predicted for world in worlds), sum(world.reported for world in worlds)
+    assert abs(predicted - reported) <= 0.03 * reported
+    assert sum(world.equal for world in worlds) >= 0.97 * sum(world.count for world in worlds)
 
 
 def test_one_that_is_preempted_waits_before_all_others_and_is_forgotten_at_its_end() -> None:

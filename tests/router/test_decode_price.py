@@ -128,6 +128,20 @@ def test_what_a_client_allows_is_a_bound_and_no_expectation(output_max: int) -> 
     assert len(burst(core, now, output_max=output_max)) >= (1 if output_max == 1 else 4)
 
 
+@pytest.mark.parametrize(
+    ("least", "most", "expected"),
+    [(400, 400, 400), (400, 0, 400), (400, 300, 300), (10, 900, 100), (10**12, 0, 131_072), (0, 0, 100)],
+)
+def test_an_answer_that_may_not_end_earlier_is_expected_so_long(least: int, most: int, expected: int) -> None:
+    core, now = pool(), 0.0
+    for i in range(30):
+        send(core, ask(f"r{i}", i), now)
+        now = answer(core, f"r{i}", now, 100, ReportedUsage(1050, 0, 100))
+    placed = core.route(ask("last", 99, output_min=least, output_max=most), now)
+    assert isinstance(placed, Forward)
+    assert placed.decision.terms.output_tokens == pytest.approx(expected, rel=0.1)
+
+
 @pytest.mark.parametrize("reported", [0, 10**9 - 1])
 def test_a_worker_that_lies_of_what_it_said_is_not_believed(reported: int) -> None:
     """One worker of eight reports absurd answers. 1e9 tokens are more than any engine says in that time."""
