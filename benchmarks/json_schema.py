@@ -25,7 +25,7 @@ import _path  # noqa: F401
 import click
 from harness.figures import in_words, machine, write_json
 
-from engine.api.constraint import Asked, json_schema
+from engine.api.constraint import AskedConstraint, json_schema
 from engine.api.lark import write_lark
 from engine.grammars import GrammarError, Words
 from engine.tiny.tokenizer import cached_tokenizer
@@ -66,7 +66,7 @@ def llguidance() -> Compile:
     words = Words(tokenizer, tokenizer.vocab_size)
 
     def compile_(schema: Any) -> Accepts:
-        compiled = words.compile(write_lark(Asked("schema", json_schema(schema)), {}))
+        compiled = words.compile(write_lark(AskedConstraint("schema", json_schema(schema)), {}))
         compiled.compute_bitmask()
         if compiled.is_error():
             raise GrammarError(compiled.get_error())

@@ -36,7 +36,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 from tokenizers import Tokenizer as HfTokenizer
 
 from engine import LLM, SamplingParams
-from engine.api.constraint import Asked, json_schema
+from engine.api.constraint import AskedConstraint, json_schema
 from engine.api.lark import write_lark
 from engine.grammars import Words
 from engine.tiny.model import Recipe, cached_model
@@ -117,7 +117,7 @@ def large_tokenizer() -> Path:
 
 
 def lark(schema: Any) -> str:
-    return write_lark(Asked("schema", json_schema(schema)), {})
+    return write_lark(AskedConstraint("schema", json_schema(schema)), {})
 
 
 # Masks ----------------------------------------------------------------------------------------------------------------

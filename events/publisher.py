@@ -27,7 +27,7 @@ from events.config import KVEventsConfig, rank_endpoint, should_bind
 from events.frames import SNAPSHOT_SEQ, parse_request, reply_frames
 from events.replies import Reply, replay_reply, snapshot_reply
 from events.resident import ResidentSet
-from events.ring import Entry, Ring
+from events.ring import Ring, RingEntry
 from events.sources import EventSource, GroupInfo
 from events.types import DecodeError, Event, InvariantError
 from events.wake import Bell
@@ -83,10 +83,10 @@ class EventPublisher:
 
         self._lock = threading.Lock()  # guards the ring and the queue; held for microseconds
         self._ring = Ring(config.buffer_steps)
-        self._queue: deque[Entry] = deque()
+        self._queue: deque[RingEntry] = deque()
         self._shadow_lock = threading.Lock()  # guards the shadow and `_applied`
         self._shadow = ResidentSet()
-        self._applied: Entry | None = None
+        self._applied: RingEntry | None = None
 
         self._replies: deque[Reply] = deque()
         self._closing = False
@@ -197,7 +197,7 @@ class EventPublisher:
             self._pub.send_multipart([self._topic, entry.seq.to_bytes(8, "big"), payload])
         return bool(self._queue)
 
-    def _apply(self, entry: Entry) -> None:
+    def _apply(self, entry: RingEntry) -> None:
         """Update the shadow. The caller holds its lock."""
         try:
             self._shadow.apply(entry.events())

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from events.codec import encode_batch
 from events.frames import END_SEQ, SNAPSHOT_SEQ
 from events.resident import ResidentBlock, snapshot_events
-from events.ring import Entry
+from events.ring import RingEntry
 from events.types import Event, EventBatch
 
 Message = tuple[int, bytes]
@@ -19,7 +19,7 @@ SNAPSHOT_CHUNK_BLOCKS = 1024
 """A snapshot chunk is closed when it holds at least so many blocks."""
 
 
-def replay_reply(entries: Iterable[Entry], legacy: bool = False) -> Iterator[Message]:
+def replay_reply(entries: Iterable[RingEntry], legacy: bool = False) -> Iterator[Message]:
     """The batches themselves, then the end marker."""
     for entry in entries:
         yield entry.seq, entry.payload(legacy)
@@ -28,7 +28,7 @@ def replay_reply(entries: Iterable[Entry], legacy: bool = False) -> Iterator[Mes
 
 def snapshot_reply(
     blocks: list[ResidentBlock],
-    last: Entry | None,
+    last: RingEntry | None,
     dp_rank: int | None,
     ts: float,
     legacy: bool = False,

@@ -13,7 +13,7 @@ from events.codec import encode_batch
 from events.types import Event, EventBatch
 
 
-class Entry:
+class RingEntry:
     """One batch of the stream. `payload()` always returns the same bytes, live and replayed."""
 
     __slots__ = ("_dp_rank", "_events", "_payload", "_ts", "seq")
@@ -43,23 +43,23 @@ class Ring:
     """At most `capacity` batches; the oldest leaves when a new one comes. Appending and reading never fail."""
 
     def __init__(self, capacity: int) -> None:
-        self._entries: deque[Entry] = deque(maxlen=capacity)
+        self._entries: deque[RingEntry] = deque(maxlen=capacity)
         self.next_seq = 0
 
-    def append(self, ts: float, events: Collection[Event], dp_rank: int | None) -> Entry:
+    def append(self, ts: float, events: Collection[Event], dp_rank: int | None) -> RingEntry:
         """Give a batch its sequence number and its place. Its events are not looked at before they are needed."""
-        entry = Entry(self.next_seq, ts, events, dp_rank)
+        entry = RingEntry(self.next_seq, ts, events, dp_rank)
         self._entries.append(entry)
         self.next_seq += 1
         return entry
 
-    def since(self, start_seq: int) -> list[Entry]:
+    def since(self, start_seq: int) -> list[RingEntry]:
         """The entries with `seq >= start_seq` that are still here, in order."""
         first = self.next_seq - len(self._entries)
         skip = max(0, start_seq - first)
         return list(self._entries)[skip:]
 
-    def last(self) -> Entry | None:
+    def last(self) -> RingEntry | None:
         return self._entries[-1] if self._entries else None
 
     def __len__(self) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @dataclass(slots=True)
-class Counts:
+class TokenCounts:
     """Of all rows."""
 
     tokens: Tensor
@@ -38,7 +38,7 @@ class PenaltyRows:
     """[n, 1] fp32 each."""
 
 
-def penalise(logits: Tensor, counts: Counts, batch: PenaltyRows, width: int) -> None:
+def penalise(logits: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
     """Change logits [rows, vocab] fp32 in place. `width`: at least what any of the rows has in use."""
     tokens, values, _ = _known(counts, batch, width)
     mine = logits if batch.at is None else logits.index_select(0, batch.at)
@@ -51,7 +51,7 @@ def penalise(logits: Tensor, counts: Counts, batch: PenaltyRows, width: int) -> 
         logits.index_copy_(0, batch.at, mine)
 
 
-def count_drawn(drawn: Tensor, counts: Counts, batch: PenaltyRows, width: int) -> None:
+def count_drawn(drawn: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
     """A token of each row was drawn: [all rows of the logits]. `width`: at least what is in use after it."""
     token = (drawn if batch.at is None else drawn.index_select(0, batch.at))[:, None]
     tokens, values, used = _known(counts, batch, width)
@@ -64,7 +64,7 @@ def count_drawn(drawn: Tensor, counts: Counts, batch: PenaltyRows, width: int) -
     counts.used.index_copy_(0, batch.rows, (used + ~known)[:, 0])
 
 
-def _known(counts: Counts, batch: PenaltyRows, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def _known(counts: TokenCounts, batch: PenaltyRows, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """(tokens, values, how many) of the rows; what is past the last is the first once more, with its value."""
     tokens = counts.tokens[:, :width].index_select(0, batch.rows)
     values = counts.values[:, :width].index_select(0, batch.rows)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.counts import Counts, PenaltyRows
+from kernels.counts import PenaltyRows, TokenCounts
 from kernels.sampling import Draws
 from kernels.transfer import upload
 
@@ -294,11 +294,11 @@ class Kernels(Protocol):
         """A token from each row, as `kernels.sampling` says. logits: [rows, vocab], left unchanged. [rows] int64."""
         ...
 
-    def penalise(self, logits: Tensor, counts: Counts, batch: PenaltyRows, width: int) -> None:
+    def penalise(self, logits: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
         """Change logits [rows, vocab] fp32 in place, as `kernels.counts` says."""
         ...
 
-    def count_drawn(self, drawn: Tensor, counts: Counts, batch: PenaltyRows, width: int) -> None:
+    def count_drawn(self, drawn: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
         """Take into the counts what was drawn, as `kernels.counts` says. drawn: [rows] int64."""
         ...
 

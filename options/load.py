@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from options.fields import FILE, FOLDER, Option, Schema
-from options.values import ConfigError, Text
+from options.values import ConfigError, UntypedText
 
 _KUBERNETES = re.compile(r"(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 """What Kubernetes sets for a service that is called like our prefix: no settings of ours."""
@@ -63,15 +63,15 @@ def load(
     for path, value in _flat(schema, table or {}):
         layers.give(path, value, f"{where}: {path}" if where else path, where)
     for name, path in _variables(schema, environment or {}):
-        layers.give(path, Text((environment or {})[name]), name, name)
+        layers.give(path, UntypedText((environment or {})[name]), name, name)
     for text in settings:
         path, separator, word = text.partition("=")
         if not separator:
             raise ConfigError(f"--set {text}: expected KEY=VALUE")
-        layers.give(path, Text(word), f"--set {path}", "--set")
+        layers.give(path, UntypedText(word), f"--set {path}", "--set")
     for path, value in (flags or {}).items():
         label = schema.options[path].label
-        layers.give(path, Text(value) if isinstance(value, str) else value, label, label)
+        layers.give(path, UntypedText(value) if isinstance(value, str) else value, label, label)
     return Loaded(schema.build(layers.values), layers.origins)
 
 
@@ -112,7 +112,7 @@ def _variables(schema: Schema, environment: Mapping[str, str]) -> Iterator[tuple
 
 def _object(where: str, value: Any) -> dict[str, Any]:
     """A section as a table of a file or as JSON text."""
-    if isinstance(value, Text):
+    if isinstance(value, UntypedText):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:

@@ -125,8 +125,8 @@ def _number(value: float) -> str:
 
 
 def read_or_refuse(where: str, value: Any, kind: Any, *, secret: bool = False) -> Any:
-    """`read`, or `read_text` where it is a `Text`. Raises ConfigError in full words; a secret is not repeated."""
-    text = isinstance(value, Text)
+    """`read`, or `read_text` where it is an `UntypedText`. Raises ConfigError in full words; no secret is repeated."""
+    text = isinstance(value, UntypedText)
     try:
         return read_text(str(value), kind) if text else read(value, kind)
     except (ValueError, RecursionError, msgspec.MsgspecError):
@@ -134,7 +134,7 @@ def read_or_refuse(where: str, value: Any, kind: Any, *, secret: bool = False) -
         raise ConfigError(f"{where}: got {shown}, expected {expected(kind)}") from None
 
 
-class Text(str):
+class UntypedText(str):
     """A value from the environment or a flag: to be read by its setting's type."""
 
     __slots__ = ()

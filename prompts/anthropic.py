@@ -41,7 +41,7 @@ ChoiceType = Literal["auto", "any", "tool", "none"]
 ThinkingType = Literal["enabled", "disabled", "adaptive"]
 
 
-class Block(Struct, frozen=True, kw_only=True):
+class MessageBlock(Struct, frozen=True, kw_only=True):
     """A block of any type: which fields it needs depends on that; one without them says nothing."""
 
     type: BlockType
@@ -59,9 +59,9 @@ class Block(Struct, frozen=True, kw_only=True):
     tool: dict[str, Any] | None = None
 
 
-class Turn(Struct, frozen=True):
+class MessageTurn(Struct, frozen=True):
     role: Role
-    content: str | list[Block]
+    content: str | list[MessageBlock]
 
 
 class MessagesTool(Struct, frozen=True, kw_only=True):
@@ -96,9 +96,9 @@ class OutputConfig(Struct, frozen=True):
 class CountRequest(Struct, kw_only=True, frozen=True):
     """A body of `/v1/messages/count_tokens`."""
 
-    messages: list[Turn]
+    messages: list[MessageTurn]
     model: str | None = None
-    system: str | list[Block] | None = None
+    system: str | list[MessageBlock] | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -154,7 +154,7 @@ def _check(request: CountRequest) -> None:
                 _check_change(f"messages[{index}].content[{number}]", turn.role, block)
 
 
-def _check_change(where: str, role: str, block: Block) -> None:
+def _check_change(where: str, role: str, block: MessageBlock) -> None:
     if role != "system":
         raise bad_value(f"{where}.type", block.type, "tools to change in messages of the role system only")
     if block.tool is None or not isinstance(_changed(block.tool), str):
@@ -220,7 +220,7 @@ def _messages(request: CountRequest, merges: bool) -> list[Message]:
     return made
 
 
-def _system_text(content: str | list[Block]) -> str:
+def _system_text(content: str | list[MessageBlock]) -> str:
     """Without what changes with every request."""
     if isinstance(content, str):
         return "" if content.startswith(BILLING_LINE) else content
@@ -228,7 +228,7 @@ def _system_text(content: str | list[Block]) -> str:
     return "".join(text for text in texts if not text.startswith(BILLING_LINE))
 
 
-def _add_turn(made: list[Message], role: str, blocks: list[Block]) -> None:
+def _add_turn(made: list[Message], role: str, blocks: list[MessageBlock]) -> None:
     """A turn's message, after the results of tools that it brings."""
     parts: list[Message] = []
     calls: list[Message] = []
@@ -258,7 +258,7 @@ def _add_turn(made: list[Message], role: str, blocks: list[Block]) -> None:
         made.append(message)
 
 
-def _add_result(made: list[Message], block: Block) -> None:
+def _add_result(made: list[Message], block: MessageBlock) -> None:
     """The message of a tool's result, and, as templates expect only text there, its images in one of the user."""
     text, images, references = "", [], []
     if isinstance(block.content, str):

@@ -60,7 +60,7 @@ class TextFormat(Struct, frozen=True):
     strict: bool | None = None
 
 
-class Text(Struct, frozen=True):
+class TextOptions(Struct, frozen=True):
     format: TextFormat | None = None
     verbosity: str | None = None
 
@@ -76,7 +76,7 @@ class ResponsesRequest(Struct, kw_only=True, frozen=True):
     tool_choice: str | Item | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
-    text: Text | None = None
+    text: TextOptions | None = None
     store: bool | None = None
     stream: bool | None = None
     background: bool | None = None

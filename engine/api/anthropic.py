@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
-from engine.api.blocks import Block, Blocks, Step, of_choice
+from engine.api.blocks import AnswerBlock, Blocks, Step, of_choice
 from engine.api.choice import Choice, Piece
 from engine.api.generation import Generation
 from prompts.errors import RequestError
@@ -118,7 +118,7 @@ class MessagesAnswer:
             said = event("content_block_delta", index=block.index, delta=signed) + said
         return said
 
-    def _message(self, blocks: list[Block]) -> MessageAnswer:
+    def _message(self, blocks: list[AnswerBlock]) -> MessageAnswer:
         generation = self._generation
         content = [_content(block, block.text) for block in blocks]
         reason, sequence = stop_reason(self._choice)
@@ -133,7 +133,7 @@ class MessagesAnswer:
         return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
 
 
-def _content(block: Block, text: str) -> TextBlock | ThinkingBlock | ToolUseBlock:
+def _content(block: AnswerBlock, text: str) -> TextBlock | ThinkingBlock | ToolUseBlock:
     """The block when it has said so much."""
     if block.kind == "text":
         return TextBlock(text)
@@ -152,7 +152,7 @@ def arguments_object(arguments: str) -> Raw:
     return Raw(b"{}")
 
 
-def _delta(block: Block, text: str) -> bytes:
+def _delta(block: AnswerBlock, text: str) -> bytes:
     type, field = {
         "text": ("text_delta", "text"), "thought": ("thinking_delta", "thinking"),
         "call": ("input_json_delta", "partial_json"),

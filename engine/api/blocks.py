@@ -11,12 +11,12 @@ from typing import Literal
 from engine.api.choice import Choice, Piece
 
 Kind = Literal["thought", "text", "call"]
-Step = tuple[Literal["begins", "grows", "ends"], "Block", str]
+Step = tuple[Literal["begins", "grows", "ends"], "AnswerBlock", str]
 """What happens to a block; by what it grows."""
 
 
 @dataclass(slots=True)
-class Block:
+class AnswerBlock:
     """`index`: its place among the blocks of its answer. `id`, `name`: of a call."""
 
     kind: Kind
@@ -35,8 +35,8 @@ class Blocks:
     """Of one choice, while it grows."""
 
     def __init__(self) -> None:
-        self.all: list[Block] = []
-        self._open: Block | None = None
+        self.all: list[AnswerBlock] = []
+        self._open: AnswerBlock | None = None
 
     def push(self, piece: Piece) -> list[Step]:
         steps: list[Step] = []
@@ -46,7 +46,7 @@ class Blocks:
             self._grow("text", piece.text, steps)
         for call in piece.calls:
             if call.name is not None:
-                self._begin(Block("call", len(self.all), id=call.id or "", name=call.name), steps)
+                self._begin(AnswerBlock("call", len(self.all), id=call.id or "", name=call.name), steps)
             self._grow("call", call.arguments, steps)
         return steps
 
@@ -54,19 +54,19 @@ class Blocks:
         """Nothing follows. An answer that said nothing has one block of no text: some clients expect one."""
         steps: list[Step] = []
         if not self.all:
-            self._begin(Block("text", 0), steps)
+            self._begin(AnswerBlock("text", 0), steps)
         self._close(steps)
         return steps
 
     def _grow(self, kind: Kind, text: str, steps: list[Step]) -> None:
         if self._open is None or self._open.kind != kind:
-            self._begin(Block(kind, len(self.all)), steps)
+            self._begin(AnswerBlock(kind, len(self.all)), steps)
         assert self._open is not None
         if text:
             self._open.texts.append(text)
             steps.append(("grows", self._open, text))
 
-    def _begin(self, block: Block, steps: list[Step]) -> None:
+    def _begin(self, block: AnswerBlock, steps: list[Step]) -> None:
         self._close(steps)
         self.all.append(block)
         self._open = block
@@ -78,7 +78,7 @@ class Blocks:
             self._open = None
 
 
-def of_choice(choice: Choice) -> list[Block]:
+def of_choice(choice: Choice) -> list[AnswerBlock]:
     """The blocks of a choice that was kept whole."""
     blocks = Blocks()
     blocks.push(Piece(choice.text, [], [], thought=choice.thought, calls=choice.calls))

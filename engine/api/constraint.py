@@ -21,7 +21,7 @@ Format = dict[str, Any]
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
-class Asked(msgspec.Struct, frozen=True):
+class AskedConstraint(msgspec.Struct, frozen=True):
     """What the answer must match, and the field that says so."""
 
     param: str
@@ -78,7 +78,7 @@ MARKUPS = {
 """By the name of the parser that reads them."""
 
 
-def asked_format(body: ChatRequest | CompletionRequest, tool_markup: str | None = None) -> Asked | None:
+def asked_format(body: ChatRequest | CompletionRequest, tool_markup: str | None = None) -> AskedConstraint | None:
     """What the answer must match; None: it is free. Raises RequestError.
 
     `tool_markup`: a name of MARKUPS, how this model writes calls; None: it has no calls. A call that must be made
@@ -92,15 +92,15 @@ def asked_format(body: ChatRequest | CompletionRequest, tool_markup: str | None 
         if tool_markup is None:
             raise bad_value("tool_choice", body.tool_choice, "none or auto: no --tool-call-parser fits this model")
         many = body.parallel_tool_calls is not False and not _is_named(body.tool_choice)
-        return Asked("tool_choice", _calls(MARKUPS[tool_markup], allowed, many))
+        return AskedConstraint("tool_choice", _calls(MARKUPS[tool_markup], allowed, many))
     if not allowed or tool_markup is None:
         return text
     markup, many = MARKUPS[tool_markup], body.parallel_tool_calls is not False
     if text is not None:
-        return Asked(text.param, {"type": "or", "elements": [text.format, _calls(markup, allowed, many)]})
+        return AskedConstraint(text.param, {"type": "or", "elements": [text.format, _calls(markup, allowed, many)]})
     if not any(_function(tool).get("strict") for tool in allowed):
         return None
-    return Asked("tools", _free_calls(markup, allowed, many))
+    return AskedConstraint("tools", _free_calls(markup, allowed, many))
 
 
 def json_schema(schema: Json, whitespace: str | None = None, *, lenient: bool = False) -> Format:
@@ -116,7 +116,7 @@ def json_schema(schema: Json, whitespace: str | None = None, *, lenient: bool = 
 # Text -----------------------------------------------------------------------------------------------------------------
 
 
-def _text_format(body: ChatRequest | CompletionRequest) -> Asked | None:
+def _text_format(body: ChatRequest | CompletionRequest) -> AskedConstraint | None:
     form, outputs = body.response_format, body.structured_outputs
     by_form = None if form is None or form.type == "text" else _of_response_format(form)
     if outputs is None:
@@ -128,25 +128,25 @@ def _text_format(body: ChatRequest | CompletionRequest) -> Asked | None:
     return _of_structured_outputs(outputs)
 
 
-def _of_response_format(form: ResponseFormat) -> Asked:
+def _of_response_format(form: ResponseFormat) -> AskedConstraint:
     if form.type == "json_object":
-        return Asked("response_format", json_schema({"type": "object"}))
+        return AskedConstraint("response_format", json_schema({"type": "object"}))
     if form.type == "json_schema":
         if form.json_schema is None or form.json_schema.schema is None:
             where = "response_format.json_schema" + (".schema" if form.json_schema is not None else "")
             raise RequestError(f"{where}: missing, expected a JSON schema", param=where)
-        return Asked("response_format.json_schema.schema", json_schema(form.json_schema.schema))
+        return AskedConstraint("response_format.json_schema.schema", json_schema(form.json_schema.schema))
     if form.format is not None:
-        return Asked("response_format.format", form.format)
+        return AskedConstraint("response_format.format", form.format)
     if form.structures is None or form.triggers is None:
         raise RequestError(
             "response_format.format: missing, expected the format of a structural tag", param="response_format.format"
         )
     older = {"structures": form.structures, "triggers": form.triggers}
-    return Asked("response_format.structures", structural_tag(older, "response_format"))
+    return AskedConstraint("response_format.structures", structural_tag(older, "response_format"))
 
 
-def _of_structured_outputs(outputs: StructuredOutputs) -> Asked:
+def _of_structured_outputs(outputs: StructuredOutputs) -> AskedConstraint:
     name = "structured_outputs"
     given = [kind for kind in KINDS if getattr(outputs, kind) not in (None, False)]
     if len(given) != 1:
@@ -159,18 +159,20 @@ def _of_structured_outputs(outputs: StructuredOutputs) -> Asked:
     value = getattr(outputs, kind)
     whitespace = "" if outputs.disable_any_whitespace else outputs.whitespace_pattern
     if kind == "json_object":
-        return Asked(param, json_schema({"type": "object"}, whitespace))
+        return AskedConstraint(param, json_schema({"type": "object"}, whitespace))
     if kind == "json":
-        return Asked(param, json_schema(_from_text(value, param), whitespace))
+        return AskedConstraint(param, json_schema(_from_text(value, param), whitespace))
     if kind == "regex":
-        return Asked(param, {"type": "regex", "pattern": value})
+        return AskedConstraint(param, {"type": "regex", "pattern": value})
     if kind == "choice":
         if not value:
             raise bad_value(param, value, "at least one text")
-        return Asked(param, {"type": "or", "elements": [{"type": "const_string", "value": text} for text in value]})
+        return AskedConstraint(
+            param, {"type": "or", "elements": [{"type": "const_string", "value": text} for text in value]}
+        )
     if kind == "grammar":
-        return Asked(param, {"type": "grammar", "grammar": value})
-    return Asked(param, structural_tag(_from_text(value, param), param))
+        return AskedConstraint(param, {"type": "grammar", "grammar": value})
+    return AskedConstraint(param, structural_tag(_from_text(value, param), param))
 
 
 def structural_tag(tag: Json, param: str) -> Format:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine.api.constraint import Asked, Format, asked_format
+from engine.api.constraint import AskedConstraint, Format, asked_format
 from engine.api.params import ModelLimits
 from engine.types import Constraint
 from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer, bad_value
@@ -51,7 +51,7 @@ def constraint_of(
     return Constraint(write_lark(asked, tokens), asked.param, *thought)
 
 
-def write_lark(asked: Asked, tokens: Mapping[str, int]) -> str:
+def write_lark(asked: AskedConstraint, tokens: Mapping[str, int]) -> str:
     """The grammar. `tokens`: texts that are one token each, and that token. Raises RequestError."""
     if asked.format.get("type") == "grammar":
         return _text(asked.param, asked.format, "grammar")
@@ -66,7 +66,7 @@ class _Writer:
         self._rules: list[str] = []
         self._formats = 0
 
-    def write(self, asked: Asked) -> str:
+    def write(self, asked: AskedConstraint) -> str:
         start = self._format(asked.param, asked.format, 0)
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
 

@@ -15,7 +15,7 @@ from engine.api.calls import parameter_types
 from engine.api.choice import NO_SPEECH
 from engine.api.lark import constraint_of
 from engine.api.params import ModelLimits, check_prompt
-from engine.api.responses import SHOWN, Asked
+from engine.api.responses import SHOWN, AskedResponse
 from engine.api.speech import SpeechPlan
 from engine.api.thought import THOUGHTS, Place, end_token, place_after
 from engine.types import Constraint
@@ -54,7 +54,7 @@ class Reading(msgspec.Struct, frozen=True):
     """How the answers' text is to be read."""
     constraint: Constraint | None = None
     """What the answers must match: written, not checked."""
-    asked: Asked | None = None
+    asked: AskedResponse | None = None
     """Of Responses."""
     spans: list[Span] | None = None
     """Where a router has priced other ids than the encoder's."""
@@ -104,7 +104,7 @@ def read_response(before: bytes | None, data: bytes, tokenizer: Tokenizer, limit
     earlier = None if before is None else msgspec.json.decode(before)
     body = ChatRequest(**response_as_chat(request, earlier))
     check_messages(body.messages)
-    asked = Asked(
+    asked = AskedResponse(
         messages=msgspec.json.encode(body.messages),
         shown=_shown(request),
         stores=request.store is not False,

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
-from engine.api.blocks import Block, Blocks, Step, of_choice
+from engine.api.blocks import AnswerBlock, Blocks, Step, of_choice
 from engine.api.choice import Choice, Piece
 from engine.api.generation import Generation
 from prompts.errors import RequestError
@@ -22,7 +22,7 @@ _MARK = "\ue000text\ue000"
 _encoder = msgspec.json.Encoder()
 
 
-class Asked(Struct, frozen=True):
+class AskedResponse(Struct, frozen=True):
     """What is left of a body of `/v1/responses` when it was read; small, or in bytes that nobody looks into."""
 
     messages: bytes
@@ -142,7 +142,7 @@ _FIRST = {"thought": "rs_", "text": "msg_", "call": "fc_"}
 class ResponsesAnswer:
     """Of one request, which has one choice."""
 
-    def __init__(self, generation: Generation, asked: Asked) -> None:
+    def __init__(self, generation: Generation, asked: AskedResponse) -> None:
         self._generation = generation
         self._choice = generation.choices[0]
         self.asked = asked
@@ -216,7 +216,7 @@ class ResponsesAnswer:
         status = "incomplete" if self._choice.finish_reason == "length" else "completed"
         return self.response(status, self._blocks.all)
 
-    def response(self, status: str, blocks: list[Block], error: RequestError | None = None) -> ResponseAnswer:
+    def response(self, status: str, blocks: list[AnswerBlock], error: RequestError | None = None) -> ResponseAnswer:
         """As it stands."""
         generation, asked = self._generation, self.asked
         ended = status in ("completed", "incomplete")
@@ -230,7 +230,7 @@ class ResponsesAnswer:
             usage=self._usage() if ended else None, **shown,
         )  # fmt: skip
 
-    def _item(self, block: Block, status: str) -> Item:
+    def _item(self, block: AnswerBlock, status: str) -> Item:
         name, text = self._id(block), "" if status == "in_progress" else block.text
         if block.kind == "call":
             return FunctionCall(id=name, status=status, call_id=block.id, name=block.name, arguments=text)
@@ -240,7 +240,7 @@ class ResponsesAnswer:
         said = [] if status == "in_progress" else [OutputText(text)]
         return OutputMessage(id=name, status=status, content=said)
 
-    def _id(self, block: Block) -> str:
+    def _id(self, block: AnswerBlock) -> str:
         known = self._ids.get(block.index)
         if known is None:
             known = self._ids[block.index] = _FIRST[block.kind] + uuid.uuid4().hex

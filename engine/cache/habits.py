@@ -51,7 +51,7 @@ class Turn:
         self.before: Turn | None = None
 
 
-class Counts:
+class ReturnCounts:
     """How the turns of one class come back."""
 
     __slots__ = ("gaps", "returned", "turns")
@@ -92,7 +92,7 @@ class Habits:
         """Last turn of each by the mark of its prompt, oldest first."""
         self._shared: OrderedDict[int, Turn] = OrderedDict()
         """Shared beginnings by the hash of their last block."""
-        self._counts: dict[tuple[bool, int, int], Counts] = {}
+        self._counts: dict[tuple[bool, int, int], ReturnCounts] = {}
 
     def begin(self, names: Sequence[int], hit: int) -> Turn:
         """A request came whose prompt has the blocks `names`, of which `hit` were found."""
@@ -154,11 +154,11 @@ class Habits:
         """The class of a turn."""
         return turn.shared, min(turn.turns, _TURNS_MAX), min(5, (turn.added // self._scale).bit_length() // 2)
 
-    def of(self, turn: Turn) -> Counts:
+    def of(self, turn: Turn) -> ReturnCounts:
         kind = self.kind(turn)
         counts = self._counts.get(kind)
         if counts is None:
-            counts = self._counts[kind] = Counts(self._capacity)
+            counts = self._counts[kind] = ReturnCounts(self._capacity)
         return counts
 
     def due(self, turn: Turn) -> float:

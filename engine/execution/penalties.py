@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from engine.types import SamplingParams, Sequence
-from kernels.counts import Counts, PenaltyRows
+from kernels.counts import PenaltyRows, TokenCounts
 from kernels.transfer import to_device
 
-Penalise = Callable[[Tensor, Counts, PenaltyRows, int], None]
+Penalise = Callable[[Tensor, TokenCounts, PenaltyRows, int], None]
 LEAST = 256
 """Tokens that a row has room for; doubled when more are needed."""
 
@@ -62,7 +62,7 @@ class Penalties:
         self._penalise, self._count_drawn = penalise, count_drawn
         self._bounds: dict[int, int] = {}
         """The host's part: at least how many distinct tokens each row has after the last step that was drafted."""
-        self._counts = Counts(
+        self._counts = TokenCounts(
             torch.zeros(0, LEAST, dtype=torch.int64, device=device),
             torch.zeros(0, LEAST, dtype=torch.int32, device=device),
             torch.zeros(0, dtype=torch.int64, device=device),
@@ -110,7 +110,7 @@ class Penalties:
                 old.new_zeros(shape[: old.dim()]) for old in (counts.tokens, counts.values, counts.used)
             )
             tokens[:rows, :width], values[:rows, :width], used[:rows] = counts.tokens, counts.values, counts.used
-            counts = self._counts = Counts(tokens, values, used)
+            counts = self._counts = TokenCounts(tokens, values, used)
         if step.begun:
             begun, lengths, at_row, at, tokens, known = step.begun
             counts.values[:, 0].index_fill_(0, begun, 0)  # the first once more is nothing, where there is no first

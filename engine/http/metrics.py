@@ -111,7 +111,7 @@ class RequestClock:
             metrics.time_per_output_token.observe((now_s - self._start_s) / completion_tokens)
 
 
-class Told(Protocol):
+class CoreFigures(Protocol):
     """What the core told last; None before, and of what it does not have."""
 
     stats: EngineStats | None
@@ -125,7 +125,7 @@ class MetricsPage:
     def __init__(
         self,
         metrics: ServerMetrics,
-        told: Told,
+        told: CoreFigures,
         info: CoreInfo,
         model_name: str,
         sampled: SampledBook,

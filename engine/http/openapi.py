@@ -19,7 +19,7 @@ from engine.config import __version__
 from engine.http.routes import DetokenizeBody, TokenizeChat, TokenizePrompt
 from events.sources import EventSource, GroupInfo
 from prompts import ChatRequest, CompletionRequest, openapi
-from prompts.anthropic import Block, CountRequest, MessagesRequest, Role
+from prompts.anthropic import CountRequest, MessageBlock, MessagesRequest, Role
 from prompts.openapi import Operation
 from prompts.responses import ResponsesRequest
 from prompts.schemas import COUNT_MAX, TokenIdField
@@ -151,7 +151,9 @@ _COMPLETION = _narrowed(
     },
 )
 _TEXT_BLOCK = Literal["text", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking"]
-_BLOCK = _narrowed(Block, {"type": _TEXT_BLOCK, "content": str | list[TextPart] | None, "tool": None, "source": None})
+_BLOCK = _narrowed(
+    MessageBlock, {"type": _TEXT_BLOCK, "content": str | list[TextPart] | None, "tool": None, "source": None}
+)
 _TURN = msgspec.defstruct("Turn", [("role", Role), ("content", str | Annotated[list[_BLOCK], Meta(min_length=1)])])  # type: ignore[valid-type]
 _CHOICE = msgspec.defstruct("ToolChoice", [("type", Literal["auto", "none"])])
 _MESSAGES_FIELDS: dict[str, Any] = {

@@ -97,7 +97,7 @@ async def kv_cache_groups(request: web.Request) -> web.Response:
 
 async def sampled(request: web.Request) -> web.StreamResponse:
     """What this model has said, for routers."""
-    return await request.app[STATE].said.follow(request)
+    return await request.app[STATE].sampled.follow(request)
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:

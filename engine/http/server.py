@@ -206,7 +206,7 @@ class Server:
             await self._drain(state)
         else:
             await asyncio.sleep(DEATH_GRACE_S)
-        state.said.close()
+        state.sampled.close()
         await runner.cleanup()
         state.close()
         return 0 if reason is None else _fail(reason)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.api.responses import Asked, ResponseAnswer
+from engine.api.responses import AskedResponse, ResponseAnswer
 from prompts import RequestError
 
 STORED_MAX = 100_000
@@ -36,7 +36,7 @@ class StoredResponses:
         self._stored: OrderedDict[str, Stored] = OrderedDict()
         self.bytes = 0
 
-    def admit(self, asked: Asked) -> Asked:
+    def admit(self, asked: AskedResponse) -> AskedResponse:
         """What was asked, where nothing is stored without the wish to store. Raises RequestError."""
         if self._bytes_max or not asked.stores:
             return asked

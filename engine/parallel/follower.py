@@ -35,9 +35,9 @@ from engine.parallel.ranks import (
     GRACE_S,
     LOOPBACK,
     Load,
-    Loaded,
     LoadFailed,
     Order,
+    RankLoaded,
     Reply,
     Start,
     add_up,
@@ -62,14 +62,14 @@ class Follower:
         self._runner: ModelRunner | None = None
         self._plans = PlanReader()
 
-    def load(self, config: EngineConfig, folder: Path) -> Loaded:
+    def load(self, config: EngineConfig, folder: Path) -> RankLoaded:
         """Raises what loading raises."""
         torch.set_num_threads(config.num_threads)
         self._config = config
         self.device = rank_device(config, self._shard.rank)
         self._model, self._dtype = load_model(folder, dtype=config.dtype, device=self.device, shard=self._shard)
         self._spec = self._model.cache_spec(config.block_size, self._dtype)
-        return Loaded()
+        return RankLoaded()
 
     def size_cache(self) -> None:
         """With the other ranks; the leader says later what came of it."""

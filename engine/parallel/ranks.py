@@ -53,7 +53,7 @@ log = logging.getLogger("engine.ranks")
 
 # leader -> follower
 class Load(msgspec.Struct, tag="load", array_like=True, frozen=True):
-    """Load the model; answered by `Loaded` or `LoadFailed`."""
+    """Load the model; answered by `RankLoaded` or `LoadFailed`."""
 
     config: EngineConfig
     folder: str
@@ -70,7 +70,7 @@ Order = Load | Start | Planned
 
 
 # follower -> leader
-class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
+class RankLoaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
     """The ranks meet (once), and size the cache together."""
 
 
@@ -78,7 +78,7 @@ class LoadFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
     message: str
 
 
-Reply = Loaded | LoadFailed
+Reply = RankLoaded | LoadFailed
 
 
 def join(rank: int, size: int, store: TCPStore, device: torch.device) -> None:

@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.counts import Counts, PenaltyRows
+from kernels.counts import PenaltyRows, TokenCounts
 from kernels.interface import IntArray, KeptTable, PagedKV, Ragged
 from kernels.sampling import Draws
 from kernels.triton import attention as attention_kernels
@@ -284,14 +284,14 @@ class TritonKernels:
         )  # fmt: skip
         return out
 
-    def penalise(self, logits: Tensor, counts: Counts, batch: PenaltyRows, width: int) -> None:
+    def penalise(self, logits: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
         at = batch.rows if batch.at is None else batch.at
         count_kernels.penalise_rows[(len(batch.rows),)](
             logits, counts.tokens, counts.values, counts.used, at, batch.rows, batch.repetition, batch.presence,
             batch.frequency, logits.stride(0), counts.tokens.stride(0), ALL=batch.at is None, BLOCK=COUNT_BLOCK,
         )  # fmt: skip
 
-    def count_drawn(self, drawn: Tensor, counts: Counts, batch: PenaltyRows, width: int) -> None:
+    def count_drawn(self, drawn: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
         at = batch.rows if batch.at is None else batch.at
         count_kernels.count_rows[(len(batch.rows),)](
             drawn, counts.tokens, counts.values, counts.used, at, batch.rows, counts.tokens.stride(0),

@@ -20,7 +20,7 @@ from prompts.errors import RequestError, bad_value
 from router.app.dashboard import Dashboard
 from router.app.metrics_page import families, render
 from router.app.openapi import Worker, document
-from router.app.reading import Reading
+from router.app.reading import RequestReading
 from router.app.siblings import RELAYED, Report, Siblings, WorkerSums
 from router.counters import Metrics
 from router.decide.core import RouterCore
@@ -49,7 +49,7 @@ class Admin:
         core: RouterCore,
         fleet: Fleet,
         prompts: PromptReader,
-        reading: Reading,
+        reading: RequestReading,
         metrics: Metrics,
         *,
         now: Callable[[], float],

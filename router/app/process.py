@@ -31,7 +31,7 @@ from router.app.config import EppConfig, ProcessConfig
 from router.app.dashboard import Dashboard
 from router.app.guard import Guard, anybody
 from router.app.hand_over import VERSION, HandOver, Predecessor, Will, http_path
-from router.app.reading import Reading
+from router.app.reading import RequestReading
 from router.app.server import TICK_S, RouterApp
 from router.app.siblings import Siblings
 from router.app.system import Heap, files_short, naming, raise_file_limit, settle_heap
@@ -122,7 +122,7 @@ class RouterProcess:
         )
         names = SessionNames(config.edge.session_headers)
         known = KnownBodies(config.known_bodies_mb << 20)
-        self._reading = Reading(self._core, self._prompts, self._helpers, names, known)
+        self._reading = RequestReading(self._core, self._prompts, self._helpers, names, known)
         self._proxy.on_end.append(self._reading.stored.ended)
         self._tenants = Tenants(config.edge, self._metrics)
         self._feed = IndexFeed(self._index, on_connection=self._stream_changed)

@@ -27,9 +27,9 @@ from router.prompting.encode import cut, is_light
 from router.prompting.known import LENGTH_MIN, Known, KnownBodies, Mark
 from router.prompting.outline import Outline
 from router.prompting.pool import Helpers, Order
-from router.prompting.reader import INLINE_BYTES_MAX, PromptReader, Read
+from router.prompting.reader import INLINE_BYTES_MAX, PromptRead, PromptReader
 from router.prompting.returning import Returned, may_return
-from router.prompting.sessions import SessionNames, Told
+from router.prompting.sessions import Names, SessionNames
 
 COUNT = "/v1/messages/count_tokens"
 ESTIMATE_MAX = 131_072
@@ -40,7 +40,7 @@ _JSON_STARTS = (b"{", b" ", b"\n", b"\r", b"\t")
 _NOTHING_READ = RoutingRequest(kind="other")
 
 
-class Said:
+class HeadFields:
     """What a head asks for: once for all requests of a connection whose heads are alike."""
 
     __slots__ = ("deadline_ms", "priority", "role", "session", "worker")
@@ -51,7 +51,7 @@ class Said:
         self.deadline_ms = _integer(request, b"x-blockcast-deadline-ms", 1, 86_400_000)
         self.worker = _text(request.header(b"x-blockcast-worker"))
         self.role = _text(request.header(b"x-blockcast-role"))
-        self.session: Told = names.told(request.header)
+        self.session: Names = names.told(request.header)
 
 
 class Asked:
@@ -75,7 +75,7 @@ class Asked:
     )  # fmt: skip
 
     def __init__(
-        self, request: HttpRequest, parsed: RoutingRequest, said: Said, holder: str | None,
+        self, request: HttpRequest, parsed: RoutingRequest, said: HeadFields, holder: str | None,
         model: str, base: str, lora: str | None, tokens_max: int | None,
     ) -> None:  # fmt: skip
         """`holder`: the worker that alone can answer."""
@@ -101,7 +101,7 @@ class Asked:
         self.session = SessionNames.of(said.session, parsed)
 
 
-class Reading:
+class RequestReading:
     """From HTTP to the core's words, in two steps: what is asked for, then the prompt's tokens."""
 
     def __init__(
@@ -136,16 +136,16 @@ class Reading:
 
     def _asked(self, request: HttpRequest, parsed: RoutingRequest) -> Asked:
         holder = self.stored.holder(request, parsed.stored)
-        said: Said | None = request.headers.told
+        said: HeadFields | None = request.headers.told
         if said is None:
-            said = request.headers.told = Said(request, self._names)
+            said = request.headers.told = HeadFields(request, self._names)
         return Asked(request, parsed, said, holder, *self._model(parsed.model))
 
-    def tokens(self, asked: Asked, request: HttpRequest) -> Read | asyncio.Future[Read]:
+    def tokens(self, asked: Asked, request: HttpRequest) -> PromptRead | asyncio.Future[PromptRead]:
         """The prompt's token ids: at once where that is quick, else later."""
         prompts, base = self._prompts, asked.base
         if asked.parsed.kind == "other":
-            return Read(None, 0.0)
+            return PromptRead(None, 0.0)
         if prompts.asks(base):
             return asyncio.ensure_future(prompts.ask(asked.parsed, base, asked.tokens_max))
         tokenizer, tokens_max = prompts.get(base), asked.tokens_max
@@ -156,12 +156,12 @@ class Reading:
 
     async def read(
         self, request: HttpRequest, path: str | None, wanted: Callable[[], bool] = lambda: True
-    ) -> tuple[Asked, Read]:
+    ) -> tuple[Asked, PromptRead]:
         """What a request asks for and its tokens, wherever they are best read. Raises RequestError."""
         if self.is_light(request, path):
             asked = self.asked(request, path)
             tokens = self.tokens(asked, request)
-            return asked, tokens if isinstance(tokens, Read) else await tokens
+            return asked, tokens if isinstance(tokens, PromptRead) else await tokens
 
         def order(parsed: RoutingRequest) -> Order:
             _, base, _, tokens_max = self._model(parsed.model)
@@ -183,7 +183,7 @@ class Reading:
             ids = made.result
         if made.known is not None and ids is not None:
             made.known.body, made.known.ids = request.body, array(ID_TYPE, ids[: made.known.marks[-1].ids])
-        return asked, Read(ids, time.perf_counter() - started, made.known)
+        return asked, PromptRead(ids, time.perf_counter() - started, made.known)
 
     # Conversations that return ----------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class Reading:
         kind = _kind(request, path)
         return self.known.find(kind, request.body) if kind and may_return(kind, request.body_bytes) else None
 
-    def go_on(self, request: HttpRequest, found: tuple[Known, Mark]) -> tuple[Asked, Read] | None:
+    def go_on(self, request: HttpRequest, found: tuple[Known, Mark]) -> tuple[Asked, PromptRead] | None:
         """What a request with this known beginning asks for, and its tokens. None where the whole must be read. Raises
         RequestError."""
         work = self._work(request, found)
@@ -202,7 +202,7 @@ class Reading:
 
     async def go_on_later(
         self, request: HttpRequest, path: str, found: tuple[Known, Mark], wanted: Callable[[], bool]
-    ) -> tuple[Asked, Read]:
+    ) -> tuple[Asked, PromptRead]:
         """The same in a thread; or as any other body."""
         work = self._work(request, found)
         went_on = None if work is None else self._went_on(request, found[0], await self._prompts.run(work))
@@ -210,7 +210,7 @@ class Reading:
 
     def _work(
         self, request: HttpRequest, found: tuple[Known, Mark]
-    ) -> Callable[[], tuple[Returned, Read] | None] | None:
+    ) -> Callable[[], tuple[Returned, PromptRead] | None] | None:
         known, mark = found
         tokenizer, served = self._prompts.get(known.model), self._core.resolve_model(known.model)
         if tokenizer is None or served is None:
@@ -218,8 +218,8 @@ class Reading:
         return partial(self._prompts.go_on, known, mark, request.body, tokenizer, served.max_model_len)
 
     def _went_on(
-        self, request: HttpRequest, known: Known, found: tuple[Returned, Read] | None
-    ) -> tuple[Asked, Read] | None:
+        self, request: HttpRequest, known: Known, found: tuple[Returned, PromptRead] | None
+    ) -> tuple[Asked, PromptRead] | None:
         if found is None:
             return None
         returned, read = found
@@ -230,7 +230,7 @@ class Reading:
         asked.drawn = returned.outline
         return asked, read
 
-    def keep(self, asked: Asked, read: Read) -> None:
+    def keep(self, asked: Asked, read: PromptRead) -> None:
         """A prompt was read: its beginning may come back."""
         if read.known is not None:
             read.known.model = asked.base

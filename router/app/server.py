@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from prompts.errors import RequestError
 from router.app.guard import Guard, bearer
-from router.app.reading import Asked, Reading
+from router.app.reading import Asked, RequestReading
 from router.app.tenants import Tenants, amended, name_of
 from router.counters import Metrics
 from router.edge.config import EdgeConfig
@@ -26,7 +26,7 @@ from router.http.answers import MethodNotAllowed
 from router.http.connection import Client, ClientConnection
 from router.http.request import HttpRequest
 from router.http.routes import Routes
-from router.prompting.reader import INLINE_BYTES_MAX, Read
+from router.prompting.reader import INLINE_BYTES_MAX, PromptRead
 
 if TYPE_CHECKING:
     from router.picker.caller import Caller
@@ -50,7 +50,7 @@ TICK_S = 0.02
 """How often the core's pending work is looked at."""
 
 
-async def _with(asked: Asked, read: asyncio.Future[Read]) -> tuple[Asked, Read]:
+async def _with(asked: Asked, read: asyncio.Future[PromptRead]) -> tuple[Asked, PromptRead]:
     return asked, await read
 
 
@@ -60,7 +60,7 @@ class RouterApp:
     def __init__(
         self,
         proxy: Proxy,
-        reading: Reading,
+        reading: RequestReading,
         tenants: Tenants,
         metrics: Metrics,
         config: EdgeConfig,
@@ -88,7 +88,7 @@ class RouterApp:
         self._passed_below = [(path[:-1], methods) for path, methods in passed.items() if path.endswith("/*")]
         self._trace_prefix = os.urandom(6).hex()
         self._traces = 0
-        self._pending: set[asyncio.Task[tuple[Asked, Read]]] = set()
+        self._pending: set[asyncio.Task[tuple[Asked, PromptRead]]] = set()
         """Prompts being read; the loop alone would not keep them."""
 
     # Application --------------------------------------------------------------------------------------------------
@@ -172,17 +172,17 @@ class RouterApp:
         asked = reading.asked(request, path)
         exchange = self._open(connection, request, tenant)
         read = reading.tokens(asked, request)
-        if isinstance(read, Read):
+        if isinstance(read, PromptRead):
             self._place(exchange, tenant, asked, read)
         else:
             self._later(exchange, tenant, _with(asked, read))
 
-    def _later(self, exchange: Exchange, tenant: str, reading: Coroutine[Any, Any, tuple[Asked, Read]]) -> None:
+    def _later(self, exchange: Exchange, tenant: str, reading: Coroutine[Any, Any, tuple[Asked, PromptRead]]) -> None:
         """Place a request once its prompt was read. Whatever raises ends it."""
         task = asyncio.get_running_loop().create_task(reading)
         self._pending.add(task)
 
-        def done(task: asyncio.Task[tuple[Asked, Read]]) -> None:
+        def done(task: asyncio.Task[tuple[Asked, PromptRead]]) -> None:
             self._pending.discard(task)
             if task.cancelled():
                 return
@@ -203,7 +203,7 @@ class RouterApp:
         self._metrics.http_errors[str(error.status)] += 1
         exchange.reject(error)
 
-    def _place(self, exchange: Exchange, tenant: str, asked: Asked, read: Read) -> None:
+    def _place(self, exchange: Exchange, tenant: str, asked: Asked, read: PromptRead) -> None:
         """Hand a request whose prompt was read to the core."""
         self._reading.keep(asked, read)
         self._tenants.apply(tenant, exchange.request, asked)

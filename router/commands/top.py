@@ -19,11 +19,11 @@ SORTS = ("name", "load", "requests")
 ANSWER_BYTES_MAX = 64 << 20
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-Told = dict[str, Any]
+Page = dict[str, Any]
 """The body of `GET /workers`."""
 
 
-def rows(now: Told, before: Told | None, seconds: float, sort: str = "name") -> list[list[str]]:
+def rows(now: Page, before: Page | None, seconds: float, sort: str = "name") -> list[list[str]]:
     """One a target, in the order of COLUMNS. "-" where nothing was measured."""
     earlier = {row.get("target"): row for row in (before or {}).get("workers", [])}
     found = []
@@ -44,7 +44,7 @@ def rows(now: Told, before: Told | None, seconds: float, sort: str = "name") -> 
     return [cells for cells, _, _ in sorted(found, key=keys[sort])]
 
 
-def summary(now: Told, before: Told | None, seconds: float) -> str:
+def summary(now: Page, before: Page | None, seconds: float) -> str:
     """One line on the whole router."""
     states = [row["state"] for row in now["workers"]]
     counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states), key=states.index))
@@ -64,12 +64,12 @@ def _tokens(count: int) -> str:
     return f"{count:,}" if count else "-"
 
 
-def ask(url: str, key: str | None) -> Told:
+def ask(url: str, key: str | None) -> Page:
     """Raises click.ClickException."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
         with _OPENER.open(urllib.request.Request(f"{url.rstrip('/')}/workers", headers=headers), timeout=5) as answer:
-            told: Told = json.loads(answer.read(ANSWER_BYTES_MAX))
+            told: Page = json.loads(answer.read(ANSWER_BYTES_MAX))
     except urllib.error.HTTPError as error:
         hint = ": give the admin key, --key" if error.code in (401, 403) else ""
         raise click.ClickException(f"{url} answers {error.code}{hint}") from None
@@ -99,7 +99,7 @@ def top(url: str, key: str | None, every: float, sort: str, once: bool) -> None:
     except ImportError:
         raise click.ClickException("the package `rich` is missing: install blockcast[top]") from None
 
-    def drawn(now: Told, before: Told | None, seconds: float) -> Table:
+    def drawn(now: Page, before: Page | None, seconds: float) -> Table:
         table = Table(*COLUMNS, title=summary(now, before, seconds), title_justify="left", expand=False)
         for cells in rows(now, before, seconds, sort):
             up = cells[1] in ("up", "draining")

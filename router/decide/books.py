@@ -20,7 +20,7 @@ from router.decide.shortlist import KEEP, LoadOrder
 from router.decide.target import Target
 from router.decide.workers import CacheView, WorkerSpec
 from router.decide.working_set import WorkingSets
-from router.index.protocol import HolderId, Match, PinId, PrefixIndex, Prompt, Scope
+from router.index.protocol import HolderId, Match, PinId, PrefixIndex, PreparedPrompt, Scope
 
 HOT_RUNNING = 2
 """So many running requests with one beginning make it hot."""
@@ -37,7 +37,7 @@ class AskedPrompt:
     """A request's prompt as the index and the books ask for it: prepared once, cut once."""
 
     index: PrefixIndex
-    ids: Prompt
+    ids: PreparedPrompt
     scope: Scope
     tokens: int
     """Its length."""

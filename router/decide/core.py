@@ -21,6 +21,7 @@ from typing import TypeVar
 from router.decide.books import CacheBook
 from router.decide.choose import Chooser, Chosen
 from router.decide.config import CoreConfig
+from router.decide.engine_load import EngineLoad
 from router.decide.held import HeldQueue, Live, RetryBudget, gave_up
 from router.decide.lengths import OutputLengths
 from router.decide.messages import (
@@ -36,7 +37,6 @@ from router.decide.messages import (
 )
 from router.decide.registry import Registry
 from router.decide.status import CoreSnapshot, worker_row
-from router.decide.told import EngineLoad
 from router.decide.tracker import LoadTracker
 from router.decide.watchdog import Stillness, Watchdog
 from router.decide.workers import Breaker, CacheView, ServedModel, Worker, WorkerSpec, WorkerState
@@ -117,7 +117,7 @@ class RouterCore:
     def engine_says(self, worker_id: str, loads: Sequence[EngineLoad | None], sent: Sequence[int], now: float) -> None:
         """The load that a worker told, or not, of each rank; `sent`: what `sent_to` said when it was asked."""
         for target, load, count in zip(self.registry.targets_of(worker_id), loads, sent):
-            self.tracker.told(target.name, load, now, sent=count)
+            self.tracker.hear_load(target.name, load, now, sent=count)
 
     def caches_seen(self, seen: Mapping[str, Sequence[int | None]]) -> None:
         """What the caches of workers hold, by rank, as their events show it: counts where a worker does not tell."""

@@ -193,7 +193,7 @@ class Taught:
 
 
 @dataclass(slots=True)
-class _Member:
+class _PoolMember:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_MEMBER_RECENT))
     """Of its last intervals: how many times as long as by the pool's model."""
     factor: float = 1.0
@@ -215,13 +215,13 @@ class PoolSpeeds:
     def __init__(self, prior: ServiceModel, config: LearnConfig) -> None:
         self._pool = SpeedEstimate(prior, replace(config, half_life=config.half_life * _POOL_MEMORY))
         self._pool_model = self._pool.model()
-        self._members: dict[str, _Member] = {}
+        self._members: dict[str, _PoolMember] = {}
         self._turns: deque[str] = deque()
 
     def join(self, name: str) -> None:
         """A worker has come; it is like the pool until it shows otherwise."""
         self.leave(name)
-        self._members[name] = _Member(heard=self._pool.observations)
+        self._members[name] = _PoolMember(heard=self._pool.observations)
         self._turns.append(name)
 
     def leave(self, name: str) -> None:
@@ -265,7 +265,7 @@ class PoolSpeeds:
         self._turns.rotate(-1)
         return self._turns[0]
 
-    def _judge(self, member: _Member) -> bool:
+    def _judge(self, member: _PoolMember) -> bool:
         """Whether its factor changed."""
         recent, before = member.recent, member.factor
         if before != 1.0 and self._pool.observations - member.heard > _FADES_AFTER * len(self._members):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from router.decide.engine_load import EngineLoad
 from router.decide.target import Target
-from router.decide.told import EngineLoad
 from router.decide.tracker import LoadTracker
 from router.decide.workers import Worker
 
@@ -56,7 +56,7 @@ class CoreSnapshot:
 
 def worker_row(worker: Worker, target: Target, tracker: LoadTracker, alarms: list[str], now: float) -> WorkerSnapshot:
     """One target's row of `/workers`."""
-    service, peer, told, others = target.service, target.peer, target.told, target.others()
+    service, peer, claims, others = target.service, target.peer, target.claims, target.others()
     return WorkerSnapshot(
         worker_id=worker.worker_id,
         target=target.name,
@@ -70,7 +70,7 @@ def worker_row(worker: Worker, target: Target, tracker: LoadTracker, alarms: lis
         decoding=target.decode_requests,
         peer_prefilling=(peer.prefill_requests if peer else 0) - (others.prefill_requests if others else 0),
         peer_decoding=(peer.decode_requests if peer else 0) - (others.decode_requests if others else 0),
-        engine_load=told.load if told is not None else None,
+        engine_load=claims.load if claims is not None else None,
         others_requests=others.prefill_requests + others.decode_requests if others else 0,
         cache_tokens=target.capacity_tokens,
         queue_s=target.queue_s(now),

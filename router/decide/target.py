@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from router.decide.ahead import CacheAhead
 from router.decide.config import ServiceModel
+from router.decide.engine_load import Claim, LoadClaims, Wager
 from router.decide.learn import LoadSpeed, Observation, PoolSpeeds, Taught
-from router.decide.told import Claim, Told, Wager
 from router.index.protocol import HolderId
 
 SEATS_PRIOR = 256
@@ -187,7 +187,7 @@ class Target:
     """Requests routed here per second, averaged and scaled like `utilisation_scaled`."""
     peer: SharedLoad | None = None
     """The sum of what other routers have in flight here, and of what its engine says that others have."""
-    told: Told | None = None
+    claims: LoadClaims | None = None
     """What its engine says of its load, where it does."""
     open_interval: Interval | None = None
     waiting_s: float = 0.0
@@ -322,19 +322,19 @@ class Target:
     @property
     def believed(self) -> Claim | None:
         """What its engine says that others have here."""
-        return self.told.believed if self.told is not None else None
+        return self.claims.believed if self.claims is not None else None
 
     def others(self) -> SharedLoad | None:
         """That, as if another router had told it."""
         claim = self.believed
-        if claim is None or self.told is None:
+        if claim is None or self.claims is None:
             return None
         each_s = self.utilisation_scaled / self.arrivals_scaled if self.arrivals_scaled > 0.0 else 0.0
         return SharedLoad(
             prefill_s=claim.waiting * each_s,
             prefill_requests=claim.waiting,
             oldest_prefill_s=each_s,
-            oldest_routed_s=self.told.heard_s,
+            oldest_routed_s=self.claims.heard_s,
             decode_requests=claim.running,
             decode_context=claim.held_tokens,
         )
@@ -344,8 +344,8 @@ class Target:
         step_s = self.service.step_s + self.decode_request_s * seen.decode_requests
         step_s += self.decode_context_s * seen.decode_context
         without_s = seen.steps * step_s + self.prefill_rate * seen.uncached_tokens
-        if self.told is not None:
-            self.told.served(seen.elapsed_s, without_s, without_s + seen.steps * wager.step_more_s)
+        if self.claims is not None:
+            self.claims.served(seen.elapsed_s, without_s, without_s + seen.steps * wager.step_more_s)
 
     def accrue(self, now: float) -> None:
         """Bring the totals over time up to now, before the counts change."""

@@ -14,10 +14,10 @@ import math
 from collections.abc import Mapping
 
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
+from router.decide.engine_load import DOUBTS_MAX, EngineLoad, LoadClaims, Wager
 from router.decide.learn import PoolSpeeds
 from router.decide.shortlist import LoadOrder
 from router.decide.target import InFlight, Interval, RequestPhase, SharedLoad, Target, merged
-from router.decide.told import DOUBTS_MAX, EngineLoad, Told, Wager
 from router.index.protocol import HolderId
 
 _MERGE_S = 0.004
@@ -102,8 +102,8 @@ class LoadTracker:
             stream=stream,
             load_s=load_s,
         )
-        if target.told is not None and target.told.claim:
-            flight.wager = self._wager(flight, target.told, now)
+        if target.claims is not None and target.claims.claim:
+            flight.wager = self._wager(flight, target.claims, now)
         if not stream:
             heapq.heappush(self._estimates, (now + flight.expected_s, request_id))
         self.requests[request_id] = flight
@@ -126,8 +126,8 @@ class LoadTracker:
         flight = self.requests.get(request_id)
         if flight is None or flight.phase is RequestPhase.DECODE:
             return None
-        if flight.wager is not None and flight.target.told is not None:
-            flight.target.told.served(now - flight.routed_s, flight.wager.without_s, flight.wager.with_s)
+        if flight.wager is not None and flight.target.claims is not None:
+            flight.target.claims.served(now - flight.routed_s, flight.wager.without_s, flight.wager.with_s)
             self._apply_peers(flight.target)
         self._observe(flight, now)
         self._start_decode(flight, now)
@@ -305,7 +305,7 @@ class LoadTracker:
             return said
         target.accrue(now)
         elapsed_s = now - start.at_s
-        if flight.wager is not None and target.told is not None:
+        if flight.wager is not None and target.claims is not None:
             target.compare(flight.wager, target.sums.since(start, elapsed_s, steps=said - 1))
             self._apply_peers(target)
         if target.believed is None and elapsed_s > 0.0 and now - target.decode_learnt_s >= DECODE_EVERY_S:
@@ -379,33 +379,33 @@ class LoadTracker:
                 self._apply_peers(self.targets[name])
 
     # Engines that tell of their load -------------------------------------------------------------------------------
-    def told(self, name: str, load: EngineLoad | None, now: float, *, sent: int) -> None:
+    def hear_load(self, name: str, load: EngineLoad | None, now: float, *, sent: int) -> None:
         """What a target's engine says; None: it was asked in vain. `sent`: our requests when it was asked."""
         target = self.targets.get(name)
-        if target is None or (load is None and target.told is None):
+        if target is None or (load is None and target.claims is None):
             return
-        told = target.told = target.told or Told()
-        before, sent = told.believed, max(sent, target.requests)
+        claims = target.claims = target.claims or LoadClaims()
+        before, sent = claims.believed, max(sent, target.requests)
         held = target.context_tokens + target.pending_tokens - target.shared_tokens
         for known in self._peers.values():
             if (peer := known.get(name)) is not None:
                 sent += peer.decode_requests + peer.prefill_requests
                 held += peer.decode_context
-        told.hear(load, now, sent=sent, seats=target.seats, held_tokens=held, capacity=target.capacity_tokens)
-        if told.believed != before:
+        claims.hear(load, now, sent=sent, seats=target.seats, held_tokens=held, capacity=target.capacity_tokens)
+        if claims.believed != before:
             target.accrue(now)
             self._apply_peers(target)
 
-    def _wager(self, flight: InFlight, told: Told, now: float) -> Wager:
+    def _wager(self, flight: InFlight, claims: LoadClaims, now: float) -> Wager:
         """What is to be expected where the claim is true, and where it is not."""
-        target, doubts = flight.target, told.doubts
-        told.sent(now)
+        target, doubts = flight.target, claims.doubts
+        claims.sent(now)
         expected = []
-        for told.doubts in (DOUBTS_MAX, 0):
+        for claims.doubts in (DOUBTS_MAX, 0):
             self._apply_peers(target)
             first_s = target.first_token_seconds(flight.prompt_tokens, flight.cached_tokens, now)
             expected.append((first_s, target.step_now_s))
-        told.doubts = doubts
+        claims.doubts = doubts
         self._apply_peers(target)
         (without_s, step_s), (with_s, longer_s) = expected
         return Wager(without_s, with_s, longer_s - step_s)

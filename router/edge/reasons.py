@@ -29,7 +29,7 @@ from router.prompting.pool import Helpers
 from router.prompting.reader import PromptReader
 from router.prompting.sessions import Session
 from router.turns.config import TurnsConfig
-from router.turns.ledger import Asked, Begun, Ledger
+from router.turns.ledger import AskedTurn, BegunTurn, Ledger
 from router.turns.why import BLOCK_TOKENS, GROUPS, Facts, Why
 
 log = logging.getLogger("router")
@@ -65,7 +65,7 @@ class Reasons:
         self._emptied = emptied
         self._read: dict[str, Read] = {}
         """What requests without a first byte ask for."""
-        self._begun: dict[str, Begun | None] = {}
+        self._begun: dict[str, BegunTurn | None] = {}
         """Requests past their first byte; None while their outline is made elsewhere."""
         self._outlining: set[asyncio.Task[None]] = set()
         if config.enabled:
@@ -122,7 +122,7 @@ class Reasons:
             self._begun[exchange.request_id] = self.ledger.begun(asked, decision, facts, now, time.time())
 
     async def _begin_later(
-        self, exchange: Exchange, asked: Asked, kind: Kind, decision: Decision, facts: Facts, now: float
+        self, exchange: Exchange, asked: AskedTurn, kind: Kind, decision: Decision, facts: Facts, now: float
     ) -> None:
         """The conversation was changed: its large body is looked at once more, elsewhere."""
         whole = await self._helpers.outline(exchange.request.pieces, kind)
@@ -139,7 +139,7 @@ class Reasons:
         if begun is not None:
             self._end(exchange, begun)
 
-    def _end(self, exchange: Exchange, begun: Begun) -> None:
+    def _end(self, exchange: Exchange, begun: BegunTurn) -> None:
         if exchange.outcome != "status_200":
             return
         usage, route = exchange.usage, exchange.route
@@ -155,10 +155,10 @@ class Reasons:
 
     def _asked(
         self, name: str, read: Read, route: RouteRequest, ids: array[int], keys: Sequence[int], decision: Decision
-    ) -> Asked:
+    ) -> AskedTurn:
         worker = self._core.workers.get(decision.worker)
         block = worker.spec.block_size if worker is not None else None
-        return Asked(
+        return AskedTurn(
             name, ids, route.scope, keys, _outliner(read), decision.worker, block or BLOCK_TOKENS, route.session,
             route.parent, route.final,
         )  # fmt: skip

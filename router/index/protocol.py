@@ -78,7 +78,7 @@ class IndexStats:
     memory_bytes: int
 
 
-class Prompt(Protocol):
+class PreparedPrompt(Protocol):
     """Token ids that several calls are about, as `PrefixIndex.prepare` made them. What one call computes of them, the
     next ones find."""
 
@@ -104,7 +104,7 @@ class Dumping(Protocol):
         and where the holder has changed since the first."""
 
 
-Tokens = Sequence[int] | bytes | Prompt
+Tokens = Sequence[int] | bytes | PreparedPrompt
 """What an index takes as a prompt. Bytes: little-endian uint32, 4 bytes a token."""
 
 
@@ -152,7 +152,7 @@ class PrefixIndex(Protocol):
         Names are resolved over a slice as a whole; what a later slice spells out waits for it, as over batches.
         """
 
-    def prepare(self, token_ids: Sequence[int] | bytes) -> Prompt:
+    def prepare(self, token_ids: Sequence[int] | bytes) -> PreparedPrompt:
         """The form of a prompt that is cheapest where several calls are about it. The ids may be borrowed: they must
         not change meanwhile. Raises ValueError as `match` does."""
 

@@ -19,7 +19,7 @@ from router.http.budget import SMALL_BYTES, Budget
 from router.http.config import HttpLimits
 from router.http.connection import Work
 from router.http.request import HttpRequest
-from router.picker.conversation import Begun, Choice, Conversation, Phase
+from router.picker.conversation import AnswerBegun, Choice, Conversation, Phase
 from router.picker.messages import FAIRNESS, OBJECTIVE, REWRITE, Request, Response
 from router.picker.pick import Pick
 
@@ -30,7 +30,7 @@ NAME_BYTES_MAX = 256
 _OBJECT = re.compile(rb"[ \t\r\n]*\{")
 
 
-class Application(Protocol):
+class PickerApplication(Protocol):
     """router/app/server.py is it."""
 
     limits: HttpLimits
@@ -50,7 +50,7 @@ class Application(Protocol):
 class Caller:
     """One request. `receive` what Envoy sends; while `waits`, wait for `decided`; send what `take` gives."""
 
-    def __init__(self, app: Application, picking: Picking, peer: str) -> None:
+    def __init__(self, app: PickerApplication, picking: Picking, peer: str) -> None:
         self._app = app
         self.picking = picking
         self.peer = self.party = peer
@@ -144,7 +144,7 @@ class Caller:
             self._app.budget.change(self._booked, self._held, kept)
             self._held = kept
 
-    def begun(self, answer: Begun) -> Sequence[Header]:
+    def begun(self, answer: AnswerBegun) -> Sequence[Header]:
         if self._conversation.phase is not Phase.CHOSEN or self._pick is None:
             self._drop_work()  # answered by Envoy before it was sent anywhere
             return ()

@@ -71,7 +71,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class AnswerBegun:
     """The head of an answer."""
 
     status: int
@@ -90,7 +90,7 @@ class Party(Protocol):
     def keeps(self, size: int) -> None:
         """So many bytes of its body are kept. Raises RequestError where that is too much."""
 
-    def begun(self, answer: Begun) -> Sequence[Header]:
+    def begun(self, answer: AnswerBegun) -> Sequence[Header]:
         """Headers for the client."""
 
     def content(self, data: bytes) -> None:
@@ -249,7 +249,7 @@ class Conversation:
         status, events = read_status(message.response_headers)
         told: Sequence[Header] = ()
         if self.phase is not Phase.HEAD:
-            told = self._party.begun(Begun(status, served(message), events))
+            told = self._party.begun(AnswerBegun(status, served(message), events))
         self.phase = Phase.ANSWER
         common = pb.CommonResponse(header_mutation=mutation(told)) if told else None
         self._out.append(pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=common)))

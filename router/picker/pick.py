@@ -21,7 +21,7 @@ from router.edge.config import Timeouts
 from router.edge.exchange import PROGRESS_EVERY, Exchange
 from router.http.connection import Client
 from router.http.request import HttpRequest
-from router.picker.conversation import Begun, Choice
+from router.picker.conversation import AnswerBegun, Choice
 
 if TYPE_CHECKING:
     from router.picker.config import PickerConfig
@@ -139,7 +139,7 @@ class Pick(Exchange):
 
     # From Envoy -----------------------------------------------------------------------------------------------------
 
-    def begun(self, answer: Begun) -> Sequence[Header]:
+    def begun(self, answer: AnswerBegun) -> Sequence[Header]:
         """The head of the answer; headers for the client."""
         decision, proxy = self.decision, self._proxy
         if self.done or decision is None:

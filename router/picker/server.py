@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from options import ConfigError
-from router.picker.caller import Application, Caller
+from router.picker.caller import Caller, PickerApplication
 from router.picker.conversation import OutOfTurn
 from router.picker.pick import Picking
 
@@ -36,7 +36,7 @@ STREAMS_MAX = 100_000
 class PickerServer:
     """`start` it, `beat` it, `stop` it."""
 
-    def __init__(self, app: Application, picking: Picking, *, ready: Callable[[], str | None]) -> None:
+    def __init__(self, app: PickerApplication, picking: Picking, *, ready: Callable[[], str | None]) -> None:
         """`ready`: why requests had better go elsewhere; None where they may come."""
         self._app = app
         self._picking = picking

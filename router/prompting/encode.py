@@ -98,7 +98,7 @@ def _value(raw: msgspec.Raw) -> Any:
     return msgspec.json.decode(raw) if len(data) <= NAME_BYTES_MAX else data.decode("utf-8", "replace")
 
 
-class Prompt(NamedTuple):
+class ReadPrompt(NamedTuple):
     """A prompt as it was read."""
 
     ids: Sequence[int] | None = None
@@ -127,30 +127,30 @@ def cut(ids: Sequence[int] | None, parsed: RoutingRequest, tokens_max: int | Non
     return ids[: (tokens_max or TOKENS_MAX) + 1] if ids else None
 
 
-def read_prompt(parsed: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None) -> Prompt:
+def read_prompt(parsed: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None) -> ReadPrompt:
     """`prompt_ids` before they are cut. Raises RequestError."""
     most = (tokens_max or TOKENS_MAX) + 1
     if parsed.scores_prompt:
-        return Prompt()
+        return ReadPrompt()
     if parsed.source is not None and tokenizer is not None:
         parsed = chat_of(parsed, tokenizer.chat_template)
     if parsed.kind == "chat":
         if tokenizer is None or parsed.messages is None or tokenizer.chat_template is None:
-            return Prompt()
+            return ReadPrompt()
         if parsed.chat_template is not None:
-            return Prompt()  # a program of the client's: it could run for ever, and workers refuse it by default
+            return ReadPrompt()  # a program of the client's: it could run for ever, and workers refuse it by default
         text = tokenizer.chat_text(parsed)
         ids = _encoded(tokenizer, text, parsed, bool(parsed.add_special_tokens), most)
-        return Prompt(ids) if len(text) > most * CHARS_A_TOKEN else Prompt(ids, parsed, text)
+        return ReadPrompt(ids) if len(text) > most * CHARS_A_TOKEN else ReadPrompt(ids, parsed, text)
     prompt = parsed.prompt
     if prompt is None:
-        return Prompt()
+        return ReadPrompt()
     first = prompt if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt[0]
     if isinstance(first, str):
         adds = parsed.add_special_tokens is not False
-        return Prompt(None if tokenizer is None else _encoded(tokenizer, first, parsed, adds, most))
+        return ReadPrompt(None if tokenizer is None else _encoded(tokenizer, first, parsed, adds, most))
     try:
-        return Prompt(msgspec.convert(first, _TokenIds))
+        return ReadPrompt(msgspec.convert(first, _TokenIds))
     except msgspec.ValidationError as error:
         raise RequestError(f"prompt: {error}", param="prompt") from None
 

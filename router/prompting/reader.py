@@ -26,7 +26,7 @@ from prompts.tokenizer import Tokenizer, TokenizerError
 from router.prompting.encode import cut, question, read_prompt
 from router.prompting.known import Known, Mark
 from router.prompting.pool import Order
-from router.prompting.remote import Asked, RemoteTokenizer
+from router.prompting.remote import RemoteTokenizer, RemoteWorker
 from router.prompting.returning import Returned, go_on, learn, learn_more, may_return
 
 log = logging.getLogger("router")
@@ -43,7 +43,7 @@ CPU_SAMPLE = 16
 T = TypeVar("T")
 
 
-class Read(NamedTuple):
+class PromptRead(NamedTuple):
     """A prompt."""
 
     ids: Sequence[int] | None
@@ -101,7 +101,7 @@ class PromptReader:
         found = {model: tokenizer.cache_stats() for model, tokenizer in self._tokenizers.items()}
         return {model: stats for model, stats in found.items() if stats is not None}
 
-    async def learn(self, model: str, path: str | None, worker: Asked) -> None:
+    async def learn(self, model: str, path: str | None, worker: RemoteWorker) -> None:
         """Load the tokenizer of a base model: from the command line's folder, from where the worker has it,
         or else find out whether that worker can be asked."""
         folder = self._override or path
@@ -120,7 +120,7 @@ class PromptReader:
             reason = self.problems[model].partition("; give")[0]
             self.problems[model] = f"{reason}; workers are asked (/tokenize), give --tokenizer PATH to save the way"
 
-    async def _compare(self, model: str, worker: Asked) -> None:
+    async def _compare(self, model: str, worker: RemoteWorker) -> None:
         """Find out how the worker's version of transformers renders chats, where that makes a difference to this
         model's template: the newest way is taken for it until a worker shows the other."""
         tokenizer = self._tokenizers[model]
@@ -156,13 +156,13 @@ class PromptReader:
         """Prompts of this base model are read by a worker (`ask`) and not here."""
         return self.remote is not None and model not in self._tokenizers and self.remote.knows(model)
 
-    async def ask(self, parsed: RoutingRequest, model: str, tokens_max: int | None) -> Read:
+    async def ask(self, parsed: RoutingRequest, model: str, tokens_max: int | None) -> PromptRead:
         """`read` by a worker. Ids that the request brings itself are taken as they are."""
         read = self.read(parsed, None, tokens_max)
         if read.ids is not None or self.remote is None:
             return read
         ids, took_s = await self.remote.put(question(parsed, model), model)
-        return Read(cut(ids, parsed, tokens_max), took_s)
+        return PromptRead(cut(ids, parsed, tokens_max), took_s)
 
     async def _load(self, model: str, name: str) -> None:
         folder = checkpoint_folder(name)
@@ -188,7 +188,7 @@ class PromptReader:
 
     def read(
         self, parsed: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None, body: bytes = b""
-    ) -> Read:
+    ) -> PromptRead:
         """The ids to route on. `body`: what was parsed, to be known when it returns. Thread-safe; raises nothing."""
 
         def work() -> tuple[Sequence[int] | None, Known | None]:
@@ -197,20 +197,20 @@ class PromptReader:
             return cut(prompt.ids, parsed, tokens_max), known
 
         found, took_s = self._timed(work)
-        return Read(None, took_s) if found is None else Read(found[0], took_s, found[1])
+        return PromptRead(None, took_s) if found is None else PromptRead(found[0], took_s, found[1])
 
     def go_on(
         self, known: Known, mark: Mark, body: bytes, tokenizer: Tokenizer, tokens_max: int | None
-    ) -> tuple[Returned, Read] | None:
+    ) -> tuple[Returned, PromptRead] | None:
         """The same of a body with a known beginning, and what it asks for. None where the whole must be read."""
 
-        def work() -> tuple[Returned, Read] | None:
+        def work() -> tuple[Returned, PromptRead] | None:
             returned = go_on(known, mark, body, tokenizer, tokens_max)
             if returned is None:
                 return None
             ids = cut(returned.ids, returned.rest.parsed, tokens_max)
             more = learn_more(returned, body, tokenizer)
-            return returned, Read(ids, 0.0, more, known if mark is known.marks[-1] else None)
+            return returned, PromptRead(ids, 0.0, more, known if mark is known.marks[-1] else None)
 
         found, took_s = self._timed(work)
         return None if found is None else (found[0], found[1]._replace(seconds=took_s))

@@ -27,7 +27,7 @@ class _Answer(msgspec.Struct):
     tokens: list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]]
 
 
-class Asked(Protocol):
+class RemoteWorker(Protocol):
     """A worker, as far as asking it goes."""
 
     @property

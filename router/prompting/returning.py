@@ -22,7 +22,7 @@ from prompts.routing import Kind, RoutingRequest, chat_of, read_routing
 from prompts.schemas import Message
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer
-from router.prompting.encode import CHARS_A_TOKEN, OBJECTS_MAX, TOKENS_MAX, Prompt
+from router.prompting.encode import CHARS_A_TOKEN, OBJECTS_MAX, TOKENS_MAX, ReadPrompt
 from router.prompting.known import LENGTH_MAX, LENGTH_MIN, MARKS_MAX, Known, Mark
 from router.prompting.outline import WORDS, Outline, outline
 
@@ -120,7 +120,7 @@ def go_on(known: Known, mark: Mark, body: bytes, tokenizer: Tokenizer, tokens_ma
     return Returned(rest, known, mark, ids, text)
 
 
-def learn(parsed: RoutingRequest, body: bytes, prompt: Prompt, tokenizer: Tokenizer | None) -> Known | None:
+def learn(parsed: RoutingRequest, body: bytes, prompt: ReadPrompt, tokenizer: Tokenizer | None) -> Known | None:
     """The beginning of a body that was read as a whole, up to its last message. None where it cannot be known."""
     kind, chat, ids, text = parsed.kind, prompt.chat, prompt.ids, prompt.text
     if tokenizer is None or chat is None or ids is None or chat.messages is None or chat.has_media:

@@ -16,7 +16,7 @@ NAME_CHARS_MAX = 64
 """Longer names, and those that cannot be printed, are known by their digest."""
 
 Tells = Literal["session", "agent", "parent", "parent_agent", "final"]
-Told = dict[Tells, str]
+Names = dict[Tells, str]
 
 
 class Name(NamedTuple):
@@ -70,9 +70,9 @@ class SessionNames:
             if row.where == "header":
                 self._headers.setdefault(row.tells, []).append(row.name.lower().encode())
 
-    def told(self, header: Callable[[bytes], bytes | None]) -> Told:
+    def told(self, header: Callable[[bytes], bytes | None]) -> Names:
         """What headers tell. `header`: the value of a lower-case name."""
-        found: Told = {}
+        found: Names = {}
         for tells, names in self._headers.items():
             value = next((value for name in names if (value := header(name))), None)
             if value is not None:
@@ -80,7 +80,7 @@ class SessionNames:
         return found
 
     @staticmethod
-    def of(told: Told, parsed: RoutingRequest) -> Session:
+    def of(told: Names, parsed: RoutingRequest) -> Session:
         """The session of a request whose headers told this, and with this body."""
         name = told.get("session") or parsed.prompt_cache_key or parsed.metadata_user_id or parsed.user
         if not name:

@@ -20,7 +20,7 @@ from router.turns.why import Facts, Turn, Why, parts_of, settle
 
 
 @dataclass(slots=True)
-class Asked:
+class AskedTurn:
     """A prompt whose answer has begun, or that is asked about."""
 
     id: str
@@ -40,7 +40,7 @@ class Asked:
 
 
 @dataclass(slots=True)
-class Begun:
+class BegunTurn:
     """A request between its first byte and its end."""
 
     why: Why
@@ -77,15 +77,15 @@ class Ledger:
         """What is known of a request."""
         return self._whys.get(name)
 
-    def explain(self, asked: Asked, decision: Decision, facts: Facts, now: float, wall: float) -> Why:
+    def explain(self, asked: AskedTurn, decision: Decision, facts: Facts, now: float, wall: float) -> Why:
         """The same as `begun`, of a request that was not sent. Changes nothing."""
         return self._why(asked, self._turn(asked), decision, facts, now, wall)
 
-    def parts_ways(self, asked: Asked) -> bool:
+    def parts_ways(self, asked: AskedTurn) -> bool:
         """Whether its conversation goes on otherwise than it was: then the outline of the whole is wanted."""
         return self.book.goes_on(asked.ids, asked.scope, asked.session, asked.keys) is None
 
-    def begun(self, asked: Asked, decision: Decision, facts: Facts, now: float, wall: float) -> Begun:
+    def begun(self, asked: AskedTurn, decision: Decision, facts: Facts, now: float, wall: float) -> BegunTurn:
         """Its answer has begun: the prompt was computed."""
         self.book.expire(now)
         turn = self._turn(asked)
@@ -99,9 +99,9 @@ class Ledger:
         self._whys.move_to_end(why.id)
         if len(self._whys) > self._requests_max:
             self._whys.popitem(last=False)
-        return Begun(why, past, decision, asked.final)
+        return BegunTurn(why, past, decision, asked.final)
 
-    def ended(self, begun: Begun, usage: ReportedUsage | None, answer_tokens: int, now: float) -> None:
+    def ended(self, begun: BegunTurn, usage: ReportedUsage | None, answer_tokens: int, now: float) -> None:
         """Its answer is whole, with so many tokens."""
         why, past = begun.why, begun.past
         past.answer_tokens, past.at_s = answer_tokens, now
@@ -118,7 +118,7 @@ class Ledger:
         if begun.final and past.session is not None:
             self.book.forget(past.session)
 
-    def _turn(self, asked: Asked) -> Turn:
+    def _turn(self, asked: AskedTurn) -> Turn:
         """The prompt beside the one it goes on from."""
         ids, scope, session, book = asked.ids, asked.scope, asked.session, self.book
         past = book.goes_on(ids, scope, session, asked.keys)
@@ -141,7 +141,7 @@ class Ledger:
         return outline(0) if new is None or past.outline is None else extended(past.outline, new)
 
     @staticmethod
-    def _why(asked: Asked, turn: Turn, decision: Decision, facts: Facts, now: float, wall: float) -> Why:
+    def _why(asked: AskedTurn, turn: Turn, decision: Decision, facts: Facts, now: float, wall: float) -> Why:
         best = decision.best or decision.terms
         why = Why(
             id=asked.id,

@@ -13,13 +13,13 @@ from engine.api.blocks import Blocks
 from engine.api.calls import CallPiece
 from engine.api.choice import Choice, Piece, new_choice
 from engine.api.generation import Generation
-from engine.api.responses import Asked, ResponsesAnswer
+from engine.api.responses import AskedResponse, ResponsesAnswer
 from engine.http.stored import Stored, StoredResponses
 from engine.types import SamplingParams
 from prompts import RequestError
 from prompts.schemas import ChatRequest
 
-ASKED = Asked(
+ASKED = AskedResponse(
     messages=b'[{"role":"user","content":"q"}]', shown=b'{"tools":[1]}', stores=True, background=False, previous=None
 )
 

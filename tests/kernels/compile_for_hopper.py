@@ -26,7 +26,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from kernels import PagedKV, Ragged
-from kernels.counts import Counts, PenaltyRows
+from kernels.counts import PenaltyRows, TokenCounts
 from kernels.sampling import Draws
 from kernels.triton.backend import TritonKernels
 
@@ -145,7 +145,7 @@ def sampling(ops: TritonKernels, dtype: torch.dtype) -> None:
     numbers = torch.empty(4)
     draws = Draws(numbers, numbers, numbers.int(), numbers, numbers.double())
     ops.draw(torch.empty(4, 151936, dtype=dtype), draws)
-    counts = Counts(torch.empty(8, 256, dtype=torch.int64), torch.empty(8, 256, dtype=torch.int32), numbers.long())
+    counts = TokenCounts(torch.empty(8, 256, dtype=torch.int64), torch.empty(8, 256, dtype=torch.int32), numbers.long())
     column = numbers[:, None]
     for at in (None, numbers.long()):
         batch = PenaltyRows(at, numbers.long(), column, column, column)

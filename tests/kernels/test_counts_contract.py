@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels import Kernels, select
-from kernels.counts import Counts, PenaltyRows
+from kernels.counts import PenaltyRows, TokenCounts
 
 VOCAB = 3000
 
@@ -29,7 +29,7 @@ def test_steps_of_penalised_rows(ops: Kernels, rng: random.Random, all_rows: boo
     room, count = 1100, 5
     sizes = [0, 1, 7, 1030, rng.randrange(2, 90)]
     held = [dict.fromkeys(rng.sample(range(VOCAB), size), 0) for size in sizes]  # token -> value
-    counts = Counts(
+    counts = TokenCounts(
         torch.full((9, room), 2**40, dtype=torch.int64), torch.full((9, room), 77, dtype=torch.int32),
         torch.full((9,), 99, dtype=torch.int64),
     )  # fmt: skip

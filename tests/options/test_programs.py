@@ -17,7 +17,7 @@ from engine.config import SCHEMA as ENGINE
 from options import SECRET, ConfigError, Option, Schema, load
 from options.command import _shown, table
 from options.load import read_file
-from options.values import Text, parts
+from options.values import UntypedText, parts
 from router.app.cli import cli as router_cli
 from router.app.config import EPP_SCHEMA as EPP
 from router.app.config import SCHEMA as ROUTER
@@ -153,7 +153,7 @@ def test_a_wrong_value_is_refused_as_a_flag(schema: Schema, option: Option) -> N
 def _fits(option: Option, text: str) -> bool:
     """As text it is right after all: 1.5 where the file's "1.5" was wrong, a list's one word."""
     try:
-        option.read("", Text(text))
+        option.read("", UntypedText(text))
     except ConfigError:
         return False
     return True

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta, MsgspecError
 
-from options.values import ConfigError, Size, Text, expected, parse_size, read, read_or_refuse, read_text
+from options.values import ConfigError, Size, UntypedText, expected, parse_size, read, read_or_refuse, read_text
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
@@ -73,7 +73,7 @@ def test_text_is_read_by_its_type(text: str, kind: Any, value: Any) -> None:
 )  # fmt: skip
 def test_text_that_does_not_fit_is_refused_in_words(text: str, kind: Any) -> None:
     with pytest.raises(ConfigError, match=r"^x: got .*, expected "):
-        read_or_refuse("x", Text(text), kind)
+        read_or_refuse("x", UntypedText(text), kind)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from options import ConfigError
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
-from router.decide.told import EngineLoad
+from router.decide.engine_load import EngineLoad
 from router.decide.workers import ServedModel
 from router.fleet.discovery import WorkerFacts, WorkerFlag, normalise_url, parse_worker_flag
 from router.fleet.members import Fleet, FleetConfig, _Member

@@ -25,7 +25,7 @@ from router.index import make_index
 from router.index.protocol import Scope
 from router.prompting.outline import Outline, difference, outline
 from router.turns.config import TurnsConfig
-from router.turns.ledger import Asked, Ledger
+from router.turns.ledger import AskedTurn, Ledger
 from router.turns.why import GROUPS, Facts, Why, check_adds_up
 
 BLOCK = 16
@@ -103,10 +103,10 @@ class Fleet:
         self.ledger.book.check_invariants()
         return begun.why
 
-    def asked(self, route: RouteRequest, parsed: RoutingRequest, worker: str) -> Asked:
+    def asked(self, route: RouteRequest, parsed: RoutingRequest, worker: str) -> AskedTurn:
         keys = self.core.index.chunk_keys(route.token_ids, route.scope, 64)
         ids: Any = route.token_ids
-        return Asked(
+        return AskedTurn(
             route.request_id, ids, route.scope, keys, lambda after: outline(parsed, after), worker, BLOCK,
             route.session, route.parent, route.final,
         )  # fmt: skip

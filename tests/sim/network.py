@@ -14,7 +14,7 @@ from events import Event
 from events.frames import END_SEQ, SNAPSHOT_SEQ
 from events.replies import Message, replay_reply, snapshot_reply
 from events.resident import ResidentSet
-from events.ring import Entry, Ring
+from events.ring import Ring, RingEntry
 
 
 class SimPublisher:
@@ -25,7 +25,7 @@ class SimPublisher:
         self.ring = Ring(ring_size)
         self.snapshots = snapshots
         self._shadow = ResidentSet()
-        self._last: Entry | None = None
+        self._last: RingEntry | None = None
 
     def publish(self, events: list[Event], now: float) -> Message:
         entry = self.ring.append(now, events, 0)

@@ -20,7 +20,7 @@ from reference.dump import dump_holder, is_dump, load_dump
 from reference.events import check_event
 from reference.holder import Holder
 from reference.match import Pins, cut_of, match_holder
-from router.index.protocol import HolderId, IndexStats, IngestReport, Match, PinId, Prompt, Scope, Tokens
+from router.index.protocol import HolderId, IndexStats, IngestReport, Match, PinId, PreparedPrompt, Scope, Tokens
 
 MALFORMED_KEPT = 16
 
@@ -127,7 +127,7 @@ class ReferenceIndex:
             state.apply(events, report)
         return report
 
-    def prepare(self, token_ids: Sequence[int] | bytes) -> Prompt:
+    def prepare(self, token_ids: Sequence[int] | bytes) -> PreparedPrompt:
         return as_token_list(token_ids)
 
     def match(
@@ -235,7 +235,7 @@ class ReferenceIndex:
 
 def as_token_list(prompt: Tokens) -> Sequence[int]:
     """Token ids from a sequence or from little-endian uint32 bytes. Raises ValueError for what is no token id."""
-    token_ids = cast("Sequence[int] | bytes", prompt)  # a Prompt of the reference index is a sequence
+    token_ids = cast("Sequence[int] | bytes", prompt)  # a PreparedPrompt of the reference index is a sequence
     if isinstance(token_ids, (bytes, bytearray, memoryview)):
         if len(token_ids) % 4:
             raise ValueError(f"token bytes: length {len(token_ids)} is not a multiple of 4")

@@ -14,7 +14,7 @@ import uvloop
 from options import Schema, load
 from router.app.admin import Admin
 from router.app.guard import Guard, anybody
-from router.app.reading import Reading
+from router.app.reading import RequestReading
 from router.app.server import RouterApp
 from router.app.tenants import Tenants
 from router.counters import Metrics
@@ -257,7 +257,7 @@ class Edge:
             **edge,
         )
         self.helpers = Helpers(PoolConfig(count=1), chat_template=None, cache_bytes=1 << 20)
-        reading = Reading(self.core, self.prompts, self.helpers)
+        reading = RequestReading(self.core, self.prompts, self.helpers)
         self.fleet = NoFleet(self.core)
         self.admin = Admin(
             self.core, self.fleet, self.prompts, reading, self.metrics, now=time.monotonic, version="test"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from prompts.errors import RequestError
 from router.http.request import HttpRequest
-from router.picker.conversation import Begun, Choice, Conversation, OutOfTurn, Phase
+from router.picker.conversation import AnswerBegun, Choice, Conversation, OutOfTurn, Phase
 from router.picker.messages import BUFFERED, DUPLEX, NONE, PIECE_BYTES, STREAMED, subset
 
 LIMIT = 1 << 20
@@ -25,7 +25,7 @@ class Party:
     def __init__(self) -> None:
         self.conversation = Conversation(self, LIMIT)
         self.requests: list[HttpRequest] = []
-        self.answers: list[Begun] = []
+        self.answers: list[AnswerBegun] = []
         self.said = b""
         self.kept = 0
         self.ends = 0
@@ -42,7 +42,7 @@ class Party:
     def keeps(self, size: int) -> None:
         self.kept = size
 
-    def begun(self, answer: Begun) -> Sequence[tuple[bytes, bytes]]:
+    def begun(self, answer: AnswerBegun) -> Sequence[tuple[bytes, bytes]]:
         self.answers.append(answer)
         return ((b"x-told", b"yes"),)
 
@@ -169,7 +169,7 @@ def test_the_answer_by_way_of_here() -> None:
     party.send(head(), body(b"{}", ends=True))
     (first,) = party.send(answer_head())
     assert first.response_headers.response.header_mutation.set_headers[0].header.raw_value == b"yes"
-    assert party.answers == [Begun(200, None, True)]
+    assert party.answers == [AnswerBegun(200, None, True)]
     data = b"y" * 130_000
     responses = party.send(pb.ProcessingRequest(response_body={"body": data}))
     assert echoed(responses, "response_body") == (data, [False] * 3)

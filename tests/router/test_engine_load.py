@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
+from router.decide.engine_load import DOUBTS, Claim, EngineLoad, LoadClaims
 from router.decide.messages import Decision, RouteRequest
-from router.decide.told import DOUBTS, Claim, EngineLoad, Told
 from router.decide.workers import ServedModel, WorkerSpec
 from router.fleet.answers import read_loads
 from router.index import make_index
@@ -65,13 +65,15 @@ def test_any_page_is_read(text: str, ranks: int) -> None:
             assert load is None or (0 <= load.running <= 4e6 and 0 <= load.waiting <= 4e6)
 
 
-def hear(told: Told, now: float, running: int, waiting: int = 0, usage: float | None = None, sent: int = 0) -> Claim:
+def hear(
+    told: LoadClaims, now: float, running: int, waiting: int = 0, usage: float | None = None, sent: int = 0
+) -> Claim:
     told.hear(EngineLoad(running, waiting, usage), now, sent=sent, seats=64, held_tokens=1000, capacity=10_000)
     return told.claim
 
 
 def test_only_what_others_have_counts_and_only_by_two_looks() -> None:
-    told = Told()
+    told = LoadClaims()
     assert not hear(told, 0.0, 30, sent=10)
     assert hear(told, 4.0, 28, sent=12) == Claim(16, 0, 0)
     assert hear(told, 8.0, 50, 5, usage=0.5, sent=10) == Claim(16, 0, 0)
@@ -82,7 +84,7 @@ def test_only_what_others_have_counts_and_only_by_two_looks() -> None:
 
 
 def test_silence_is_forgotten_and_two_looks_must_follow_each_other() -> None:
-    told = Told()
+    told = LoadClaims()
     hear(told, 0.0, 30)
     assert hear(told, 4.0, 30)
     told.hear(None, 8.0, sent=0, seats=64, held_tokens=0, capacity=None)
@@ -94,7 +96,7 @@ def test_silence_is_forgotten_and_two_looks_must_follow_each_other() -> None:
 
 
 def test_who_is_served_finds_a_lie_out_and_a_truth() -> None:
-    told = Told()
+    told = LoadClaims()
     hear(told, 0.0, 60, 20)
     hear(told, 4.0, 60, 20)
     assert told.believed is not None
@@ -186,7 +188,7 @@ def play(
     rng = random.Random(1)
     elsewhere = {r.index: rng.randrange(2) for r in workload.requests if rng.random() < direct}
 
-    class Told(sim.ours.Ours):  # type: ignore[misc, name-defined]
+    class LoadClaims(sim.ours.Ours):  # type: ignore[misc, name-defined]
         def attach(self, cluster: Any) -> None:
             super().attach(cluster)
             if say is not None:
@@ -215,7 +217,7 @@ def play(
     service = sim.runs.StepTimes(0.0001, 1e12, 0.01, 2e-5, 4e-8, 4096)
     limits = sim.engine.EngineLimits(32, preempts=True)
     config = sim.cluster.ClusterConfig(workers=8, cache_blocks=6250, speed=1.0, service=service, limits=limits)
-    router = Told(CoreConfig())
+    router = LoadClaims(CoreConfig())
     result = sim.cluster.Cluster(config, workload, [router]).run()
     router.core.check_invariants()
     mine = [r.index for r in workload.requests[count // 5 :] if r.index not in elsewhere]

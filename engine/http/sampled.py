@@ -28,7 +28,7 @@ BEAT_S = 10.0
 _UNHEARD_S = 30.0
 
 
-class Said:
+class SampledAnswers:
     """Of one server."""
 
     def __init__(self, tokenizer: Tokenizer, limits: ModelLimits, bytes_max: int, *, arguments: bool) -> None:
