@@ -31,8 +31,13 @@ class Tracing:
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        except ImportError as error:
+        except ModuleNotFoundError as error:
             raise ConfigError(f"--otlp-endpoint: {error}; install blockcast[otel]") from None
+        except ImportError as error:
+            raise ConfigError(
+                f"--otlp-endpoint: {error}; xds-protos (blockcast[epp]) carries older files of the same names and was "
+                "installed last: pip install --force-reinstall --no-deps opentelemetry-proto"
+            ) from None
         self._api: Any = trace
         self._share = share
         if not endpoint.endswith("/v1/traces"):

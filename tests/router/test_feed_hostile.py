@@ -60,8 +60,10 @@ class Recorder:
 class Pub:
     """A publisher of raw frames."""
 
-    def __init__(self, context: zmq.Context[Any]) -> None:
+    def __init__(self, context: zmq.Context[Any], keeps: int = 1000) -> None:
+        """`keeps`: messages for each subscriber that does not take them; ZeroMQ looks at it when a socket is bound."""
         self._socket = pub_socket(context)
+        self._socket.sndhwm = keeps
         self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self.seq = 0
 
@@ -427,8 +429,7 @@ def test_no_socket_keeps_more_bytes_than_told(
 def test_a_stalled_stream_loses_nothing_that_its_publisher_keeps(
     context: zmq.Context[Any], started: Callable[[Any], EventFeed]
 ) -> None:
-    handler, pub = Recorder(), Pub(context)
-    pub._socket.sndhwm = 100_000
+    handler, pub = Recorder(), Pub(context, keeps=100_000)
     feed = started(handler)
     feed.add(pub.source("a"))
     keep_sending(pub, lambda: handler.applied("a"), "followed")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ pytest.importorskip("opentelemetry.sdk")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from options import ConfigError
 from router.app.tracing import Tracing
 
 CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "x"}]}).encode()
@@ -115,3 +118,12 @@ def test_spans_reach_a_collector(edge: Any, make_post: Any) -> None:
     assert "blockcast-router" in {each.value.string_value for each in resource.resource.attributes}
     (span,) = resource.scope_spans[0].spans
     assert span.status.code == 2
+
+
+def test_files_that_another_package_put_over_those_of_opentelemetry_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", ModuleType("older"))
+    with pytest.raises(ConfigError, match="xds-protos.*force-reinstall"):
+        Tracing("http://127.0.0.1:9", 0.0, "1.2.3")
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(ConfigError, match=r"install blockcast\[otel\]"):
+        Tracing("http://127.0.0.1:9", 0.0, "1.2.3")
