@@ -122,7 +122,7 @@ def test_spans_reach_a_collector(edge: Any, make_post: Any) -> None:
 
 def test_files_that_another_package_put_over_those_of_opentelemetry_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", ModuleType("older"))
-    with pytest.raises(ConfigError, match="xds-protos.*force-reinstall"):
+    with pytest.raises(ConfigError, match=r"xds-protos.*force-reinstall"):
         Tracing("http://127.0.0.1:9", 0.0, "1.2.3")
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match=r"install blockcast\[otel\]"):
