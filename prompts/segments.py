@@ -43,7 +43,7 @@ _BEGINNINGS_SHARE = 4
 """One part in so many of the memory is for beginnings of long texts."""
 _KEPT_BEFORE_END = 3
 """A beginning ends so many segments before its text does: a chat's last turn and the opening of the answer."""
-_CHARS_AT_ONCE, _PAUSE_S = 8_192, 1e-6
+_CHARS_AT_ONCE, _PAUSE_S = 65_536, 1e-6
 """Characters of new text that are encoded by words before other threads get a turn."""
 _RANDOM_STATE_KEYS = ("dropout",)
 

@@ -1,9 +1,9 @@
 """Short ASCII text to ids by its words: what a new turn costs where the library would take a thousand allocations.
 
 A byte-level tokenizer cuts normalized text into words by a regular expression and encodes every word by itself, so the
-ids of a text are those of its words, and words come back. Here the words are found by Python's `re` and their ids come
-from the library's own model, once a word. Only for ASCII: there the normal forms change nothing and the classes of
-characters are small sets, so that both regular expression engines (backtracking, first alternative first) agree.
+ids of a text are those of its words, and words come back. Here the words are found natively (prompts/native/words.hpp)
+and their ids come from the library's own model, once a word. Only for ASCII: there the normal forms change nothing and
+the classes of characters are small sets, so that all backtracking engines (first alternative first) agree.
 
 `plan_words` says why where a tokenizer is not of this kind; sample texts are encoded both ways before a plan is given
 out. Invariant: ids are identical to a plain full encode, or `encode` returns None and the library is asked.
@@ -12,18 +12,34 @@ out. Invariant: ids are identical to a plain full encode, or `encode` returns No
 from __future__ import annotations
 
 import re
+import secrets
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as HfTokenizer
 
-TEXT_MAX = 16_384
+try:
+    from re import _constants as sre  # type: ignore[attr-defined]
+    from re import _parser as sre_parse  # type: ignore[attr-defined]
+except ImportError:  # before Python 3.11
+    import sre_constants as sre
+    import sre_parse
+
+try:
+    from prompts._words import Words
+except ImportError:
+    _FOUND = False
+else:
+    _FOUND = True
+
+if TYPE_CHECKING:
+    from prompts._words import Row
+
+TEXT_MAX = 65_536
 """Longer texts are left to the library, which lets other threads run meanwhile."""
-WORDS_MAX = 32_768
-"""Words remembered; when there are more, all are forgotten."""
-_WORD_MAX = 64
-"""Longer words hardly come back: they are encoded, not remembered."""
+WORDS_MAX = 65_536
+"""Words remembered, of 64 characters at most; when there are more, all are forgotten."""
 _NORMAL_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
 _NEVER = r"\x80-\xff"
 """Inside a class: no ASCII character."""
@@ -46,55 +62,26 @@ _PATTERN_PARTS = re.compile(
 class WordEncoder:
     """Encodes ASCII text of one tokenizer. Thread-safe."""
 
-    def __init__(self, hf: HfTokenizer, steps: Sequence[re.Pattern[str]], added: re.Pattern[str]) -> None:
+    def __init__(self, hf: HfTokenizer, steps: Sequence[Sequence[Row]], added: re.Pattern[str]) -> None:
         self._model = hf.model
         self._ids_of = hf.token_to_id
-        self._steps = steps
+        self.words = Words(steps, secrets.randbits(64), WORDS_MAX)
         self._added = added
         """Finds every added token."""
-        self._known: dict[str, bytes] = {}
-        """Word -> its ids as the bytes of an array."""
 
     def encode(self, text: str, special: str = "") -> bytes | None:
         """Ids of `text` as the bytes of an array; None where the library must be asked. `text` begins with the added
         token `special` and has no other."""
-        if len(text) > TEXT_MAX or not text.isascii():
+        if len(text) > TEXT_MAX or not text.isascii() or self._added.search(text, len(special)) is not None:
             return None
-        rest = text[len(special) :]
-        if self._added.search(rest) is not None:
-            return None
-        words = [rest] if rest else []
-        for step in self._steps:
-            words = _cut(step, words[0]) if len(words) == 1 else [piece for word in words for piece in _cut(step, word)]
-        known = self._known
-        parts = [known.get(word) for word in words]
-        if None in parts:
-            if "" in words:
-                return None  # after an empty match the two engines go on differently
-            parts = [known.get(word) or self._learn(word) for word in words]
-        if special:
-            special_id = self._ids_of(special)
-            if special_id is None:
-                return None
-            parts.insert(0, array("I", (special_id,)).tobytes())
-        return b"".join(parts)  # type: ignore[arg-type]
+        ids = self.words.encode(text, len(special), self._learn)
+        if ids is None or not special:
+            return ids
+        special_id = self._ids_of(special)
+        return None if special_id is None else array("I", (special_id,)).tobytes() + ids
 
-    def _learn(self, word: str) -> bytes:
-        ids = array("I", [token.id for token in self._model.tokenize(word.translate(_BYTE_LEVEL))]).tobytes()
-        if len(word) <= _WORD_MAX:
-            if len(self._known) >= WORDS_MAX:
-                self._known = {}
-            self._known[word] = ids
-        return ids
-
-
-def _cut(step: re.Pattern[str], text: str) -> list[str]:
-    """Matches and what lies between them. An empty one stands for an empty match."""
-    found: list[str] = step.findall(text)
-    if sum(map(len, found)) == len(text):
-        return found
-    pieces: list[str] = step.split(text)  # gap, match, gap, match, ..., gap
-    return [piece for place, piece in enumerate(pieces) if piece or place % 2]
+    def _learn(self, word: str) -> list[int]:
+        return [token.id for token in self._model.tokenize(word.translate(_BYTE_LEVEL))]
 
 
 def _byte_level() -> dict[int, int]:
@@ -110,6 +97,8 @@ _BYTE_LEVEL_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{
 
 def plan_words(hf: HfTokenizer, spec: dict[str, Any], samples: Sequence[str]) -> WordEncoder | str:
     """The encoder of a tokenizer whose tokenizer.json is `spec`, or why there is none: a doubt is a no."""
+    if not _FOUND:
+        return "prompts._words was not compiled"
     if (spec.get("model") or {}).get("type") != "BPE":
         return "it is not byte-level BPE"
     if not _keeps_ascii(spec.get("normalizer")):
@@ -122,12 +111,13 @@ def plan_words(hf: HfTokenizer, spec: dict[str, Any], samples: Sequence[str]) ->
     steps = []
     for pattern in patterns:
         translated = ascii_pattern(pattern)
-        if translated is None:
-            return f"its pattern uses what is not known here: {pattern[:60]!r}"
         try:
-            steps.append(re.compile(f"({translated})", re.ASCII))
+            rows = None if translated is None else parts_of(translated)
         except re.error as error:
             return f"its pattern does not compile: {error}"
+        if rows is None:
+            return f"its pattern uses what is not known here: {pattern[:60]!r}"
+        steps.append(rows)
     contents = [token["content"] for token in spec["added_tokens"] if token["content"]]
     added = re.compile("|".join(re.escape(content) for content in contents) or r"(?!)")
     encoder = WordEncoder(hf, steps, added)
@@ -192,3 +182,91 @@ def ascii_pattern(pattern: str) -> str | None:
             text = re.sub(r"\\p\{(\w+)\}", lambda found: _CLASSES[found.group(1)], text)
         out += text
     return out
+
+
+# A pattern as prompts/native/words.hpp runs it ------------------------------------------------------------------------
+
+_ACCEPT, _SET, _EITHER, _LOOK = range(4)
+_ASCII = (1 << 128) - 1
+_MANY = 1 << 40
+
+
+def _chars(text: str) -> int:
+    """A set of characters as bits."""
+    return sum(1 << ord(char) for char in set(text))
+
+
+_SPACE, _DIGIT = _chars(" \t\n\r\f\v"), _chars("0123456789")
+_WORD = _DIGIT | _chars("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_")
+_CATEGORIES = {
+    sre.CATEGORY_SPACE: _SPACE, sre.CATEGORY_NOT_SPACE: _ASCII & ~_SPACE,
+    sre.CATEGORY_DIGIT: _DIGIT, sre.CATEGORY_NOT_DIGIT: _ASCII & ~_DIGIT,
+    sre.CATEGORY_WORD: _WORD, sre.CATEGORY_NOT_WORD: _ASCII & ~_WORD,
+}  # fmt: skip
+
+
+def parts_of(pattern: str) -> list[Row] | None:
+    """The parts of a pattern in Python's syntax, for ASCII text; None where there is none for what it uses. Raises
+    re.error."""
+    rows: list[Row] = [(_ACCEPT, 0, 0, 1, 1, True, [], 0)]
+
+    def add(kind: int, after: int, *, chars: int = 0, times: tuple[int, int] = (1, 1), wanted: bool = True,
+            branches: Sequence[int] = ()) -> int:  # fmt: skip
+        low, high = chars & (1 << 64) - 1, chars >> 64
+        rows.append((kind, low, high, times[0], min(int(times[1]), _MANY), wanted, list(branches), after))
+        return len(rows) - 1
+
+    def before(items: Sequence[Any], after: int, folds: bool) -> int:
+        """The part with which these begin, where `after` comes behind them."""
+        for op, value in reversed(list(items)):
+            chars = _set_of(op, value, folds)
+            if chars is not None:
+                after = add(_SET, after, chars=chars)
+            elif op is sre.MAX_REPEAT:
+                least, most, inner = value[0], value[1], list(value[2])
+                chars = _set_of(*inner[0], folds) if len(inner) == 1 else None
+                if chars is not None:
+                    after = add(_SET, after, chars=chars, times=(least, most))
+                elif (least, most) == (0, 1):
+                    after = add(_EITHER, after, branches=[before(inner, after, folds), after])
+                else:
+                    raise KeyError(op)
+            elif op is sre.BRANCH:
+                after = add(_EITHER, after, branches=[before(branch, after, folds) for branch in value[1]])
+            elif op is sre.SUBPATTERN and not value[2]:
+                after = before(value[3], after, folds or bool(value[1] & re.IGNORECASE))
+            elif op in (sre.ASSERT, sre.ASSERT_NOT) and value[0] == 1:
+                sought = before(value[1], 0, folds)
+                after = add(_LOOK, after, wanted=op is sre.ASSERT, branches=[sought])
+            else:
+                raise KeyError(op)
+        return after
+
+    try:
+        first = before(sre_parse.parse(pattern, re.ASCII), 0, False)
+    except KeyError:
+        return None
+    add(_EITHER, first, branches=[first])
+    return rows
+
+
+def _set_of(op: Any, value: Any, folds: bool) -> int | None:
+    """The characters that a single-character item matches; None for any other. Raises KeyError."""
+    if op is sre.LITERAL:
+        char = chr(value)
+        return (_chars(char.lower() + char.upper() if folds else char) if value < 128 else 0) & _ASCII
+    if op is sre.NOT_LITERAL and not folds:
+        return _ASCII & ~(1 << value)
+    if op is not sre.IN or (folds and any(item is not sre.LITERAL for item, _ in value)):
+        return None
+    found, negated = 0, False
+    for item, what in value:
+        if item is sre.NEGATE:
+            negated = True
+        elif item is sre.RANGE:
+            found |= ((1 << what[1] + 1) - 1 & ~((1 << what[0]) - 1)) & _ASCII
+        elif item is sre.CATEGORY:
+            found |= _CATEGORIES[what]
+        else:
+            found |= _set_of(item, what, folds) or 0
+    return _ASCII & ~found if negated else found

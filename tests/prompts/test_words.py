@@ -104,7 +104,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(50):
         text = f"word{number % 7}x and more{number}"
         assert made.encode(text) == array("I", hf.encode(text, add_special_tokens=False).ids).tobytes()
-        assert len(made._known) <= 5
+        assert len(made.words) <= 5
     assert made.encode("x" * (words.TEXT_MAX + 1)) is None
 
 

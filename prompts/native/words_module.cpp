@@ -1,0 +1,87 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <tuple>
+
+#include "words.hpp"
+
+namespace nb = nanobind;
+using namespace blockcast;
+
+namespace {
+
+// (kind, chars 0 to 63, chars 64 to 127, least, most, wanted, branches, next), as prompts/words.py has them.
+using Row = std::tuple<u32, u64, u64, u64, u64, bool, std::vector<u32>, u32>;
+
+Pattern pattern_of(const std::vector<Row>& rows) {
+    std::vector<Part> parts;
+    for (const auto& [kind, low, high, least, most, wanted, branches, next] : rows) {
+        Part part;
+        part.kind = static_cast<Part::Kind>(kind);
+        part.chars[0] = low;
+        part.chars[1] = high;
+        part.least = least;
+        part.most = most;
+        part.wanted = wanted;
+        part.branches = branches;
+        part.next = next;
+        bool right = kind <= Part::Look && (kind == Part::Accept) == parts.empty() && (next < parts.size() || parts.empty());
+        for (const u32 branch : branches) right = right && branch < parts.size();
+        right = right && (kind != Part::Either || !branches.empty()) && (kind != Part::Look || branches.size() == 1);
+        if (!right) throw nb::value_error("a pattern's parts stand before those that lead to them; the first accepts");
+        parts.push_back(part);
+    }
+    if (parts.empty()) throw nb::value_error("a pattern has no parts");
+    return Pattern(parts);
+}
+
+class Words {
+public:
+    Words(const std::vector<std::vector<Row>>& steps, u64 seed, std::size_t words_max) : table_(seed, words_max) {
+        for (const std::vector<Row>& rows : steps) steps_.push_back(pattern_of(rows));
+    }
+
+    // Of the ASCII text from `start` on: its ids as bytes; None where a pattern matches nothing. `learn(word)` tells the ids
+    // of a word that is not known. Under the GIL, which that may give away: the table may then be another one.
+    nb::object encode(nb::str text, std::size_t start, nb::callable learn) {
+        Py_ssize_t size = 0;
+        const char* data = PyUnicode_AsUTF8AndSize(text.ptr(), &size);
+        if (data == nullptr) throw nb::python_error();
+        if (PyUnicode_IS_ASCII(text.ptr()) == 0) throw nb::value_error("the text is not ASCII");
+        if (start > static_cast<std::size_t>(size)) throw nb::value_error("start lies behind the text");
+        const std::string_view whole(data + start, static_cast<std::size_t>(size) - start);
+        std::vector<Word> words;
+        if (!cut(steps_, whole, words)) return nb::none();
+        std::vector<u32> ids;
+        ids.reserve(words.size() * 2);
+        for (const Word& at : words) {
+            const std::string_view word = whole.substr(at.start, at.end - at.start);
+            if (table_.append(word, ids)) continue;
+            const auto found = nb::cast<std::vector<u32>>(learn(nb::str(word.data(), word.size())));
+            ids.insert(ids.end(), found.begin(), found.end());
+            std::vector<u32> known;
+            if (word.size() <= kWordMax && !table_.append(word, known)) table_.add(word, found.data(), found.size());
+        }
+        return nb::bytes(reinterpret_cast<const char*>(ids.data()), ids.size() * sizeof(u32));
+    }
+
+    std::size_t size() const { return table_.size(); }
+
+private:
+    static constexpr std::size_t kWordMax = 64;  // longer ones hardly come back
+    std::vector<Pattern> steps_;
+    WordTable table_;
+};
+
+}  // namespace
+
+NB_MODULE(_words, module) {
+    module.doc() = "Short text to ids by its words. Use prompts.words.";
+    nb::set_leak_warnings(false);
+    nb::class_<Words>(module, "Words")
+        .def(nb::init<const std::vector<std::vector<Row>>&, u64, std::size_t>(), nb::arg("steps"), nb::arg("seed"),
+             nb::arg("words_max"))
+        .def("encode", &Words::encode, nb::arg("text"), nb::arg("start"), nb::arg("learn"))
+        .def("__len__", &Words::size);
+}
