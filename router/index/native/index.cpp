@@ -173,8 +173,8 @@ u64 Index::pin(u64 id, const Tokens& prompt, const ScopeView& scope) {
     const Query asked = query(prompt, scope);
     const std::unique_lock lock(mutex_);
     Holder* holder = get(id);
-    Pin pin{holder, holder->seat, {}, std::nullopt};
     const u64 cut = holder->cut();
+    Pin pin{holder, holder->seat, cut, {}, std::nullopt};
     Prefixes prefixes(asked, digester_, cut);
     pin.boundaries.reserve(prompt.count / cut);
     for (u64 end = cut; end <= prompt.count; end += cut) pin.boundaries.push_back(prefixes.at(end));
@@ -196,12 +196,12 @@ void Index::unpin(u64 number) {
 }
 
 void Index::promise(const Pin& pin) {
-    boundaries_.add_all(pin.boundaries, pin.seat);
+    boundaries_.add(pin.boundaries, pin.seat, pin.cut);
     if (pin.checkpoint) checkpoints_.add(*pin.checkpoint, pin.seat);
 }
 
 void Index::withdraw(const Pin& pin) {
-    boundaries_.remove_all(pin.boundaries, pin.seat);
+    boundaries_.remove(pin.boundaries, pin.seat, pin.cut);
     if (pin.checkpoint) checkpoints_.remove(*pin.checkpoint, pin.seat);
 }
 

@@ -95,6 +95,7 @@ private:
     struct Pin {
         Holder* holder;
         Seat seat;  // the holder's, under which the promises stand
+        u64 cut;
         std::vector<u64> boundaries;
         std::optional<u64> checkpoint;
     };
@@ -119,7 +120,8 @@ private:
     Nodes nodes_;
     Seats seats_;
     Departed departed_;
-    Promises boundaries_, checkpoints_;
+    Boundaries boundaries_;
+    Promises checkpoints_;
     std::map<std::string, std::unique_ptr<ModelHolders>, std::less<>> models_;
     std::unordered_map<u64, std::unique_ptr<Holder>> holders_;
     std::unordered_map<u64, Pin> pins_;

@@ -254,7 +254,7 @@ void ModelHolders::stand(const Holder* holder, const Standing& standing, bool on
 }
 
 std::vector<Match> match_all(const Query& query, const ModelHolders& model, const Digester& digester, const Nodes& nodes,
-                             const Seats& seats, const Promises& boundaries, const Promises& checkpoints) {
+                             const Seats& seats, const Boundaries& boundaries, const Promises& checkpoints) {
     const std::vector<u32> lengths = lengths_in_use(model);
     if (query.count < 2 || lengths.empty()) return {};
     u64 unit = 0;

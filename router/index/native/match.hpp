@@ -106,7 +106,7 @@ struct KeyMemo {
 };
 
 std::vector<Match> match_all(const Query& query, const ModelHolders& model, const Digester& digester, const Nodes& nodes,
-                             const Seats& seats, const Promises& boundaries, const Promises& checkpoints);
+                             const Seats& seats, const Boundaries& boundaries, const Promises& checkpoints);
 
 
 // -- what the ways of matching share --
@@ -151,7 +151,7 @@ struct Context {
     const ModelHolders& model;
     const Nodes& nodes;
     const Seats& seats;
-    const Promises& boundaries;
+    const Boundaries& boundaries;
     const Promises& checkpoints;
     const std::vector<u32> lengths;  // block lengths in use, ascending
     const u64 unit;                  // their greatest common divisor

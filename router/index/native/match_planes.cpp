@@ -74,7 +74,8 @@ private:
     }
 
     // Boundaries of prompts in flight lie scattered: the one some steps ahead is asked for early.
-    void promise(const Promises& promises, u64 step, u64* words) const {
+    template <class Of>
+    void promise(const Of& promises, u64 step, u64* words) const {
         const u64 ahead = step + Promises::kAhead;
         if (ahead * length_ <= c_.limit) promises.prefetch(c_.prefixes.at(ahead * length_));
         promises.each(c_.prefixes.at(step * length_), [&](u32 word, u64 bits) { words[word] |= bits; });

@@ -2,8 +2,12 @@
 //
 // Invariants: `holders` of a key has a seat's bit while the seat has promised the key at least once; a promise beyond the first
 // is in `more_`. A shared system prompt is promised by everybody: one word says so, however many they are.
+//
+// A prompt promises its last boundary, and each boundary the one before it, as long as it is promised itself: a conversation
+// that goes on beside its last turn costs what is new in it.
 #pragma once
 
+#include <map>
 #include <vector>
 
 #include "nodes.hpp"
@@ -19,45 +23,36 @@ public:
         table_.each([&](Entry& entry) { entry.holders.drop(heap_); });
     }
 
-    void add(u64 key, Seat seat) {
+    // Whether it is the first of this seat.
+    bool add(u64 key, Seat seat) {
         Entry* entry = find(key);
         if (entry == nullptr) {
             Entry fresh{key, Presence()};
             fresh.holders.add(seat, 0, heap_);
             table_.insert(fresh);
-        } else if (!entry->holders.add(seat, 0, heap_)) {
-            More* more = find_more(key, seat);
-            if (more == nullptr) {
-                more_.insert(More{more_id(key, seat), 1, 0});
-            } else {
-                ++more->count;
-            }
+            return true;
         }
+        if (entry->holders.add(seat, 0, heap_)) return true;
+        More* more = find_more(key, seat);
+        if (more == nullptr) {
+            more_.insert(More{more_id(key, seat), 1, 0});
+        } else {
+            ++more->count;
+        }
+        return false;
     }
 
-    void remove(u64 key, Seat seat) {
+    // Whether it was the last of this seat.
+    bool remove(u64 key, Seat seat) {
         Entry* entry = find(key);
-        if (entry == nullptr) return;
+        if (entry == nullptr) return false;
         if (More* more = more_.size() == 0 ? nullptr : find_more(key, seat)) {
             if (--more->count == 0) more_.erase(more);
-            return;
+            return false;
         }
         entry->holders.remove(seat, 0, heap_);
         if (entry->holders.empty()) table_.erase(entry);
-    }
-
-    // A prompt's boundaries lie scattered: ask for some before they are needed.
-    void add_all(const std::vector<u64>& keys, Seat seat) {
-        for (std::size_t i = 0; i < keys.size(); ++i) {
-            if (i + kAhead < keys.size()) prefetch(keys[i + kAhead]);
-            add(keys[i], seat);
-        }
-    }
-    void remove_all(const std::vector<u64>& keys, Seat seat) {
-        for (std::size_t i = 0; i < keys.size(); ++i) {
-            if (i + kAhead < keys.size()) prefetch(keys[i + kAhead]);
-            remove(keys[i], seat);
-        }
+        return true;
     }
 
     static constexpr std::size_t kAhead = 12;
@@ -76,6 +71,7 @@ public:
         return entry != nullptr && entry->holders.test(seat, 0);
     }
 
+    bool empty() const { return table_.size() == 0; }
     std::size_t bytes() const { return table_.bytes() + more_.bytes() + heap_; }
 
 private:
@@ -108,6 +104,55 @@ private:
     SegmentedTable<Entry, Traits> table_;
     SegmentedTable<More, MoreTraits> more_;
     std::size_t heap_ = 0;
+};
+
+// The boundaries of prompts, by the length of the blocks into which they are cut: which boundary is before which.
+class Boundaries {
+public:
+    explicit Boundaries(Pages& pages) : pages_(pages) {}
+
+    // `keys`: of a prompt's boundaries, from the first on.
+    void add(const std::vector<u64>& keys, Seat seat, u64 cut) {
+        Promises& promises = cuts_.try_emplace(cut, pages_).first->second;
+        for (std::size_t i = keys.size(); i > 0; --i) {
+            if (i > Promises::kAhead) promises.prefetch(keys[i - 1 - Promises::kAhead]);
+            if (!promises.add(keys[i - 1], seat)) break;
+        }
+    }
+    void remove(const std::vector<u64>& keys, Seat seat, u64 cut) {
+        const auto found = cuts_.find(cut);
+        if (found == cuts_.end()) return;
+        Promises& promises = found->second;
+        for (std::size_t i = keys.size(); i > 0; --i) {
+            if (i > Promises::kAhead) promises.prefetch(keys[i - 1 - Promises::kAhead]);
+            if (!promises.remove(keys[i - 1], seat)) break;
+        }
+        if (promises.empty() && cuts_.size() > kCutsKept) cuts_.erase(found);
+    }
+
+    void prefetch(u64 key) const {
+        for (const auto& [cut, promises] : cuts_) promises.prefetch(key);
+    }
+    template <class Visit>
+    void each(u64 key, Visit visit) const {
+        for (const auto& [cut, promises] : cuts_) promises.each(key, visit);
+    }
+    bool has(u64 key, Seat seat) const {
+        for (const auto& [cut, promises] : cuts_) {
+            if (promises.has(key, seat)) return true;
+        }
+        return false;
+    }
+    std::size_t bytes() const {
+        std::size_t sum = 0;
+        for (const auto& [cut, promises] : cuts_) sum += promises.bytes();
+        return sum;
+    }
+
+private:
+    static constexpr std::size_t kCutsKept = 2;  // a table that is used again and again is not made again and again
+    Pages& pages_;
+    std::map<u64, Promises> cuts_;
 };
 
 }  // namespace blockcast
