@@ -224,7 +224,7 @@ def parts_of(pattern: str) -> list[Row] | None:
                 after = add(_SET, after, chars=chars)
             elif op is sre.MAX_REPEAT:
                 least, most, inner = value[0], value[1], list(value[2])
-                chars = _set_of(*inner[0], folds) if len(inner) == 1 else None
+                chars = _set_of(inner[0][0], inner[0][1], folds) if len(inner) == 1 else None
                 if chars is not None:
                     after = add(_SET, after, chars=chars, times=(least, most))
                 elif (least, most) == (0, 1):
@@ -256,7 +256,7 @@ def _set_of(op: Any, value: Any, folds: bool) -> int | None:
         char = chr(value)
         return (_chars(char.lower() + char.upper() if folds else char) if value < 128 else 0) & _ASCII
     if op is sre.NOT_LITERAL and not folds:
-        return _ASCII & ~(1 << value)
+        return _ASCII & ~(1 << int(value))
     if op is not sre.IN or (folds and any(item is not sre.LITERAL for item, _ in value)):
         return None
     found, negated = 0, False
@@ -266,7 +266,7 @@ def _set_of(op: Any, value: Any, folds: bool) -> int | None:
         elif item is sre.RANGE:
             found |= ((1 << what[1] + 1) - 1 & ~((1 << what[0]) - 1)) & _ASCII
         elif item is sre.CATEGORY:
-            found |= _CATEGORIES[what]
+            found |= int(_CATEGORIES[what])
         else:
             found |= _set_of(item, what, folds) or 0
     return _ASCII & ~found if negated else found

@@ -25,6 +25,8 @@ _NEVER = re.compile(rb"[^\t\r\n -~\x80-\xff]|(?<!\r)\n|\r(?!\n|\Z)")
 """What no head contains."""
 PIECE_BYTES = 1 << 20
 """A longer body is kept and passed on in pieces of about this size: nobody waits for a copy of it."""
+READ_BYTES = 4096
+"""A read of so much of a body is kept as it is until the piece is whole; shorter ones are put together at once."""
 TURN_BYTES = 16 << 10
 """Of a chunked body that are read before others get their turn: a chunk may hold a byte or two."""
 _METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"QUERY", b"TRACE"))
@@ -88,7 +90,7 @@ class RequestParser:
 
     __slots__ = (
         "_at", "_body", "_chunks", "_data", "_ended", "_expects_continue", "_head", "_left", "_limits", "_new",
-        "_pieces", "_request", "_template",
+        "_pieces", "_read", "_read_bytes", "_request", "_template",
     )  # fmt: skip
 
     def __init__(self, limits: HttpLimits) -> None:
@@ -110,7 +112,10 @@ class RequestParser:
         """Bytes to come of a body of known length."""
         self._chunks: ChunkedBody | None = None
         self._pieces: list[bytes] = []
-        """Of the body, what is complete in pieces; `_body` is the next."""
+        """Of the body, what is complete in pieces; `_read` and `_body` behind it are the next."""
+        self._read: list[bytes] = []
+        self._read_bytes = 0
+        """In all of `_read`."""
         self._body = bytearray()
 
     @property
@@ -126,7 +131,7 @@ class RequestParser:
     @property
     def buffered(self) -> int:
         """Bytes kept here."""
-        kept = len(self._data) - self._at + len(self._head) + len(self._body)
+        kept = len(self._data) - self._at + len(self._head) + len(self._body) + self._read_bytes
         return kept + sum(map(len, self._pieces)) if self._pieces else kept
 
     @property
@@ -142,7 +147,7 @@ class RequestParser:
 
     def take_continue(self) -> bool:
         """Whether the client waits for `100 Continue` before it sends the body that is to come; True at most once."""
-        wants = self._expects_continue and self._request is not None and not (self._body or self._pieces)
+        wants = self._expects_continue and self._request is not None and not (self._body or self._read or self._pieces)
         self._expects_continue = False
         return wants
 
@@ -152,8 +157,7 @@ class RequestParser:
         self._data = b""
         self._at = 0
         self._head = bytearray()
-        self._pieces = []
-        self._body = bytearray()
+        self._pieces, self._read, self._read_bytes, self._body = [], [], 0, bytearray()
         self._request = self._chunks = None
 
     def feed(self, data: bytes) -> None:
@@ -285,9 +289,14 @@ class RequestParser:
 
     def _read_length(self) -> HttpRequest | None:
         data, start = self._data, self._at
-        self._at = min(start + self._left, len(data))
-        self._left -= self._at - start
-        self._body += data[start : self._at]
+        end = self._at = min(start + self._left, len(data))
+        self._left -= end - start
+        if end - start >= READ_BYTES:
+            self._put_together()
+            self._read.append(data if end - start == len(data) else data[start:end])
+            self._read_bytes += end - start
+        else:
+            self._body += data[start:end]
         self._cut()
         return None if self._left else self._complete()
 
@@ -296,18 +305,26 @@ class RequestParser:
         self._cut()
         return self._complete() if chunks.done else None
 
-    def _cut(self) -> None:
-        if len(self._body) >= PIECE_BYTES:
-            self._pieces.append(bytes(self._body))
+    def _put_together(self) -> None:
+        if self._body:
+            self._read.append(bytes(self._body))
+            self._read_bytes += len(self._body)
             self._body = bytearray()
+
+    def _cut(self) -> None:
+        if self._read_bytes + len(self._body) >= PIECE_BYTES:
+            self._put_together()
+            self._pieces.append(b"".join(self._read))
+            self._read, self._read_bytes = [], 0
 
     def _complete(self) -> HttpRequest:
         request, self._request, self._chunks = self._request, None, None
         assert request is not None
-        if self._body or not self._pieces:
-            self._pieces.append(bytes(self._body))
+        self._put_together()
+        if self._read or not self._pieces:
+            self._pieces.append(b"".join(self._read))
         request.pieces = tuple(self._pieces)
-        self._pieces, self._body = [], bytearray()
+        self._pieces, self._read, self._read_bytes = [], [], 0
         return request
 
     def _too_large(self) -> BadRequest:

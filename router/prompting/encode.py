@@ -124,7 +124,8 @@ def cut(ids: Sequence[int] | None, parsed: RoutingRequest, tokens_max: int | Non
         keep = max(tokens_max - 1, 1)
     if ids and keep is not None and keep > 0:
         ids = ids[-keep:]
-    return ids[: (tokens_max or TOKENS_MAX) + 1] if ids else None
+    most = (tokens_max or TOKENS_MAX) + 1
+    return None if not ids else ids if len(ids) <= most else ids[:most]
 
 
 def read_prompt(parsed: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None) -> ReadPrompt:

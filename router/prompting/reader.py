@@ -31,8 +31,8 @@ from router.prompting.returning import Returned, go_on, learn, learn_more, may_r
 
 log = logging.getLogger("router")
 
-INLINE_BYTES_MAX = 4096
-"""Bodies up to this size are encoded on the event loop: handing them to a thread would cost more."""
+INLINE_BYTES_MAX = 8192
+"""Bodies, or what is new of them, up to this size are encoded on the event loop: a thread would cost more."""
 _REASONED = b"""{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning": "c",
 "tool_calls": [{"type": "function", "function": {"name": "d", "arguments": "{}"}}]},
 {"role": "user", "content": "e"}]}"""

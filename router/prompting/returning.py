@@ -39,11 +39,7 @@ _STANDIN_JSON = msgspec.json.encode(_STANDIN)
 _WHITE = b" \t\r\n"
 
 
-class _Array(msgspec.Struct):
-    messages: msgspec.Raw = msgspec.Raw(b"")
-
-
-_arrays = msgspec.json.Decoder(_Array)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _items = msgspec.json.Decoder(list[msgspec.Raw])
 
 
@@ -253,7 +249,7 @@ def _before_last(data: bytes, count: int, start: int | None = None) -> tuple[int
     """(where the array of messages begins, where the last `count` of them begin, or the white space before) in a body
     that was read; None where it has no more. `start`: where that is known."""
     try:
-        raw = bytes(_arrays.decode(data).messages)
+        raw = bytes(_fields.decode(data).get("messages", b""))
         items = _items.decode(raw)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None

@@ -69,7 +69,7 @@ class TurnBook:
     def goes_on(self, ids: array[int], scope: Scope, session: str | None, keys: Sequence[int]) -> Past | None:
         """The prompt of which this one is a continuation, every token of it. Cheap, and usually all there is to ask."""
         for past in self._candidates(session, None, keys):
-            if past.scope == scope and len(past.ids) <= len(ids) and ids[: len(past.ids)] == past.ids:
+            if past.scope == scope and _begins(ids, past.ids):
                 return past
         return None
 
@@ -172,16 +172,24 @@ def marks(keys: Sequence[int]) -> tuple[int, ...]:
 
 def shared(a: array[int], b: array[int]) -> int:
     """Tokens that both begin with."""
-    low, high = 0, min(len(a), len(b))
-    if a[:high] == b[:high]:
-        return high
+    width, count = a.itemsize, min(len(a), len(b))
+    data, other = a.tobytes(), memoryview(b).cast("B")  # bytes are compared as fast as memory is read
+    low, high = 0, count + 1
+    middle = count
     while high - low > 1:
-        middle = (low + high) // 2
-        if a[low:middle] == b[low:middle]:
+        if data.startswith(other[width * low : width * middle], width * low):
             low = middle
         else:
             high = middle
+        middle = (low + high) // 2
     return low
+
+
+def _begins(ids: array[int], past: array[int]) -> bool:
+    count = len(past)
+    if count > len(ids) or ids[count - 1 : count] != past[-1:]:
+        return False
+    return past.tobytes().startswith(memoryview(ids).cast("B")[: count * past.itemsize])
 
 
 def _likeness(past: Past, outline: Outline | None, common: int, tokens: int) -> int | None:

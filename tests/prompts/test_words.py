@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from functools import cache
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from prompts import words
+from prompts._words import Words
 from prompts.segments import SegmentPlan, plan_segments
 from prompts.words import WordEncoder, ascii_pattern, plan_words
 
@@ -84,6 +86,40 @@ def test_ids_equal_the_library_s_or_there_are_none(name: str, text: str, special
         assert got is not None, "such a text needs no library"
     else:
         assert got is None
+
+
+ATOMS = st.sampled_from(
+    ["a", "b", " ", "[ab]", "[^a]", r"\s", r"\S", r"\d", r"[a-c\n]", r"[^\sA]", "(?i:ab|C)", "(?:a|ab| )"]
+)
+REPEATED = st.builds("{}{}".format, ATOMS, st.sampled_from(["", "", "?", "*", "+", "{1,2}", "{2,}"]))
+TAILS = st.builds("{}{}".format, st.lists(REPEATED, min_size=1, max_size=3).map("".join), st.sampled_from(
+    ["", "", r"(?!\S)", "(?=a)", "(?:a+ |b)?", r"(?:(?!b)\S)?"]))  # fmt: skip
+
+
+@given(
+    pattern=st.lists(TAILS, min_size=1, max_size=3).map("|".join),
+    text=st.text(st.sampled_from("aAbBc 1\n.\x7f"), max_size=12),
+)
+@settings(max_examples=600, deadline=None)
+@example(pattern=r"\s+(?!\S)|\s+", text="a  b ").via("what GPT-2 ends in")
+def test_words_are_those_of_python_s_regular_expressions(pattern: str, text: str) -> None:
+    rows = words.parts_of(pattern)
+    if rows is None:
+        assert re.search(r"\)[?*+{]", pattern) is not None, "only groups that come again are not known"
+        return
+    found = Words([rows], 7, 100).encode(text, 0, lambda word: [len(word)])
+    compiled, want, at, gap = re.compile(pattern, re.ASCII), [], 0, 0
+    while at < len(text):
+        match = compiled.match(text, at)
+        if match is None:
+            at += 1
+            continue
+        if match.end() == at:
+            assert found is None
+            return
+        want += [at - gap] * (gap < at) + [match.end() - at]
+        gap = at = match.end()
+    assert found == array("I", want + [len(text) - gap] * (gap < len(text))).tobytes()
 
 
 def test_every_tokenizer_in_use_has_words(make_tokenizer) -> None:
