@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("http", "decide", "edge", "picker", "app", "prompting", "turns")
+ROOMS = ("http", "sharing", "decide", "edge", "picker", "app", "prompting", "turns")
 """What runs for every request or chunk."""
 NOT_COMPILED = re.compile(r"\((?:msgspec\.)?Struct\b|^import click$|\bAsync(?:Iterator|Generator)\[", re.MULTILINE)
 

@@ -20,6 +20,7 @@ from router.fleet.lists import read_workers_file
 from router.fleet.members import FleetConfig
 from router.picker.config import PickerConfig
 from router.prompting.config import PoolConfig
+from router.sharing.config import SharingConfig
 from router.turns.config import TurnsConfig
 
 Part = Annotated[float, Meta(ge=0, le=1, title="SHARE")]
@@ -96,6 +97,7 @@ class ProcessConfig:
     tls_key: Annotated[str | None, FILE, Flag(metavar="FILE"), "PEM; of --tls-cert."] = None
     core: Annotated[CoreConfig, ROOT] = field(default_factory=CoreConfig)
     edge: Annotated[EdgeConfig, ROOT] = field(default_factory=EdgeConfig)
+    sharing: Annotated[SharingConfig, ROOT] = field(default_factory=SharingConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     turns: TurnsConfig = field(default_factory=TurnsConfig)
     helpers: PoolConfig = field(default_factory=PoolConfig)
@@ -175,6 +177,9 @@ class EppConfig(ProcessConfig):
         ProcessConfig.__post_init__(self)
         if self.processes > 1 or self.hand_over is not None:
             raise ConfigError("--processes, --hand-over: not for `router epp`: start several, with --peer each")
+
+        if self.sharing.model_mirrors:
+            raise ConfigError("--model-mirror: not for `router epp`, which carries no bytes")
 
     @property
     def http_port(self) -> int:

@@ -13,6 +13,7 @@ import random
 import secrets
 import signal
 import socket
+import sqlite3
 import sys
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ import aiohttp
 import msgspec
 
 from prompts.errors import RequestError
-from router.app.accounting import count_end, log_state, request_fields
+from router.app.accounting import Bookkeeping, count_end, log_state, request_fields
 from router.app.addresses import Addresses
 from router.app.admin import Admin
 from router.app.config import EppConfig, ProcessConfig
@@ -35,7 +36,7 @@ from router.app.reading import RequestReading
 from router.app.server import TICK_S, RouterApp
 from router.app.siblings import Siblings
 from router.app.system import Heap, files_short, naming, raise_file_limit, settle_heap
-from router.app.tenants import Tenants
+from router.app.tenants import Tenants, name_of
 from router.app.tracing import Tracing
 from router.counters import Metrics
 from router.decide.core import RouterCore
@@ -63,12 +64,16 @@ from router.prompting.pool import Helpers
 from router.prompting.reader import PromptReader
 from router.prompting.remote import RemoteTokenizer
 from router.prompting.sessions import SessionNames
+from router.sharing.ledger import KeyLedger
+from router.sharing.names import ModelNames
 
 if TYPE_CHECKING:
     from router.picker.server import PickerServer
 
 log = logging.getLogger("router")
 
+LEDGER_S = 2.0
+"""Between two writes of what API keys used: what a router that is killed forgets."""
 PREDECESSOR = "http://predecessor"
 
 
@@ -120,11 +125,14 @@ class RouterProcess:
         self._helpers = Helpers(
             config.helpers, chat_template=config.chat_template, cache_bytes=config.segment_cache_mb << 20
         )
-        names = SessionNames(config.edge.session_headers)
+        session_names = SessionNames(config.edge.session_headers)
         known = KnownBodies(config.known_bodies_mb << 20)
-        self._reading = RequestReading(self._core, self._prompts, self._helpers, names, known)
+        self._reading = RequestReading(self._core, self._prompts, self._helpers, session_names, known)
         self._proxy.on_end.append(self._reading.stored.ended)
         self._tenants = Tenants(config.edge, self._metrics)
+        names = ModelNames(config.sharing)
+        self._reading.names = names if names.renames or names.mirrors else None
+        self._keeping = self._keep(config)
         self._feed = IndexFeed(self._index, on_connection=self._stream_changed)
         self._reasons = Reasons(
             config.turns,
@@ -147,6 +155,16 @@ class RouterProcess:
         self._others: PeerClient
         self._admin: Admin
         self._dashboard: Dashboard
+
+    def _keep(self, config: ProcessConfig) -> Bookkeeping | None:
+        """None where there are neither keys nor a ledger. Raises OSError where the ledger's file cannot be used."""
+        if not config.edge.api_keys and config.sharing.ledger is None:
+            return None
+        keys = {name_of(number): key for number, key in enumerate(config.edge.api_keys)}
+        try:
+            return Bookkeeping(KeyLedger(keys, config.sharing.ledger), self._metrics)
+        except sqlite3.Error as error:
+            raise OSError(f"--ledger {config.sharing.ledger}: {error}") from error
 
     def _new_key(self) -> str:
         """Of the admin routes, where none was given: the predecessor's, or a new one, which is printed."""
@@ -193,6 +211,9 @@ class RouterProcess:
                 await self._predecessor.take()
             if self._config.hand_over is not None:
                 stack.callback((await self._offer(Path(self._config.hand_over))).close)
+            if self._keeping is not None and self._keeping.lasts:
+                stack.push_async_callback(self._keeping.write)
+                stack.callback(self._loop.create_task(self._keep_writing(self._keeping)).cancel)
             settle_heap()
             self._announce(port)
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -240,6 +261,8 @@ class RouterProcess:
             synced=self._feed.synced,
             ready_s=config.edge.ready_s,
             reasons=self._reasons,
+            keeping=self._keeping,
+            aliases=self._reading.names.aliases if self._reading.names is not None else {},
         )
         self._dashboard = Dashboard(self._core, proxy, self._prompts, self._admin.workers)
         self._admin.show(self._dashboard)
@@ -283,6 +306,7 @@ class RouterProcess:
             reasons=self._reasons,
             kind=kind,
             serves=not isinstance(self._config, EppConfig),
+            sharing=self._config.sharing,
         )
 
     # Taking over, and being taken over from ------------------------------------------------------------------------
@@ -406,6 +430,11 @@ class RouterProcess:
         if self._picker is not None:
             self._guarded("picker", self._picker.beat, now)
 
+    async def _keep_writing(self, keeping: Bookkeeping) -> None:
+        while True:
+            await asyncio.sleep(LEDGER_S)
+            await keeping.write()
+
     def _guarded(self, where: str, step: Callable[[float], None], now: float) -> None:
         """A timer is a boundary: a step that raises keeps nothing from the others."""
         try:
@@ -435,6 +464,8 @@ class RouterProcess:
 
     def _ended(self, exchange: Exchange) -> None:
         self._tenants.leave(exchange.request_id)
+        if self._keeping is not None:
+            self._keeping.ended(exchange)
         now = self._now()
         count_end(self._core, self._metrics, exchange, now)
         share = self._config.log_requests

@@ -14,6 +14,7 @@ from functools import partial
 
 import msgspec
 
+from prompts.anthropic import CountRequest
 from prompts.errors import bad_value
 from prompts.routing import KINDS, Kind, RoutingRequest, read_routing
 from prompts.sampled import Span
@@ -29,9 +30,12 @@ from router.prompting.outline import Outline
 from router.prompting.pool import Helpers, Order
 from router.prompting.reader import INLINE_BYTES_MAX, PromptRead, PromptReader
 from router.prompting.returning import Returned, may_return
-from router.prompting.sessions import Names, SessionNames
+from router.prompting.sessions import Names, Session, SessionNames
+from router.sharing.names import ModelNames
 
 COUNT = "/v1/messages/count_tokens"
+BEGINNING = 256
+"""Characters, or ids, of a prompt that tell it from others."""
 ESTIMATE_MAX = 131_072
 """Tokens, of a prompt for a model that does not tell how many it takes."""
 BYTES_A_TOKEN = 4
@@ -43,12 +47,13 @@ _NOTHING_READ = RoutingRequest(kind="other")
 class HeadFields:
     """What a head asks for: once for all requests of a connection whose heads are alike."""
 
-    __slots__ = ("deadline_ms", "priority", "role", "session", "worker")
+    __slots__ = ("deadline_ms", "priority", "role", "session", "ttft_ms", "worker")
 
     def __init__(self, request: HttpRequest, names: SessionNames) -> None:
         """Raises RequestError naming the header that cannot be read."""
         self.priority = _integer(request, b"x-blockcast-priority", -(2**31), 2**31 - 1)
         self.deadline_ms = _integer(request, b"x-blockcast-deadline-ms", 1, 86_400_000)
+        self.ttft_ms = _integer(request, b"x-blockcast-ttft-ms", 1, 86_400_000)
         self.worker = _text(request.header(b"x-blockcast-worker"))
         self.role = _text(request.header(b"x-blockcast-role"))
         self.session: Names = names.told(request.header)
@@ -71,6 +76,7 @@ class Asked:
         "session",
         "spans",
         "tokens_max",
+        "ttft_ms",
         "worker",
     )  # fmt: skip
 
@@ -96,6 +102,8 @@ class Asked:
         self.priority = parsed.priority if said.priority is None else said.priority
         self.deadline_ms = said.deadline_ms
         """How long the router may hold the request."""
+        self.ttft_ms = said.ttft_ms
+        """By when its first token must be predicted."""
         self.worker = holder or said.worker
         self.role = said.role
         self.session = SessionNames.of(said.session, parsed)
@@ -118,6 +126,8 @@ class RequestReading:
         self._names = names or SessionNames()
         self.known = KnownBodies(0) if known is None else known
         self.stored = StoredResponses()
+        self.names: ModelNames | None = None
+        """What models' names stand for, where any stands for another one."""
         self.outlined: Callable[[str | None], int] = lambda session: 0
         """How many messages of a session are outlined already."""
         self._scopes: dict[tuple[str, str | None], Scope] = {}
@@ -139,7 +149,25 @@ class RequestReading:
         said: HeadFields | None = request.headers.told
         if said is None:
             said = request.headers.told = HeadFields(request, self._names)
-        return Asked(request, parsed, said, holder, *self._model(parsed.model))
+        name = parsed.model
+        if self.names is not None and self.names.renames and name is not None:
+            name = self._renamed(self.names, name, parsed, said, holder)
+        return Asked(request, parsed, said, holder, *self._model(name))
+
+    def _renamed(
+        self, names: ModelNames, name: str, parsed: RoutingRequest, said: HeadFields, holder: str | None
+    ) -> str:
+        worker, registry = holder or said.worker, self._core.registry
+        return names.resolve(
+            name, lambda: conversation(SessionNames.of(said.session, parsed), parsed),
+            lambda model: registry.serves(model, worker),
+        )  # fmt: skip
+
+    def mirror(self, asked: Asked) -> str | None:
+        """The model that is to be sent a copy."""
+        if self.names is None or not self.names.mirrors:
+            return None
+        return self.names.mirror(asked.model, lambda: conversation(asked.session, asked.parsed))
 
     def tokens(self, asked: Asked, request: HttpRequest) -> PromptRead | asyncio.Future[PromptRead]:
         """The prompt's token ids: at once where that is quick, else later."""
@@ -164,10 +192,11 @@ class RequestReading:
             return asked, tokens if isinstance(tokens, PromptRead) else await tokens
 
         def order(parsed: RoutingRequest) -> Order:
-            _, base, _, tokens_max = self._model(parsed.model)
+            said = self._asked(request, parsed)
+            base, tokens_max = said.base, said.tokens_max
             made = self._prompts.order(base, parsed.kind, tokens_max, request.pieces)
             made.learns = self.known.max_bytes > 0
-            made.outlined = self.outlined(SessionNames.of(self._names.told(request.header), parsed).name)
+            made.outlined = self.outlined(said.session.name)
             return made
 
         started = time.perf_counter()
@@ -223,6 +252,8 @@ class RequestReading:
         if found is None:
             return None
         returned, read = found
+        if self.names is not None and (self.names.splits or self.names.mirrors):
+            return None  # which conversation it is may stand in what was not read
         asked = self._asked(request, returned.parsed)
         served = self._core.resolve_model(known.model)
         if asked.base != known.model or served is None or asked.tokens_max != served.max_model_len:
@@ -266,6 +297,7 @@ class RequestReading:
             final=asked.session.final,
             role=asked.role,
             deadline_s=None if asked.deadline_ms is None else started_s + asked.deadline_ms / 1000.0,
+            ttft_s_max=None if asked.ttft_ms is None else asked.ttft_ms / 1000.0,
         )
 
     def _as_sampled(self, asked: Asked, token_ids: Sequence[int]) -> Sequence[int]:
@@ -303,6 +335,22 @@ class RequestReading:
             if self._core.resolve_model(lora or base) is not None:
                 self._scopes[base, lora] = known
         return known
+
+
+def conversation(session: Session, parsed: RoutingRequest) -> str:
+    """What tells a conversation from others in all of its turns: its name, else how it begins."""
+    if session.name is not None:
+        return session.name
+    source, messages = parsed.source, parsed.messages
+    begins: object = parsed.prompt[:BEGINNING] if isinstance(parsed.prompt, (str, list)) else None
+    if messages:
+        first = next((i for i, message in enumerate(messages) if message.get("role") == "user"), 0)
+        begins = messages[: first + 1]
+    elif isinstance(source, CountRequest):
+        begins = source.system, source.messages[:1]
+    elif source is not None:
+        begins = source.instructions, source.input if isinstance(source.input, str) else source.input[:1]
+    return msgspec.json.encode(begins).decode()
 
 
 def _kind(request: HttpRequest, path: str | None) -> Kind | None:

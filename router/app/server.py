@@ -20,6 +20,7 @@ from router.app.tenants import Tenants, amended, name_of
 from router.counters import Metrics
 from router.edge.config import EdgeConfig
 from router.edge.exchange import Exchange
+from router.edge.mirror import MIRROR, Mirror
 from router.edge.proxy import Proxy
 from router.edge.reasons import Reasons
 from router.http.answers import MethodNotAllowed
@@ -27,6 +28,7 @@ from router.http.connection import Client, ClientConnection
 from router.http.request import HttpRequest
 from router.http.routes import Routes
 from router.prompting.reader import INLINE_BYTES_MAX, PromptRead
+from router.sharing.config import SharingConfig
 
 if TYPE_CHECKING:
     from router.picker.caller import Caller
@@ -70,6 +72,7 @@ class RouterApp:
         reasons: Reasons | None = None,
         kind: Callable[..., Exchange] = Exchange,
         serves: bool = True,
+        sharing: SharingConfig | None = None,
     ) -> None:
         """`kind`: makes what carries a request, or has it carried. `serves`: this address passes requests on."""
         self._kind = kind
@@ -86,6 +89,12 @@ class RouterApp:
         passed = PASSED | dict.fromkeys(config.pass_routes, PASSED_METHODS) if serves else {}
         self._passed: dict[str, tuple[str, ...]] = OWN | passed
         self._passed_below = [(path[:-1], methods) for path, methods in passed.items() if path.endswith("/*")]
+        self._mirror: Mirror | None = None
+        if sharing is not None and sharing.model_mirrors:
+            self._mirror = Mirror(
+                self._serve, sharing.mirror_requests_max, sharing.mirror_bytes_max, metrics.mirrored
+            )  # fmt: skip
+        self._mirrored_priority = proxy.core.config.queue.background_priority or 0
         self._trace_prefix = os.urandom(6).hex()
         self._traces = 0
         self._pending: set[asyncio.Task[tuple[Asked, PromptRead]]] = set()
@@ -206,6 +215,10 @@ class RouterApp:
     def _place(self, exchange: Exchange, tenant: str, asked: Asked, read: PromptRead) -> None:
         """Hand a request whose prompt was read to the core."""
         self._reading.keep(asked, read)
+        if asked.model != asked.parsed.model and asked.parsed.model is not None:
+            self.rename(exchange.request, asked.model)
+        if tenant is MIRROR:
+            asked.worker, asked.priority = None, max(asked.priority, self._mirrored_priority)
         self._tenants.apply(tenant, exchange.request, asked)
         if asked.parsed.kind != "other":
             self._metrics.tokenize_s.observe(read.seconds)
@@ -218,7 +231,15 @@ class RouterApp:
         else:
             if self._reasons is not None and not exchange.done:
                 self._reasons.enter(exchange.request_id, asked)
+            route.tenant = tenant
+            if self._tenants.shares:
+                route.share = self._tenants.shares.get(tenant, 1.0)
+            copied = exchange.request.pieces
             self._proxy.route(exchange, route)
+            if self._mirror is not None and tenant is not MIRROR:
+                new = self._reading.mirror(asked)
+                if new is not None:
+                    self._mirror.copy(exchange.request, amended(copied, {"model": new}))
 
     # Shared -------------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,8 @@ class Tenants:
         self._tokens_max = config.key_tokens_max
         self._priority_min = config.priority_min
         self._floors = {names[key]: floor for key, floor in config.floors.items() if key in names}
+        self.shares = {names[key]: share for key, share in config.shares.items() if key in names}
+        """Of fair turns, where it is not 1."""
         self._salts = {name: _salt(key) for key, name in names.items()} if config.tenant_salts else {}
         self.requests: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()

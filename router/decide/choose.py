@@ -56,6 +56,18 @@ class Chosen:
         """slow * P of the winner: what decides a held request's turn, beside its waiting."""
         return self.target.slow * self.target.prefill_seconds(self.cost.prompt_tokens, self.cost.cached[self.winner])
 
+    @property
+    def charge_s(self) -> float:
+        """What it takes of the workers, as a price has it: its prefill, and its answer at the weight of one."""
+        decode_s = self.target.decode_seconds(self.cost.prompt_tokens, self.cost.expected_tokens)
+        return self.work_s + self.cost.config.decode_weight * decode_s
+
+    def soonest(self) -> tuple[int, float]:
+        """(candidate, seconds to its first token there) of the one that is predicted to begin first."""
+        found = [(self.cost.terms(i, 0).ttft_s, i) for i in range(len(self.cost.targets))]
+        ttft_s, i = min(found)
+        return i, ttft_s
+
     def lose(self, tokens: int) -> None:
         """So much of the winner's h will be evicted until the request is taken in there."""
         cost, winner = self.cost, self.winner

@@ -66,9 +66,25 @@ class QueueConfig:
         "Hold requests in the router while every worker is busy, shortest first."] = False
     hold_above_s: Annotated[NotNegative, "Hold a request when the winner's slow * Q is longer than this."] = 0.2
     """Enough to keep an engine busy for a step."""
+    fair: Annotated[bool, Flag("--fair/--no-fair"),
+        "Share the workers between API keys while requests wait: who was given least goes first; --queue with turns."
+    ] = False
+    """docs/sharing.md. Without keys: between addresses of clients."""
+    background_priority: Annotated[Annotated[int, Meta(ge=1, le=2**31 - 1, title="N")] | None,
+        Flag("--background-priority"),
+        "Requests of this priority, or a higher number, are the background: each waits until a worker has nothing to "
+        "prefill. [default: none are]"] = None
+    background_running: Annotated[Count, Flag("--background-running"),
+        "Background requests that run on a worker at once."] = 4
+    background_wait_s_max: Annotated[Seconds,
+        "Longest wait of a background request; the cheapest worker then gets it."] = 600.0
+    ttft_s_max: Annotated[Annotated[float, Meta(gt=0, le=1e9, title="SECONDS")] | None, Flag("--max-ttft"),
+        "Answer 429, with the time after which it would do, what is predicted to wait longer for its first token. "
+        "[default: whatever takes its time is taken]"] = None
+    """A client asks for less with x-blockcast-ttft-ms."""
     gamma: Annotated[NotNegative, "Held requests are tried in ascending P * slow - gamma * waited."] = 0.1
     tries: Annotated[Count, "Held requests tried at each first token and each tick."] = 24
-    requests_max: Annotated[Count, "Requests held; more are refused with 429."] = 4096
+    requests_max: Annotated[Count, "Requests held, and of the background as many; more are refused with 429."] = 4096
     wait_s_max: Annotated[Seconds,
         "Longest wait of a request without a deadline; the cheapest worker then gets it."] = 120.0
     tick_s: Annotated[Seconds, "Between two tries."] = 0.05

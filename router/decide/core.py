@@ -13,6 +13,7 @@ load is zero and no pin outlives its grace.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from router.decide.books import CacheBook
 from router.decide.choose import Chooser, Chosen
 from router.decide.config import CoreConfig
 from router.decide.engine_load import EngineLoad
-from router.decide.held import HeldQueue, Live, RetryBudget, gave_up
+from router.decide.held import HeldQueue, Live, Place, RetryBudget, gave_up
 from router.decide.lengths import OutputLengths
 from router.decide.messages import (
     Decision,
@@ -37,6 +38,7 @@ from router.decide.messages import (
 )
 from router.decide.registry import Registry
 from router.decide.status import CoreSnapshot, worker_row
+from router.decide.target import Target
 from router.decide.tracker import LoadTracker
 from router.decide.watchdog import Stillness, Watchdog
 from router.decide.workers import Breaker, CacheView, ServedModel, Worker, WorkerSpec, WorkerState
@@ -63,7 +65,12 @@ class RouterCore:
         self._chooser = Chooser(self.registry, self.tracker, self.book, self._lengths, config, self._rng)
         self._live: dict[str, Live] = {}
         self._held = HeldQueue(config.queue)
-        self._reorders = config.queue.enabled and config.policy == "kv" and config.policy_function is None
+        queues = config.queue.enabled or config.queue.fair
+        self._reorders = queues and config.policy == "kv" and config.policy_function is None
+        self._behind = config.queue.background_priority if config.queue.background_priority is not None else math.inf
+        """From this priority on, a request is in the background."""
+        self._in_background: dict[str, str] = {}
+        """Background request in flight -> the target it is on."""
         self._next_try_s = 0.0
         self._retries = RetryBudget(config.retry)
 
@@ -282,10 +289,53 @@ class RouterCore:
         choice = self._choose(live, now, ahead=ahead, in_line=may_hold)
         if isinstance(choice, Refuse):
             return choice
-        if may_hold and self._reorders and choice.wait_s > self.config.queue.hold_above_s:
+        request, queue = live.request, self.config.queue
+        if (request.ttft_s_max is not None or queue.ttft_s_max is not None) and not live.attempt:
+            late = self._late(live, choice, now)
+            if late is not None:
+                return late
+        if may_hold and request.priority >= self._behind:
+            if self._held.counts[0] or not self._is_idle(choice.target, now):
+                return self._hold(live, choice, now)
+        elif may_hold and self._reorders and choice.wait_s > queue.hold_above_s:
             return self._hold(live, choice, now)
-        self._held.drop(live.request.request_id)
+        if len(self._held):
+            if queue.fair:
+                self._held.sent(self._where(live, choice), choice.charge_s / request.share)
+            self._held.drop(request.request_id)
         return self._commit(live, choice, now)
+
+    def _late(self, live: Live, choice: Chosen, now: float) -> Refuse | None:
+        """Where no worker is predicted to begin in time; the winner becomes one that is, where the cheapest is not."""
+        request, config = live.request, self.config.queue
+        limits = [limit for limit in (request.ttft_s_max, config.ttft_s_max) if limit is not None]
+        left_s = min(limits) - (now - live.arrived_s)
+        if choice.cost.terms(choice.winner, 0).ttft_s <= left_s:
+            return None
+        soonest, ttft_s = choice.soonest()
+        if ttft_s <= left_s:
+            choice.winner = soonest
+            return None
+        terms = choice.cost.terms(soonest, 0)
+        self.counters["too_slow"] += 1
+        message = f"The first token is predicted in {ttft_s:.3g} s, and asked for in {min(limits):.3g} s"
+        if terms.prefill_s + terms.load_s > min(limits):
+            alone_s = terms.prefill_s + terms.load_s
+            message += f": this prompt takes {alone_s:.3g} s also where nothing else runs."
+            return Refuse(request.request_id, 429, "too_slow", message)
+        return Refuse(request.request_id, 429, "too_slow", f"{message}.", ttft_s - min(limits))
+
+    def _where(self, live: Live, choice: Chosen) -> Place:
+        request = live.request
+        background = request.priority >= self._behind
+        return Place(request.tenant, background, request.priority, choice.work_s, live.arrived_s)
+
+    def _is_idle(self, target: Target, now: float) -> bool:
+        """Whether the background may have more of it."""
+        if target.queue_s(now) > 0.0 or target.seat_s > 0.0 or target.prefills:
+            return False
+        running = sum(name == target.name for name in self._in_background.values())
+        return running < self.config.queue.background_running
 
     def _choose(
         self, live: Live, now: float, *, ahead: Mapping[str, float] | None = None, in_line: bool = True
@@ -295,12 +345,13 @@ class RouterCore:
         candidates = self.registry.candidates(live.request, live.tried)
         if isinstance(candidates, Refuse):
             return candidates
+        if live.request.priority >= self._behind and in_line:
+            candidates = [target for target in candidates if self._is_idle(target, now)] or candidates
         choice = self._chooser.choose(
             live.request, candidates, now, ahead=ahead, held_s=self._held.prefill_s, explain=live.explain
         )
         if in_line and self._reorders and ahead is None and len(self._held):
-            before = self._held.ahead_of(live.request.priority, choice.work_s, live.arrived_s)
-            self._chooser.choose_again(choice, before)
+            self._chooser.choose_again(choice, self._held.ahead_of(self._where(live, choice)))
         return choice
 
     def _commit(self, live: Live, choice: Chosen, now: float) -> Forward:
@@ -343,6 +394,8 @@ class RouterCore:
         if worker.state is WorkerState.PROBING:
             worker.probe = request.request_id
             self.registry.changed()
+        if request.priority >= self._behind:
+            self._in_background[request.request_id] = target.name
         target.routed += 1
         self.counters["routed"] += 1
         return Forward(request.request_id, decision)
@@ -350,17 +403,17 @@ class RouterCore:
     # The reordering queue ----------------------------------------------------------------------------------------
     def _hold(self, live: Live, choice: Chosen, now: float) -> Hold | Refuse:
         request, config = live.request, self.config.queue
-        known = request.request_id in self._held
-        if not known and self._held.full:
+        known, where = request.request_id in self._held, self._where(live, choice)
+        if not known and self._held.full(background=where.background):
             return Refuse(request.request_id, 429, "queue_full", "The router's queue is full.", max(1.0, choice.wait_s))
-        deadline_s = request.deadline_s if request.deadline_s is not None else live.arrived_s + config.wait_s_max
+        wait_s = config.background_wait_s_max if where.background else config.wait_s_max
+        deadline_s = request.deadline_s if request.deadline_s is not None else live.arrived_s + wait_s
         self._held.put(
             request.request_id,
+            where,
             target=choice.target.name,
             prefill_s=choice.work_s / choice.target.slow,
-            priority=request.priority,
-            work_s=choice.work_s,
-            arrived_s=live.arrived_s,
+            charge_s=choice.charge_s / request.share,
             deadline_s=deadline_s,
             refuse=request.deadline_s is not None,
         )
@@ -429,6 +482,7 @@ class RouterCore:
     def _end_attempt(self, live: Live, now: float, *, computed: bool, reported_cached: int | None = None) -> None:
         """Take an attempt off the books. What was computed stays pinned for a grace period: its events are coming."""
         request = live.request
+        self._in_background.pop(request.request_id, None)
         flight = self.tracker.end(request.request_id, now, computed=computed, reported_cached=reported_cached)
         self.book.ended(
             request.request_id,
@@ -475,4 +529,5 @@ class RouterCore:
             held, sent = request_id in self._held, request_id in self.tracker.requests
             assert held == (live.decision is None) == (not sent), f"{request_id}: {held=}, {sent=}, {live.decision}"
         assert set(self.tracker.requests) <= set(self._live)
+        assert set(self._in_background) <= set(self._live)
         self.book.check_invariants(set(self.tracker.requests))

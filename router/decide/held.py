@@ -2,7 +2,9 @@
 order in which they should be tried, each with a deadline.
 
 The order of trying is ascending `P * slow - gamma * waited` inside a priority. As every request waits at the same pace,
-`P * slow + gamma * arrived` gives the same order and does not change with time, so a sorted list serves.
+`P * slow + gamma * arrived` gives the same order and does not change with time, so a sorted list serves: one for all,
+or with `fair` one for each tenant, among which router/sharing/fair.py says whose turn it is. What is in the background
+has lists of its own, which come last.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ import bisect
 import heapq
 import itertools
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from router.decide.config import QueueConfig, RetryConfig
 from router.decide.messages import Decision, FailureKind, Refuse, RouteRequest
+from router.sharing.fair import FairTurns
 
 AHEAD_MAX = 1024
 """Held requests looked at to see what is ahead of a new one; beyond it the line is long wherever it stands."""
@@ -73,23 +77,45 @@ def gave_up(request_id: str, kind: FailureKind, retry_after_s: float) -> Refuse:
 @dataclass(slots=True)
 class _Held:
     key: tuple[int, float, int]
+    line: str
+    background: bool
     deadline_s: float
     refuse: bool
     target: str
     prefill_s: float
+    charge_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the queue a request belongs."""
+
+    tenant: str
+    background: bool
+    priority: int
+    work_s: float
+    """P * slow."""
+    arrived_s: float
+
+
+_Line = list[tuple[tuple[int, float, int], str]]
 
 
 class HeldQueue:
-    """Invariant: the sorted list and the dict hold the same requests."""
+    """Invariant: the sorted lists and the dict hold the same requests."""
 
     def __init__(self, config: QueueConfig) -> None:
         self._config = config
         self._held: dict[str, _Held] = {}
-        self._order: list[tuple[tuple[int, float, int], str]] = []
+        self._lines: tuple[dict[str, _Line], dict[str, _Line]] = ({}, {})
+        """Of those who wait, and of the background: tenant, or "" for all -> its requests."""
+        self._turns = (FairTurns(), FairTurns())
         self._deadlines: list[tuple[float, str]] = []
         self._count = 0
+        self.counts = [0, 0]
+        """Requests that wait, and those of the background."""
         self.prefill_s = 0.0
-        """Sum of P over all that is held."""
+        """Sum of P over all that is held, but for the background."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -97,64 +123,94 @@ class HeldQueue:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._held
 
-    @property
-    def full(self) -> bool:
-        return len(self._held) >= self._config.requests_max
+    def full(self, *, background: bool) -> bool:
+        """Each of the two has its bound, so that neither keeps the other out."""
+        return self.counts[background] >= self._config.requests_max
 
     def put(
         self,
         request_id: str,
+        place: Place,
         *,
         target: str,
         prefill_s: float,
-        work_s: float,
-        priority: int,
-        arrived_s: float,
+        charge_s: float,
         deadline_s: float,
         refuse: bool,
     ) -> None:
-        """Hold it for `target` (P there, and P * slow), or move it in the order when it is held already. `refuse`: at
-        its deadline it is refused, else forwarded to the cheapest worker."""
+        """Hold it for `target` (P there), or move it in the order when it is held already. `charge_s`: what its turn
+        costs its tenant. `refuse`: at its deadline it is refused, else forwarded to the cheapest worker."""
         known = self._held.get(request_id)
         order = known.key[2] if known is not None else self._count
         self._count += 1
-        key = (priority, work_s + self._config.gamma * arrived_s, order)
+        background = place.background
+        key = (place.priority, place.work_s + self._config.gamma * place.arrived_s, order)
         if known is not None:
-            self.prefill_s += prefill_s - known.prefill_s
-            known.target, known.prefill_s = target, prefill_s
+            self._add(background, prefill_s - known.prefill_s)
+            known.target, known.prefill_s, known.charge_s = target, prefill_s, charge_s
             if known.key == key:
                 return
             self._unlist(request_id, known)
             known.key = key
         else:
-            self.prefill_s += prefill_s
-            self._held[request_id] = _Held(key, deadline_s, refuse, target, prefill_s)
+            self._add(background, prefill_s)
+            self.counts[background] += 1
+            known = _Held(key, self._line(place), background, deadline_s, refuse, target, prefill_s, charge_s)
+            self._held[request_id] = known
             heapq.heappush(self._deadlines, (deadline_s, request_id))
-        bisect.insort(self._order, (key, request_id))
+        bisect.insort(self._lines[background].setdefault(known.line, []), (key, request_id))
 
     def drop(self, request_id: str) -> bool:
         """Take it out, wherever it goes; False where it was not held."""
         known = self._held.pop(request_id, None)
         if known is None:
             return False
+        background = known.background
         self._unlist(request_id, known)
-        # Recomputed when empty, so that rounding never accumulates.
-        self.prefill_s = self.prefill_s - known.prefill_s if self._held else 0.0
+        self.counts[background] -= 1
+        if not self._lines[background]:
+            self._turns[background].over()
+        self._add(background, -known.prefill_s)
+        if not self.counts[0]:
+            self.prefill_s = 0.0  # so that rounding never accumulates
         if len(self._deadlines) > 2 * len(self._held) + 64:
             self._deadlines = [(held.deadline_s, rid) for rid, held in self._held.items()]
             heapq.heapify(self._deadlines)
         return True
 
-    def ahead_of(self, priority: int, work_s: float, arrived_s: float) -> dict[str, float]:
+    def sent(self, place: Place, charge_s: float) -> None:
+        """A request was sent, whether or not it was held, while others wait: its tenant has had a turn. Call it before
+        `drop`, which forgets all turns with the last who waits."""
+        if self._config.fair and self.counts[place.background]:
+            self._turns[place.background].charge(self._line(place), charge_s, self._lines[place.background])
+
+    def ahead_of(self, place: Place) -> dict[str, float]:
         """target -> seconds of prefill held for it that would be tried before such a request."""
-        key = (priority, work_s + self._config.gamma * arrived_s, self._count)
         found: dict[str, float] = {}
-        for other, request_id in itertools.islice(self._order, AHEAD_MAX):
-            if other > key:
-                break
+        key = (place.priority, place.work_s + self._config.gamma * place.arrived_s, self._count)
+        own, left = self._line(place), AHEAD_MAX
+        before: list[Iterable[str]] = []
+        for background in range(place.background + 1):
+            lines, turns = self._lines[background], self._turns[background]
+            if background < place.background:
+                before.append(self._in_turn(background))
+                continue
+            mine = list(itertools.takewhile(lambda one: one[0] <= key, lines.get(own, ())))
+            at_s = turns.at(own) + sum(self._held[request_id].charge_s for _, request_id in mine[:left])
+            before.append(request_id for _, request_id in mine)
+            before += [self._until(line, turns.at(name), at_s) for name, line in lines.items() if name != own]
+        for request_id in itertools.islice(itertools.chain.from_iterable(before), left):
             held = self._held[request_id]
             found[held.target] = found.get(held.target, 0.0) + held.prefill_s
         return found
+
+    def _until(self, line: _Line, at_s: float, end_s: float) -> Iterator[str]:
+        """Those of a line whose turn comes before a line that has been given `end_s`."""
+        for _, request_id in line:
+            if at_s >= end_s:
+                return
+            yield request_id
+            at_s += self._held[request_id].charge_s
 
     def held_for(self, request_id: str) -> tuple[str, float]:
         """(target, P there) of a held request."""
@@ -162,8 +218,15 @@ class HeldQueue:
         return held.target, held.prefill_s
 
     def first(self, count: int) -> list[str]:
-        """The next `count` to try."""
-        return [request_id for _, request_id in self._order[:count]]
+        """The next `count` to try, and of the background as many besides: it may find room where the others do not."""
+        return [*itertools.islice(self._in_turn(0), count), *itertools.islice(self._in_turn(1), count)]
+
+    def _in_turn(self, background: int) -> Iterator[str]:
+        lines = self._lines[background]
+        if len(lines) == 1:
+            return (request_id for (line,) in (lines.values(),) for _, request_id in line)
+        costs = {name: ((one, self._held[one].charge_s) for _, one in line) for name, line in lines.items()}
+        return self._turns[background].merged(costs)
 
     def due(self, now: float) -> list[tuple[str, bool]]:
         """(request, refuse) of those whose deadline has come; the caller drops them."""
@@ -180,13 +243,32 @@ class HeldQueue:
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def check_invariants(self) -> None:
-        """The list and the dict agree and the list is sorted."""
-        assert sorted(self._order) == self._order
-        assert {request_id for _, request_id in self._order} == set(self._held)
-        assert len(self._order) == len(self._held)
-        assert math.isclose(self.prefill_s, sum(held.prefill_s for held in self._held.values()), abs_tol=1e-6)
+        """The lists and the dict agree and the lists are sorted."""
+        listed: list[str] = []
+        for background, lines in enumerate(self._lines):
+            for name, line in lines.items():
+                assert line, f"the line {name!r} is empty"
+                assert sorted(line) == line
+                assert all(self._held[request_id].line == name for _, request_id in line)
+                listed += [request_id for _, request_id in line]
+            assert sum(map(len, lines.values())) == self.counts[background]
+        assert len(listed) == len(set(listed))
+        assert set(listed) == set(self._held)
+        waiting = (self._held[request_id].prefill_s for line in self._lines[0].values() for _, request_id in line)
+        assert math.isclose(self.prefill_s, sum(waiting), abs_tol=1e-6)
+
+    def _line(self, place: Place) -> str:
+        return place.tenant if self._config.fair else ""
+
+    def _add(self, background: bool, prefill_s: float) -> None:
+        if not background:
+            self.prefill_s += prefill_s
 
     def _unlist(self, request_id: str, held: _Held) -> None:
-        i = bisect.bisect_left(self._order, (held.key, request_id))
-        assert self._order[i][1] == request_id, f"held request {request_id} is not where its key says"
-        del self._order[i]
+        lines = self._lines[held.background]
+        line = lines[held.line]
+        i = bisect.bisect_left(line, (held.key, request_id))
+        assert line[i][1] == request_id, f"held request {request_id} is not where its key says"
+        del line[i]
+        if not line:
+            del lines[held.line]

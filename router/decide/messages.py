@@ -48,6 +48,12 @@ class RouteRequest:
     """Role label a worker must carry, or None for any."""
     deadline_s: float | None = None
     """Absolute time after which a held request is refused; None takes the queue's default."""
+    ttft_s_max: float | None = None
+    """The longest predicted wait for its first token with which it is taken; None: the configured one."""
+    tenant: str = ""
+    """Whose it is: fair turns are between tenants."""
+    share: float = 1.0
+    """What a turn of its tenant's counts is divided by it."""
     kinds: list[tuple[str, int | str | None]] | None = None
     """What answers its own will be like, once router/decide/lengths.py has worked it out."""
 
@@ -179,7 +185,7 @@ class Refuse:
     status: int
     code: str
     """Stable machine-readable reason: no_worker, unknown_model, unknown_worker, context_length_exceeded, queue_full,
-    too_many_requests, deadline, upstream_failed, upstream_overloaded, upstream_timeout."""
+    too_many_requests, deadline, too_slow, upstream_failed, upstream_overloaded, upstream_timeout."""
     message: str
     retry_after_s: float | None = None
 

@@ -106,6 +106,14 @@ class Registry:
             self._models = merge_models(self.workers.values())
         return self._models
 
+    def serves(self, model: str, worker_id: str | None = None) -> bool:
+        """Whether somebody, or this worker, takes requests for it now."""
+        if worker_id is not None:
+            worker = self.workers.get(worker_id)
+            return worker is not None and model in worker.models
+        key = (model, None)
+        return bool((self._pools.get(key) or self._build_pool(key))[0])
+
     def is_ours(self, model: str) -> bool:
         """Whether all who serve it are this project's engines."""
         return all(worker.spec.engine == OURS for worker in self._serving(model))

@@ -7,10 +7,11 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from options import SECRET, Flag, Key, Seconds
+from options import SECRET, ConfigError, Flag, Key, Seconds
 from router.http.config import ClientTimeouts, HttpLimits
 
 KeyPriority = Annotated[str, Meta(pattern=r"^.+=-?\d{1,9}$", title="KEY=N", examples=["secret=-10"])]
+KeyShare = Annotated[str, Meta(pattern=r"^.+=(\d{1,6}(\.\d{1,6})?)$", title="KEY=N", examples=["secret=2.5"])]
 Pause = Annotated[float, Meta(ge=0, le=1e9, title="SECONDS")]
 _TELLS = "((session|agent|parent|parent_agent|final)=)?"
 SessionHeader = Annotated[
@@ -59,6 +60,9 @@ class EdgeConfig:
         "The lowest number, which is the highest priority, that clients may ask for; lower ones count as this."] = 0
     key_priorities: Annotated[tuple[KeyPriority, ...], SECRET, Flag("--key-priority", metavar="KEY=N"),
         "Another --min-priority for one API key. May be repeated."] = field(default=(), repr=False)
+    key_shares: Annotated[tuple[KeyShare, ...], SECRET, Flag("--key-share", metavar="KEY=N"),
+        "With --fair, the share of one API key beside the others', which have 1 each. May be repeated."
+    ] = field(default=(), repr=False)
     tenant_salts: Annotated[bool, Flag(),
         "Give each API key's prompts a cache_salt of its own, so that keys share no cache."] = False
     cache_headers: Annotated[bool, Flag(),
@@ -72,6 +76,15 @@ class EdgeConfig:
     unready_s: Annotated[Pause, Flag("--shutdown-delay"),
         "After SIGTERM /readyz is 503 for so long while requests are still taken."] = 0.0
     shutdown_s: Annotated[Seconds, Flag("--shutdown-timeout"), "For requests in flight after SIGTERM."] = 30.0
+
+    def __post_init__(self) -> None:
+        if any(share <= 0 for share in self.shares.values()):
+            raise ConfigError("--key-share: got a share of 0, expected a number above 0")
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """API key -> its share."""
+        return {key: float(share) for key, _, share in (text.rpartition("=") for text in self.key_shares)}
 
     @property
     def floors(self) -> dict[str, int]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from router.decide.books import HistoryCache
 from router.decide.config import QueueConfig
-from router.decide.held import HeldQueue
+from router.decide.held import HeldQueue, Place
 from router.index import make_index
 from router.index.protocol import Scope
 
@@ -34,8 +34,8 @@ def test_held_requests_are_tried_by_priority_then_work_less_waiting(
             known = held.get(name)
             arrived, deadline = (now, now + 3.0) if known is None else known[2:]
             queue.put(
-                name, target=f"w{number % 3}", prefill_s=work / 2, priority=priority, work_s=work, arrived_s=arrived,
-                deadline_s=deadline, refuse=number % 2 == 0,
+                name, Place("", False, priority, work, arrived), target=f"w{number % 3}", prefill_s=work / 2,
+                charge_s=work, deadline_s=deadline, refuse=number % 2 == 0,
             )  # fmt: skip
             held[name] = (priority, work, arrived, deadline)
         elif what == "drop":
@@ -58,7 +58,7 @@ def test_held_requests_are_tried_by_priority_then_work_less_waiting(
         for n, (p, w, arrived, _) in held.items():
             if (p, w + gamma * arrived) <= (0, 5.0 + gamma * now):
                 ahead[f"w{int(n) % 3}"] = ahead.get(f"w{int(n) % 3}", 0.0) + w / 2
-        assert queue.ahead_of(priority=0, work_s=5.0, arrived_s=now) == pytest.approx(ahead)
+        assert queue.ahead_of(Place("", False, 0, 5.0, now)) == pytest.approx(ahead)
         assert queue.next_deadline() <= min((h[3] for h in held.values()), default=math.inf)
 
 

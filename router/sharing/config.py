@@ -1,0 +1,73 @@
+"""What sharing can be told. Turns, the background and --max-ttft are the queue's: router/decide/config.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from options import ConfigError, Flag
+
+Renamed = Annotated[str, Meta(pattern=r"^[^=]+=[^=]+$", title="NAME=MODEL", examples=["gpt-4=llama-70b"])]
+Parted = Annotated[
+    str, Meta(pattern=r"^[^=]+=[^=]+:(0(\.\d+)?|1(\.0+)?|\.\d+)$", title="MODEL=NEW:SHARE", examples=["m=m-v2:0.05"])
+]
+
+
+# fmt: off
+@dataclass(frozen=True, slots=True)
+class SharingConfig:
+    """docs/sharing.md."""
+
+    model_aliases: Annotated[tuple[Renamed, ...], Flag("--model-alias", metavar="NAME=MODEL"),
+        "Requests for NAME are for MODEL. May be repeated."] = ()
+    model_fallbacks: Annotated[tuple[Renamed, ...], Flag("--model-fallback", metavar="MODEL=OTHER"),
+        "While no worker of MODEL is up, OTHER answers. May be repeated, also for OTHER."] = ()
+    model_canaries: Annotated[tuple[Parted, ...], Flag("--model-canary", metavar="MODEL=NEW:SHARE"),
+        "NEW answers this share of the conversations that ask for MODEL, each of them whole. May be repeated."] = ()
+    model_mirrors: Annotated[tuple[Parted, ...], Flag("--model-mirror", metavar="MODEL=NEW:SHARE"),
+        "Send this share of the conversations that ask for MODEL to NEW as well, and drop its answers. May be repeated."
+    ] = ()
+    mirror_requests_max: Annotated[int, Meta(ge=1, le=10**6, title="N"),
+        "Copies in flight; what would be more is not copied."] = 64
+    mirror_bytes_max: Annotated[int, Meta(ge=1, le=10**9, title="BYTES"),
+        "Of a body; longer ones are not copied."] = 1 << 20
+    ledger: Annotated[str | None, Flag(metavar="FILE"),
+        "Keep what each API key used there too, an SQLite file, so that a restart forgets nothing. [default: no]"
+    ] = None
+
+    def __post_init__(self) -> None:
+        for flag, texts in (("--model-alias", self.model_aliases), ("--model-fallback", self.model_fallbacks)):
+            names = [text.partition("=")[0] for text in texts]
+            double = next((name for name in names if names.count(name) > 1), None)
+            if double is not None:
+                raise ConfigError(f"{flag}: {double} is given twice")
+        aliases, fallbacks = pairs(self.model_aliases), pairs(self.model_fallbacks)
+        for name, model in aliases.items():
+            if model in aliases:
+                raise ConfigError(f"--model-alias: {name} is {model}, which is an alias itself")
+        for start in fallbacks:
+            seen, name = [start], start
+            while (name := fallbacks.get(name, "")) and name not in seen:
+                seen.append(name)
+            if name:
+                raise ConfigError(f"--model-fallback: a circle: {' -> '.join([*seen, name])}")
+        for model, parts in shares(self.model_canaries).items():
+            if sum(share for _, share in parts) > 1.0:
+                raise ConfigError(f"--model-canary: the shares of {model} are more than 1 together")
+
+
+def pairs(texts: tuple[str, ...]) -> dict[str, str]:
+    """NAME=MODEL each."""
+    return {name: model for name, _, model in (text.partition("=") for text in texts)}
+
+
+def shares(texts: tuple[str, ...]) -> dict[str, list[tuple[str, float]]]:
+    """MODEL=NEW:SHARE each; in their order."""
+    found: dict[str, list[tuple[str, float]]] = {}
+    for text in texts:
+        model, _, rest = text.partition("=")
+        new, _, share = rest.rpartition(":")
+        found.setdefault(model, []).append((new, float(share)))
+    return found

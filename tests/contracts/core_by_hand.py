@@ -1,0 +1,113 @@
+"""A router core over a naive index, and short ways to ask it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from router.decide.config import CoreConfig
+from router.decide.core import RouterCore
+from router.decide.messages import Forward, RouteRequest
+from router.decide.workers import ServedModel, WorkerSpec
+from router.index.protocol import HolderId, IndexStats, IngestReport, Match, PinId, Scope
+
+
+class NaiveIndex:
+    """Block size 1: a holder holds a set of prefixes; pins are prefixes too."""
+
+    def __init__(self) -> None:
+        self.models: dict[HolderId, str] = {}
+        self.resident: dict[HolderId, set[tuple[int, ...]]] = {}
+        self.pins: dict[PinId, tuple[HolderId, tuple[int, ...]]] = {}
+        self._next = 0
+
+    def add_holder(self, name: str, model: str) -> HolderId:
+        self._next += 1
+        holder = HolderId(self._next)
+        self.models[holder] = model
+        self.resident[holder] = set()
+        return holder
+
+    def remove_holder(self, holder: HolderId) -> None:
+        assert all(h != holder for h, _ in self.pins.values()), "a pin outlives its holder"
+        del self.models[holder], self.resident[holder]
+
+    def clear(self, holder: HolderId) -> None:
+        self.resident[holder].clear()
+
+    def ingest(self, holder: HolderId, payload: bytes) -> IngestReport:
+        raise NotImplementedError
+
+    def store(self, holder: HolderId, tokens: Sequence[int]) -> None:
+        for end in range(1, len(tokens) + 1):
+            self.resident[holder].add(tuple(tokens[:end]))
+
+    def prepare(self, token_ids: Sequence[int]) -> Sequence[int]:
+        return token_ids
+
+    def chunk_keys(self, token_ids: Sequence[int], scope: Scope, chunk_tokens: int) -> list[int]:
+        ends, keys = range(chunk_tokens, len(token_ids), chunk_tokens), [hash(scope)]
+        for end in ends:
+            keys.append(hash((keys[-1], *token_ids[end - chunk_tokens : end])))
+        return keys[1:]
+
+    def match(self, token_ids: Sequence[int], scope: Scope) -> list[Match]:
+        found = []
+        for holder, model in self.models.items():
+            if model != scope.model:
+                continue
+            pinned = {t[:end] for h, t in self.pins.values() if h == holder for end in range(1, len(t) + 1)}
+            tokens = self._walk(token_ids, self.resident[holder])
+            both = self._walk(token_ids, self.resident[holder] | pinned)
+            if both:
+                found.append(Match(holder, tokens, tokens, (tokens, 0, 0, 0), both))
+        return found
+
+    @staticmethod
+    def _walk(token_ids: Sequence[int], known: set[tuple[int, ...]]) -> int:
+        length = 0
+        while length < len(token_ids) - 1 and tuple(token_ids[: length + 1]) in known:
+            length += 1
+        return length
+
+    def pin(self, holder: HolderId, token_ids: Sequence[int], scope: Scope) -> PinId:
+        assert holder in self.models
+        self._next += 1
+        self.pins[PinId(self._next)] = (holder, tuple(token_ids))
+        return PinId(self._next)
+
+    def unpin(self, pin: PinId) -> None:
+        del self.pins[pin]
+
+    def stats(self) -> IndexStats:
+        return IndexStats(len(self.models), 0, 0, len(self.pins), 0)
+
+    def groups(self, holder: HolderId) -> list[dict[str, object]]:
+        return []
+
+
+MODEL = "m"
+
+
+def spec(name: str, **changes: object) -> WorkerSpec:
+    base = WorkerSpec(worker_id=name, url=f"http://{name}", models=(ServedModel(MODEL, MODEL, max_model_len=100_000),))
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def request(request_id: str, tokens: Sequence[int] | None = None, **changes: object) -> RouteRequest:
+    count = len(tokens) if tokens is not None else 10
+    base = RouteRequest(request_id, MODEL, Scope(MODEL), tokens, count)
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def make(names: str = "ab", config: CoreConfig | None = None, **changes: object) -> tuple[RouterCore, NaiveIndex]:
+    index = NaiveIndex()
+    core = RouterCore(index, config or CoreConfig())
+    for name in names:
+        core.add_worker(spec(name, **changes), 0.0)
+    return core, index
+
+
+def sent_to(result: object) -> str:
+    assert isinstance(result, Forward), result
+    return result.decision.worker

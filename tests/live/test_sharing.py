@@ -1,0 +1,293 @@
+"""Sharing, with real routers before simulated workers: other names, copies, turns, the background, the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from programs import ADMIN_KEY, Program, call, until
+
+from router.app.server import RouterApp
+from router.http.routes import Routes
+
+pytestmark = pytest.mark.live
+SPEC = {"prefill_s_per_token": 1e-4, "step_s": 0.004, "kv_tokens": 65536, "max_model_len": 32768}
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Program]]:
+    """One simulated worker of each model."""
+    folder, started = tmp_path_factory.mktemp("fleet"), {}
+    for model in ("m1", "m2"):
+        flags = ("--simulate", json.dumps(SPEC), "--served-model-name", model, "--port", "0")
+        started[model] = Program(folder / f"{model}.log", "engine", "serve", *flags)
+    try:
+        yield {model: one.await_ready() for model, one in started.items()}
+    finally:
+        for one in started.values():
+            one.close()
+
+
+@pytest.fixture
+def start_router(tmp_path: Path, fleet: dict[str, Program]) -> Iterator[Any]:
+    started: list[Program] = []
+
+    def start(*flags: str, workers: list[str] | None = None) -> Program:
+        urls = [one.url for one in fleet.values()] if workers is None else workers
+        router = Program(tmp_path / f"router{len(started)}.log", "router", "run", *urls, "--port", "0", *flags)
+        started.append(router)
+        router.await_ready()
+        up = lambda: call(router.url + "/health")[2].get("workers_up") == len(urls)  # noqa: E731
+        until(lambda: all(up() for _ in range(12)), router.log)  # every process
+        return router
+
+    yield start
+    for one in started:
+        one.close()
+
+
+def complete(url: str, model: str, prompt: str = "Hello there", key: str | None = None, **more: Any) -> Any:
+    async def ask() -> Any:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers |= more.pop("headers", {})
+        body = {"model": model, "prompt": prompt, "max_tokens": 4, "ignore_eos": True, **more}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{url}/v1/completions", json=body, headers=headers) as answer,
+        ):
+            return answer.status, dict(answer.headers), await answer.json()
+
+    return asyncio.run(ask())
+
+
+def metric(url: str, name: str) -> dict[str, float]:
+    """Labels, as they stand -> value."""
+    lines = asyncio.run(_text(url + "/metrics")).splitlines()
+    rows = [
+        line.removeprefix(f"blockcast_router_{name}") for line in lines if line.startswith(f"blockcast_router_{name}")
+    ]
+    return {labels: float(value) for labels, _, value in (row.rpartition(" ") for row in rows)}
+
+
+async def _text(url: str) -> str:
+    async with aiohttp.ClientSession() as session, session.get(url) as answer:
+        return await answer.text()
+
+
+def test_aliases_canaries_and_a_fallback(start_router: Any, fleet: dict[str, Program]) -> None:
+    router = start_router(
+        "--model-alias", "gpt-4=m1", "--model-canary", "m1=m2:0.5", "--model-fallback", "m3=m4", "--model-fallback",
+        "m4=m2",
+    )  # fmt: skip
+    answered = {}
+    for number in range(16):
+        session = {"headers": {"x-session-id": f"conversation {number}"}}
+        models = {complete(router.url, "gpt-4", f"turn {turn}", **session)[2]["model"] for turn in range(3)}
+        assert len(models) == 1, "a conversation stays on its side"
+        answered[number] = models.pop()
+    assert set(answered.values()) == {"m1", "m2"}
+    for number in range(8):  # without a name it is known by how it begins
+        said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"Question {number}?"}]
+        chat = {"model": "m1", "messages": said, "max_tokens": 2}
+        status, _, first = call(router.url + "/v1/chat/completions", chat)
+        assert status == 200
+        chat["messages"] = [*said, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Sure?"}]
+        assert call(router.url + "/v1/chat/completions", chat)[2]["model"] == first["model"]
+    status, _, answer = complete(router.url, "m3")
+    assert (status, answer["model"]) == (200, "m2"), "nobody serves m3 or m4"
+    status, _, answer = complete(router.url, "m5")
+    assert status == 404
+    assert "m5" in answer["error"]["message"]
+    listed = {one["id"]: one["root"] for one in call(router.url + "/v1/models")[2]["data"]}
+    assert listed == {"m1": "m1", "m2": "m2", "gpt-4": "m1"}
+    status, _, why = call(router.url + "/route", {"model": "gpt-4", "prompt": "where?"})
+    assert status == 200
+    assert why["worker"] in (fleet["m1"].url.removeprefix("http://"), fleet["m2"].url.removeprefix("http://"))
+
+
+def test_a_fallback_answers_while_nobody_of_the_model_is_up(
+    start_router: Any, fleet: dict[str, Program], tmp_path: Path
+) -> None:
+    router = start_router("--model-fallback", "m1=m2")
+    assert complete(router.url, "m1")[2]["model"] == "m1"
+    worker = fleet["m1"].url.removeprefix("http://")
+    call(f"{router.url}/workers/{worker}/drain", {})
+    assert complete(router.url, "m1")[2]["model"] == "m2"
+    call(f"{router.url}/workers/{worker}/drain", {"on": False})
+    assert complete(router.url, "m1")[2]["model"] == "m1"
+
+
+def test_copies_are_dropped_and_delay_nobody(start_router: Any, fleet: dict[str, Program]) -> None:
+    router = start_router("--model-mirror", "m1=m2:1", "--set", "mirror_requests_max=2")
+    os.kill(fleet["m2"].children()[0], signal.SIGSTOP)  # the new version stands still
+    try:
+        began = time.monotonic()
+        for number in range(6):
+            assert complete(router.url, "m1", f"prompt {number}")[2]["model"] == "m1"
+        assert time.monotonic() - began < 5
+        assert metric(router.url, "mirrored_total") == {'{outcome="dropped"}': 4.0}, "two at once, and no more"
+    finally:
+        os.kill(fleet["m2"].children()[0], signal.SIGCONT)
+    until(lambda: metric(router.url, "mirrored_total").get('{outcome="answered"}') == 2.0, router.log)
+    body = {"model": "m1", "prompt": "streamed", "max_tokens": 4, "stream": True}
+    assert "[DONE]" in asyncio.run(_stream(router.url, body))
+    until(lambda: metric(router.url, "mirrored_total").get('{outcome="answered"}') == 3.0, router.log)
+    assert call(router.url + "/workers")[2]["in_flight"] == 0
+
+
+async def _stream(url: str, body: dict[str, Any]) -> str:
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/completions", json=body) as answer:
+        return await answer.text()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_ledger_adds_up_and_survives(start_router: Any, tmp_path: Path, processes: int) -> None:
+    path = tmp_path / "used.sqlite"
+    flags = ["--api-key", "one", "--api-key", "two", "--ledger", str(path), "--processes", str(processes)]
+    router = start_router(*flags)
+    used = [complete(router.url, "m1", f"{key} says " * 40, key=key)[2]["usage"] for key in ("one", "two", "one")]
+    prompt = [usage["prompt_tokens"] for usage in used]
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in used]
+    assert cached[2] > 0
+    expected = {
+        "key 0": {
+            "requests": 2, "estimated": 0, "prompt_tokens": prompt[0] + prompt[2],
+            "cached_tokens": cached[0] + cached[2],
+            "computed_tokens": prompt[0] + prompt[2] - cached[0] - cached[2], "output_tokens": 8,
+        },
+        "key 1": {
+            "requests": 1, "estimated": 0, "prompt_tokens": prompt[1], "cached_tokens": cached[1],
+            "computed_tokens": prompt[1] - cached[1], "output_tokens": 4,
+        },
+    }  # fmt: skip
+    ledger = until(
+        lambda: (now := call(router.url + "/ledger")[2]) and now["since_start"] == expected and now, router.log
+    )
+    assert ledger["in_all"] == expected
+    tokens = metric(router.url, "key_tokens_total")
+    assert tokens['{key="key 0",kind="cached"}'] == expected["key 0"]["cached_tokens"]
+    complete(router.url, "m1", "not written yet", key="two")
+    assert router.stop() == 0
+    again = start_router(*flags)
+    ledger = call(again.url + "/ledger")[2]
+    assert ledger["since_start"] == {}
+    assert ledger["in_all"]["key 0"] == expected["key 0"]
+    assert ledger["in_all"]["key 1"]["requests"] == 2
+    with sqlite3.connect(path) as file:
+        assert "one" not in {key for (key,) in file.execute("SELECT key FROM used")}, "no key is kept"
+
+
+def refused(log: Path, *flags: str) -> str:
+    """What a router says that does not start."""
+    router = Program(log, "router", "run", "--port", "0", *flags)
+    try:
+        assert router.process.wait(30) != 0, flags
+    finally:
+        router.close()
+    assert "Traceback" not in router.log()
+    return router.log()
+
+
+def test_a_ledger_that_cannot_be_kept_is_said_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no database\n" * 100)
+    for path in (tmp_path / "text", tmp_path / "nowhere" / "used.sqlite"):
+        assert f"--ledger {path}" in refused(tmp_path / "router.log", "--ledger", str(path))
+
+
+def test_what_cannot_begin_in_time_may_come_when_it_was_told(start_router: Any, fleet: dict[str, Program]) -> None:
+    router = start_router(workers=[fleet["m1"].url])
+    for number in range(4):  # teach the router how fast the worker is
+        complete(router.url, "m1", f"{number} warms up, " * 300)
+    long = {"model": "m1", "prompt": "a long prompt comes first; " * 1500, "max_tokens": 1, "stream": True}
+
+    async def scenario() -> None:
+        async with aiohttp.ClientSession() as session:
+            first = asyncio.create_task(_stream(router.url, long))
+            await asyncio.sleep(0.1)
+            headers = {"x-blockcast-ttft-ms": "100"}
+            short = {"model": "m1", "prompt": "short", "max_tokens": 1}
+            async with session.post(f"{router.url}/v1/completions", json=short, headers=headers) as answer:
+                assert answer.status == 429, await answer.text()
+                assert (await answer.json())["error"]["code"] == "too_slow"
+                wait_s = float(answer.headers["Retry-After"])
+            await asyncio.sleep(wait_s)
+            async with session.post(f"{router.url}/v1/completions", json=short, headers=headers) as answer:
+                assert answer.status == 200
+            await first
+
+    asyncio.run(scenario())
+    assert call(f"{router.url}/workers")[2]["counters"]["too_slow"] == 1
+    status, _, answer = call(router.url + "/v1/completions", {"model": "m1", "prompt": "x"})
+    assert status == 200, answer
+
+
+def test_a_setting_that_cannot_be_is_named(tmp_path: Path) -> None:
+    for flags, words in (
+        (("--model-alias", "a"), "--model-alias: got ('a',)"),
+        (("--model-alias", "a=b", "--model-alias", "b=c"), "a is b, which is an alias itself"),
+        (("--model-fallback", "a=b", "--model-fallback", "b=a"), "a circle: a -> b -> a"),
+        (("--model-canary", "a=b:1.5"), "--model-canary"),
+        (("--model-canary", "a=b:0.6", "--model-canary", "a=c:0.6"), "the shares of a are more than 1"),
+        (("--key-share", "k=0"), "--key-share"),
+    ):
+        said = refused(tmp_path / "router.log", *flags)
+        assert words in said, said
+
+
+def test_what_is_not_asked_for_costs_nothing(tmp_path: Path) -> None:
+    """No name is resolved, nothing is copied, counted by key, held or charged."""
+    from router.app.config import SCHEMA, ProcessConfig
+    from router.app.guard import anybody
+    from router.app.process import RouterProcess
+
+    async def scenario() -> None:
+        config: ProcessConfig = SCHEMA.build({})
+        process = RouterProcess(config, "test")
+        assert process._reading.names is None
+        assert process._keeping is None
+        assert not process._tenants.shares
+        core = process._core
+        assert not core._reorders
+        assert core._behind == float("inf")
+        assert core.config.queue.ttft_s_max is None
+        assert (
+            RouterApp(
+                process._proxy,
+                process._reading,
+                process._tenants,
+                process._metrics,
+                config.edge,
+                Routes(),
+                guard=anybody,
+                sharing=config.sharing,
+            )._mirror
+            is None
+        )
+        process._feed.close()
+        process._helpers.processes.close()
+        process._executor.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_the_admin_key_is_needed(start_router: Any) -> None:
+    router = start_router()
+
+    async def ask(key: str) -> int:
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as session,
+            session.get(router.url + "/ledger") as answer,
+        ):
+            return answer.status
+
+    assert asyncio.run(ask("no key")) == 401
+    assert asyncio.run(ask(ADMIN_KEY)) == 200

@@ -1,0 +1,245 @@
+"""Fair turns between tenants, the background and answers in time: against naive models, and in a simulated fleet."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import defaultdict
+
+import pytest
+from core_by_hand import make, request, sent_to
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.decide.config import CoreConfig, LearnConfig, QueueConfig, ServiceModel
+from router.decide.held import HeldQueue, Place
+from router.decide.messages import Forward, Hold, Refuse
+
+FAIR = QueueConfig(fair=True, hold_above_s=0.0, wait_s_max=1e6)
+
+
+def held(queue: HeldQueue, name: str, tenant: str, seconds: float, number: int) -> None:
+    place = Place(tenant, False, 0, 0.0, float(number))
+    queue.put(name, place, target="w", prefill_s=seconds, charge_s=seconds, deadline_s=1e9, refuse=False)
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcd"), st.lists(st.floats(0.01, 20), min_size=1, max_size=12), min_size=2),
+    st.data(),
+)
+def test_lines_that_wait_are_given_the_same_but_for_a_request(
+    lines: dict[str, list[float]], data: st.DataObject
+) -> None:
+    queue, given_s, late = HeldQueue(FAIR), defaultdict[str, float](float), data.draw(st.sampled_from(sorted(lines)))
+    since: dict[str, float] = {}
+    for tenant, sizes in lines.items():
+        for number, seconds in enumerate(sizes):
+            if tenant != late:
+                held(queue, f"{tenant}{number}", tenant, seconds, number)
+    comes = data.draw(st.integers(0, len(queue)))
+    served = 0
+    while len(queue) or late not in since:
+        if (
+            served >= comes and late not in since
+        ):  # one comes later: it saves up nothing, and it waits for nobody's past
+            since = dict(given_s)
+            since[late] = given_s[late]
+            for number, seconds in enumerate(lines[late]):
+                held(queue, f"{late}{number}", late, seconds, number)
+            given_s = defaultdict(float)
+        (name,) = queue.first(1)
+        predicted = queue.first(1000)
+        tenant, seconds = name[0], lines[name[0]][int(name[1:])]
+        waiting = {one[0] for one in predicted}
+        queue.sent(Place(tenant, False, 0, 0.0, 0.0), seconds)
+        queue.drop(name)
+        queue.check_invariants()
+        assert queue.first(1000) == predicted[1:], "what is tried next is known beforehand"
+        given_s[tenant] += seconds
+        served += 1
+        for one in waiting & {left[0] for left in predicted[1:]}:
+            for other in waiting & {left[0] for left in predicted[1:]}:
+                if late in since or one != late != other:
+                    assert given_s[one] - given_s[other] <= 2 * (max(lines[one]) + max(lines[other])) + 1e-9
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.01, 5), st.booleans()), max_size=40))
+def test_what_goes_first_is_what_is_said_to(steps: list[tuple[str, float, bool]]) -> None:
+    """`ahead_of` a request is the work that `first` then lists before it."""
+    queue, sizes = HeldQueue(FAIR), dict[str, float]()
+    for number, (tenant, seconds, sends) in enumerate(steps):
+        place = Place(tenant, False, 0, 0.0, float(number))
+        ahead = queue.ahead_of(place)
+        name = f"{tenant}{number}"
+        held(queue, name, tenant, seconds, number)
+        sizes[name] = seconds
+        order = queue.first(1000)
+        before = sum(sizes[one] for one in order[: order.index(name)])
+        ties = sum(sizes[one] for one in order if one[0] != tenant)
+        assert ahead.get("w", 0.0) == pytest.approx(before) or ahead.get("w", 0.0) <= before <= ahead.get("w", 0) + ties
+        if sends:
+            first = queue.first(1)[0]
+            queue.sent(Place(first[0], False, 0, 0.0, 0.0), sizes[first])
+            queue.drop(first)
+
+
+class Fleet:
+    """Workers that prefill a prompt after the other at 1 ms a token, and a core before them; answers are one token."""
+
+    def __init__(self, workers: int, queue: QueueConfig) -> None:
+        service = ServiceModel(prefill_s_per_token=1e-3, quadratic_tokens=1e12, step_s=0.0, step_tokens=10**6)
+        config = CoreConfig(service=service, learn=LearnConfig(enabled=False), queue=queue)
+        self.core, _ = make("abcdefgh"[:workers], config)
+        self.free_s = dict.fromkeys("abcdefgh"[:workers], 0.0)
+        self.ends: list[tuple[float, str]] = []
+        self.latency: dict[str, list[float]] = defaultdict(list)
+        self.arrived: dict[str, tuple[float, str, int]] = {}
+        self.done_tokens = 0
+
+    def perform(self, instructions: list[object], now: float) -> None:
+        for one in instructions:
+            if isinstance(one, Forward):
+                worker = one.decision.worker
+                tokens = self.arrived[one.request_id][2]
+                self.free_s[worker] = max(self.free_s[worker], now) + tokens * 1e-3
+                heapq.heappush(self.ends, (self.free_s[worker], one.request_id))
+            else:
+                assert isinstance(one, Hold), one
+
+    def run(self, arrivals: list[tuple[float, str, int]], until_s: float) -> None:
+        """(time, tenant, tokens) each, in order."""
+        number = 0
+        while number < len(arrivals) or self.ends:
+            comes_s = arrivals[number][0] if number < len(arrivals) else float("inf")
+            ends_s = self.ends[0][0] if self.ends else float("inf")
+            now = min(comes_s, ends_s)
+            if comes_s <= ends_s:
+                at_s, tenant, tokens = arrivals[number]
+                name = f"{tenant}-{number}"
+                number += 1
+                self.arrived[name] = at_s, tenant, tokens
+                asked = request(name, None, prompt_tokens=tokens, tenant=tenant, output_max=1)
+                self.perform([self.core.route(asked, now)], now)
+            else:
+                _, name = heapq.heappop(self.ends)
+                at_s, tenant, tokens = self.arrived.pop(name)
+                self.latency[tenant].append(now - at_s)
+                if now <= until_s:
+                    self.done_tokens += tokens
+                self.perform(self.core.first_token(name, now), now)
+                self.perform(self.core.finished(name, None, now), now)
+            self.perform(self.core.tick(now), now)
+            self.core.check_invariants()
+
+
+def arrivals(seed: int, tenants: dict[str, tuple[float, int]], seconds: float) -> list[tuple[float, str, int]]:
+    rng, found = random.Random(seed), []
+    for tenant, (rate, tokens) in sorted(tenants.items()):
+        at_s = rng.expovariate(rate)
+        while at_s < seconds:
+            found.append((at_s, tenant, tokens))
+            at_s += rng.expovariate(rate)
+    return sorted(found)
+
+
+def p99(values: list[float]) -> float:
+    return sorted(values)[int(0.99 * len(values))]
+
+
+SMALL = dict.fromkeys(("s1", "s2", "s3"), (1.6, 500))
+"""0.8 workers of load each: four fifths of a share of four."""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ten_times_the_load_beside_three_small_ones(seed: int) -> None:
+    """On four workers; each small one alone has one of them, which is its share."""
+    heavy = SMALL | {"heavy": (4.0, 2000)}  # ten times the work of a small one, in prompts of four times the length
+    arriving = arrivals(seed, heavy, 200.0)
+    fair, first_come = Fleet(4, FAIR), Fleet(4, QueueConfig())
+    fair.run(arriving, 200.0)
+    first_come.run(arriving, 200.0)
+    for tenant in SMALL:
+        alone = Fleet(1, FAIR)
+        alone.run([one for one in arriving if one[1] == tenant], 200.0)
+        assert p99(fair.latency[tenant]) <= 1.2 * p99(alone.latency[tenant]), tenant
+        assert p99(first_come.latency[tenant]) > 20 * p99(alone.latency[tenant]), "there is something to be fair about"
+    assert fair.done_tokens >= 0.97 * first_come.done_tokens
+
+
+def test_without_pressure_nobody_is_held_and_nothing_is_kept() -> None:
+    fleet = Fleet(4, QueueConfig(fair=True, hold_above_s=0.5))
+    fleet.run(arrivals(1, {"a": (2.0, 300), "b": (2.0, 100)}, 30.0), 30.0)
+    assert not fleet.core.counters["held"]
+    assert not vars(fleet.core._held._turns[0])["_given"]
+
+
+def test_a_share_of_two_is_given_twice_as_much() -> None:
+    fleet = Fleet(1, FAIR)
+    for number in range(40):
+        for tenant, share in (("one", 1.0), ("two", 2.0)):
+            name = f"{tenant}-{number}"
+            fleet.arrived[name] = 0.0, tenant, 100
+            asked = request(name, None, prompt_tokens=100, tenant=tenant, share=share, output_max=1)
+            fleet.perform([fleet.core.route(asked, 0.0)], 0.0)
+    fleet.run([], 0.0)
+    assert sum(latency < 3.0 for latency in fleet.latency["two"]) == pytest.approx(20, abs=2)
+    assert sum(latency < 3.0 for latency in fleet.latency["one"]) == pytest.approx(10, abs=2)
+
+
+def test_the_background_waits_until_nothing_else_does() -> None:
+    config = CoreConfig(queue=QueueConfig(background_priority=100, background_running=1, background_wait_s_max=50.0))
+    core, _ = make("a", config)
+    assert sent_to(core.route(request("b1", list(range(500)), priority=100), 0.0)) == "a"
+    assert isinstance(core.route(request("b2", list(range(500, 900)), priority=100), 0.0), Hold), "one at a time"
+    assert sent_to(core.route(request("f1", list(range(900, 2000))), 0.1)) == "a", "what is not background never waits"
+    assert core.first_token("b1", 0.2) == []
+    assert core.finished("b1", None, 0.3) == [], "there is a prompt to prefill"
+    (sent,) = core.first_token("f1", 0.4)
+    assert isinstance(sent, Forward)
+    assert sent.request_id == "b2"
+    assert isinstance(core.route(request("b3", [7] * 100, priority=100), 0.5), Hold)
+    late = [one for one in core.tick(51.0) if isinstance(one, Forward)]
+    assert [one.request_id for one in late] == ["b3"], "in the end it is sent all the same"
+    core.check_invariants()
+
+
+def test_the_background_goes_where_nothing_runs_though_another_has_its_prefix() -> None:
+    core, index = make("ab", CoreConfig(queue=QueueConfig(background_priority=100)))
+    prompt = list(range(500))
+    index.store(core.workers["a"].holders[0], prompt)
+    assert sent_to(core.route(request("f1", prompt + [1] * 900), 0.0)) == "a"
+    assert sent_to(core.route(request("b1", prompt, priority=100), 0.0)) == "b"
+
+
+@pytest.mark.parametrize("by", ["request", "configuration"])
+def test_what_cannot_begin_in_time_is_told_when_it_could(by: str) -> None:
+    queue = QueueConfig(ttft_s_max=0.5 if by == "configuration" else None)
+    asks = {} if by == "configuration" else {"ttft_s_max": 0.5}
+    service = ServiceModel(prefill_s_per_token=1e-3, quadratic_tokens=1e12)
+    core, _ = make("a", CoreConfig(service=service, learn=LearnConfig(enabled=False), queue=queue))
+    core.route(request("r0", list(range(400)), output_max=1), 0.0)
+    refused = core.route(request("r1", list(range(500, 800)), output_max=1, **asks), 0.0)
+    assert isinstance(refused, Refuse)
+    assert (refused.status, refused.code) == (429, "too_slow")
+    assert refused.retry_after_s is not None
+    again_s = refused.retry_after_s
+    early = core.route(request("r2", list(range(500, 800)), output_max=1, **asks), again_s - 0.05)
+    assert isinstance(early, Refuse), "no sooner"
+    assert sent_to(core.route(request("r3", list(range(500, 800)), output_max=1, **asks), again_s + 0.05)) == "a"
+    never = core.route(request("r4", list(range(1000, 2000)), output_max=1, **asks), again_s)
+    assert isinstance(never, Refuse)
+    assert never.retry_after_s is None
+    assert "also where nothing else runs" in never.message
+    core.check_invariants()
+
+
+def test_a_worker_that_begins_in_time_is_taken_though_another_is_cheaper() -> None:
+    core, index = make("ab", CoreConfig(service=ServiceModel(prefill_s_per_token=1e-3), queue=QueueConfig()))
+    prompt = list(range(3000))
+    index.store(core.workers["a"].holders[0], prompt[:2900])
+    core.route(request("busy", list(range(5000, 5800)), worker="a", output_max=1), 0.0)
+    plain = core.explain(request("r", prompt, output_max=1), 0.0)
+    assert not isinstance(plain, Refuse)
+    assert plain.worker == "a"
+    refused = core.route(request("r", prompt, ttft_s_max=0.5, output_max=1), 0.0)
+    assert isinstance(refused, Refuse), "neither begins in time"
