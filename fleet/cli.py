@@ -13,14 +13,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import click
-import msgspec
-import ray
-from ray.experimental import internal_kv
 
-from fleet.directory import NAMESPACE, DirectoryActor, State
 from fleet.plan import Kind, Patience, Target
 from fleet.scaling import Bounds
-from fleet.spec import NAME, Spec, SpecError, engine_command, read_env, split_flags
+from fleet.spec import NAME, NAMESPACE, Spec, SpecError, engine_command, read_env, split_flags
 
 LOOK_S = 0.25
 ASK_S_MAX = 60.0
@@ -90,12 +86,18 @@ def _said() -> Iterator[None]:
 def _connect(address: str) -> None:
     address = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
     try:
+        import ray
+    except ImportError as error:
+        raise SpecError(f"{error}: pip install 'blockcast[ray]'") from error
+    try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
     except ConnectionError as error:
         raise SpecError(f"no Ray at {address}: {error}; `ray start --head` starts one") from error
 
 
 def _directory(name: str) -> Any:
+    import ray
+
     try:
         return ray.get_actor(f"{name}-directory", namespace=NAMESPACE)
     except ValueError:
@@ -103,6 +105,8 @@ def _directory(name: str) -> Any:
 
 
 def _ask(method: Any, *args: Any, **more: Any) -> Any:
+    import ray
+
     return ray.get(method.remote(*args, **more), timeout=ASK_S_MAX)
 
 
@@ -227,25 +231,19 @@ def up(
         router_flags = split_flags("--router-flags", given["router_flags"])
         env = read_env(given["env"], os.environ)
         _connect(given["address"])
+        from fleet.directory import create, has_gpus
+
         gpus = given["gpus"]
         if gpus is None:
-            gpus = given["tensor_parallel_size"] if ray.cluster_resources().get("GPU") else 0
+            gpus = given["tensor_parallel_size"] if has_gpus() else 0
         spec = Spec(
             name=name, engine=command, vllm=vllm, router=router_flags, env=env, cpus=given["cpus"], gpus=gpus,
             router_cpus=given["router_cpus"], router_host=given["router_host"], router_port=given["router_port"],
             stop_s_max=given["stop_timeout"], admin_key=env.get("ROUTER_ADMIN_API_KEY") or secrets.token_hex(16),
         )  # fmt: skip
         patience = Patience(given["start_timeout"], given["drain_timeout"])
-        state = State(spec=spec, engines=Target(replicas[0]), routers=Target(routers), patience=patience, bounds=bounds)
         try:
-            directory = (
-                ray.remote(DirectoryActor)
-                .options(
-                    name=f"{name}-directory", namespace=NAMESPACE, lifetime="detached", max_restarts=-1,
-                    max_task_retries=-1, max_concurrency=16, num_cpus=0,
-                )
-                .remote(name, msgspec.json.encode(state))
-            )  # fmt: skip
+            directory = create(spec, Target(replicas[0]), Target(routers), patience, bounds)
         except ValueError as error:
             raise SpecError(f"fleet {name!r} runs already: scale, roll, or `fleet down` first") from error
         _finish(directory, given)
@@ -337,8 +335,9 @@ def down(now: bool, timeout: float, name: str, address: str) -> None:
         directory = _directory(name)
         _ask(directory.end, now=now)
         _await(directory, timeout, lambda status: not status["seats"])
-        ray.kill(directory)
-        internal_kv._internal_kv_del(f"fleet/{name}".encode(), namespace=NAMESPACE)
+        from fleet.directory import forget
+
+        forget(name, directory)
 
 
 def main(args: list[str] | None = None) -> None:

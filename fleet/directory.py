@@ -30,11 +30,10 @@ from fleet.books import Listed, Row
 from fleet.plan import Failure, Kind, Move, Patience, Phase, Seat, Start, Target, failed, lightest, plan
 from fleet.scaling import Bounds, Load, Scaler
 from fleet.seat import Report, SeatActor
-from fleet.spec import Launch, Spec
+from fleet.spec import NAMESPACE, Launch, Spec
 
 log = logging.getLogger("fleet")
 
-NAMESPACE = "blockcast"
 TURN_S_MAX = 0.25
 ASK_S = 1.0
 """Between two looks at a router's load."""
@@ -402,6 +401,25 @@ class DirectoryActor:
             elif advice.partition(":")[0] != self._advice.partition(":")[0]:
                 self._note(f"autoscaling would do: {advice}")
         self._advice = advice
+
+
+def create(spec: Spec, engines: Target, routers: Target, patience: Patience, bounds: Bounds | None) -> Any:
+    """A new fleet's directory, on a cluster that this process is connected to. Raises ValueError where there is one."""
+    first = State(spec=spec, engines=engines, routers=routers, patience=patience, bounds=bounds)
+    options = {"name": f"{spec.name}-directory", "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
+    lives = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 16}
+    return ray.remote(DirectoryActor).options(**options, **lives).remote(spec.name, msgspec.json.encode(first))
+
+
+def forget(name: str, directory: Any) -> None:
+    """After the last seat has gone."""
+    ray.kill(directory)
+    internal_kv._internal_kv_del(f"fleet/{name}".encode(), namespace=NAMESPACE)
+
+
+def has_gpus() -> bool:
+    """Whether the cluster has any."""
+    return bool(ray.cluster_resources().get("GPU"))
 
 
 def _count(target: Target, count: int) -> Target:

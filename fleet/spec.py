@@ -14,6 +14,8 @@ import msgspec
 
 from fleet.plan import Kind
 
+NAMESPACE = "blockcast"
+"""Ray's, of all fleets."""
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
 
 

@@ -68,11 +68,14 @@ class LoadMessage(msgspec.Struct, array_like=True):
     loads: Annotated[list[TargetLoad], msgspec.Meta(max_length=TARGETS_MAX)]
 
 
+_PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
+
+
 class Peers(msgspec.Struct, forbid_unknown_fields=True):
     """The body of `PUT /peers`: all routers to follow, and no others."""
 
     peers: Annotated[
-        list[Annotated[str, msgspec.Meta(max_length=1024, pattern=r"^tcp://[^\s;,]+:\d{1,5}$")]],
+        list[Annotated[str, msgspec.Meta(max_length=1024, pattern=rf"^tcp://[^\s;,]+:{_PORT}$")]],
         msgspec.Meta(max_length=PEERS_MAX),
     ]
 

@@ -24,6 +24,7 @@ import pytest
 import yaml
 
 from events import KVEventsConfig
+from fleet.cli import cli as fleet
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 from harness.envoy import CONFIGURATION, configuration, envoy_program, start_envoy
@@ -33,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PROGRAM = re.compile(
-    r"(\w+=\S+ )*(engine|router|kv_subscriber|curl|envoy|kubectl|pip|pytest|python3?|vllm|"
+    r"(\w+=\S+ )*(engine|router|fleet|ray|kv_subscriber|curl|envoy|kubectl|pip|pytest|python3?|vllm|"
     r"(scripts|benchmarks|\S+/bin)/\S+) "
 )
 URL = re.compile(r"http://(?:127\.0\.0\.1|localhost|(gpu\d)):(\d+)")
@@ -97,6 +98,11 @@ class Session:
             self._serve_picker(words)
         elif program == "envoy":
             self._serve_envoy(words)
+        elif program == "fleet":  # run for real by test_docs_fleet.py
+            (name, *rest) = words[1:]
+            fleet.commands[name].make_context(name, rest)
+        elif program == "ray":
+            assert words[1] in ("start", "stop"), words
         elif words[:3] == ["kubectl", "apply", "-f"]:
             assert list(yaml.safe_load_all((ROOT / words[3]).read_text()))
         elif program == "curl":
