@@ -177,6 +177,8 @@ class EppConfig(ProcessConfig):
         ProcessConfig.__post_init__(self)
         if self.processes > 1 or self.hand_over is not None:
             raise ConfigError("--processes, --hand-over: not for `router epp`: start several, with --peer each")
+        if self.picker.self_signed and self.tls_cert is not None:
+            raise ConfigError("--self-signed: not with --tls-cert")
 
         if self.sharing.model_mirrors:
             raise ConfigError("--model-mirror: not for `router epp`, which carries no bytes")

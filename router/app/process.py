@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import msgspec
 
+from options import ConfigError
 from prompts.errors import RequestError
 from router.app.accounting import Bookkeeping, count_end, log_state, request_fields
 from router.app.addresses import Addresses
@@ -288,7 +289,16 @@ class RouterProcess:
 
         picking = Picking(config.picker, Endpoints(self._core.workers))
         picker = PickerServer(self._app(anybody, kind=Pick), picking, ready=self._admin.not_ready)
-        tls = None if config.tls_cert is None or config.tls_key is None else (config.tls_cert, config.tls_key)
+        tls = None
+        if config.picker.self_signed:
+            from router.picker.certificate import self_signed
+
+            tls = self_signed(config.host)
+        elif config.tls_cert is not None and config.tls_key is not None:
+            try:
+                tls = Path(config.tls_cert).read_bytes(), Path(config.tls_key).read_bytes()
+            except OSError as unread:
+                raise ConfigError(f"--tls-cert, --tls-key: {unread}") from unread
         port = await picker.start(config.host, config.port, config.picker.health_port, tls)
         self._picker = picker
         log.info("endpoint picker on %s:%d", config.host, port)

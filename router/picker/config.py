@@ -22,6 +22,9 @@ class PickerConfig:
         "Of gRPC health checks; 0 lets the system choose."] = 9003
     metrics_port: Annotated[Port, Flag("--metrics-port"),
         "Of /metrics and the admin routes; 0 lets the system choose."] = 9090
+    self_signed: Annotated[bool, Flag(),
+        "gRPC with TLS and a certificate made at the start, which gateways of the Inference Extension ask for unless "
+        "told otherwise."] = False
     fallbacks: Annotated[int, Meta(ge=0, le=16, title="N"), Flag("--fallbacks"),
         "Other workers that Envoy is told to try where the chosen one does not answer."] = 2
     objectives: Annotated[tuple[Objective, ...], Flag("--objective", metavar="NAME=N"),

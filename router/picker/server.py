@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,7 +17,6 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
-from options import ConfigError
 from router.picker.caller import Caller, PickerApplication
 from router.picker.conversation import OutOfTurn
 from router.picker.pick import Picking
@@ -49,8 +47,8 @@ class PickerServer:
         self.streams = 0
         """Open now."""
 
-    async def start(self, host: str, port: int, health_port: int, certificate: tuple[str, str] | None) -> int:
-        """Open both ports; the picker's. Raises OSError, ConfigError."""
+    async def start(self, host: str, port: int, health_port: int, certificate: tuple[bytes, bytes] | None) -> int:
+        """Open both ports; the picker's. `certificate`: chain and key, PEM. Raises OSError."""
         handlers = {
             "Process": grpc.stream_stream_rpc_method_handler(
                 self._process, pb.ProcessingRequest.FromString, pb.ProcessingResponse.SerializeToString
@@ -128,14 +126,12 @@ class PickerServer:
             caller.closed()
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int, certificate: tuple[str, str] | None, flag: str) -> int:
+def _bind(server: grpc.aio.Server, host: str, port: int, certificate: tuple[bytes, bytes] | None, flag: str) -> int:
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         if certificate is None:
             return int(server.add_insecure_port(address))
-        chain, key = (Path(file).read_bytes() for file in certificate)
+        chain, key = certificate
         return int(server.add_secure_port(address, grpc.ssl_server_credentials([(key, chain)])))
     except RuntimeError as error:
         raise OSError(f"{flag} {address}: cannot be used: {error}") from error
-    except OSError as unread:
-        raise ConfigError(f"--tls-cert, --tls-key: {unread}") from unread

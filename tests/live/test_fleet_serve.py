@@ -70,6 +70,7 @@ def handle(router: Program, tmp_path_factory: pytest.TempPathFactory) -> Iterato
                 request_routing_stats_period_s=0.5,
             ),
         )
+        serve.start(proxy_location="Disabled")  # its way in is the handle
         yield serve.run(deployment.bind(str(tmp_path_factory.mktemp("engines"))), route_prefix=None)
         serve.shutdown()
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ from router.app.server import RouterApp
 from router.decide.workers import ServedModel, WorkerSpec
 from router.edge.config import EdgeConfig
 from router.http.config import HttpLimits
+from router.picker.certificate import self_signed
 from router.picker.config import PickerConfig
 from router.picker.endpoints import Endpoints
 from router.picker.messages import BUFFERED, DUPLEX, HINT, HINTS, NONE
@@ -31,11 +33,13 @@ BODY = json.dumps({"model": "tiny", "prompt": "Hello", "stream": True}).encode()
 class Envoy:
     """Streams to one picker."""
 
-    def __init__(self, edge: Any, server: PickerServer, port: int, picking: Picking) -> None:
+    def __init__(self, edge: Any, server: PickerServer, port: int, picking: Picking, tls: bytes | None) -> None:
         self.edge, self.server, self.port, self.picking = edge, server, port, picking
         self.ended: list[Any] = []
         edge.proxy.on_end.append(self.ended.append)
-        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+        trusted = None if tls is None else grpc.ssl_channel_credentials(tls)
+        where = f"127.0.0.1:{port}"
+        self.channel = grpc.aio.secure_channel(where, trusted) if trusted else grpc.aio.insecure_channel(where)
 
     def stream(self, raw: bool = False) -> Any:
         method = self.channel.stream_stream(
@@ -101,8 +105,9 @@ async def picker(
     app = RouterApp(edge.proxy, edge.app._reading, edge.tenants, edge.metrics, EdgeConfig(**given), edge.admin.routes,
                     guard=lambda *_: None, kind=Pick)  # fmt: skip
     server = PickerServer(app, picking, ready=edge.admin.not_ready)
-    port = await server.start("127.0.0.1", 0, 0, None)
-    envoy = Envoy(edge, server, port, picking)
+    certificate = self_signed("127.0.0.1") if picking.config.self_signed else None
+    port = await server.start("127.0.0.1", 0, 0, certificate)
+    envoy = Envoy(edge, server, port, picking, certificate[0] if certificate else None)
     try:
         server.beat(time.monotonic())
         yield envoy
@@ -141,6 +146,23 @@ def test_a_choice_has_fallbacks_and_ends_with_its_stream(edge: Any) -> None:
             gone.cancel()
             await until(lambda: not sum(load(edge).values()))
             assert envoy.ended[1].outcome == "client_gone"
+
+    edge.run(scenario())
+
+
+def test_a_certificate_of_its_own(edge: Any) -> None:
+    """As gateways ask for it: TLS, HTTP/2 by ALPN."""
+
+    async def scenario() -> None:
+        async with picker(edge, config=PickerConfig(self_signed=True)) as envoy:
+            _, response = await envoy.ask()
+            assert len(endpoints(response)) == 3
+            client = ssl.create_default_context()
+            client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+            client.set_alpn_protocols(["h2", "http/1.1"])
+            _, writer = await asyncio.open_connection("127.0.0.1", envoy.port, ssl=client)
+            assert writer.get_extra_info("ssl_object").selected_alpn_protocol() == "h2"
+            writer.close()
 
     edge.run(scenario())
 

@@ -1,0 +1,34 @@
+"""A certificate that nobody vouches for, made at the start: Envoy's gateways ask pickers for TLS and check no name."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import socket
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+LIFE = datetime.timedelta(days=3650)
+
+
+def self_signed(host: str) -> tuple[bytes, bytes]:
+    """(certificate, key), PEM, for `host`, this machine's name and localhost."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "blockcast endpoint picker")])
+    names: list[x509.GeneralName] = [x509.DNSName("localhost"), x509.DNSName(socket.gethostname())]
+    try:
+        names.append(x509.IPAddress(ipaddress.ip_address(host)))
+    except ValueError:
+        names.append(x509.DNSName(host))
+    began = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(days=1)  # clocks differ
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), began, began + LIFE)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, SHA256())
+    )
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return certificate.public_bytes(Encoding.PEM), private
