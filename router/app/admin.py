@@ -354,6 +354,7 @@ class Admin:
         body: dict[str, Any] = msgspec.to_builtins(decision)
         del body["request_id"], body["decided_s"]
         body |= {"tokenized": prompt.ids is not None, "tokenize_ms": round(prompt.seconds * 1e3, 3)}
+        body["sampled_tokens"] = sum(len(ids) for _, _, ids in asked.spans)
         if self._reasons is not None:
             body["why"] = self._reasons.explain(asked, route, decision, self._now())
         return Answer(msgspec.json.encode(body))

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from prompts.routing import Kind, RoutingRequest
+from prompts.sampled import Span
 from prompts.segments import ID_TYPE
 from router.counters import Metrics
 from router.decide.core import RouterCore
@@ -44,6 +45,7 @@ class Read(Protocol):
     outline: Outline | None
     drawn: Callable[[int], Outline | None] | None
     session: Session
+    spans: list[Span]
 
 
 class Reasons:
@@ -160,7 +162,7 @@ class Reasons:
         block = worker.spec.block_size if worker is not None else None
         return AskedTurn(
             name, ids, route.scope, keys, _outliner(read), decision.worker, block or BLOCK_TOKENS, route.session,
-            route.parent, route.final,
+            route.parent, route.final, sum(len(ids) for _, _, ids in read.spans),
         )  # fmt: skip
 
     def _facts(self, prompt: Tokens, route: RouteRequest) -> Facts:

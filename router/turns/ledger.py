@@ -37,6 +37,8 @@ class AskedTurn:
     session: str | None = None
     parent: str | None = None
     final: bool = False
+    sampled_tokens: int = 0
+    """Of `ids`: as they were sampled, where the encoder would choose others."""
 
 
 @dataclass(slots=True)
@@ -154,6 +156,7 @@ class Ledger:
             chosen_tokens=decision.predicted_cached_tokens,
             parts=parts_of(turn, decision, facts, now),
             attempt=decision.attempt,
+            sampled_tokens=asked.sampled_tokens,
         )
         why.tell()
         return why

@@ -81,6 +81,8 @@ class Why(msgspec.Struct, omit_defaults=True):
     lost_tokens: int = 0
     parts: list[Part] = []
     attempt: int = 0
+    sampled_tokens: int = 0
+    """Of the prompt: as a worker sampled them, where the encoder would choose others. 0: all are the template's."""
 
     def tell(self) -> None:
         """Sum the parts up."""

@@ -69,18 +69,27 @@ def test_an_engine_goes_on_from_what_it_sampled(fleet: tuple[list[Program], Prog
 
 def test_a_router_prices_and_forwards_what_was_sampled(fleet: tuple[list[Program], Program]) -> None:
     engines, router = fleet
+    taken = 0
     for seed in range(4):
         messages: list[Any] = [{"role": "user", "content": f"Another question {seed}? " * 10}]
         computed, worker = 0, None
         for number in range(8):
             until(lambda: settled(engines, router), "the router has applied what was published")
+            asked = json.dumps({"model": "m", "messages": messages}).encode()
+            explained = call(f"{router.url}/route", asked)[2]
+            assert explained["why"].get("sampled_tokens", 0) == explained["sampled_tokens"]
             headers, usage = turn(router.url, messages, seed=100 * seed + number)
             cached = usage["prompt_tokens_details"]["cached_tokens"]
             assert int(headers["x-blockcast-predicted-cached-tokens"]) == cached
             if headers["x-blockcast-worker"] == worker:
                 assert cached >= computed // BLOCK * BLOCK
             worker, computed = headers["x-blockcast-worker"], usage["total_tokens"] - 1
+            status, _, why = call(f"{router.url}/requests/{headers['x-request-id']}")
+            if status == 200:  # its conversation is one of the share that is looked at
+                assert why.get("sampled_tokens", 0) == explained["sampled_tokens"]
+                taken += explained["sampled_tokens"]
     assert metric(router, "blockcast_router_sampled_tokens_total") > 0
+    assert taken > 0, "who asks is told that the prediction stands on sampled ids"
 
 
 @pytest.mark.parametrize("body_chars", [0, 80_000], ids=["short", "read by a helper"])
