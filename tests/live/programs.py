@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -89,7 +89,9 @@ class Program:
 
 
 @contextlib.contextmanager
-def two_engines_and_a_router(folder: Path, *engine: str) -> Iterator[tuple[list[Program], Program]]:
+def two_engines_and_a_router(
+    folder: Path, *engine: str, router_flags: Sequence[str] = ()
+) -> Iterator[tuple[list[Program], Program]]:
     """Two of `engine`, a command, and a router before them that sends them requests; logs in the folder."""
     started: list[Program] = []
     try:
@@ -97,7 +99,7 @@ def two_engines_and_a_router(folder: Path, *engine: str) -> Iterator[tuple[list[
             started.append(Program(folder / f"e{i}.log", *engine))
         engines = list(started)
         urls = [one.await_ready().url for one in engines]
-        router = Program(folder / "router.log", "router", "run", "--port", "0", *urls)
+        router = Program(folder / "router.log", "router", "run", "--port", "0", *router_flags, *urls)
         started.append(router)
         router.await_ready()
         until(lambda: [w["state"] for w in call(router.url + "/workers")[2]["workers"]] == ["up"] * 2, "two workers")
