@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("blockcast", deadline=None)
@@ -16,3 +17,7 @@ sys.path.append(str(Path(__file__).parent / "contracts"))
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("begins_first") is None)

@@ -29,7 +29,7 @@ ignored = "ignore::pytest.PytestUnraisableExceptionWarning"
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", ignored, *TESTS]))
 """
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.live, pytest.mark.begins_first, pytest.mark.timeout(900)]
 
 
 def test_the_compiled_router_passes_the_tests_of_its_sources(tmp_path: Path) -> None:

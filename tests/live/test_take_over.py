@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from programs import Program, call, until
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.begins_first]
 
 TURNS_AFTER = 3
 """Of every conversation, after the predecessor has ended."""
