@@ -31,6 +31,7 @@ from fleet.plan import Failure, Kind, Move, Patience, Phase, Seat, Start, Target
 from fleet.scaling import Bounds, Load, Scaler
 from fleet.seat import Report, SeatActor
 from fleet.spec import NAMESPACE, Launch, Spec
+from fleet.state import Record, State
 
 log = logging.getLogger("fleet")
 
@@ -38,40 +39,6 @@ TURN_S_MAX = 0.25
 ASK_S = 1.0
 """Between two looks at a router's load."""
 EVENTS_MAX = 200
-
-
-class Record(msgspec.Struct, kw_only=True):
-    """One seat, as it is kept."""
-
-    name: str
-    kind: Kind
-    slot: int
-    revision: int
-    phase: Phase = Phase.STARTING
-    since_s: float
-    up_s: float | None = None
-    """When it was up first."""
-    node: str = ""
-    """Where it was to be, then where it is."""
-    launch: Launch | None = None
-    drain: int = 0
-    """The version of the list that first said so."""
-
-
-class State(msgspec.Struct, kw_only=True):
-    """What outlives the actor. Times are of the nodes' clocks, in seconds since 1970."""
-
-    spec: Spec
-    engines: Target
-    routers: Target
-    patience: Patience
-    bounds: Bounds | None = None
-    seats: dict[str, Record] = {}
-    serial: int = 0
-
-    @property
-    def targets(self) -> dict[Kind, Target]:
-        return {Kind.ENGINE: self.engines, Kind.ROUTER: self.routers}
 
 
 class DirectoryActor:
@@ -264,7 +231,10 @@ class DirectoryActor:
     def _watch(self, record: Record, actor: Any) -> None:
         self._actors[record.name] = actor
         self._await(actor.ready.remote(), lambda value, _: self._up(record, value))
-        self._await(actor.ended.remote(), lambda value, error: self._gone(record, value or f"lost: {error}"))
+        self._await(
+            actor.ended.remote(),
+            lambda value, error: self._gone(record, value or f"lost: {error}"),
+        )
 
     def _await(self, ref: Any, take: Callable[[Any, Exception | None], None]) -> None:
         self._waiting[ref] = take
@@ -300,7 +270,7 @@ class DirectoryActor:
             return
         if record.phase in (Phase.STARTING, Phase.UP):
             self._fails(record)
-        self._note(f"{record.name}: gone: {why.strip()}")
+        self._note(f"{record.name}: gone: {why.strip()[:2000]}")
         self._reports.pop(record.name, None)
         actor = self._actors.pop(record.name, None)
         if actor is not None:

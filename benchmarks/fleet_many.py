@@ -1,0 +1,175 @@
+"""How many simulated workers one machine holds under `fleet`, and what each costs beside its engine.
+
+    python benchmarks/fleet_many.py [--workers 64] [--seconds 300] [--json FILE]
+
+One raylet, `fleet up --simulate` with a time scale, one router. It starts as many as come up in time, then counts
+memory (pages that processes share counted once) and CPU by kind of process: the engines, the guards, the actors that
+hold them, the directory, the router, Ray itself; first with nobody asking, then with conversations.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import _path  # noqa: F401
+import click
+from harness.figures import machine, markdown, write_json
+from harness.programs import call
+
+SPEC = "h100:llama-3.1-8b"
+KINDS = {
+    "engine serve": "engine", "guard.py": "guard", "ray::SeatActor": "seat actor", "ray::Directory": "directory",
+    "router run": "router",
+}  # fmt: skip
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def kinds(mark: bytes) -> dict[int, str]:
+    """Our processes, by kind; children count with their parents."""
+    found: dict[int, str] = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        try:
+            if mark not in (folder / "environ").read_bytes().split(b"\0"):
+                continue
+            words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        first = next((kind for pattern, kind in KINDS.items() if pattern in words), None)
+        found[int(folder.name)] = "guard" if "guard.py" in words else first or ("engine" if "spawn" in words else "Ray")
+    return found
+
+
+def cpu_s(pids: dict[int, str]) -> dict[str, float]:
+    sums: dict[str, float] = defaultdict(float)
+    for pid, kind in pids.items():
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        sums[kind] += (int(fields[11]) + int(fields[12])) / TICKS
+    return sums
+
+
+def memory_mb(pids: dict[int, str]) -> dict[str, float]:
+    sums: dict[str, float] = defaultdict(float)
+    for pid, kind in pids.items():
+        try:
+            text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        except OSError:
+            continue
+        sums[kind] += int(text.partition("\nPss:")[2].split()[0]) / 1024
+    return sums
+
+
+def talk(url: str, number: int, end: threading.Event, counts: dict[str, int]) -> None:
+    while not end.is_set():
+        messages: list[Any] = []
+        opening = f"{number} {time.monotonic()}"
+        for turn in range(5):
+            messages.append({"role": "user", "content": f"talk {opening} turn {turn}: " + "and then what? " * 40})
+            status, answer = call(f"{url}/v1/chat/completions", {"messages": messages, "max_tokens": 16}, timeout_s=120)
+            counts["answered" if status == 200 else f"status {status}"] += 1
+            if status != 200 or end.wait(0.1):
+                break
+            messages.append(answer["choices"][0]["message"])
+
+
+@click.command(help=__doc__)
+@click.option("--workers", default=64)
+@click.option("--time-scale", default=10.0)
+@click.option("--seconds", default=300.0, help="For workers to come up.")
+@click.option("--talks", default=32)
+@click.option("--json", "out", type=click.Path(path_type=Path))
+def main(workers: int, time_scale: float, seconds: float, talks: int, out: Path | None) -> None:
+    os.environ |= {"BLOCKCAST_FLEET_MANY": str(os.getpid()), "RAY_raylet_start_wait_time_s": "180",
+                   "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}  # fmt: skip
+    mark = f"BLOCKCAST_FLEET_MANY={os.getpid()}".encode()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    from ray.cluster_utils import Cluster
+
+    click.echo(machine())
+    cluster = Cluster()
+
+    def fleet(*words: str) -> str:
+        command = [sys.executable, "-m", "fleet", *words, "--address", cluster.address]
+        return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+    try:
+        cluster.add_node(num_cpus=64, include_dashboard=False, temp_dir=mkdtemp(prefix="bcray"))
+        began_s = time.monotonic()
+        fleet("up", "--no-wait", "--simulate", SPEC, "--time-scale", str(time_scale), "--replicas", str(workers),
+              "--routers", "1", "--cpus", "0.1", "--router-cpus", "0.1", "--router-port", "0")  # fmt: skip
+        up: list[Any] = []
+        while len(up) < workers + 1 and time.monotonic() - began_s < seconds:
+            time.sleep(2)
+            seats = json.loads(fleet("status", "--json"))["seats"]
+            up = [seat for seat in seats if seat["phase"] == "up"]
+        took_s = time.monotonic() - began_s
+        engines = sum(seat["kind"] == "engine" for seat in up)
+        click.echo(f"{engines} of {workers} workers up after {took_s:.0f} s, load {os.getloadavg()[0]:.1f}")
+        (router,) = (seat["url"] for seat in up if seat["kind"] == "router")
+        figures: dict[str, Any] = {"workers_up": engines, "seconds_to_up": took_s, "load": os.getloadavg()[0]}
+        rows = measure(mark, figures, engines, router, talks, [s["url"] for s in up if s["kind"] == "engine"])
+        columns = {"processes": ("count", "{}"), "MB": ("mb", "{:.0f}"), "MB a worker": ("mb_a_worker", "{:.1f}"),
+                   "cores, idle": ("idle", "{:.3f}"), "cores, asked": ("asked", "{:.3f}")}  # fmt: skip
+        click.echo(markdown(rows, columns))
+        click.echo(json.dumps(figures["traffic"]))
+        if out is not None:
+            write_json(out, figures)
+    finally:
+        try:
+            fleet("down", "--now", "--timeout", "60")
+        finally:
+            cluster.shutdown()
+
+
+def measure(
+    mark: bytes, figures: dict[str, Any], engines: int, router: str, talks: int, urls: list[str]
+) -> dict[str, dict[str, Any]]:
+    pids = kinds(mark)
+    memory = memory_mb(pids)
+    before = cpu_s(pids)
+    time.sleep(10)
+    idle = {kind: (seconds - before[kind]) / 10 for kind, seconds in cpu_s(pids).items()}
+    end, counts = threading.Event(), defaultdict[str, int](int)
+    threads = [threading.Thread(target=talk, args=(router, i, end, counts), daemon=True) for i in range(talks)]
+    before, began_s = cpu_s(pids), time.monotonic()
+    for thread in threads:
+        thread.start()
+    time.sleep(20)
+    end.set()
+    for thread in threads:
+        thread.join(130)
+    took_s = time.monotonic() - began_s
+    asked = {kind: (seconds - before[kind]) / took_s for kind, seconds in cpu_s(pids).items()}
+    late = steps = 0.0
+    for url in urls:
+        page = str(call(f"{url}/metrics")[1])
+        for line in page.splitlines():
+            late += float(line.split()[1]) if line.startswith("engine:simulated_late_seconds_total ") else 0.0
+            steps += float(line.split()[1]) if line.startswith("engine:simulated_step_seconds_total ") else 0.0
+    figures["traffic"] = {"seconds": took_s, **counts, "late_s": late, "step_s": steps}
+    counted = list(pids.values())
+    figures["kinds"] = {
+        kind: {"count": counted.count(kind), "mb": memory[kind], "mb_a_worker": memory[kind] / engines,
+               "idle": idle.get(kind, 0.0), "asked": asked.get(kind, 0.0)}
+        for kind in sorted(set(counted))
+    }  # fmt: skip
+    rows: dict[str, dict[str, Any]] = figures["kinds"]
+    return rows
+
+
+if __name__ == "__main__":
+    main()
