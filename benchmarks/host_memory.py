@@ -30,8 +30,10 @@ from harness.talks import ANSWER_TOKENS, make_conversations, play
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import CacheSpec
+from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.execution.runner import ModelRunner, unit_stride_bytes
+from engine.execution.sizing import load_bytes_max
 from engine.models.loader import load_model
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.types import Request, SamplingParams
@@ -83,7 +85,8 @@ class Decoding:
         spec = loaded.cache_spec(BLOCK, dtype)
         length = 1024
         units = sequences * (length // BLOCK + 2)
-        cache = KVCache(spec, units, host_units=host_units)
+        bound = load_bytes_max(EngineConfig(), loaded, spec, dtype=dtype, device=torch.device("cpu"))
+        cache = KVCache(spec, units, host_units=host_units, load_bytes_max=bound)
         config = SchedulerConfig(max_num_seqs=sequences, max_num_batched_tokens=2048, max_model_len=length)
         runner = ModelRunner(
             loaded, spec, units, device=torch.device("cpu"), dtype=dtype, max_model_len=length, host_units=host_units

@@ -84,6 +84,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
             step_tokens_max=config.max_num_batched_tokens,
             adaptive_eviction=config.eviction_policy == "adaptive",
             host_units=executor.host_units,
+            load_bytes_max=executor.load_bytes_max,
         )
         scheduler_config = SchedulerConfig(
             max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),

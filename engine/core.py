@@ -77,6 +77,8 @@ class Executor:
     """Whether the runner is `Overlapping`, and shall be used so."""
     host_units: int = 0
     """Of host memory under the cache."""
+    load_bytes_max: int | None = None
+    """That a step with decodes brings back from there; None: however much is asked for."""
     copy_s: Callable[[], float] = lambda: 0.0
     """Time spent on copies to host memory and back, where the steps wait for them."""
     enough_prompt_tokens: int | None = None

@@ -11,6 +11,7 @@ from engine.config import EngineConfig
 from engine.core import Executor, Runner
 from engine.execution.sizing import (
     count_host_units,
+    load_bytes_max,
     make_runner,
     overlaps,
     rank_device,
@@ -103,6 +104,7 @@ def _load(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor
         watch=lambda lost: None if leader is None else leader.watch(lost),
         lateness=lambda: None,
         host_units=host_units,
+        load_bytes_max=load_bytes_max(config, model, spec, dtype=dtype, device=device),
         copy_s=lambda: made[0].moves.copy_s if made else 0.0,
         overlap=overlaps(config, device),
         enough_prompt_tokens=_enough_prompt_tokens(device, dtype),

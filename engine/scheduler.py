@@ -121,7 +121,8 @@ class Scheduler:
         self._running: list[_Entry] = []
         self._arrivals = 0
         self._arrived: list[_Entry] = []
-        self._out: deque[tuple[StepPlan, list[_Entry]]] = deque()
+        self._out: deque[tuple[StepPlan, list[_Entry], list[_Entry]]] = deque()
+        """(plan, those that it has chunks of, those that it only loads from host memory for)."""
         self._ended: set[Sequence] = set()
         """Of the entries that have ended and are not gone."""
         self._spare_blocks = max(1, cache.pool.blocks_per_unit[0] * len(cache.pool.units) // 100)
@@ -202,15 +203,16 @@ class Scheduler:
         plan = StepPlan(chunks=list(planned.values()))
         assert planned or self._running or not self._waiting, "requests wait, and nothing runs that they could wait for"
         if planned:
+            loading = self._loading(planned)
             self.cache.fill(plan)
-            for entry in planned:
+            for entry in (*planned, *loading):
                 entry.out += 1
-            self._out.append((plan, list(planned)))
+            self._out.append((plan, list(planned), loading))
         return plan
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Take in what the oldest plan computed: commits its blocks, appends tokens, ends what is finished."""
-        oldest, entries = self._out.popleft()
+        oldest, entries, loading = self._out.popleft()
         assert plan is oldest
         assert len(result.sampled) == len(plan.chunks)
         self.cache.commit(plan.chunks, self._ended)
@@ -238,6 +240,10 @@ class Scheduler:
             outputs.append(output)
             if result.logprobs and (logprobs := result.logprobs.get(index)) is not None:
                 output.logprobs = [logprobs]
+        for entry in loading:
+            entry.out -= 1
+            if entry.ended:
+                self._end(entry)
         self.totals.generated_tokens += len(outputs) - len(result.failed)
         return outputs
 
@@ -247,18 +253,21 @@ class Scheduler:
         Nor was the one after it, if there is one: those that it alone has wait again.
         """
         plans, self._out = self._out, deque()
-        oldest, entries = plans[0]
+        oldest, entries, _ = plans[0]
         assert plan is oldest
         for _ in plans:
             self.cache.abandon()
         outputs: list[SequenceOutput] = []
-        later = [pair for other, more in list(plans)[1:] for pair in zip(more, other.chunks) if pair[0] not in entries]
-        for entry, chunk in reversed(later):
+        starts = {entry: chunk.start for other, more, _ in list(plans)[1:] for entry, chunk in zip(more, other.chunks)}
+        for _, _, loading in plans:
+            for entry in loading:
+                starts.setdefault(entry, entry.seq.computed)
+        for entry in sorted(starts.keys() - set(entries), reverse=True):
             entry.out = 0
             if entry.ended:
                 self._remove(entry)
             else:
-                self._put_back(entry, chunk)
+                self._put_back(entry, starts[entry])
         for entry in reversed(entries):
             entry.out = 0
             self._remove(entry)
@@ -294,6 +303,7 @@ class Scheduler:
         chunks: dict[_Entry, Chunk] = {}
         prefills: list[_Entry] = []
         asking: list[_Entry] = []
+        loads = self.cache.loads
         for entry in list(self._running):
             seq = entry.seq
             start, known = seq.computed, len(seq.token_ids)
@@ -301,16 +311,18 @@ class Scheduler:
                 chunks[entry] = Chunk(seq, start, start + 1, True, start == known)
             elif entry.ended or start == known == entry.length_max - 1:
                 pass  # nothing is left to do but to apply what is out
-            elif known - start > 1:
+            elif known - start > 1 or (loads and seq in loads):
                 prefills.append(entry)
             elif self._grow(entry, start + 1, chunks):
                 chunks[entry] = Chunk(seq, start, start + 1, True, start == known)
                 entry.plain_until = min((start // size + 1) * size, entry.length_max) - 1
                 asking.append(entry)
         budget = self.config.max_num_batched_tokens - len(chunks)
+        if loads is not None:
+            loads.begin(beside_decodes=bool(chunks))
         for entry in prefills:
             seq = entry.seq
-            if budget < 1 or seq not in self.cache:  # preempted meanwhile
+            if budget < 1 or seq not in self.cache or (loads and seq in loads):  # preempted meanwhile, or waits
                 continue
             end = self.cache.clip(seq, min(len(seq.token_ids), seq.computed + budget))
             if self._grow(entry, end, chunks):
@@ -349,10 +361,17 @@ class Scheduler:
         self.totals.preemptions += 1
         insort(self._waiting, entry)
 
-    def _put_back(self, entry: _Entry, chunk: Chunk) -> None:
-        """Of a step that was planned and never computed: as if it had not been, if that was its first one."""
+    def _loading(self, planned: dict[_Entry, Chunk]) -> list[_Entry]:
+        """Whom the plan brings blocks back for, of those that it computes nothing of."""
+        if self.cache.loads is None or not self.cache.loads.planned:
+            return []
+        seqs = {load[0] for load in self.cache.loads.planned if load is not None}
+        return [entry for entry in self._running if entry.seq in seqs and entry not in planned]
+
+    def _put_back(self, entry: _Entry, start: int) -> None:
+        """Of a step from `start` that was planned and never computed: as if it had not been, if it was the first."""
         seq = entry.seq
-        first = not seq.preemptions and chunk.start == seq.cached_tokens
+        first = not seq.preemptions and start == seq.cached_tokens
         self._preempt(entry)
         if first:
             self.totals.preemptions -= 1
@@ -394,14 +413,16 @@ class Scheduler:
             del self._waiting[index]
             for other in self._waiting[:_COMPARED_MAX]:
                 self.cache.plan_common(seq, other.seq)
-            end = self.cache.clip(seq, min(len(seq.token_ids), seq.computed + budget))
-            grown = self.cache.grow(seq, end)
-            assert grown, "admitted without room for its tokens"
-            self.cache.reserve(seq, end)
             insort(self._running, entry)
             if not seq.preemptions:
                 seq.cached_tokens = seq.computed
                 self._count_prompt(seq, 1)
+            if self.cache.loads and seq in self.cache.loads:
+                continue
+            end = self.cache.clip(seq, min(len(seq.token_ids), seq.computed + budget))
+            grown = self.cache.grow(seq, end)
+            assert grown, "admitted without room for its tokens"
+            self.cache.reserve(seq, end)
             chunk = Chunk(seq, seq.computed, end, end == len(seq.token_ids))
             assert all(len(table) >= -(-end // self.cache.block_size) for table in seq.block_tables)
             planned[entry] = chunk
@@ -443,6 +464,8 @@ class Scheduler:
         if entry.out:
             entry.ended, entry.plain_until = True, 0
             self._ended.add(entry.seq)
+            if self.cache.loads is not None:
+                self.cache.loads.drop(entry.seq)
         else:
             self._remove(entry)
 
@@ -467,7 +490,7 @@ class Scheduler:
         for entry in self._running:
             assert entry.seq in self.cache
             assert (entry.seq in self._ended) == entry.ended
-            assert entry.out == sum(entry in entries for _, entries in self._out)
+            assert entry.out == sum(entry in (*entries, *loading) for _, entries, loading in self._out)
             assert 0 <= entry.seq.computed < len(entry.seq.token_ids) + entry.out + entry.ended
             assert entry.plain_until < len(entry.seq.block_tables[0]) * self.cache.block_size
         for entry in self._waiting:

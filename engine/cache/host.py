@@ -50,10 +50,7 @@ class HostTier:
 
     def usage(self, spec: CacheSpec) -> tuple[float, int, int]:
         """(share in use, bytes stored, bytes loaded)."""
-        sizes = [spec.block_bytes(g) for g in range(len(spec.groups))]
-        if spec.state is not None:
-            sizes.append(spec.state.state_bytes)
-        moved = (sum(map(mul, counts, sizes)) for counts in (self.stored_blocks, self.loaded_blocks))
+        moved = (sum(map(mul, counts, spec.sizes())) for counts in (self.stored_blocks, self.loaded_blocks))
         return 1 - self.pool.free_units / len(self.pool.units), *moved
 
     # ------------------------------------------------------------------ down
@@ -130,6 +127,11 @@ class HostTier:
                     if not own.refs:
                         self.pool.drop(own)
             node.host = None
+
+    def grown(self, node: Node) -> None:
+        """The tree has something below it: it is not the end of its path any more."""
+        if self._order is not None and node.host is not None:
+            self._order.gone_below(node, None)
 
     def pruned(self, node: Node) -> None:
         """The tree has it no more: what it hung from may be the end of its path here."""

@@ -22,6 +22,7 @@ from engine.cache.event_log import StepEvents
 from engine.cache.eviction import Adaptive
 from engine.cache.habits import Turn
 from engine.cache.host import HostTier
+from engine.cache.loads import Load, Loads
 from engine.cache.naming import BlockNames
 from engine.cache.nodes import Node
 from engine.cache.pool import Block, UnitPool
@@ -60,11 +61,12 @@ class KVCache:
         step_tokens_max: int | None = None,
         adaptive_eviction: bool = False,
         host_units: int = 0,
+        load_bytes_max: int | None = None,
     ) -> None:
         """`step_tokens_max` bounds what one step adds to a sequence, and so what a sliding-window group must hold.
 
         `adaptive_eviction` takes effect where full attention is all that the model has. `host_units`: of host memory
-        under the device's, none without prefix caching.
+        under the device's, none without prefix caching. `load_bytes_max`: that a step with decodes brings back from it.
         """
         self.spec = spec
         self.block_size = spec.block_size
@@ -89,6 +91,7 @@ class KVCache:
         self.host: HostTier | None = None
         if host_units:
             self.host = self.tree.host = HostTier(host_units, per_unit, state_kind, self.tree, self._moves, self._order)
+        self.loads = None if self.host is None else Loads(self.host, self.tree, spec.sizes(), load_bytes_max)
         self._planning = StepOut()
         self._out: deque[StepOut] = deque()
         self._distrusted: list[Block[Node]] = []
@@ -137,10 +140,12 @@ class KVCache:
         return nodes
 
     def should_wait(self, seq: Sequence) -> bool:
-        """Whether a running sequence is about to compute, or to checkpoint, what `seq` would compute again."""
+        """Whether a running sequence is about to compute, load or checkpoint what `seq` would compute again."""
         if not self.enable_prefix_caching or seq.request.params.prompt_logprobs is not None:
             return False
         known = self.match(seq)
+        if self.loads is not None and self.loads.holds(known):
+            return True
         names = self._names.of(seq, count := (len(seq.token_ids) - 1) // self.block_size)
         if self._checkpoints is not None:
             return self._checkpoints.planned_ahead(names[:count], self._windows.resumable(known))
@@ -168,6 +173,7 @@ class KVCache:
         copies = source is None or source.refs > 0 or self.pool.can_allocate([*counts[:-1], counts[-1] + 1])
         chain = Chain(len(self._groups))
         missing: list[tuple[int, Node, Block[Node]]] = []
+        state: list[tuple[Block[Node], Block[Node]]] = []
         seq.block_tables = [[] for _ in self._groups]
         seq.table_changes += 1
         for g in self._groups:
@@ -185,9 +191,9 @@ class KVCache:
             chain.blocks[g] = held
             chain.window_starts[g] = start
         if self._checkpoints is not None:  # holds the source before anything is allocated
-            self._start_state(seq, source, nodes[-1] if nodes else None, copies=copies)
-        if missing:
-            self._load(chain, missing)
+            state = self._start_state(seq, source, nodes[-1] if nodes else None, copies=copies)
+        if self.loads is not None:
+            self.loads.add(seq, self._take_up(chain, missing) + state)
         for g, blocks in enumerate(chain.blocks):
             seq.block_tables[g] = [UNREAD if block is None else block.id for block in blocks]
         seq.host_tokens = self.block_size * sum(g == FULL for g, _, _ in missing)
@@ -256,7 +262,8 @@ class KVCache:
                     self._checkpoints.save(seq, None, end)
             return
         self._name(seq, chain, finished)
-        self._planning.finishing.append((seq, named, len(chain.nodes)))
+        loaded = 0 if self.loads is None else len(self.loads.planned)
+        self._planning.finishing.append((seq, named, len(chain.nodes), loaded))
         if self._checkpoints is not None and not chain.detached:
             self._checkpoints.reserve(seq, chain.nodes, seq.computed, end)
 
@@ -268,6 +275,8 @@ class KVCache:
         self._moves.clear()
         if self.host is not None:
             step.stored, self.host.stored = self.host.stored, []
+        if self.loads is not None:
+            step.loaded = self.loads.take()
         for chunk in plan.chunks:
             chunk.seq.computed = chunk.end
         if self._checkpoints is not None:
@@ -282,13 +291,14 @@ class KVCache:
         """
         step = self._out.popleft()
         assert step.chunks is chunks
-        for block, own in step.loaded:
-            assert self.host is not None
-            self.host.let_go(own)
-            if block.node is not None:  # not reset meanwhile
-                self.tree.commit(block)
-        for seq, start, end in step.finishing:
+        done = 0
+        for seq, start, end, loaded in step.finishing:
+            if loaded > done:
+                self._commit_loads(step.loaded[done:loaded])
+                done = loaded
             self._settle(seq, start, end)
+        if step.loaded:
+            self._commit_loads(step.loaded[done:])
         for seq, end in step.unnamed:
             chain = self._chains[seq]
             start, finished = len(chain.nodes), end // self.block_size
@@ -314,23 +324,26 @@ class KVCache:
         if self._checkpoints is not None:
             for chunk in reversed(step.chunks):
                 self._checkpoints.abandon(chunk.seq, chunk.end)
-        for seq, start, _ in step.finishing:
-            self._chains[seq].unpin_merges(self.pool, start)
-        for seq, start, end in reversed(step.finishing):
+        left = len(step.loaded)
+        for seq, start, end, loaded in reversed(step.finishing):
+            if loaded < left:
+                self._abandon_loads(step.loaded[loaded:left])
+                left = loaded
             chain = self._chains[seq]
             for block in reversed(list(chain.pending(start, end))):
                 self.tree.withdraw(block)
             del chain.nodes[start:]
-        for block, own in reversed(step.loaded):
-            assert self.host is not None
-            if block.node is not None:
-                self.tree.withdraw(block)
-            self.host.let_go(own)
+        if left:
+            self._abandon_loads(step.loaded[:left])
+        for seq, start, _, _ in step.finishing:  # behind what hangs from them
+            self._chains[seq].unpin_merges(self.pool, start)
         self._distrusted_host += step.stored
 
     def release(self, seq: Sequence) -> None:
         """Give up everything that `seq` holds, its tail first so that it is evicted first."""
         chain = self._chains.pop(seq)
+        if self.loads is not None:
+            self.loads.drop(seq)
         assert not chain.merges
         assert len(chain.nodes) == chain.committed, "released in the middle of a step"
         if self._checkpoints is not None:
@@ -346,17 +359,18 @@ class KVCache:
 
         True, and nothing done, while sequences hold any of it: they must be released first.
         """
-        if any(block.refs for block in self._distrusted):
+        below = [] if self.host is None else self._distrusted_host + self.host.stored
+        if any(block.refs for block in self._distrusted + below):
             return True
         for block in self._distrusted:
             if block.node is not None:
                 self.tree.forget(block, keep=False)
         self._distrusted.clear()
-        if self.host is not None:
-            for block in self._distrusted_host + self.host.stored:
-                if block.node is not None:
-                    self.host.forget(block)
-            self._distrusted_host.clear()
+        for block in below:
+            if block.node is not None:
+                assert self.host is not None
+                self.host.forget(block)
+        self._distrusted_host.clear()
         return False
 
     def forget_names(self, seq: Sequence) -> None:
@@ -404,13 +418,23 @@ class KVCache:
             for block in self._checkpoints.references():
                 refs[block] = refs.get(block, 0) + 1
         if self.host is not None:
-            steps = [*self._out, self._planning]
-            self.host.check_invariants([own for step in steps for _, own in step.loaded])
+            assert self.loads is not None
+            self.loads.check_invariants()
+            read = [load[2] for step in self._out for load in step.loaded if load is not None]
+            self.host.check_invariants(read + self.loads.references())
         for unit in self.pool.units:
             for block in unit.blocks:
                 assert block.refs == refs.get(block, 0), f"{block!r}: {refs.get(block, 0)} table entries"
 
     # ------------------------------------------------------------------ inside
+
+    def _commit_loads(self, loads: list[Load | None]) -> None:
+        assert self.loads is not None
+        self.loads.commit(loads)
+
+    def _abandon_loads(self, loads: list[Load | None]) -> None:
+        assert self.loads is not None
+        self.loads.abandon(loads)
 
     def _detach(self, seq: Sequence, chain: Chain) -> None:
         chain.detached = True
@@ -441,27 +465,33 @@ class KVCache:
             assert block is not None, "a compaction that made no room"
         return block
 
-    def _start_state(self, seq: Sequence, source: Block[Node] | None, last: Node | None, *, copies: bool) -> None:
-        """Give `seq` its state: from the checkpoint `source`, from the host's of its `last` node, or of nothing."""
+    def _start_state(
+        self, seq: Sequence, source: Block[Node] | None, last: Node | None, *, copies: bool
+    ) -> list[tuple[Block[Node], Block[Node]]]:
+        """Give `seq` its state: from the checkpoint `source`, or of nothing.
+
+        Or from the host's of its `last` node: (its own, the host's, held).
+        """
         assert self._checkpoints is not None
         if source is not None or last is None:
             self._checkpoints.start(seq, source, copies=copies)
-            return
+            return []
         assert self.host is not None
         own = self.host.hold(last, -1)
-        self.host.fetch(own, self._checkpoints.start(seq, None, copies=True, fresh=False))
-        self.host.let_go(own)
+        return [(self._checkpoints.start(seq, None, copies=True, fresh=False), own)]
 
-    def _load(self, chain: Chain, missing: list[tuple[int, Node, Block[Node]]]) -> None:
-        """Have the step fill blocks of (group, node) from what the host holds, and the chain hold them: pending."""
-        assert self.host is not None
+    def _take_up(
+        self, chain: Chain, missing: list[tuple[int, Node, Block[Node]]]
+    ) -> list[tuple[Block[Node], Block[Node]]]:
+        """Blocks of (group, node), in the chain and pending, for what the host holds: (the device's, the host's)."""
+        blocks: list[tuple[Block[Node], Block[Node]]] = []
         for g, node, own in missing:
             block = self._allocate(g)
             assert block is not None, "admitted without room for what is loaded"
             self.tree.attach(node, block)
-            self.host.fetch(own, block)
             chain.blocks[g][node.depth] = block
-            self._planning.loaded.append((block, own))
+            blocks.append((block, own))
+        return blocks
 
     def _pass_windows(self, seq: Sequence, chain: Chain, end: int) -> None:
         """Release the blocks that no query from position `end` on can see."""
@@ -500,6 +530,8 @@ class KVCache:
                 if known is None:
                     self.tree.attach(node, own)
                 else:
+                    if self.loads is not None:
+                        self.loads.hurry(known)
                     self.pool.acquire(known)
                     chain.merges.append((g, index, known))
 

@@ -72,6 +72,7 @@ class Below(Protocol):
 
     def leave(self, block: Block[Node], *, keep: bool) -> None: ...
     def replaced(self, block: Block[Node]) -> None: ...
+    def grown(self, node: Node) -> None: ...
     def pruned(self, node: Node) -> None: ...
     def clear(self) -> None: ...
 
@@ -129,6 +130,8 @@ class PrefixTree:
             node = self._nodes[name.hash] = Node(name, parent, self._kinds)
             if parent is not None:
                 parent.children[node.hash] = node
+                if self.host is not None:
+                    self.host.grown(parent)
         return node
 
     def attach(self, node: Node, block: Block[Node]) -> None:

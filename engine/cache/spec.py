@@ -52,6 +52,11 @@ class CacheSpec:
     def block_bytes(self, group: int) -> int:
         return self.block_size * self.groups[group].token_bytes
 
+    def sizes(self) -> list[int]:
+        """Bytes of a block of every kind; the state's last, if there is one."""
+        sizes = [self.block_bytes(g) for g in range(len(self.groups))]
+        return sizes if self.state is None else [*sizes, self.state.state_bytes]
+
     @property
     def unit_bytes(self) -> int:
         """Bytes of one unit: holds the state and a block of any group, and wastes as little as possible of either."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.cache.loads import Load
 from engine.cache.nodes import Node
 from engine.cache.pool import Block
 from engine.types import Chunk, Sequence
@@ -13,14 +14,14 @@ from engine.types import Chunk, Sequence
 class StepOut:
     """A step between its plan and its result."""
 
-    finishing: list[tuple[Sequence, int, int]] = field(default_factory=list)
-    """(sequence, start, end): it names the blocks [start, end)."""
+    finishing: list[tuple[Sequence, int, int, int]] = field(default_factory=list)
+    """(sequence, start, end, loads): it names the blocks [start, end), behind so many of what is `loaded`."""
     unnamed: list[tuple[Sequence, int]] = field(default_factory=list)
     """(sequence, end): its last block is full at `end`, with a token that is not known yet."""
     moved: list[Block[Node]] = field(default_factory=list)
     """By a compaction that the step does first."""
     stored: list[Block[Node]] = field(default_factory=list)
     """Of the host: what the step fills there."""
-    loaded: list[tuple[Block[Node], Block[Node]]] = field(default_factory=list)
-    """(the device's block, the host's that it is read from, held), parents first."""
+    loaded: list[Load | None] = field(default_factory=list)
+    """In the order of planning, parents first; None for one that was taken back."""
     chunks: list[Chunk] = field(default_factory=list)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,6 +31,8 @@ GPU_STEP_BYTES = 1 << 30
 GPU_GRAPH_BYTES = 1 << 29
 """Left for recorded decode steps."""
 MASK_THREADS_MAX = 8
+LOAD_SHARE = 0.03
+"""Of a decode step on a CPU, for blocks that come back from host memory."""
 
 
 def sequences_max(config: EngineConfig) -> int:
@@ -177,6 +180,22 @@ def count_host_units(config: EngineConfig, spec: CacheSpec) -> int:
     if count < 1:
         raise ConfigError(f"{flag}: holds no unit of the cache ({unit_stride_bytes(spec)} bytes) on each rank")
     return count
+
+
+def load_bytes_max(
+    config: EngineConfig, model: CausalLM, spec: CacheSpec, *, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Bytes that a step with decodes brings back from host memory.
+
+    On a CPU a copy is read and written by the thread that reads every weight in a step, so its share of the weights'
+    bytes is its share of the step's time at most. A GPU's link is so much slower than its memory that loads within
+    such a share would take longer than computing the same: there a step loads as much as it could compute.
+    """
+    if device.type != "cpu":
+        return config.max_num_batched_tokens * sum(group.token_bytes for group in spec.groups)
+    read = [weight for weight in model.weights if weight.multiplies]
+    weights = sum(math.prod(weight.shape) * (weight.dtype or dtype).itemsize for weight in read)
+    return max(1, int(weights * LOAD_SHARE / 2))
 
 
 def _free_memory(config: EngineConfig, device: torch.device, step_bytes: int) -> int:

@@ -28,7 +28,8 @@ EOS = 4
 
 def digests(token_ids: Tokens[int], salt: str | None = None, lora: str | None = None) -> list[int]:
     """Digest of every prefix: entry i stands for the tokens [0, i)."""
-    values = [hash((salt, lora))]
+    names = ((-1,) if name is None else tuple(name.encode()) for name in (salt, lora))
+    values = [hash(tuple(names))]  # of numbers alone: the same in every process
     for token in token_ids:
         values.append(hash((values[-1], token)))
     return values

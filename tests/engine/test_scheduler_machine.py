@@ -25,6 +25,7 @@ class CoreMachine(RuleBasedStateMachine):
         overlap=st.booleans(),
         adaptive=st.booleans(),
         host_units=st.sampled_from([0, 1, 4, 20]),
+        load_bytes_max=st.sampled_from([None, 1, 1000]),
     )
     def start(
         self,
@@ -37,6 +38,7 @@ class CoreMachine(RuleBasedStateMachine):
         overlap: bool,
         adaptive: bool,
         host_units: int,
+        load_bytes_max: int | None,
     ) -> None:
         budget = max_num_seqs + extra_budget
         config = SchedulerConfig(
@@ -45,7 +47,8 @@ class CoreMachine(RuleBasedStateMachine):
             max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}) if eos else frozenset(),
         )
-        cache = KVCache(spec, units, step_tokens_max=budget, adaptive_eviction=adaptive, host_units=host_units)
+        host = {"host_units": host_units, "load_bytes_max": load_bytes_max}
+        cache = KVCache(spec, units, step_tokens_max=budget, adaptive_eviction=adaptive, **host)  # type: ignore[arg-type]
         self.bench = Bench(cache, config, overlap=overlap)
         self.count = 0
         self.texts: list[list[int]] = [[]]

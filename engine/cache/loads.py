@@ -1,0 +1,136 @@
+"""Blocks on their way from host memory to sequences that were admitted: a bounded number of bytes a step.
+
+A sequence is admitted with memory for all that it found below; the copies are planned with as many steps as the bound
+asks for, and it computes nothing before the step that plans the last of them. Until a copy's step is committed its
+block is pending, exactly as one that is computed. A copy that is not planned yet can be taken back; so nobody else may
+be given its block, who must wait (`holds`) or has it planned at once (`hurry`).
+
+A state that is resumed from host memory comes the same way, last, into the sequence's own.
+
+Owns the copies ahead and those of the plan being made. Refuses to know tables and budgets of tokens. Invariant: every
+block that it names is held by its sequence, and what it is read from is held here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+
+from engine.cache.host import HostTier
+from engine.cache.nodes import Node
+from engine.cache.pool import Block
+from engine.cache.prefix import PrefixTree
+from engine.types import Sequence
+
+Load = tuple[Sequence, Block[Node], Block[Node]]
+"""(whom it is for, the device's block, the host's that it is read from, held)."""
+
+
+class Loads:
+    """`sizes`: bytes of a block of every kind; `step_bytes_max`: copied beside decodes, but for one block's part."""
+
+    def __init__(self, host: HostTier, tree: PrefixTree, sizes: list[int], step_bytes_max: int | None) -> None:
+        assert step_bytes_max is None or step_bytes_max > 0
+        self._host = host
+        self._tree = tree
+        self._sizes = sizes
+        self._step_bytes_max = math.inf if step_bytes_max is None else step_bytes_max
+        self._left = math.inf
+        self._ahead: dict[Sequence, list[Load]] = {}
+        """Not planned yet, the last first."""
+        self._blocks: set[Block[Node]] = set()
+        """Of these."""
+        self.planned: list[Load | None] = []
+        """Of the plan being made, parents first; None for one that was taken back."""
+
+    def __contains__(self, seq: Sequence) -> bool:
+        """Whether copies for `seq` are left to plan."""
+        return seq in self._ahead
+
+    def __bool__(self) -> bool:
+        """Whether copies for anybody are."""
+        return bool(self._ahead)
+
+    def holds(self, nodes: Iterable[Node]) -> bool:
+        """Whether any of these has a block whose copy is not planned yet."""
+        return bool(self._blocks) and any(block in self._blocks for node in nodes for block in node.blocks)
+
+    def begin(self, *, beside_decodes: bool) -> None:
+        """A step is planned: give those who wait what it may copy, those who came first before the others."""
+        self._left = self._step_bytes_max if beside_decodes else math.inf
+        for seq in list(self._ahead):
+            self._plan(seq)
+
+    def add(self, seq: Sequence, missing: list[tuple[Block[Node], Block[Node]]]) -> None:
+        """Fill (the device's block, the host's, held) of each, parents first. What the step has room for is planned."""
+        if missing:
+            self._ahead[seq] = [(seq, block, own) for block, own in reversed(missing)]
+            self._blocks.update(block for block, _ in missing)
+            self._plan(seq)
+
+    def hurry(self, block: Block[Node]) -> None:
+        """Somebody is about to share this block: if its copy is not planned, all of its sequence's are now."""
+        if block in self._blocks:
+            seq = next(seq for seq, loads in self._ahead.items() if any(block is other for _, other, _ in loads))
+            self._plan(seq, hurry=True)
+
+    def drop(self, seq: Sequence) -> None:
+        """Take back what is not planned, or only in the plan being made; children first.
+
+        A copy in that plan is done in vain: its block is overwritten by whoever has it next.
+        """
+        ahead = self._ahead.pop(seq, [])
+        self._blocks.difference_update(block for _, block, _ in ahead)
+        self.abandon(ahead[::-1])
+        for index, load in reversed(list(enumerate(self.planned))):
+            if load is not None and load[0] is seq:
+                self.abandon([load])
+                self.planned[index] = None
+
+    def take(self) -> list[Load | None]:
+        """The plan is made: its copies."""
+        planned, self.planned = self.planned, []
+        return planned
+
+    def commit(self, loads: list[Load | None]) -> None:
+        """They are done: announce the blocks."""
+        for load in loads:
+            if load is not None:
+                _, block, own = load
+                self._host.let_go(own)
+                if block.node is not None:  # not reset meanwhile
+                    self._tree.commit(block)
+
+    def abandon(self, loads: Items[Load | None]) -> None:
+        """They were not done."""
+        for load in reversed(loads):
+            if load is not None:
+                _, block, own = load
+                if block.node is not None:
+                    self._tree.withdraw(block)
+                self._host.let_go(own)
+
+    def references(self) -> list[Block[Node]]:
+        """Blocks of the host that are held for copies which no step has yet."""
+        ahead = [own for loads in self._ahead.values() for _, _, own in loads]
+        return ahead + [load[2] for load in self.planned if load is not None]
+
+    def _plan(self, seq: Sequence, *, hurry: bool = False) -> None:
+        ahead = self._ahead[seq]
+        while ahead and (self._left > 0 or hurry):
+            load = ahead.pop()
+            _, block, own = load
+            self._host.fetch(own, block)
+            self._left -= self._sizes[block.kind]
+            self._blocks.discard(block)
+            self.planned.append(load)
+        if not ahead:
+            del self._ahead[seq]
+
+    def check_invariants(self) -> None:
+        blocks = [block for loads in self._ahead.values() for _, block, _ in loads]
+        assert all(self._ahead.values())
+        assert len(blocks) == len(self._blocks)
+        assert set(blocks) == self._blocks
+        assert all(block.refs == 1 for block in blocks), "a block whose copy is not planned is shared"

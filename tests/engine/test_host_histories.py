@@ -1,0 +1,188 @@
+"""Seeded histories of the core over host memory: what is loaded over several steps, failures, aborts and resets in it.
+
+Each history is a few dozen random acts on the fake device, which checks every read, every event and every answer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+from drawn_specs import group
+from fake_device import EOS, Bench
+
+from engine.cache.kv_cache import KVCache
+from engine.cache.spec import CacheSpec, StateSpec
+from engine.scheduler import RequestRefusedError, SchedulerConfig
+from engine.types import StepPlan
+
+
+def make_bench(rng: random.Random) -> Bench:
+    """Any model; caches from too small for anything to large enough for loads of many steps."""
+    size, large = rng.randint(1, 4), rng.random() < 0.5
+    groups = [group(rng.randint(1, 2))]
+    if rng.random() < 0.4:
+        groups.append(group(rng.randint(1, 3), window=rng.randint(1, 9)))
+    state = None
+    if rng.random() < 0.4:
+        state = StateSpec(layers=(9,), state_bytes=rng.randint(1, 6) * size * 256 + rng.randint(0, 200))
+    seqs = rng.randint(1 + large, 4)
+    budget = seqs + rng.randint(0, 20)
+    config = SchedulerConfig(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=60 if large else rng.choice([20, 40, 400]),
+        eos_token_ids=frozenset({EOS}) if rng.random() < 0.5 else frozenset(),
+    )
+    cache = KVCache(
+        CacheSpec(block_size=size, groups=tuple(groups), state=state),
+        rng.randint(8, 26) if large else rng.randint(2, 16),
+        step_tokens_max=budget,
+        adaptive_eviction=rng.random() < 0.5,
+        host_units=rng.choice([10, 20, 40] if large else [1, 4, 20]),
+        load_bytes_max=rng.choice([1, 1, 600, None]),
+    )
+    return Bench(cache, config, overlap=rng.random() < 0.6)
+
+
+class History:
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.bench = make_bench(self.rng)
+        self.texts: list[list[int]] = [[]]
+        self.count = 0
+
+    def play(self) -> None:
+        acts: list[tuple[float, Callable[[], object]]] = [
+            (0.40, self.ask),
+            (0.40, self.steps),
+            (0.05, lambda: self.bench.abort(self.anyone())),
+            (0.04, lambda: self.during(lambda plan: self.bench.abort(self.anyone()))),
+            (0.02, lambda: self.during(lambda plan: self.bench.core.reset_prefix_cache())),
+            (0.03, self.fail),
+            (0.02, self.bench.core.reset_prefix_cache),
+            (0.04, self.bench.drain),
+        ]
+        for _ in range(self.rng.randint(20, 60)):
+            self.rng.choices([act for _, act in acts], [share for share, _ in acts])[0]()
+            self.bench.check()
+            self.bench.assert_correct()
+        self.bench.drain()
+        self.bench.assert_correct()
+
+    def anyone(self) -> str:
+        return f"r{self.rng.randrange(self.count + 1)}"
+
+    def ask(self) -> None:
+        rng = self.rng
+        text = (rng.choice(self.texts) + [rng.randint(0, 1) for _ in range(rng.randint(1, 16))])[:50]
+        for _ in range(rng.choice([1, 1, 2, 3])):
+            with suppress(RequestRefusedError):
+                self.bench.add(
+                    f"r{self.count}", text, max_tokens=rng.randint(1, 20), priority=rng.randint(0, 1),
+                    cache_salt=rng.choice([None, None, None, "s"]), prompt_logprobs=rng.choice([None, None, None, 1]),
+                )  # fmt: skip
+            self.count += 1
+
+    def steps(self) -> None:
+        for _ in range(self.rng.randint(1, 6)):
+            for output in self.bench.step():
+                if output.finish_reason is not None:
+                    name = output.request_id
+                    self.texts = [*self.texts, self.bench.requests[name].token_ids + self.bench.outputs[name]][-12:]
+
+    def during(self, act: Callable[[StepPlan], object]) -> None:
+        self.bench.device.on_execute = act  # type: ignore[assignment]
+        self.bench.step()
+        self.bench.device.on_execute = lambda plan: None
+
+    def fail(self) -> None:
+        self.bench.device.fail_next = True
+        self.bench.step()
+        self.bench.device.fail_next = False
+
+
+@pytest.mark.parametrize("first", range(0, 120, 30))
+def test_every_read_every_event_and_every_answer_is_right(first: int) -> None:
+    for seed in range(first, first + 30):
+        print(f"seed {seed}")
+        History(seed).play()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 6000, 250))
+def test_thousands_of_them(first: int) -> None:
+    for seed in range(first, first + 250):
+        print(f"seed {seed}")
+        History(seed).play()
+
+
+def two_that_decode(load_bytes_max: int | None) -> tuple[Bench, list[int]]:
+    """Beside them a text of sixteen blocks that lies in host memory."""
+    spec = CacheSpec(block_size=4, groups=(group(1),))
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=200, max_model_len=400)
+    bench = Bench(KVCache(spec, 40, host_units=60, load_bytes_max=load_bytes_max), config)
+    text = [1, 2, 3, 0] * 16
+    bench.add("first", text, max_tokens=1)
+    bench.drain()
+    bench.add("other", [2] * 158, max_tokens=1)
+    bench.drain()
+    for name in "ab":
+        bench.add(name, [3, ord(name) % 5], max_tokens=60)
+    bench.step()
+    return bench, text
+
+
+def loads_of_steps(bench: Bench) -> list[int]:
+    """Blocks that each further step brings back, until it has computed all that is asked."""
+    found: list[int] = []
+    while "late" not in bench.ends:
+        before = bench.core.stats().host_loaded_bytes
+        bench.step()
+        found.append((bench.core.stats().host_loaded_bytes - before) // bench.cache.spec.block_bytes(0))
+    return found
+
+
+def test_beside_decodes_a_step_loads_no_more_than_its_bound() -> None:
+    block_bytes = CacheSpec(block_size=4, groups=(group(1),)).block_bytes(0)
+    bench, text = two_that_decode(3 * block_bytes)
+    bench.add("late", [*text, 4], max_tokens=1)
+    assert loads_of_steps(bench) == [3, 3, 3, 3, 3, 1]
+    assert bench.firsts["late"].cached_tokens == 64
+    assert len(bench.outputs["a"]) == 1 + 6, "those who decode got a token in every step"
+    bench.drain()
+    bench.assert_correct()
+
+
+def test_with_nobody_to_hold_up_all_is_loaded_at_once() -> None:
+    bench, text = two_that_decode(1)
+    bench.abort("a", "b")
+    bench.add("late", [*text, 4], max_tokens=1)
+    assert loads_of_steps(bench) == [16]
+
+
+def test_who_needs_what_is_on_its_way_waits_for_it() -> None:
+    """A second request for the same text is admitted when the blocks are planned, and loads nothing again."""
+    bench, text = two_that_decode(1)
+    bench.add("early", [*text, 0], max_tokens=1)
+    bench.step()
+    bench.add("late", [*text, 4], max_tokens=1)
+    assert sum(loads_of_steps(bench)) == 15
+    assert bench.firsts["late"].cached_tokens == 64
+    bench.drain()
+    bench.assert_correct()
+
+
+def test_one_that_is_aborted_while_it_loads_leaves_the_rest_below() -> None:
+    bench, text = two_that_decode(1)
+    bench.add("early", [*text, 0], max_tokens=1)
+    for _ in range(4):
+        bench.step()
+    bench.abort("early")
+    bench.check()
+    bench.add("late", [*text, 4], max_tokens=1)
+    assert sum(loads_of_steps(bench)) == 12
+    bench.drain()
+    bench.assert_correct()
