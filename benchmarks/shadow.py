@@ -23,6 +23,7 @@ import _path  # noqa: F401
 from harness.figures import in_words, machine, markdown, write_json
 from routing_sim.runs import Calibration, Options, Setting, cluster_config, run
 from routing_sim.workload import Chat, chat, read_trace, synthetic
+from shadow_live import Traffic, measure
 
 from router.decide.config import CoreConfig
 from router.shadow.cluster import Result
@@ -48,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--slow-worker", type=float, help="worker 0 takes so many times as long as the others")
     parser.add_argument("--policy", action="append", help="of today (default: round_robin and least_requests)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--live", choices=["header", "events", "mirror"], help="a live simulated fleet, fed this way")
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     parser.add_argument("--calibration", type=Path, default=Path.home() / ".cache/blockcast/routing-calibration.json")
     return parser
@@ -58,7 +60,10 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser().parse_args(argv)
     host = machine()
     print(in_words(host))
-    rows = simulated(arguments)
+    if arguments.live is None:
+        rows = simulated(arguments)
+    else:
+        rows = measure(Traffic(seed=arguments.seed), feed=arguments.live)
     print(markdown(rows, COLUMNS, "what is saved"))
     write_json(arguments.json, {"rows": rows, "machine": host})
 

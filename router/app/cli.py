@@ -7,7 +7,7 @@ import json
 import logging
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -17,7 +17,7 @@ import click
 from options import ConfigError
 from options.command import config_command, load_given, with_flags
 from options.logs import configure_logging
-from router.app.config import EPP_SCHEMA, SCHEMA, EppConfig, ProcessConfig
+from router.app.config import EPP_SCHEMA, SCHEMA, SHADOW_SCHEMA, EppConfig, ProcessConfig, ShadowProcessConfig
 from router.app.process import run_process
 from router.app.supervise import supervise
 from router.commands.top import top
@@ -70,11 +70,16 @@ def run(urls: tuple[str, ...], **given: Any) -> None:
 
 
 def _serve(config: ProcessConfig) -> None:
+    if config.processes == 1:
+        _guarded(lambda: run_process(config, own_version()))
+    else:
+        own = own_version()
+        _guarded(lambda: sys.exit(supervise(config, config.processes, lambda each: run_process(each, own))))
+
+
+def _guarded(run: Callable[[], None]) -> None:
     try:
-        if config.processes == 1:
-            run_process(config, own_version())
-        else:
-            sys.exit(supervise(config, config.processes, lambda own: run_process(own, own_version())))
+        run()
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     except OSError as error:
@@ -106,6 +111,31 @@ def epp(urls: tuple[str, ...], **given: Any) -> None:
     config: EppConfig = load_given(EPP_SCHEMA, given).config
     configure_logging(config.log_level, as_json=config.log_json)
     _serve(config)
+
+
+SHADOW_HELP = """Find out what today's placement loses, beside any balancer of the workers of URL.... Decides nothing.
+
+Follows the workers' caches as `router run` does, and is fed in one of three ways: copies of requests (nginx' `mirror`,
+Envoy's `request_mirror_policies`), which get 204; all requests, with --pass-to, unchanged to the balancer and back;
+or a file of bodies, with --log. Says what was lost, by whose doing, and what `router run` would have given: on
+/shadow, /shadow/report, and as the file of --report. Takes the flags of `router run`.
+
+\b
+  router shadow http://gpu1:8000 http://gpu2:8000 --pass-to http://balancer --report shadow.html
+  router shadow http://gpu1:8000 http://gpu2:8000 --log bodies.jsonl --report shadow.html
+"""
+
+
+@cli.command(help=SHADOW_HELP)
+@click.argument("urls", nargs=-1, metavar="[URL]...")
+@with_flags(SHADOW_SCHEMA)
+def shadow(urls: tuple[str, ...], **given: Any) -> None:
+    from router.app.shadow import run_shadow
+
+    given["workers"] = (*urls, *given["workers"])
+    config: ShadowProcessConfig = load_given(SHADOW_SCHEMA, given).config
+    configure_logging(config.log_level, as_json=config.log_json)
+    _guarded(lambda: run_shadow(config, own_version()))
 
 
 CHECK_HELP = """Find out what stands between the workers of URL... and exact routing: events off or at another address,

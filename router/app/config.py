@@ -21,6 +21,7 @@ from router.fleet.members import FleetConfig
 from router.picker.config import PickerConfig
 from router.prompting.config import PoolConfig
 from router.sharing.config import SharingConfig
+from router.shadow.config import ShadowConfig
 from router.turns.config import TurnsConfig
 
 Part = Annotated[float, Meta(ge=0, le=1, title="SHARE")]
@@ -188,5 +189,23 @@ class EppConfig(ProcessConfig):
         return self.picker.metrics_port
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShadowProcessConfig(ProcessConfig):
+    """Of `router shadow`."""
+
+    port: Annotated[int, Meta(ge=0, le=65535), Flag(), "Of the requests; 0 lets the system choose."] = 8090
+    shadow: ShadowConfig = field(default_factory=ShadowConfig)
+
+    def __post_init__(self) -> None:
+        ProcessConfig.__post_init__(self)
+        if self.processes > 1 or self.hand_over is not None:
+            raise ConfigError("--processes, --hand-over: not for `router shadow`, which decides nothing")
+        if self.shadow.balancer is not None and self.shadow.log is not None:
+            raise ConfigError("--pass-to and --log: expected one of them")
+        if self.core.queue.enabled:
+            raise ConfigError("--queue: not for `router shadow`, which holds nothing")
+
+
 SCHEMA = Schema(ProcessConfig, "router")
+SHADOW_SCHEMA = Schema(ShadowProcessConfig, "router")
 EPP_SCHEMA = Schema(EppConfig, "router")

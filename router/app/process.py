@@ -523,20 +523,20 @@ class RouterProcess:
             waiting.cancel()
 
 
-def run_process(config: ProcessConfig, version: str) -> None:
+def run_process(config: ProcessConfig, version: str, kind: type[RouterProcess] = RouterProcess) -> None:
     """Run on uvloop where it is installed."""
     sys.setswitchinterval(0.0005)  # encoding threads must not hold the event loop for the default 5 ms
     try:
         import uvloop
     except ImportError:
-        asyncio.run(_run(config, version))
+        asyncio.run(_run(kind, config, version))
         return
     if sys.version_info >= (3, 12):
-        asyncio.run(_run(config, version), loop_factory=uvloop.new_event_loop)
+        asyncio.run(_run(kind, config, version), loop_factory=uvloop.new_event_loop)
     else:
         uvloop.install()
-        asyncio.run(_run(config, version))
+        asyncio.run(_run(kind, config, version))
 
 
-async def _run(config: ProcessConfig, version: str) -> None:
-    await RouterProcess(config, version).run()
+async def _run(kind: type[RouterProcess], config: ProcessConfig, version: str) -> None:
+    await kind(config, version).run()

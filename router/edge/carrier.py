@@ -11,6 +11,7 @@ from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind, Instruction, Refuse
 from router.edge.relay import StreamRelay
 from router.edge.upstream import Endpoint, UpstreamPool
+from router.http.response import ResponseHead
 
 log = logging.getLogger("router")
 
@@ -48,6 +49,10 @@ class Carrier:
         """Answers say which worker gave them, and how much of the prompt was predicted to be cached there."""
         self.continues = True
         """Streams whose worker dies go on at another one."""
+        self.upstream: Endpoint | None = None
+        """Where all requests go, whatever was decided: `router shadow`. None: to their workers."""
+        self.served_by: Callable[[ResponseHead], str | None] = lambda head: None
+        """The worker that an answer of the upstream names."""
         self.relay = relay
         """Relays the middle of streams natively; None: exchanges do that themselves."""
 

@@ -119,6 +119,8 @@ class Proxy(Carrier):
                 self.metrics.crashed("listener", error)
 
     def endpoint(self, worker_id: str) -> Endpoint | None:
+        if self.upstream is not None:
+            return self.upstream
         worker = self.core.workers.get(worker_id)
         if worker is None:
             return None

@@ -20,7 +20,7 @@ from prompts.sampled import Span
 from prompts.segments import ID_TYPE
 from router.counters import Metrics
 from router.decide.core import RouterCore
-from router.decide.messages import Decision, RouteRequest
+from router.decide.messages import Decision, ReportedUsage, RouteRequest
 from router.decide.workers import CacheView
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
@@ -98,6 +98,19 @@ class Reasons:
         keys = self._core.index.chunk_keys(prompt, route.scope, self._core.config.working_set.chunk_tokens)
         asked = self._asked("", read, route, ids, keys, decision)
         return shown(self.ledger.explain(asked, decision, self._facts(prompt, route), now, time.time()))
+
+    def note(
+        self, name: str, read: Read, route: RouteRequest, decision: Decision, usage: ReportedUsage | None, said: int
+    ) -> None:
+        """A request that ended elsewhere, as it was priced at its arrival."""
+        if not self.enabled or route.token_ids is None:
+            return
+        ids, now = _ids(route.token_ids), self._proxy.now()
+        prompt = self._core.index.prepare(ids)
+        keys = self._core.index.chunk_keys(prompt, route.scope, self._core.config.working_set.chunk_tokens)
+        asked = self._asked(name, read, route, ids, keys, decision)
+        begun = self.ledger.begun(asked, decision, self._facts(prompt, route), now, time.time())
+        self.ledger.ended(begun, usage, said, now)
 
     # Requests -----------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 
 import msgspec
@@ -26,6 +26,8 @@ from router.shadow.engine import EngineLimits
 from router.shadow.ours import Ours
 from router.shadow.workload import SimRequest, Workload
 
+FITS, FIT = 3, 0.01
+"""Plays of today after which steps are not fitted any more to how long answers took, and how well they fit then."""
 SEATS = 256
 """Sequences that a worker runs at once, where it does not tell."""
 
@@ -63,8 +65,8 @@ class Sums(msgspec.Struct):
     computed_tokens: float
     ttft_s: float
     """To the first token, all requests together."""
-    seconds: float
-    """To the end of the answer."""
+    seconds: float | None
+    """To the end of the answer; None where no end was seen."""
 
 
 class Comparison(msgspec.Struct):
@@ -84,6 +86,8 @@ class Comparison(msgspec.Struct):
     """What switching gives: of what was measured, where it was."""
     steps: dict[str, StepTimes]
     """worker -> what its steps were found to take."""
+    quantiles: dict[str, list[float]] = {}
+    """Seconds to the first token: the least, each hundredth, the most; measured (where it was), and of both plays."""
 
     @property
     def model_error(self) -> float | None:
@@ -102,7 +106,7 @@ class Placed(Router):
 
 
 def compare(
-    seen: Sequence[Seen], engines: Sequence[Engine], block: int, config: CoreConfig | None = None, *, warming: int = 0
+    seen: Sequence[Seen], engines: Sequence[Engine], block: int, config: CoreConfig | None = None, warming: int = 0
 ) -> Comparison:
     """`seen` in the order of arrival, all on `engines`; the first `warming` of them do not count. Raises ValueError
     where nothing is left to compare."""
@@ -122,15 +126,57 @@ def compare(
         each=[(steps[engine.name], room) for engine, room in zip(engines, rooms)],
         limits=EngineLimits(min(engine.seats or SEATS for engine in engines), preempts=True),
     )
-    today = _sums(Cluster(cluster, workload, [Placed([number[s.worker] for s in seen])]).run(), workload, kept)
-    ours = _sums(Cluster(cluster, waiting, [Ours(config or CoreConfig())]).run(), workload, kept)
+    placed = Placed([number[s.worker] for s in seen])
+    first = Cluster(cluster, workload, [placed]).run()
+    for _ in range(FITS):
+        longer = _decoding(seen, first)
+        if abs(longer - 1.0) < FIT:
+            break
+        cluster = replace(cluster, each=[(_decodes(service, longer), room) for service, room in cluster.each])
+        first = Cluster(cluster, workload, [placed]).run()
+    steps = {engine.name: service for engine, (service, _) in zip(engines, cluster.each)}
+    second = Cluster(cluster, waiting, [Ours(config or CoreConfig())]).run()
+    today, ours = _sums(first, workload, kept), _sums(second, workload, kept)
     measured = _measured([seen[i] for i in kept], today)
     base = measured or today
-    saved = {
-        name: _part(getattr(base, name), getattr(today, name), getattr(ours, name)) for name in Sums.__struct_fields__
-    }
+    saved = Sums(
+        _part(base.computed_tokens, today.computed_tokens, ours.computed_tokens),
+        _part(base.ttft_s, today.ttft_s, ours.ttft_s),
+        None,
+    )
+    if all(s.end_s is None for s in seen):
+        today.seconds = ours.seconds = base.seconds = None
+    elif base.seconds is not None and today.seconds is not None and ours.seconds is not None:
+        saved.seconds = _part(base.seconds, today.seconds, ours.seconds)
     prompt_tokens = sum(seen[i].prompt_tokens for i in kept)
-    return Comparison(len(kept), warming, prompt_tokens, measured, today, ours, Sums(**saved), steps)
+    times = {
+        "measured": [s.first_s - s.at_s for s in seen[warming:] if s.first_s is not None],
+        "today, as played": [first.ttft_s[i] for i in kept],
+        "router run": [second.ttft_s[i] for i in kept],
+    }
+    quantiles = {name: _hundredths(values) for name, values in times.items() if values}
+    return Comparison(len(kept), warming, prompt_tokens, measured, today, ours, saved, steps, quantiles)
+
+
+def _decoding(seen: Sequence[Seen], result: Result) -> float:
+    """How many times as long answers took from their first token on as they did in the play."""
+    took = [(i, s.end_s - s.first_s) for i, s in enumerate(seen) if s.end_s is not None and s.first_s is not None]
+    play = sum(result.e2e_s[i] - result.ttft_s[i] for i, _ in took)
+    return sum(seconds for _, seconds in took) / play if play > 0.0 and took else 1.0
+
+
+def _decodes(steps: StepTimes, longer: float) -> StepTimes:
+    return replace(
+        steps,
+        step_s=steps.step_s * longer,
+        decode_request_s=steps.decode_request_s * longer,
+        decode_context_s=steps.decode_context_s * longer,
+    )
+
+
+def _hundredths(values: list[float]) -> list[float]:
+    values.sort()
+    return [values[round(k / 100 * (len(values) - 1))] for k in range(101)]
 
 
 def _part(measured: float, today: float, ours: float) -> float:

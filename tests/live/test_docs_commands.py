@@ -92,7 +92,8 @@ class Session:
 
     def run(self, words: list[str]) -> None:
         program = words[0] if words[0].startswith(("scripts/", "benchmarks/")) else words[0].rpartition("/")[2]
-        if words[:2] in (["engine", "serve"], ["router", "run"]) and "--dry-run" not in words:
+        serves = words[:2] in (["engine", "serve"], ["router", "run"], ["router", "shadow"])
+        if serves and "--dry-run" not in words and "--log" not in words:
             self._serve(words)
         elif words[:2] == ["router", "epp"]:
             self._serve_picker(words)
@@ -264,6 +265,7 @@ def test_every_command_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     for name, text in re.findall(r"^```toml\n# (\S+)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
         (tmp_path / name).write_text(text)
+    (tmp_path / "bodies.jsonl").write_text('{"messages": [{"role": "user", "content": "Hello"}]}\n')
     session = Session(tmp_path)
     try:
         for command in commands(page):

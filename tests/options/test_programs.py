@@ -21,6 +21,7 @@ from options.values import UntypedText, parts
 from router.app.cli import cli as router_cli
 from router.app.config import EPP_SCHEMA as EPP
 from router.app.config import SCHEMA as ROUTER
+from router.app.config import SHADOW_SCHEMA as SHADOW
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 CLIS = {"router": router_cli, "engine": engine_cli}
@@ -30,7 +31,10 @@ EVERY = [
     for option in schema.options.values()
 ]
 EVERY += [
-    pytest.param(EPP, option, id=f"epp-{path}") for path, option in EPP.options.items() if path not in ROUTER.options
+    pytest.param(schema, option, id=f"{name}-{path}")
+    for name, schema in (("epp", EPP), ("shadow", SHADOW))
+    for path, option in schema.options.items()
+    if path not in ROUTER.options
 ]
 LEAVES = [case for case in EVERY if not case.values[1].member.is_section]  # type: ignore[union-attr]
 
@@ -135,7 +139,7 @@ def test_a_wrong_value_is_refused_as_a_flag(schema: Schema, option: Option) -> N
     kind, _ = parts(option.member.kind)
     if kind is bool:
         return  # there is nothing that could be wrong
-    if schema is EPP:
+    if schema in (EPP, SHADOW):
         return  # `router config` does not take it
     for value in wrong(option.member.kind):
         items = value if get_origin(kind) is tuple and isinstance(value, list) else [value]

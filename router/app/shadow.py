@@ -1,0 +1,280 @@
+"""`router shadow`: a router that decides nothing. The same reading, index, prices and reasons as `router run`.
+
+Owns when the window of seen requests is compared with what `router run` would have made of it, in a process of its own,
+and who gets to read the outcome.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import multiprocessing
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from options import ConfigError
+from prompts.errors import RequestError
+from prompts.routing import KINDS
+from router.app.admin import HTML
+from router.app.config import ShadowProcessConfig
+from router.app.guard import Guard
+from router.app.process import RouterProcess, run_process
+from router.app.reading import Asked
+from router.app.server import RouterApp
+from router.decide.config import ServiceModel
+from router.edge.exchange import Exchange
+from router.edge.passed import Mirrored, Passed
+from router.edge.upstream import Endpoint
+from router.http.connection import ClientConnection
+from router.http.request import HttpRequest
+from router.http.response import ResponseHead
+from router.http.routes import Answer
+from router.prompting.reader import Read
+from router.shadow.log import read
+from router.shadow.recorder import Recorder
+from router.shadow.report import Report, page
+from router.shadow.what_if import Comparison, compare
+
+log = logging.getLogger("router")
+
+WORKER_HEADERS = (b"x-blockcast-worker", b"x-upstream", b"x-served-by")
+SLICE_S = 10.0
+"""Of the report's course of time."""
+NEW_MIN = 20
+"""Requests that have to be new for another comparison."""
+
+
+class ShadowApp(RouterApp):
+    """Takes whatever the balancer may know what to do with."""
+
+    def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
+        return connection.peer if request.path.startswith("/v1/") else super().admit(connection, request)
+
+    def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
+        if not request.path.startswith("/v1/"):
+            self._own.handle(connection, request)
+            return
+        if request.path in KINDS and request.method == "POST":
+            try:
+                self._serve(connection, request)
+                return
+            except RequestError:
+                pass  # whoever answers it will say so
+        work = connection.work
+        exchange = work if isinstance(work, Passed) else self._open(connection, request, connection.party)
+        assert isinstance(exchange, Passed)
+        exchange.pass_on()
+
+    def _place(self, exchange: Exchange, tenant: str, asked: Asked, read: Read) -> None:
+        assert isinstance(exchange, Passed)
+        exchange.asked = asked
+        super()._place(exchange, tenant, asked, read)
+
+    def _reject(self, exchange: Exchange, error: RequestError) -> None:
+        assert isinstance(exchange, Passed)
+        if not exchange.done:
+            exchange.pass_on()
+
+
+class ShadowProcess(RouterProcess):
+    """`await ShadowProcess(config, version).run()` watches until SIGTERM or SIGINT."""
+
+    def __init__(self, config: ShadowProcessConfig, version: str) -> None:
+        self._would = config.core
+        """What `router run` would be told. Here nothing is learned as requests pass: the books follow them too late. It
+        is learned from the window instead."""
+        core = replace(config.core, learn=replace(config.core.learn, enabled=False))
+        super().__init__(replace(config, core=core, sampled_mb=0, turns=replace(config.turns, share=1.0)), version)
+        self._shadow = config.shadow
+        balancer = config.shadow.balancer
+        proxy = self._proxy
+        proxy.upstream = None if balancer is None else Endpoint.parse(balancer)
+        proxy.worker_authorization = None  # the client's is passed on
+        proxy.continues = proxy.tells_cache = False
+        self._headers = [name.lower().encode() for name in config.shadow.worker_headers] or list(WORKER_HEADERS)
+        proxy.served_by = self._served_by
+        self._recorder = Recorder(self._core, config.shadow, self._now, self._reasons.note)
+        proxy.on_end.append(self._recorder.ended)
+        self._found: Comparison | None = None
+        self._told: str | None = None
+        """Why there is no comparison."""
+        self._course: list[tuple[float, dict[str, int]]] = []
+        self._since = time.time()
+        self._compared, self._compared_s = 0, self._now()
+        self._helper: concurrent.futures.ProcessPoolExecutor | None = None
+        self._comparing: asyncio.Task[None] | None = None
+        self._reading_log: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Raises OSError where an address or the report's file cannot be had."""
+        try:
+            await super().run()
+        finally:
+            if self._helper is not None:
+                self._helper.shutdown(wait=False, cancel_futures=True)
+        if self._reading_log is not None and self._reading_log.done():
+            self._reading_log.result()
+        self._compare_here()
+        self._write()
+
+    def _app(self, guard: Guard, kind: Callable[..., Exchange] = Exchange) -> RouterApp:
+        kind = Passed if self._shadow.balancer is not None else Mirrored
+        return ShadowApp(
+            self._proxy, self._reading, self._tenants, self._metrics, self._config.edge, self._admin.routes,
+            guard=guard, reasons=self._reasons, kind=kind,
+        )  # fmt: skip
+
+    def _start_fleet(self) -> None:
+        routes = self._admin.routes
+        routes.add("GET", "/shadow", lambda *_: Answer(msgspec.json.encode(self._report())), public=False)
+        routes.add("GET", "/shadow/report", lambda *_: Answer(page(self._report()), content_type=HTML), public=False)
+        super()._start_fleet()
+        if self._shadow.log is not None:
+            self._reading_log = self._loop.create_task(self._read_log(Path(self._shadow.log)))
+
+    async def _read_log(self, file: Path) -> None:
+        """Then the process ends. ConfigError is raised by `run`."""
+        try:
+            await self._await_workers()
+            names = sorted(self._core.workers)
+            with file.open("rb") as lines:
+                for line, request in read(lines, str(file)):
+                    try:
+                        asked, ids = await self._reading.read(request, request.path)
+                    except RequestError:
+                        self._recorder.counts["unread"] += 1
+                        continue
+                    route = self._reading.route_request(asked, ids.ids, "", 0.0)
+                    worker = names[self._recorder.counts["placed"] % len(names)]
+                    if line.worker is not None:
+                        worker = self._named(line.worker) or ""
+                    if route.token_ids is None or not worker:
+                        self._recorder.counts["unread" if worker else "unplaced"] += 1
+                        continue
+                    self._recorder.logged(line, route, worker)
+        finally:
+            self._stop.set()
+
+    async def _await_workers(self) -> None:
+        """Raises ConfigError where none comes, or none whose prompts can be read here."""
+        end_s = self._now() + self._config.edge.ready_s
+        while self._admin.not_ready() is not None or not self._readable():
+            if self._now() > end_s:
+                why = self._admin.not_ready() or "no tokenizer: give --tokenizer FOLDER"
+                raise ConfigError(f"--log: prompts cannot be read: {why}")
+            await asyncio.sleep(0.05)
+
+    def _readable(self) -> bool:
+        bases = {model.base for worker in self._core.workers.values() for model in worker.models.values()}
+        return any(self._prompts.get(base) is not None for base in bases)
+
+    def _turn(self) -> None:
+        super()._turn()
+        now = self._now()
+        self._guarded("shadow", self._recorder.look, now)
+        self._guarded("shadow", self._beat_shadow, now)
+
+    def _served_by(self, head: ResponseHead) -> str | None:
+        """A worker's id, or where it listens."""
+        for name in self._headers:
+            value = head.headers.get(name)
+            if value is None:
+                continue
+            found = self._named(value.decode("latin-1").rpartition(",")[2].strip())  # nginx names all that were tried
+            if found is not None:
+                return found
+        return None
+
+    def _named(self, text: str) -> str | None:
+        """Its id, from itself, HOST:PORT or a URL."""
+        if text in self._core.workers:
+            return text
+        address = urlsplit(text).netloc or text
+        workers = self._core.workers.values()
+        return next((w.worker_id for w in workers if urlsplit(w.spec.url).netloc == address), None)
+
+    # What comes of it -----------------------------------------------------------------------------------------------
+
+    def _beat_shadow(self, now: float) -> None:
+        if not self._course or now - self._course[-1][0] >= SLICE_S:
+            self._course.append((now, dict(self._metrics.turn_tokens)))
+            del self._course[:-5_000]
+        placed = self._recorder.counts["placed"]
+        due = now - self._compared_s >= self._shadow.every_s and placed - self._compared >= NEW_MIN
+        if due and (self._comparing is None or self._comparing.done()):
+            self._compared, self._compared_s = placed, now
+            self._comparing = self._loop.create_task(self._compare())
+
+    async def _compare(self) -> None:
+        """In another process: it takes seconds."""
+        if self._helper is None:
+            spawn = multiprocessing.get_context("spawn")
+            self._helper = concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn)
+        recorder = self._recorder
+        seen, engines, core = list(recorder.seen), recorder.engines(), self._would
+        try:
+            self._found = await self._loop.run_in_executor(
+                self._helper, compare, seen, engines, recorder.block, core, self._warming(len(seen))
+            )
+        except Exception as error:  # noqa: BLE001  a boundary: what was seen is kept, and compared again
+            self._told, self._helper = f"{type(error).__name__}: {error}", None
+            log.warning("comparing %d requests failed: %s", len(seen), self._told)
+        else:
+            self._told = None
+            self._teach(self._found)
+            self._write()
+
+    def _teach(self, found: Comparison) -> None:
+        for target in self._core.tracker.targets.values():
+            steps = found.steps.get(target.worker_id)
+            if steps is not None:
+                known = asdict(steps)
+                del known["load_s_per_token"]
+                target.teach(ServiceModel(**known))
+
+    def _compare_here(self) -> None:
+        """At the end."""
+        recorder = self._recorder
+        if not recorder.seen:
+            return
+        seen = recorder.seen
+        warming = self._warming(len(seen))
+        self._found = compare(seen, recorder.engines(), recorder.block, self._would, warming)
+
+    def _warming(self, count: int) -> int:
+        return min(int(count * self._shadow.warm_share), count - 1)
+
+    def _report(self) -> Report:
+        """What is known now."""
+        return Report(
+            version=self._version,
+            since=self._since,
+            until=time.time(),
+            balancer=self._shadow.balancer,
+            requests=dict(self._recorder.counts),
+            comparison=self._found,
+            problem=self._told,
+            tokens=dict(self._metrics.turn_tokens),
+            turns=dict(self._metrics.turns),
+            reused=dict(self._metrics.reused_tokens),
+            course=[(at - self._course[0][0], tokens) for at, tokens in self._course],
+            workers=self._recorder.engines(),
+            seen=len(self._recorder.seen),
+        )
+
+    def _write(self) -> None:
+        if self._shadow.report is not None:
+            file = Path(self._shadow.report)
+            found = self._report()
+            file.write_bytes(msgspec.json.encode(found) if file.suffix == ".json" else page(found))
+
+
+def run_shadow(config: ShadowProcessConfig, version: str) -> None:
+    """Until it is told to end. Raises as `run_process`."""
+    run_process(config, version, ShadowProcess)

@@ -1,0 +1,58 @@
+"""A log of bodies as requests: one JSON object a line, with `body`, or the body itself. Pure.
+
+`body`: what was posted, an object or its text. Beside it may stand `path`, `at` (seconds; any clock), `worker` (its id,
+HOST:PORT or URL), `ttft_s`, `seconds` (to the end of the answer), `cached_tokens`, `output_tokens`, `headers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from options import ConfigError
+from router.http.headers import HeaderBlock
+from router.http.request import HttpRequest
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+
+
+class Line(msgspec.Struct):
+    """One request of a log."""
+
+    body: msgspec.Raw = msgspec.Raw()
+    path: str | None = None
+    at: float | None = None
+    worker: str | None = None
+    ttft_s: float | None = None
+    seconds: float | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    headers: dict[str, str] = {}
+
+
+def read(lines: Iterable[bytes], where: str) -> Iterator[tuple[Line, HttpRequest]]:
+    """(what is told, the request), in the order of the file. Raises ConfigError naming the line that cannot be read."""
+    decoder = msgspec.json.Decoder(Line)
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        try:
+            line = decoder.decode(text)
+            bare = not bytes(line.body)
+            body = bytes(text if bare else line.body).strip()
+            if body[:1] == b'"':
+                body = msgspec.json.decode(body, type=str).encode()
+            fields: Any = msgspec.json.decode(body)
+            if not isinstance(fields, dict):
+                raise msgspec.ValidationError(f"Expected an object as the body, got {type(fields).__name__}")
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{where}, line {number}: {error}") from None
+        if bare:
+            line = Line()
+        path = line.path or (CHAT if "messages" in fields else COMPLETION)
+        pairs = [(name.lower().encode(), value.encode()) for name, value in line.headers.items()]
+        request = HttpRequest("POST", path.encode(), path, HeaderBlock.of(pairs))
+        request.pieces, request.has_body = (body,), True
+        yield line, request

@@ -1,0 +1,216 @@
+"""What `router shadow` keeps of each request: blocks, times, who answered, as the answer told or a cache that grew.
+
+Owns the window of requests that are compared. Refuses to know where requests come from and what is made of them.
+Invariant: `seen` is in the order of arrival, each request with a worker; what could not be placed is counted.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import insort
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import xxhash
+
+from prompts.segments import ID_TYPE
+from router.decide.core import RouterCore
+from router.decide.messages import Decision, ReportedUsage, RouteRequest
+from router.edge.passed import MIRRORED, Passed, as_priced, nowhere
+from router.shadow.config import ShadowConfig
+from router.shadow.log import Line
+from router.shadow.what_if import Engine, Links, Seen
+
+BLOCK_TOKENS = 16
+"""Where no worker tells."""
+OPEN_MAX = 2_000
+"""Requests whose worker is looked for at a time."""
+LOOK_S, LOOK_SHARE = 0.02, 0.1
+"""Between two looks for one: at least, and as a part of its age."""
+
+Note = Callable[[str, Any, RouteRequest, Decision, ReportedUsage | None, int], None]
+
+
+@dataclass(slots=True, eq=False)
+class Open:
+    """A request whose worker is not known yet."""
+
+    seen: Seen
+    route: RouteRequest
+    priced: Decision
+    exchange: Passed
+    goal: int
+    """Tokens that its worker's cache will have of it."""
+    held: dict[str, int]
+    """target -> tokens of it that it had at the arrival."""
+    next_s: float
+    ended: bool
+    """Its answer came by here: what it says counts, not when the cache grew."""
+
+
+@dataclass(slots=True)
+class Recorder:
+    """One a process."""
+
+    core: RouterCore
+    config: ShadowConfig
+    now: Callable[[], float]
+    note: Note
+    """Told of each request that was placed by events, as it was priced, for the reasons of its miss."""
+    seen: list[Seen] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    """placed, unplaced, unread, failed, dropped from the window."""
+    block: int = 0
+    _open: list[Open] = field(default_factory=list)
+    _serials: count[int] = field(default_factory=count)
+    _links: Links | None = None
+    _ends: OrderedDict[int, tuple[int, int]] = field(default_factory=OrderedDict)
+    """serial -> (tokens, digest) of a prompt."""
+
+    def ended(self, exchange: Passed) -> None:
+        """Its answer is whole; or it was a copy."""
+        route, priced, outcome = exchange.route, exchange.priced, exchange.outcome
+        if route is None or route.token_ids is None or priced is None:
+            self.counts["unread"] += 1
+            return
+        if outcome not in ("status_200", MIRRORED):
+            self.counts["failed"] += 1
+            return
+        seen = self._seen(exchange, route)
+        decision = exchange.decision
+        if exchange.placed and decision is not None:
+            self._place(seen, decision, exchange.usage)
+        elif len(self._open) >= OPEN_MAX:
+            self.counts["unplaced"] += 1
+        else:
+            held = {terms.worker: terms.resident_tokens for terms in priced.candidates}
+            goal = (route.prompt_tokens - 1) // self.block * self.block
+            ended = outcome != MIRRORED
+            self._open.append(Open(seen, route, priced, exchange, goal, held, self.now(), ended))
+
+    def look(self, now: float) -> None:
+        """Find out where open requests went. Call every tick."""
+        left = []
+        for one in self._open:
+            if now < one.next_s:
+                left.append(one)
+                continue
+            worker = self._grown(one)
+            if worker is not None:
+                self._found(one, worker, now)
+            elif now - one.seen.at_s > self.config.placed_s:
+                self.counts["unplaced"] += 1
+            else:
+                one.next_s = now + max(LOOK_S, LOOK_SHARE * (now - one.seen.at_s))
+                left.append(one)
+        self._open = left
+
+    def engines(self) -> list[Engine]:
+        """What is known of the workers that the window names."""
+        named = {seen.worker for seen in self.seen}
+        specs = [worker.spec for worker in self.core.workers.values()]
+        engines = [Engine(s.worker_id, self._cache_tokens(s.worker_id, s.cache_tokens), s.seats) for s in specs]
+        gone = named - {engine.name for engine in engines}
+        return engines + [Engine(name) for name in sorted(gone)]
+
+    def _cache_tokens(self, worker_id: str, told: int | None) -> int | None:
+        if told is not None:
+            return told
+        found = [target.seen_tokens for target in self.core.registry.targets_of(worker_id)]
+        return sum(tokens or 0 for tokens in found) or None
+
+    def logged(self, line: Line, route: RouteRequest, worker: str) -> None:
+        """A request of a log, which went there."""
+        at_s = line.at if line.at is not None else float(len(self.seen))
+        seen = self._asked(route, at_s)
+        seen.worker, seen.cached_tokens, seen.output_tokens = worker, line.cached_tokens, line.output_tokens
+        seen.first_s = None if line.ttft_s is None else at_s + line.ttft_s
+        seen.end_s = None if line.seconds is None else at_s + line.seconds
+        self._keep(seen)
+
+    # Where it went --------------------------------------------------------------------------------------------------
+
+    def _grown(self, one: Open) -> str | None:
+        """The worker whose cache has the whole prompt now, and had less; of several the one that grew most. Where all
+        was cached before: the one that had as much as the answer says."""
+        matches = {m.holder: m.tokens for m in self.core.index.match(one.route.token_ids or (), one.route.scope)}
+        found = []
+        usage = one.exchange.usage
+        for target in self.core.tracker.targets.values():
+            had, has = one.held.get(target.name, 0), matches.get(target.holder, 0)
+            if one.goal and has >= one.goal > had:
+                found.append((has - had, target.worker_id))
+            elif had >= one.goal and usage is not None and usage.cached_tokens == had:
+                found.append((0, target.worker_id))
+        if not found:
+            return None
+        most = max(grown for grown, _ in found)
+        best = [worker for grown, worker in found if grown == most]
+        return best[0] if len(best) == 1 else None
+
+    def _found(self, one: Open, worker: str, now: float) -> None:
+        decision = nowhere(one.route.request_id)
+        decision.worker, decision.prompt_tokens = worker, one.route.prompt_tokens
+        if not as_priced(decision, one.priced):
+            self.counts["unplaced"] += 1
+            return
+        seen, usage = one.seen, one.exchange.usage
+        if not one.ended:
+            seen.first_s = now
+        self._place(seen, decision, usage)
+        name = one.exchange.trace_id.decode("latin-1")
+        self.note(name, one.exchange.asked, one.route, decision, usage, seen.output_tokens or 0)
+
+    def _place(self, seen: Seen, decision: Decision, usage: ReportedUsage | None) -> None:
+        seen.worker = decision.worker
+        told = None if usage is None else usage.cached_tokens
+        seen.cached_tokens = decision.predicted_cached_tokens if told is None else told
+        self._keep(seen)
+
+    def _keep(self, seen: Seen) -> None:
+        insort(self.seen, seen, key=lambda one: one.at_s)
+        self.counts["placed"] += 1
+        if len(self.seen) > self.config.requests_max:
+            del self.seen[0]
+            self.counts["dropped"] += 1
+
+    # What it asked --------------------------------------------------------------------------------------------------
+
+    def _asked(self, route: RouteRequest, at_s: float) -> Seen:
+        if not self.block:
+            told = [worker.spec.block_size for worker in self.core.workers.values() if worker.spec.block_size]
+            self.block = max(told, default=BLOCK_TOKENS)
+            self._links = Links(self.config.requests_max)
+        assert self._links is not None
+        tokens = array(ID_TYPE, route.token_ids or ())
+        size, block = len(tokens), self.block
+        # One token more: digests go up to the last but one.
+        keys = self.core.index.chunk_keys(array(ID_TYPE, [*tokens, 0]).tobytes(), route.scope, block)
+        whole = xxhash.xxh3_64_intdigest(tokens.tobytes())
+        ids = array("Q", keys if size % block == 0 else [*keys, whole])
+        serial = next(self._serials)
+        seen = Seen(serial, at_s, ids, size, "")
+        seen.after = self._links.follow(serial, ids, size // block, lambda earlier: self._begins(tokens, earlier))
+        self._ends[serial] = (size, whole)
+        if len(self._ends) > self.config.requests_max:
+            self._ends.popitem(last=False)
+        return seen
+
+    def _seen(self, exchange: Passed, route: RouteRequest) -> Seen:
+        seen, usage = self._asked(route, exchange.started_s), exchange.usage
+        if exchange.outcome != MIRRORED:
+            seen.end_s = self.now()
+            seen.first_s = exchange.first_byte_s if route.stream else None
+            seen.output_tokens = None if usage is None else usage.completion_tokens
+            if seen.output_tokens is None and route.stream:
+                seen.output_tokens = exchange.progress.reads
+        return seen
+
+    def _begins(self, tokens: array[int], earlier: int) -> bool:
+        known = self._ends.get(earlier)
+        if known is None or known[0] >= len(tokens):
+            return False
+        return xxhash.xxh3_64_intdigest(memoryview(tokens)[: known[0]].tobytes()) == known[1]

@@ -1,0 +1,253 @@
+"""The report of `router shadow`: one HTML page without anything from elsewhere, and the same as JSON. Pure.
+
+What is lost stands in three parts, by whose doing it is (router/turns/why.py): the workload (prompts that come back
+changed, and what no cache had room for), routing (another worker had it), and the index (it was not there as told).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from itertools import pairwise
+from math import log
+from time import gmtime, strftime
+
+import msgspec
+
+from router.shadow.what_if import Comparison, Engine
+from router.turns.why import GROUPS
+
+PARTS = {"workload": ("workload", "capacity"), "routing": ("routing",), "index": ("index",)}
+"""part -> groups of reasons."""
+COLOURS = {"workload": "#b36b00", "routing": "#b3261e", "index": "#5b4bb3"}
+WIDTH, HEIGHT = 640, 180
+
+
+class Report(msgspec.Struct):
+    """All there is to tell."""
+
+    version: str
+    since: float
+    """Wall clock."""
+    until: float
+    balancer: str | None
+    requests: dict[str, int]
+    comparison: Comparison | None
+    problem: str | None
+    """Why there is none."""
+    tokens: dict[str, int]
+    """reason -> prompt tokens that had to be computed."""
+    turns: dict[str, int]
+    reused: dict[str, int]
+    """prompt, best, chosen, reported: tokens of the requests whose worker said what it reused."""
+    course: list[tuple[float, dict[str, int]]]
+    """(seconds, `tokens` by then)."""
+    workers: list[Engine]
+    seen: int
+    """Requests in the window."""
+    lost: dict[str, int] = {}
+    """part -> tokens that were computed although they need not have been; filled in here."""
+    lost_s: dict[str, float] = {}
+    """part -> seconds of prefill that took, where a worker's speed is known."""
+
+    def __post_init__(self) -> None:
+        self.lost = lost(self.tokens)
+        rate = prefill_rate(self.comparison)
+        self.lost_s = {} if rate is None else {part: tokens * rate for part, tokens in self.lost.items()}
+
+
+def lost(tokens: Mapping[str, int]) -> dict[str, int]:
+    """part -> tokens, from tokens by reason."""
+    by_group: Counter[str] = Counter()
+    for reason, number in tokens.items():
+        by_group[GROUPS.get(reason, "")] += number
+    return {part: sum(by_group[group] for group in groups) for part, groups in PARTS.items()}
+
+
+def prefill_rate(found: Comparison | None) -> float | None:
+    """Seconds a token, over all workers, as learned."""
+    if found is None or found.measured is None or not found.steps:
+        return None
+    return sum(steps.prefill_s_per_token for steps in found.steps.values()) / len(found.steps)
+
+
+def page(report: Report) -> bytes:
+    """The whole page, UTF-8."""
+    parts = [_head(report), _saved(report), _lost(report), _plots(report), _workers(report), _notes(report)]
+    return "".join(parts).encode()
+
+
+def _head(report: Report) -> str:
+    clock = f"{_clock(report.since)} to {_clock(report.until)} UTC"
+    where = f"passed to {escape(report.balancer)}" if report.balancer else "copies"
+    counts = ", ".join(f"{number:,} {escape(name)}" for name, number in sorted(report.requests.items()))
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>router shadow</title><style>{STYLE}</style><h1>What today's placement loses</h1>"
+        f"<p>{clock}; {where}; requests: {counts or 'none yet'}. router {escape(report.version)}</p>"
+    )
+
+
+def _saved(report: Report) -> str:
+    found = report.comparison
+    if found is None:
+        return f"<p class=warn>Nothing was compared yet. {escape(report.problem or 'Too few requests.')}</p>"
+    base = found.measured or found.today
+    rows = []
+    for title, name, unit in (
+        ("prompt tokens computed", "computed_tokens", ""),
+        ("waiting for first tokens", "ttft_s", " s"),
+        ("requests in flight", "seconds", " s"),
+    ):
+        was, less, played = getattr(base, name), getattr(found.saved, name), getattr(found.today, name)
+        if was is None:
+            rows.append((title, *"-----"))
+            continue
+        share = f"{less / was:+.0%}" if was > 0 else "-"
+        error = "-" if found.measured is None or was <= 0 else f"{played / was - 1:+.1%}"
+        cells = (f"{was:,.0f}{unit}", f"{was - less:,.0f}{unit}", f"{less:,.0f}{unit}", share, error)
+        rows.append((title, *cells))
+    kind = "measured" if found.measured is not None else "played"
+    head = ("", f"today, {kind}", "with router run", "saved", "of today", "today as played, beside measured")
+    return (
+        f"<h2>What switching gives</h2><p>{found.requests:,} requests of {found.prompt_tokens:,} prompt tokens, after "
+        f"{found.warming:,} that filled the caches.</p>{_table(head, rows)}"
+    )
+
+
+def _lost(report: Report) -> str:
+    rows = [
+        (part, f"{tokens:,}", f"{report.lost_s[part]:,.1f} s" if part in report.lost_s else "-")
+        for part, tokens in report.lost.items()
+    ]
+    reasons = [
+        (reason, next((p for p, groups in PARTS.items() if GROUPS.get(reason) in groups), "no loss"), f"{tokens:,}",
+         f"{report.turns.get(reason, 0):,}")
+        for reason, tokens in sorted(report.tokens.items(), key=lambda pair: -pair[1])
+    ]  # fmt: skip
+    prompt = report.reused.get("prompt", 0)
+    reused = [
+        (name, f"{report.reused.get(key, 0):,}", f"{report.reused.get(key, 0) / prompt:.1%}")
+        for key, name in (("best", "the best worker had"), ("chosen", "its worker had"), ("reported", "was reused"))
+        if prompt
+    ]
+    return (
+        "<h2>Why prompts were computed</h2>" + _table(("whose doing", "tokens", "prefill"), rows)
+        + (_table((f"of {prompt:,} prompt tokens", "tokens", "share"), reused) if reused else "")
+        + _table(("reason", "whose doing", "tokens", "requests"), reasons)
+    )  # fmt: skip
+
+
+def _plots(report: Report) -> str:
+    found = report.comparison
+    curves = ""
+    if found is not None and found.quantiles:
+        curves = (
+            "<h2>Time to the first token</h2><p>Share of requests that had theirs within so many seconds.</p>"
+            + _curves(found.quantiles)
+        )
+    return curves + "<h2>Lost tokens over time</h2>" + _course(report.course)
+
+
+def _workers(report: Report) -> str:
+    steps = report.comparison.steps if report.comparison is not None else {}
+    rows = []
+    for engine in report.workers:
+        known = steps.get(engine.name)
+        rate = f"{known.prefill_s_per_token * 1e6:,.0f} us" if known is not None else "-"
+        step = f"{known.step_s * 1e3:.1f} ms" if known is not None else "-"
+        cache = f"{engine.cache_tokens:,}" if engine.cache_tokens else "unknown: taken as endless"
+        rows.append((engine.name, cache, rate, step))
+    return "<h2>Workers</h2>" + _table(("worker", "cache, tokens", "a prefill token", "a step"), rows)
+
+
+def _notes(report: Report) -> str:
+    return (
+        "<h2>How this was found</h2><p>The requests are played twice on engines as fast as yours were seen to be: "
+        "where they went, and where router run would have sent them. What was measured is scaled by their ratio. "
+        "Who waits for an answer before asking again is taken to wait for it there too. The last column of the first "
+        "table says how well the play of today fits what was measured: where it is far off, trust the rest as little."
+        "</p></html>"
+    )
+
+
+# Drawing --------------------------------------------------------------------------------------------------------------
+
+STYLE = (
+    "body{font:15px/1.45 system-ui,sans-serif;max-width:46rem;margin:2rem auto;padding:0 1rem;color:#222;"
+    "background:#fff}table{border-collapse:collapse;margin:.6rem 0;display:block;overflow-x:auto}td,th{padding:.2rem "
+    ".9rem .2rem 0;text-align:right;border-bottom:1px solid #8884}td:first-child,th:first-child{text-align:left}"
+    "svg{width:100%;height:auto;font-size:11px}svg text{fill:currentColor}.warn{color:#b3261e;font-weight:600}"
+    "@media(prefers-color-scheme:dark){body{background:#16181c;color:#ddd}}"
+)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    top = "".join(f"<th>{escape(cell)}" for cell in head)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}" for cell in row) for row in rows)
+    return f"<table><tr>{top}{body}</table>"
+
+
+def _curves(quantiles: Mapping[str, Sequence[float]]) -> str:
+    """Distributions, seconds on a logarithmic axis."""
+    low = max(min(min(values) for values in quantiles.values()), 1e-3)
+    high = max(max(max(values) for values in quantiles.values()), low * 10)
+    colours = dict(zip(quantiles, ("#888", "#b3261e", "#1b7f4d")))
+    lines = []
+    for i, (name, values) in enumerate(quantiles.items()):
+        points = " ".join(
+            f"{40 + (WIDTH - 60) * _log(v, low, high):.1f},{HEIGHT - 20 - (HEIGHT - 40) * k / (len(values) - 1):.1f}"
+            for k, v in enumerate(values)
+        )
+        lines.append(f'<polyline fill="none" stroke="{colours[name]}" stroke-width="2" points="{points}"/>')
+        lines.append(
+            f'<text x="{50 + 190 * i}" y="12"><tspan fill="{colours[name]}">&#9632;</tspan> {escape(name)}</text>'
+        )
+    ticks = [10.0**k for k in range(-3, 4) if low <= 10.0**k <= high]
+    for tick in ticks:
+        x = 40 + (WIDTH - 60) * _log(tick, low, high)
+        lines.append(f'<text x="{x:.0f}" y="{HEIGHT - 4}" text-anchor="middle">{tick:g} s</text>')
+    for k in (0, 50, 100):
+        lines.append(f'<text x="0" y="{HEIGHT - 16 - (HEIGHT - 40) * k / 100:.0f}">{k} %</text>')
+    return _svg(lines)
+
+
+def _course(course: Sequence[tuple[float, Mapping[str, int]]]) -> str:
+    """Tokens lost in each slice, stacked by part."""
+    slices = []
+    step = max(1, (len(course) - 1) // 120 + 1)
+    marks = list(course[::step])
+    for (_, before), (at, after) in pairwise(marks):
+        was, now = lost(before), lost(after)
+        slices.append((at, {part: max(now[part] - was[part], 0) for part in now}))
+    most = max((sum(one.values()) for _, one in slices), default=0)
+    if not most:
+        return "<p>None.</p>"
+    wide, lines = (WIDTH - 60) / len(slices), []
+    for i, (_, one) in enumerate(slices):
+        y = HEIGHT - 20.0
+        for part, tokens in one.items():
+            tall = (HEIGHT - 40) * tokens / most
+            y -= tall
+            lines.append(
+                f'<rect x="{50 + i * wide:.1f}" y="{y:.1f}" width="{max(wide - 0.5, 0.5):.1f}" height="{tall:.1f}" '
+                f'fill="{COLOURS[part]}"/>'
+            )
+    for i, part in enumerate(PARTS):
+        lines.append(f'<text x="{50 + 120 * i}" y="12"><tspan fill="{COLOURS[part]}">&#9632;</tspan> {part}</text>')
+    lines.append(f'<text x="0" y="30">{most:,}</text><text x="0" y="{HEIGHT - 20}">0</text>')
+    lines.append(f'<text x="{WIDTH - 10}" y="{HEIGHT - 4}" text-anchor="end">{slices[-1][0] / 60:.1f} min</text>')
+    return _svg(lines)
+
+
+def _svg(lines: Iterable[str]) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(lines)}</svg>'
+
+
+def _log(value: float, low: float, high: float) -> float:
+    return min(max(log(max(value, low) / low) / log(high / low), 0.0), 1.0)
+
+
+def _clock(at: float) -> str:
+    return strftime("%Y-%m-%d %H:%M", gmtime(at))

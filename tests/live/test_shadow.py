@@ -1,0 +1,155 @@
+"""`router shadow` beside a balancer that it does not know: passes all on, finds out who answered, and reports."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from programs import Program, call, until
+
+pytestmark = pytest.mark.live
+
+SPEC = json.dumps({"prefill_s_per_token": 1e-5, "kv_tokens": 16_000, "step_s": 1e-3})
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    folder = tmp_path_factory.mktemp("engines")
+    started = [Program(folder / f"{i}.log", "engine", "serve", "--port", "0", "--simulate", SPEC) for i in range(2)]
+    yield [engine.await_ready().url for engine in started]
+    for engine in started:
+        engine.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    started: list[Program] = []
+
+    def begin(*args: str) -> Program:
+        log = tmp_path / f"{args[0]}{len(started)}.log"
+        started.append(Program(log, "router", args[0], "--port", "0", *args[1:]))
+        return started[-1]
+
+    yield begin
+    for program in reversed(started):
+        program.close()
+
+
+def ready(program: Program) -> str:
+    program.await_ready()
+
+    def up() -> bool:
+        rows = call(f"{program.url}/workers")[2]["workers"]
+        return len(rows) == 2 and all(r["state"] == "up" and "loaded" in r["tokenizer"].values() for r in rows)
+
+    until(up, "two workers up")
+    return program.url
+
+
+def talk(url: str, name: str, turns: int, *, also: str | None = None) -> list[dict[str, Any]]:
+    """A conversation, every other turn streamed; bodies of its answers that are not."""
+    messages = [{"role": "system", "content": f"{name}: " + "you are brief. " * 40}]
+    answers = []
+    for turn in range(turns):
+        messages.append({"role": "user", "content": f"{turn}: " + f"what of {name}? " * 20})
+        body = {"messages": messages, "max_tokens": 8, "ignore_eos": True, "stream": turn % 2 == 1}
+        if also is not None:
+            assert call(also + CHAT, body)[0] == 204
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(url + CHAT, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            text = answer.read()
+        if turn % 2:
+            deltas = [json.loads(line[6:])["choices"] for line in text.splitlines() if line.startswith(b"data: {")]
+            said = "".join(choices[0]["delta"].get("content") or "" for choices in deltas if choices)
+        else:
+            answers.append(json.loads(text))
+            said = answers[-1]["choices"][0]["message"]["content"]
+        messages.append({"role": "assistant", "content": said})
+    return answers
+
+
+def shadowed(program: Program, placed: int) -> dict[str, Any]:
+    """What it knows once it has placed so many."""
+    told: dict[str, Any] = {}
+
+    def enough() -> bool:
+        told.update(call(f"{program.url}/shadow")[2])
+        return bool(told["requests"].get("placed", 0) >= placed)
+
+    until(enough, lambda: told["requests"])
+    return told
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["by its answer's header", "by events"])
+def test_all_requests_are_passed_on_and_their_workers_found(
+    start: Any, engines: list[str], tmp_path: Path, tells: bool
+) -> None:
+    balancer = start("run", "--policy", "round_robin", "--set", f"cache_headers={str(tells).lower()}", *engines)
+    report = tmp_path / "shadow.html"
+    shadow = start("shadow", "--pass-to", ready(balancer), "--report", str(report), *engines)
+    url = ready(shadow)
+    answers = talk(url, f"passed {tells}", 6)
+    assert [answer["choices"][0]["finish_reason"] for answer in answers] == ["length"] * 3
+    assert call(url + CHAT, b"no JSON")[0] == 400, "whoever answers says so"
+    assert call(url + "/v1/nowhere")[0] == 404
+    assert call(url + "/v1/models")[2]["data"][0]["id"] == "simulated"
+    told = shadowed(shadow, 6)
+    assert told["requests"]["placed"] == 6
+    assert told["lost"]["routing"] > 0, "each turn of a conversation went to the worker that had not the last"
+    assert told["reused"]["best"] > told["reused"]["chosen"] == told["reused"]["reported"]
+    assert call(f"{balancer.url}/workers")[2]["counters"]["routed"] == 6
+    assert shadow.stop() == 0
+    page = report.read_text()
+    assert page.startswith("<!doctype html>")
+    assert "What switching gives" in page
+    assert "Nothing was compared" not in page
+    assert not re.search(r"<(?:script|link|img|iframe)|src=|url\(|@import", page), "one file, nothing from elsewhere"
+
+
+def test_a_balancer_that_is_gone_is_said_to_be_and_no_worker_is_blamed(start: Any, engines: list[str]) -> None:
+    shadow = start("shadow", "--pass-to", "http://127.0.0.1:9", *engines)
+    status, _, body = call(ready(shadow) + CHAT, {"messages": [{"role": "user", "content": "Hello"}]})
+    assert status == 502
+    assert "the balancer did not answer" in body["error"]["message"]
+    assert [worker["state"] for worker in call(f"{shadow.url}/workers")[2]["workers"]] == ["up", "up"]
+
+
+def test_copies_are_answered_with_nothing_and_placed_by_events(start: Any, engines: list[str]) -> None:
+    balancer = start("run", "--policy", "round_robin", *engines)
+    shadow = start("shadow", *engines)
+    url = ready(shadow)
+    talk(ready(balancer), "mirrored", 4, also=url)
+    told = shadowed(shadow, 4)
+    assert told["lost"]["routing"] > 0
+    assert told["balancer"] is None
+
+
+def test_a_log_of_bodies_is_enough(start: Any, engines: list[str], tmp_path: Path) -> None:
+    system = {"role": "system", "content": "You are brief. " * 60}
+    lines = []
+    for i in range(12):
+        body = {"messages": [system, {"role": "user", "content": f"{i % 3}: who are you? " * 10}], "max_tokens": 8}
+        told = {"at": 2.0 * i, "worker": engines[i % 2], "ttft_s": 0.02, "seconds": 0.05, "output_tokens": 8}
+        lines.append(json.dumps({"body": body, **told} if i % 2 else body))
+    log, report = tmp_path / "bodies.jsonl", tmp_path / "report.json"
+    log.write_text("\n".join(lines))
+    shadow = start("shadow", "--log", str(log), "--report", str(report), "--warm-share", "0", *engines)
+    assert shadow.process.wait(60) == 0, shadow.log()
+    found = json.loads(report.read_text())["comparison"]
+    assert found["requests"] == 12
+    assert found["saved"]["computed_tokens"] > 0
+
+
+def test_a_line_that_cannot_be_read_is_named(start: Any, engines: list[str], tmp_path: Path) -> None:
+    log = tmp_path / "bodies.jsonl"
+    log.write_text('{"prompt": "a"}\n[1]\n')
+    shadow = start("shadow", "--log", str(log), *engines)
+    assert shadow.process.wait(60) == 2
+    assert f"{log}, line 2: Expected `object`, got `array`" in shadow.log()
