@@ -35,10 +35,10 @@ from router.http.connection import ClientConnection
 from router.http.request import HttpRequest
 from router.http.response import ResponseHead
 from router.http.routes import Answer
-from router.prompting.reader import Read
+from router.prompting.reader import PromptRead
 from router.shadow.log import read
 from router.shadow.recorder import Recorder
-from router.shadow.report import Report, page
+from router.shadow.report import Findings, page
 from router.shadow.what_if import Comparison, compare
 
 log = logging.getLogger("router")
@@ -71,7 +71,7 @@ class ShadowApp(RouterApp):
         assert isinstance(exchange, Passed)
         exchange.pass_on()
 
-    def _place(self, exchange: Exchange, tenant: str, asked: Asked, read: Read) -> None:
+    def _place(self, exchange: Exchange, tenant: str, asked: Asked, read: PromptRead) -> None:
         assert isinstance(exchange, Passed)
         exchange.asked = asked
         super()._place(exchange, tenant, asked, read)
@@ -250,9 +250,9 @@ class ShadowProcess(RouterProcess):
     def _warming(self, count: int) -> int:
         return min(int(count * self._shadow.warm_share), count - 1)
 
-    def _report(self) -> Report:
+    def _report(self) -> Findings:
         """What is known now."""
-        return Report(
+        return Findings(
             version=self._version,
             since=self._since,
             until=time.time(),

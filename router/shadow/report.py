@@ -24,7 +24,7 @@ COLOURS = {"workload": "#b36b00", "routing": "#b3261e", "index": "#5b4bb3"}
 WIDTH, HEIGHT = 640, 180
 
 
-class Report(msgspec.Struct):
+class Findings(msgspec.Struct):
     """All there is to tell."""
 
     version: str
@@ -72,13 +72,13 @@ def prefill_rate(found: Comparison | None) -> float | None:
     return sum(steps.prefill_s_per_token for steps in found.steps.values()) / len(found.steps)
 
 
-def page(report: Report) -> bytes:
+def page(report: Findings) -> bytes:
     """The whole page, UTF-8."""
     parts = [_head(report), _saved(report), _lost(report), _plots(report), _workers(report), _notes(report)]
     return "".join(parts).encode()
 
 
-def _head(report: Report) -> str:
+def _head(report: Findings) -> str:
     clock = f"{_clock(report.since)} to {_clock(report.until)} UTC"
     where = f"passed to {escape(report.balancer)}" if report.balancer else "copies"
     counts = ", ".join(f"{number:,} {escape(name)}" for name, number in sorted(report.requests.items()))
@@ -89,7 +89,7 @@ def _head(report: Report) -> str:
     )
 
 
-def _saved(report: Report) -> str:
+def _saved(report: Findings) -> str:
     found = report.comparison
     if found is None:
         return f"<p class=warn>Nothing was compared yet. {escape(report.problem or 'Too few requests.')}</p>"
@@ -116,7 +116,7 @@ def _saved(report: Report) -> str:
     )
 
 
-def _lost(report: Report) -> str:
+def _lost(report: Findings) -> str:
     rows = [
         (part, f"{tokens:,}", f"{report.lost_s[part]:,.1f} s" if part in report.lost_s else "-")
         for part, tokens in report.lost.items()
@@ -139,7 +139,7 @@ def _lost(report: Report) -> str:
     )  # fmt: skip
 
 
-def _plots(report: Report) -> str:
+def _plots(report: Findings) -> str:
     found = report.comparison
     curves = ""
     if found is not None and found.quantiles:
@@ -150,7 +150,7 @@ def _plots(report: Report) -> str:
     return curves + "<h2>Lost tokens over time</h2>" + _course(report.course)
 
 
-def _workers(report: Report) -> str:
+def _workers(report: Findings) -> str:
     steps = report.comparison.steps if report.comparison is not None else {}
     rows = []
     for engine in report.workers:
@@ -162,7 +162,7 @@ def _workers(report: Report) -> str:
     return "<h2>Workers</h2>" + _table(("worker", "cache, tokens", "a prefill token", "a step"), rows)
 
 
-def _notes(report: Report) -> str:
+def _notes(report: Findings) -> str:
     return (
         "<h2>How this was found</h2><p>The requests are played twice on engines as fast as yours were seen to be: "
         "where they went, and where router run would have sent them. What was measured is scaled by their ratio. "
