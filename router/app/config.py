@@ -20,8 +20,8 @@ from router.fleet.lists import read_workers_file
 from router.fleet.members import FleetConfig
 from router.picker.config import PickerConfig
 from router.prompting.config import PoolConfig
-from router.sharing.config import SharingConfig
 from router.shadow.config import ShadowConfig
+from router.sharing.config import SharingConfig
 from router.turns.config import TurnsConfig
 
 Part = Annotated[float, Meta(ge=0, le=1, title="SHARE")]

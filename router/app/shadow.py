@@ -151,9 +151,11 @@ class ShadowProcess(RouterProcess):
                         self._recorder.counts["unread"] += 1
                         continue
                     route = self._reading.route_request(asked, ids.ids, "", 0.0)
-                    worker = names[self._recorder.counts["placed"] % len(names)]
                     if line.worker is not None:
                         worker = self._named(line.worker) or ""
+                    else:
+                        worker = names[self._recorder.counts["dealt"] % len(names)]
+                        self._recorder.counts["dealt"] += 1
                     if route.token_ids is None or not worker:
                         self._recorder.counts["unread" if worker else "unplaced"] += 1
                         continue
