@@ -217,6 +217,10 @@ def _messages(request: CountRequest, merges: bool) -> list[Message]:
             made.append({"role": turn.role, "content": turn.content})
         else:
             _add_turn(made, turn.role, turn.content)
+    if not made:
+        raise RequestError(
+            "messages: none of them says anything, expected a text, a call or a result", param="messages"
+        )
     return made
 
 

@@ -19,7 +19,7 @@ from engine.config import __version__
 from engine.http.routes import DetokenizeBody, TokenizeChat, TokenizePrompt
 from events.sources import EventSource, GroupInfo
 from prompts import ChatRequest, CompletionRequest, openapi
-from prompts.anthropic import CountRequest, MessageBlock, MessagesRequest, Role
+from prompts.anthropic import CountRequest, MessageBlock, MessagesRequest, OutputConfig, Role
 from prompts.openapi import Operation
 from prompts.responses import ResponsesRequest
 from prompts.schemas import COUNT_MAX, TokenIdField
@@ -116,6 +116,10 @@ _COMMON = {
         PlainFormat | None, Meta(description="Also json_schema and structural_tag, as far as they can be followed.")
     ],
     "best_of": Annotated[None, Meta(description="Accepted where it equals n.")],
+    "truncate_prompt_tokens": Annotated[
+        Annotated[int, Meta(ge=-1, le=COUNT_MAX)] | None,
+        Meta(extra_json_schema={"not": {"const": 0}}, description="At most the context's length."),
+    ],
     "use_beam_search": Annotated[bool | None, Meta(extra_json_schema={"enum": [False, None]})],
     **dict.fromkeys(
         ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "allowed_token_ids",
@@ -159,7 +163,7 @@ _CHOICE = msgspec.defstruct("ToolChoice", [("type", Literal["auto", "none"])])
 _MESSAGES_FIELDS: dict[str, Any] = {
     "messages": Annotated[list[_TURN], Meta(min_length=1)],  # type: ignore[valid-type]
     "tool_choice": _CHOICE | None,
-    "output_config": Annotated[dict[str, Any], Meta(max_length=0)] | None,
+    "output_config": _narrowed(OutputConfig, {"format": None}) | None,
 }
 _MESSAGES_BODY = _narrowed(MessagesRequest, _MESSAGES_FIELDS)
 _COUNT_BODY = _narrowed(CountRequest, _MESSAGES_FIELDS)

@@ -113,6 +113,7 @@ def test_choices_efforts_and_formats() -> None:
     ("fields", "words"),
     [
         ({"messages": []}, "messages: got an empty array"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages: none of them says anything"),
         ({"max_tokens": 0}, "max_tokens: got 0"),
         ({"messages": [{"role": "bob", "content": ""}]}, 'messages[0].role: got "bob", expected one of assistant, sys'),
         ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, 'messages[0].content[0].type: got "x"'),
