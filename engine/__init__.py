@@ -1,3 +1,4 @@
+# A package of the distribution blockcast: options/entry.py looks for this line.
 """The engine: runs a language model behind an OpenAI-compatible API and publishes what its prefix cache holds.
 
 `engine serve` is the server; `LLM` is the same engine in this process, for offline use.

@@ -1,3 +1,4 @@
+# A package of the distribution blockcast: options/entry.py looks for this line.
 """KV cache events: the wire format that engine and router share. docs/wire-format.md describes every byte.
 
 What is imported here is what others may use.

@@ -1,3 +1,4 @@
+# A package of the distribution blockcast: options/entry.py looks for this line.
 """A fleet of workers and routers on Ray: started, placed, restarted, replaced and scaled.
 
 Ray carries none of the requests and none of the events: workers and routers are native processes that know each other

@@ -1,3 +1,4 @@
+# A package of the distribution blockcast: options/entry.py looks for this line.
 """Attention, state-space and norm operations behind one interface: `select(device)` gives the backend to use.
 
 Ground: imports nothing of ours. See `kernels.interface` for shapes and invariants.

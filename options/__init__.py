@@ -1,3 +1,4 @@
+# A package of the distribution blockcast: options/entry.py looks for this line.
 """What a program can be told: from the fields of its configuration classes come files, environment, flags and docs."""
 
 from options.fields import FILE, FOLDER, ROOT, SECRET, Flag, Key, Option, Schema, Seconds, check

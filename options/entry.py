@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 
 
+MARK = b"# A package of the distribution blockcast:"
+"""How each of our packages begins."""
+
+
 def shadowed(names: tuple[str, ...]) -> str | None:
     """What is wrong with the import path, in one line; None where all `names`, packages that stand beside this one, are
     ours. Other distributions have packages of these names."""
@@ -24,6 +28,11 @@ def shadowed(names: tuple[str, ...]) -> str | None:
         if found != expected:
             return (
                 f"the package `{name}` is shadowed: {found} is imported instead of {expected}; "
+                "install blockcast into an environment of its own"
+            )
+        if not expected.read_bytes().startswith(MARK):
+            return (
+                f"the package `{name}` was overwritten: {expected} is another distribution's; "
                 "install blockcast into an environment of its own"
             )
     return None

@@ -1,3 +1,4 @@
+# A package of the distribution blockcast: options/entry.py looks for this line.
 """OpenAI request bodies to token ids: schemas, chat template, exact segment-cached tokenizing.
 
 The same code runs in the engine and in the router, so that both always get identical ids. Imports nothing of ours and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 from pathlib import Path
@@ -232,3 +233,26 @@ def test_a_shadowed_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert problem is not None
     assert str(foreign) in problem
     assert str(ROOT / "events") in problem
+
+
+def test_a_package_that_another_distribution_overwrote_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place: same folder, same name, another's words. Every package of ours begins with the mark."""
+    settings = (ROOT / "pyproject.toml").read_text()
+    names = re.search(r"^wheel.packages = \[(.*)\]$", settings, re.MULTILINE)
+    assert names is not None
+    packages = tuple(name.strip(' "') for name in names[1].split(","))
+    for package in packages:
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text((ROOT / package / "__init__.py").read_text())
+    monkeypatch.setattr("options.entry.__file__", str(tmp_path / "options" / "entry.py"))
+    monkeypatch.setattr(sys, "meta_path", [BuiltinImporter, FrozenImporter, PathFinder])
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    for package in packages:
+        monkeypatch.delitem(sys.modules, package, raising=False)
+    assert shadowed(packages) is None
+    (tmp_path / "kernels" / "__init__.py").write_text("# Kernels from a hub.")
+    problem = shadowed(packages)
+    assert problem is not None
+    assert f"the package `kernels` was overwritten: {tmp_path / 'kernels' / '__init__.py'} is another" in problem

@@ -189,3 +189,50 @@ def test_commands_that_are_started_are_understood() -> None:
         known = {option for parameter in group.commands[command].params for option in parameter.opts}
         assert {word for word in words if word.startswith("--")} <= known, (program, words)
     assert count == 7
+
+
+CHARTS = {
+    "a Service that is there": {"router": {"workers": "service/vllm", "replicas": 3, "adminKeySecret": "router-key"}},
+    "engines of its own": {
+        "router": {"args": ["--policy=kv"]},
+        "engines": {"replicas": 2, "model": "/models/qwen3-0.6b", "modelClaim": "models", "args": ["--seed=1"]},
+    },
+}
+
+
+@pytest.mark.parametrize("values", CHARTS.values(), ids=CHARTS.keys())
+def test_helm_renders_what_kubernetes_and_the_programs_take(values: dict[str, Any]) -> None:
+    """Helm's own library renders it; Kubernetes' schemas and our command lines judge what comes out."""
+    helm = pytest.importorskip("helm_python", reason="pip install '.[live]'")
+    validate = pytest.importorskip("kubernetes_validate", reason="pip install '.[live]'")
+    found = helm.lint(DEPLOY / "helm" / "blockcast", values, strict=True)
+    assert not [one for one in found["messages"] if one["severity"] > 1], found
+    with helm.Chart.load(DEPLOY / "helm" / "blockcast") as chart:
+        rendered = chart.render(values, name="llm", namespace="serving")
+    documents = [d for text in rendered.values() for d in yaml.safe_load_all(text) if d]
+    for document in documents:
+        validate.validate(document, "1.34", strict=True)
+    named = {(document["kind"], document["metadata"]["name"]): document for document in documents}
+    (container,) = named["StatefulSet", "llm-router"]["spec"]["template"]["spec"]["containers"]
+    context = router.commands["run"].make_context("run", list(container["args"]))  # type: ignore[attr-defined]
+    config = load_given(SCHEMA, {**context.params, "workers": ()}).config
+    assert len(config.peers) == named["StatefulSet", "llm-router"]["spec"]["replicas"]
+    engines = values.get("engines")
+    assert config.kubernetes == ("service/llm-engines" if engines else "service/vllm",)
+    if engines is None:
+        assert container["env"][0]["name"] == "ROUTER_ADMIN_API_KEY"
+        assert ("Deployment", "llm-engines") not in named
+        return
+    (container,) = named["Deployment", "llm-engines"]["spec"]["template"]["spec"]["containers"]
+    assert container["args"][0] == engines["model"]
+    engine.commands["serve"].make_context("serve", list(container["args"]))  # type: ignore[attr-defined]
+    assert named["Service", "llm-engines"]["spec"]["selector"] == {"app": "llm-engines"}
+
+
+def test_helm_says_what_is_missing_or_wrong() -> None:
+    helm = pytest.importorskip("helm_python", reason="pip install '.[live]'")
+    with helm.Chart.load(DEPLOY / "helm" / "blockcast") as chart:
+        with pytest.raises(helm.HelmError, match="nobody to route to"):
+            chart.render({}, name="llm", namespace="serving")
+        with pytest.raises(helm.HelmError, match="replica"):
+            chart.render({"router": {"workers": "service/vllm", "replica": 1}}, name="llm", namespace="serving")
