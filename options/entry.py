@@ -7,7 +7,6 @@ import importlib.util
 import sys
 from pathlib import Path
 
-
 MARK = b"# A package of the distribution blockcast:"
 """How each of our packages begins."""
 
