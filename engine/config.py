@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from events.config import KVEventsConfig, rank_endpoint
-from options import FOLDER, ROOT, SECRET, Flag, Key, Schema, Seconds, Size, check
+from options import FILE, FOLDER, ROOT, SECRET, Flag, Key, Schema, Seconds, Size, check
 
 __version__ = "0.1.0"
 
@@ -111,6 +111,15 @@ class ServerConfig:
     api_keys: Annotated[tuple[Key, ...], SECRET, Flag("--api-key", metavar="KEY", env="ENGINE_API_KEY"),
         "Require Authorization: Bearer KEY (or x-api-key). May be repeated; or set ENGINE_API_KEY."] = field(
         default=(), repr=False)
+    tls_cert: Annotated[str | None, FILE, Flag("--tls-cert", "--ssl-certfile", metavar="FILE"),
+        "PEM; with --tls-key: HTTPS."] = None
+    tls_key: Annotated[str | None, FILE, Flag("--tls-key", "--ssl-keyfile", metavar="FILE"),
+        "PEM; of --tls-cert."] = None
+    tls_client_ca: Annotated[str | None, FILE, Flag("--tls-client-ca", "--ssl-ca-certs", metavar="FILE"),
+        "PEM; clients must bring a certificate that one of these has signed."] = None
+    sleep_mode: Annotated[bool, Flag("--enable-sleep-mode/--no-sleep-mode"),
+        "Serve /sleep, /wake_up, /is_sleeping and /collective_rpc (reload_weights), as vLLM does: for whoever may send "
+        "requests (docs/weights.md)."] = False
     chat_template: Annotated[str | None, Flag(metavar="FILE"),
         "Jinja template (or its text) instead of the model's own."] = None
     tool_call_parser: Annotated[CallParserName, Flag(),

@@ -85,6 +85,14 @@ class Executor:
     """As `SchedulerConfig` has it."""
     unconstrained: str | None = None
     """Why no answer can be made to match anything; None: it can."""
+    sleep: Callable[[int], None] = lambda level: None
+    """Give memory back, while nothing runs: 1 the cache's, and the device's of the weights; 2 the weights too. Raises
+    ValueError where that cannot be. What was cached is gone."""
+    wake: Callable[[], None] = lambda: None
+    """Take it again, and load dropped weights. Raises ValueErrors, OSError, MemoryError; it sleeps on then."""
+    reload: Callable[[str | None], None] = lambda path: None
+    """Compute with the weights of this checkpoint's folder, or None: of the last one, from now on. Raises as `wake`;
+    the weights are then the old ones."""
 
 
 class Lateness(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,9 +21,10 @@ from engine.execution.sizing import (
 )
 from engine.grammars import Grammars
 from engine.model_files import locate
-from engine.models import HfConfig, Shard, build_model
-from engine.models.loader import load_model
+from engine.models import CausalLM, HfConfig, Shard, build_model
+from engine.models.loader import load_model, load_weights, reload_weights
 from kernels.cpu.packed import multiplies_in_hardware
+from options import ConfigError
 
 if TYPE_CHECKING:
     from engine.execution.runner import ModelRunner
@@ -92,8 +93,12 @@ def _load(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor
         if leader is not None:
             leader.close()
 
+    loaded = LoadedModel(config, model, folder, dtype, device, made)
     return Executor(
         spec=spec,
+        sleep=loaded.sleep,
+        wake=loaded.wake,
+        reload=loaded.reload,
         unit_count=unit_count,
         max_model_len=max_model_len,
         vocab_size=model.config.vocab_size,
@@ -109,6 +114,53 @@ def _load(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor
         overlap=overlaps(config, device),
         enough_prompt_tokens=_enough_prompt_tokens(device, dtype),
     )
+
+
+class LoadedModel:
+    """The weights and the pool of one device, which can be given back, taken again, and be others."""
+
+    def __init__(
+        self, config: EngineConfig, model: CausalLM, folder: Path, dtype: torch.dtype, device: torch.device,
+        made: list[ModelRunner],
+    ) -> None:  # fmt: skip
+        """`folder`: of the weights. `made`: the runner, once it is there."""
+        self._config, self._model, self._folder = config, model, folder
+        self._dtype, self._device, self._made = dtype, device, made
+        self._level = 0
+
+    def _check(self, what: str) -> None:
+        if self._config.tensor_parallel_size > 1:
+            raise ConfigError(f"not with --tensor-parallel-size {self._config.tensor_parallel_size}: one rank only")
+        if what == "sleep" and self._made[0].records:
+            raise ConfigError("decode steps are recorded: start with --enforce-eager")
+
+    def sleep(self, level: int) -> None:
+        """Raises ConfigError."""
+        self._check("sleep")
+        self._made[0].free_pool()
+        for weight in self._model.weights:
+            if level == 2:
+                weight.drop()
+            elif self._device.type != "cpu":
+                weight.move(torch.device("cpu"))
+        self._level = level
+
+    def wake(self) -> None:
+        """Raises ModelError, OSError, RuntimeError."""
+        if self._level == 2:
+            load_weights(self._model, self._folder, self._dtype, self._device)
+        else:
+            for weight in self._model.weights:
+                weight.move(self._device)
+        self._made[0].take_pool()
+        self._level = 0
+
+    def reload(self, path: str | None) -> None:
+        """Raises ConfigError, ModelError, OSError, RuntimeError."""
+        self._check("reload")
+        folder = self._folder if path is None else locate(path)[1]
+        reload_weights(self._model, folder, self._dtype, self._device)
+        self._folder = folder
 
 
 def _enough_prompt_tokens(device: torch.device, dtype: torch.dtype) -> int | None:

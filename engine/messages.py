@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from typing import Literal
 
 import msgspec
 
@@ -57,7 +58,18 @@ class ResetPrefixCache(msgspec.Struct, tag="reset", array_like=True, frozen=True
     call_id: int
 
 
-Command = Add | Abort | ResetPrefixCache
+class ChangeWeights(msgspec.Struct, tag="change", array_like=True, frozen=True):
+    """To be done while nothing runs."""
+
+    call_id: int
+    what: Literal["sleep", "wake", "reload"]
+    level: int = 1
+    """Of sleep: 1 keeps the weights, 2 drops them too."""
+    path: str | None = None
+    """Of reload: a checkpoint's folder; None: the one that was loaded last."""
+
+
+Command = Add | Abort | ResetPrefixCache | ChangeWeights
 
 
 # core -> HTTP
@@ -80,11 +92,13 @@ class Outputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
     """With `stats`, where steps are simulated."""
 
 
-class ResetDone(msgspec.Struct, tag="reset_done", array_like=True, frozen=True):
+class Done(msgspec.Struct, tag="done", array_like=True, frozen=True):
     call_id: int
+    error: str | None = None
+    """Why nothing was done."""
 
 
-Report = Ready | Failed | Outputs | ResetDone
+Report = Ready | Failed | Outputs | Done
 
 
 def frame(payload: bytes) -> bytes:

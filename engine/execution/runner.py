@@ -137,6 +137,20 @@ class ModelRunner:
                 capture=capture,
             )
 
+    @property
+    def records(self) -> bool:
+        """Decode steps are recorded: they read and write where the pool and the weights were then."""
+        return self._graphs is not None
+
+    def free_pool(self) -> None:
+        """Give the pool's memory back. No step may be out, and none may come before `take_pool`."""
+        self._seats.clear()
+        self._buffer.untyped_storage().resize_(0)
+
+    def take_pool(self) -> None:
+        """Have a pool again, in which nothing is. Raises RuntimeError where there is no memory for it."""
+        self._buffer.untyped_storage().resize_(self._buffer.numel())
+
     _wanted_rows = staticmethod(wanted_rows)
 
     def execute(self, plan: StepPlan) -> StepResult:

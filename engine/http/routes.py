@@ -15,7 +15,7 @@ from engine.api.responses import DeletedResponse
 from engine.config import __version__
 from engine.http.apart import Work
 from engine.http.generate import STATE
-from engine.http.state import not_running, unavailable
+from engine.http.state import ASLEEP, not_running, unavailable
 from events.sources import encode_sources
 from prompts import RequestError, Tokenizer, bad_value, check_supported
 from prompts.schemas import Message, TokenIdField, decode_json, parse_chat
@@ -75,6 +75,8 @@ async def health(request: web.Request) -> web.Response:
         raise not_running(state.client.dead)
     if state.draining:
         raise unavailable("the server is shutting down")
+    if state.asleep:
+        raise unavailable(ASLEEP)
     return web.Response()
 
 

@@ -21,6 +21,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from engine.config import EngineConfig, ServerConfig, is_loopback
+from engine.http import weights
 from engine.http.generate import STATE, chat_completions, completions, messages, responses
 from engine.http.openapi import document
 from engine.http.routes import (
@@ -43,6 +44,7 @@ from engine.http.routes import (
 from engine.http.state import RETRY_AFTER_S, ServerState, not_running
 from engine.messages import CoreInfo
 from engine.process.client import EngineClient, EngineDead
+from options.tls import server_context
 from prompts import RequestError, Tokenizer, TokenizerError
 
 log = logging.getLogger("engine.server")
@@ -81,6 +83,11 @@ def build_app(state: ServerState) -> web.Application:
     app.router.add_get("/kv_cache/groups", kv_cache_groups)
     app.router.add_get("/sampled", sampled)
     app.router.add_post("/reset_prefix_cache", reset_prefix_cache)
+    if state.config.sleep_mode:
+        app.router.add_post("/sleep", weights.sleep)
+        app.router.add_post("/wake_up", weights.wake_up)
+        app.router.add_get("/is_sleeping", weights.is_sleeping)
+        app.router.add_post("/collective_rpc", weights.collective_rpc)
     app.router.add_post("/tokenize", tokenize)
     app.router.add_post("/detokenize", detokenize)
     app.router.add_get("/openapi.json", openapi_json)
@@ -159,6 +166,7 @@ class Server:
         """Resolved to None by a signal, to the reason by the core's death."""
         self._signals = 0
         self._hurry = asyncio.Event()
+        self._tls = server_context(config.tls_cert, config.tls_key, config.tls_client_ca)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -199,7 +207,7 @@ class Server:
             max_field_size=16384,
         )
         await runner.setup()
-        await web.SockSite(runner, listener, backlog=2048).start()
+        await web.SockSite(runner, listener, backlog=2048, ssl_context=self._tls).start()
         announce(self._engine_config, self._config, state, listener)
         reason = await self._stop
         if reason is None:
@@ -279,7 +287,8 @@ def announce(engine_config: EngineConfig, config: ServerConfig, state: ServerSta
         print("reach     from this machine only (--host 0.0.0.0 opens the API and the events)")
     elif not config.api_keys:
         print("reach     the network, without an API key (--api-key, or keep the network private)")
-    print(f"ready     http://{shown}:{port}", flush=True)
+    scheme = "http" if config.tls_cert is None else "https"
+    print(f"ready     {scheme}://{shown}:{port}", flush=True)
 
 
 def _fail(message: str) -> int:

@@ -30,6 +30,7 @@ from prompts import RequestError, Tokenizer, bad_value
 from prompts.errors import show
 
 RETRY_AFTER_S = 1
+ASLEEP = "the engine sleeps, or is given other weights"
 
 
 class ServerState:
@@ -63,6 +64,9 @@ class ServerState:
         self.page = MetricsPage(self.metrics, client, info, self.names[0], self.sampled.book)
         self.created = int(time.time())
         self.draining = False
+        self.asleep = False
+        """Or about to be, or to have other weights: nothing new is taken in."""
+        self.changing = asyncio.Lock()
         self.active = 0
         """Completion requests being answered."""
         self._entering = 0
@@ -119,6 +123,8 @@ class ServerState:
             raise not_running(self.client.dead)
         if self.draining:
             raise unavailable("the server is shutting down")
+        if self.asleep:
+            raise unavailable(ASLEEP)
         limit, inside = self.config.max_queue, self.client.in_flight + self._entering
         if limit and inside + more > limit:
             raise RequestError(

@@ -82,6 +82,21 @@ def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torc
         weight.pack()
 
 
+def reload_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    """Fill a loaded model's weights from another checkpoint of the same shapes: all of it, or an error and nothing.
+
+    For a moment both are in memory. Raises ModelError.
+    """
+    twin = build_model(HfConfig.read(folder), None)
+    if type(twin) is not type(model) or twin.config != model.config:
+        raise ModelError(
+            f"{folder}: expected a checkpoint of the same architecture and shapes as the one that is served"
+        )
+    load_weights(twin, folder, dtype, device)
+    for own, new in zip(model.weights, twin.weights, strict=True):
+        own.adopt(new)
+
+
 def _shards(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if index.exists():

@@ -64,6 +64,24 @@ class Weight:
         if self._packed is not None and not self.looked_up:
             self._tensor = None
 
+    def adopt(self, other: Weight) -> None:
+        """Take the values of a weight of the same shape, which is used up: on a GPU in place, as recorded steps read
+        it there."""
+        assert self.shape == other.shape
+        if self._tensor is not None and self._tensor.device.type != "cpu":
+            self._tensor.copy_(other.tensor)
+        else:
+            self._tensor, self._packed = other._tensor, other._packed
+
+    def move(self, device: torch.device) -> None:
+        """To the memory of another device."""
+        if self._tensor is not None:
+            self._tensor = self._tensor.to(device)
+
+    def drop(self) -> None:
+        """Until it is loaded again."""
+        self._tensor = self._packed = None
+
     def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x @ W^T + bias. x: [tokens, inputs]."""
         if self._packed is not None:

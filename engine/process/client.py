@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Literal, cast
 
 import msgspec
 
@@ -22,13 +22,14 @@ from engine.core import EngineStats, Lateness
 from engine.messages import (
     Abort,
     Add,
+    ChangeWeights,
     Command,
     CoreInfo,
+    Done,
     FrameReader,
     Outputs,
     Ready,
     Report,
-    ResetDone,
     ResetPrefixCache,
     frame,
 )
@@ -129,7 +130,7 @@ class EngineClient(asyncio.Protocol):
         self._encoder = msgspec.msgpack.Encoder()
         self._transport: asyncio.Transport | None = None
         self._streams: dict[str, OutputStream] = {}
-        self._resets: dict[int, asyncio.Future[None]] = {}
+        self._calls_out: dict[int, asyncio.Future[str | None]] = {}
         self._calls = 0
         self._ready: asyncio.Future[CoreInfo] = asyncio.get_running_loop().create_future()
         self._closing = False
@@ -183,16 +184,28 @@ class EngineClient(asyncio.Protocol):
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running sequences keep what they hold."""
+        await self._call(ResetPrefixCache)
+
+    async def change(
+        self, what: Literal["sleep", "wake", "reload"], *, level: int = 1, path: str | None = None
+    ) -> None:
+        """Sleep, wake up or load other weights. Raises ValueError with the reason where that cannot be."""
+        error = await self._call(lambda call_id: ChangeWeights(call_id, what, level, path))
+        if error is not None:
+            raise ValueError(error)
+
+    async def _call(self, command: Callable[[int], Command]) -> str | None:
         if self.dead is not None:
             raise EngineDead(self.dead)
         self._calls += 1
         call_id = self._calls
-        future = self._resets[call_id] = asyncio.get_running_loop().create_future()
-        self._send(ResetPrefixCache(call_id))
+        future: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._calls_out[call_id] = future
+        self._send(command(call_id))
         try:
-            await future
+            return await future
         finally:
-            self._resets.pop(call_id, None)
+            self._calls_out.pop(call_id, None)
 
     async def close(self, timeout_s: float = 5.0) -> None:
         """End the core process; after `timeout_s` by force."""
@@ -218,10 +231,10 @@ class EngineClient(asyncio.Protocol):
                 self._take_outputs(report)
             elif isinstance(report, Ready):
                 self._ready.set_result(report.info)
-            elif isinstance(report, ResetDone):
-                future = self._resets.get(report.call_id)
+            elif isinstance(report, Done):
+                future = self._calls_out.get(report.call_id)
                 if future is not None and not future.done():
-                    future.set_result(None)
+                    future.set_result(report.error)
             else:
                 self._die(report.message)
 
@@ -259,7 +272,7 @@ class EngineClient(asyncio.Protocol):
         for stream in set(self._streams.values()):
             stream.fail(error)
         self._streams.clear()
-        for future in self._resets.values():
+        for future in self._calls_out.values():
             if not future.done():
                 future.set_exception(error)
         self._on_death(self.dead)

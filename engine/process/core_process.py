@@ -25,7 +25,7 @@ import msgspec
 
 from engine.assembly import Assembled, assemble
 from engine.config import EngineConfig
-from engine.messages import Abort, Add, Command, Failed, FrameReader, Outputs, Ready, Report, ResetDone, frame
+from engine.messages import Abort, Add, ChangeWeights, Command, Done, Failed, FrameReader, Outputs, Ready, Report, frame
 from engine.types import FinishReason, RunnerLost, SequenceOutput
 from options.logs import configure_logging
 
@@ -101,6 +101,9 @@ class CoreLoop:
 
     def __init__(self, assembled: Assembled, link: CoreSocket, *, check_invariants: bool = False) -> None:
         self._core = assembled.core
+        self._executor = assembled.executor
+        self._asleep: int | None = None
+        """How deeply."""
         self._lateness = assembled.executor.lateness
         self._publisher = assembled.publisher
         self._link = link
@@ -149,9 +152,31 @@ class CoreLoop:
                     self._refused.append(refusal)
         elif isinstance(command, Abort):
             self._core.abort(command.request_ids)
+        elif isinstance(command, ChangeWeights):
+            self._link.send(Done(command.call_id, self._change(command)))
         else:
             self._core.reset_prefix_cache()
-            self._link.send(ResetDone(command.call_id))
+            self._link.send(Done(command.call_id))
+
+    def _change(self, change: ChangeWeights) -> str | None:
+        """Why it was not done, or None."""
+        if self._core.has_work:
+            return f"{change.what}: sequences are running"
+        if (self._asleep is None) == (change.what == "wake"):
+            return f"{change.what}: the engine is {'awake' if self._asleep is None else 'asleep'}"
+        try:
+            if change.what == "sleep":
+                self._executor.sleep(change.level)
+                self._asleep = change.level
+            elif change.what == "wake":
+                self._executor.wake()
+                self._asleep = None
+            else:
+                self._executor.reload(change.path)
+        except (ValueError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: of a device without memory
+            return f"{change.what}: {error}"
+        self._core.reset_prefix_cache()  # what was computed by other weights, or lay where nothing lies now
+        return None
 
 
 def main(fd: int) -> int:

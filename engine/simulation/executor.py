@@ -68,8 +68,15 @@ def load(config: EngineConfig, folder: Path) -> Executor:
         close=close,
         watch=lambda lost: None,
         lateness=lambda: runners[0].lateness if runners else None,
+        reload=_no_weights,
         unconstrained="a simulated engine (--simulate) says words that match nothing",
     )
+
+
+def _no_weights(path: str | None) -> None:
+    """A folder that is not there is one here too."""
+    if path is not None:
+        locate(path, weights=False)
 
 
 def _host_blocks(config: EngineConfig, spec: SimulationSpec) -> int:

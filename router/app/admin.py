@@ -30,6 +30,7 @@ from router.decide.messages import Refuse
 from router.decide.workers import CacheView, WorkerState
 from router.edge.reasons import Reasons, shown
 from router.fleet.members import Fleet
+from router.fleet.weights import Weights, WeightsOrder
 from router.http.request import HttpRequest
 from router.http.routes import Answer, Handler, Routes
 from router.index.protocol import IndexStats
@@ -67,6 +68,7 @@ class Admin:
         reasons: Reasons | None = None,
         keeping: Bookkeeping | None = None,
         aliases: Mapping[str, str] | None = None,
+        weights: Weights | None = None,
     ) -> None:
         """`keeping`: where a ledger outlives the router. `aliases`: other names of models."""
         self._core = core
@@ -87,6 +89,9 @@ class Admin:
         self._reasons = reasons
         self._keeping = keeping
         self._aliases = aliases or {}
+        self._weights = weights
+        if weights is not None and siblings is not None:
+            weights.drain, weights.running = self._drain_everywhere, self._running_everywhere
         self._knows = False
         self._started = int(time.time())
         self._started_s = now()
@@ -105,6 +110,7 @@ class Admin:
             ("DELETE", "/workers", self._remove, False),
             ("DELETE", "/workers/*", self._remove, False),
             ("POST", "/workers/*/drain", self._drain, False),
+            ("POST", "/weights", self._change_weights, False),
             ("POST", "/route", self._route, False),
             ("GET", "/requests/*", self._request, False),
             ("GET", "/ledger", self._ledger, False),
@@ -327,6 +333,31 @@ class Admin:
         log.info("admin: worker %s %s", worker_id, "drained" if on else "taken back")
         await self._pass_on(request)
         return Answer(msgspec.json.encode({"worker_id": worker_id, "draining": on}))
+
+    async def _change_weights(self, request: HttpRequest, _: str) -> Answer:
+        """Sleep, wake up, other weights, an empty cache, for one worker or all of them in turn."""
+        if self._weights is None:
+            raise RequestError("weights: not here", param=None, code="not_found", status=404)
+        try:
+            order = msgspec.convert(_object(request.body), WeightsOrder)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"the body: {error}", param=None) from None
+        if self._weights.busy:
+            raise RequestError("another change is under way", param=None, code="conflict", status=409)
+        workers = [*self._core.workers] if order.worker_id is None else [self._known(order.worker_id)]
+        outcomes = await self._weights.roll(order, workers)
+        done = all(outcome.done for outcome in outcomes)
+        return Answer(msgspec.json.encode({"workers": outcomes}), 200 if done else 502)
+
+    async def _drain_everywhere(self, worker_id: str, on: bool) -> None:
+        assert self._siblings is not None
+        await self._fleet.drain(worker_id, on=on)
+        await self._siblings.relay("POST", f"/workers/{worker_id}/drain", msgspec.json.encode({"on": on}))
+
+    async def _running_everywhere(self, worker_id: str) -> int:
+        sums = (await self._sums())[1].workers
+        targets = self._core.registry.targets_of(worker_id)
+        return sum(sums[one.name].prefilling + sums[one.name].decoding for one in targets if one.name in sums)
 
     def _known(self, name: str, *starting: str) -> str:
         """The id of the worker called `name`, an id or a URL; also of those that were never reached, if they count."""

@@ -55,6 +55,7 @@ from router.fleet.members import Fleet
 from router.fleet.peers import PeerLoads, PeerSockets
 from router.fleet.sampled import SampledFeed
 from router.fleet.snapshots import PeerClient, PeerRoutes, ask_seed
+from router.fleet.weights import Weights
 from router.http.budget import Budget
 from router.http.listener import Listener
 from router.http.request import HttpRequest
@@ -149,7 +150,7 @@ class RouterProcess:
         self._peers: PeerSockets | None = None
         self._picker: PickerServer | None = None
         self._loop = asyncio.get_running_loop()
-        self._swept_s = 0.0
+        self._swept_s = self._emptied_s = 0.0
         endpoint = config.otlp_endpoint
         self._tracing = None if endpoint is None else Tracing(endpoint, config.trace_share, version)
         self._fleet: Fleet
@@ -263,6 +264,7 @@ class RouterProcess:
             ready_s=config.edge.ready_s,
             reasons=self._reasons,
             keeping=self._keeping,
+            weights=Weights(self._core, self._fleet, session, headers, clear=self._feed.emptied_now),
             aliases=self._reading.names.aliases if self._reading.names is not None else {},
         )
         self._dashboard = Dashboard(self._core, proxy, self._prompts, self._admin.workers)
@@ -458,6 +460,10 @@ class RouterProcess:
     def _look_at_workers(self, now: float) -> None:
         self._metrics.keep_workers(self._core.workers)
         self._feed.events.revive()
+        for worker_id, at_s in list(self._feed.emptied.items()):  # another thread adds
+            if at_s > self._emptied_s:
+                self._core.emptied(worker_id, at_s)
+        self._emptied_s = now
         for worker_id in self._core.workers:
             self._core.watchdog.events(worker_id, self._feed.stored_blocks(worker_id))
         self._core.caches_seen({worker_id: self._feed.capacities(worker_id) for worker_id in self._core.workers})

@@ -119,6 +119,9 @@ class CacheBook:
         holder = target.holder
         for request_id in [request_id for request_id, pinned in self._pins.items() if pinned[0] == holder]:
             self._index.unpin(self._pins.pop(request_id)[1])
+        self._end_grace(holder)
+
+    def _end_grace(self, holder: HolderId) -> None:
         for _, pinned_to, pin in self._grace:
             if pinned_to == holder:
                 self._index.unpin(pin)
@@ -132,6 +135,15 @@ class CacheBook:
             history.clear()
         if target.ahead is not None:
             target.ahead.clear()
+
+    def emptied(self, target: Target, sent: Sequence[str]) -> None:
+        """Its cache was: neither do these requests, which were sent before, leave anything in it that can be found."""
+        self.lost(target)
+        self._end_grace(target.holder)
+        for request_id in sent:
+            pinned = self._pins.pop(request_id, None)
+            if pinned is not None:
+                self._index.unpin(pinned[1])
 
     # A request's life --------------------------------------------------------------------------------------------
     def ask(self, ids: Sequence[int], scope: Scope, tokens: int) -> AskedPrompt:

@@ -111,6 +111,12 @@ class RouterCore:
         self.registry.changed()
         return self._try_held(now)
 
+    def emptied(self, worker_id: str, at_s: float) -> None:
+        """The engine forgot all that was cached."""
+        for target in self.registry.targets_of(worker_id):
+            flights = self.tracker.requests.items()
+            self.book.emptied(target, [name for name, one in flights if one.target is target and one.routed_s <= at_s])
+
     def look(self, moved: Mapping[str, float], now: float) -> set[str]:
         """Notice workers that stand still: others are preferred to them until they move. See Stillness.look."""
         changed = self.stillness.look(moved, now)

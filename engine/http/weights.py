@@ -1,0 +1,80 @@
+"""Sleep, wake up, other weights: vLLM's routes, with `--enable-sleep-mode`. Knows nothing of what is slept with."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+import msgspec
+from aiohttp import web
+
+from engine.http.generate import STATE
+from engine.http.state import ServerState
+from prompts import RequestError, bad_value
+from prompts.schemas import decode_json
+
+
+class RpcBody(msgspec.Struct):
+    """A body of /collective_rpc."""
+
+    method: str
+    kwargs: dict[str, Any] = {}
+    args: list[Any] = []
+    timeout: float | None = None
+
+
+_rpc = msgspec.json.Decoder(RpcBody)
+
+
+async def sleep(request: web.Request) -> web.Response:
+    """`?level=1` gives the cache back, 2 the weights too. `?mode=wait`: what runs is finished before."""
+    state = request.app[STATE]
+    level, mode = request.query.get("level", "1"), request.query.get("mode", "wait")
+    if level not in ("1", "2"):
+        raise bad_value("level", level, "1 or 2")
+    if mode != "wait":
+        raise bad_value("mode", mode, "wait")
+    await asyncio.shield(_change(state, "sleep", asleep=True, level=int(level)))
+    return web.json_response({"status": "sleeping", "level": int(level)})
+
+
+async def wake_up(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    if "tags" in request.query:
+        raise bad_value("tags", request.query["tags"], "none: all wakes up at once")
+    await asyncio.shield(_change(state, "wake", asleep=False))
+    return web.json_response({"status": "awake", "tags": None})
+
+
+async def is_sleeping(request: web.Request) -> web.Response:
+    return web.json_response({"is_sleeping": request.app[STATE].asleep})
+
+
+async def collective_rpc(request: web.Request) -> web.Response:
+    """`{"method": "reload_weights", "kwargs": {"weights_path": FOLDER}}`; without a path, the folder of last time."""
+    state = request.app[STATE]
+    body: RpcBody = decode_json(_rpc, await state.body(request))
+    path = body.kwargs.get("weights_path")
+    if body.method != "reload_weights" or body.args:
+        raise bad_value("method", body.method, "reload_weights, without args")
+    if set(body.kwargs) - {"weights_path"} or not (path is None or isinstance(path, str)):
+        raise bad_value("kwargs", body.kwargs, '{"weights_path": FOLDER} or none')
+    if state.asleep:
+        raise RequestError("reload: the engine is asleep", param=None, code="conflict", status=409)
+    await asyncio.shield(_change(state, "reload", asleep=False, path=path))
+    return web.json_response({"results": [None]})
+
+
+async def _change(state: ServerState, what: Literal["sleep", "wake", "reload"], *, asleep: bool, **how: Any) -> None:
+    """While nothing new is taken in, and once what runs has ended; `asleep` after it. Where it fails all is as before.
+    Shielded by the caller: it is done to its end also where the client leaves."""
+    async with state.changing:
+        before, state.asleep = state.asleep, True
+        try:
+            await state.idle()
+            await state.client.change(what, **how)
+            before = asleep
+        except ValueError as error:
+            raise RequestError(str(error), param=None, code="conflict", status=409) from None
+        finally:
+            state.asleep = before
