@@ -23,6 +23,7 @@ from router.edge.proxy import Proxy
 from router.http.connection import ClientConnection
 from router.index.protocol import Scope
 from router.prompting.reader import PromptReader
+from router.turns.why import NO_LOSS, Why
 
 BEAT_S = 1.0
 POINT_S = 2.0
@@ -72,8 +73,20 @@ class Viewer:
 class Dashboard:
     """Collects while requests end, tells viewers once a second."""
 
-    def __init__(self, core: RouterCore, proxy: Proxy, prompts: PromptReader, workers: Callable[[], dict[str, Any]]):
+    def __init__(
+        self,
+        core: RouterCore,
+        proxy: Proxy,
+        prompts: PromptReader,
+        workers: Callable[[], dict[str, Any]],
+        *,
+        version: str = "",
+        why: Callable[[str], Why | None] = lambda name: None,
+    ) -> None:
+        """`why`: what is known of why a request's prompt was computed."""
         self._core = core
+        self._version, self._why = version, why
+        self._retried = 0
         self._proxy = proxy
         self._prompts = prompts
         self._workers = workers
@@ -83,7 +96,7 @@ class Dashboard:
         """Of these, what viewers were not told yet."""
         self._samples: deque[tuple[Scope, Sequence[int]]] = deque(maxlen=SAMPLES_MAX)
         """Prompts, for the tree of hot prefixes."""
-        self._points: deque[dict[str, float]] = deque(maxlen=POINTS_MAX)
+        self._points: deque[dict[str, float | None]] = deque(maxlen=POINTS_MAX)
         self._requests = self._failed = self._prompt = self._predicted = self._told_of = self._actual = 0
         self._ttft_s: list[float] = []
         self._next_point_s = 0.0
@@ -133,12 +146,15 @@ class Dashboard:
         state = self._workers()
         state["now"] = time.time()
         state["turn_tokens"] = dict(self._proxy.metrics.turn_tokens)
+        cost = self._core.config.cost
+        state["version"] = self._version
+        state["weights"] = {"decode": cost.decode_weight, "utilisation": cost.utilisation_weight}
         return msgspec.json.encode(state)
 
     def _add_point(self, now: float) -> None:
         """Close an interval of the history."""
         self._next_point_s = now + POINT_S
-        ordered = sorted(self._ttft_s)
+        ordered, retried = sorted(self._ttft_s), self._core.counters["retried"]
         self._points.append(
             {
                 "at": round(time.time(), 1),
@@ -148,9 +164,12 @@ class Dashboard:
                 "predicted_tokens": self._predicted,
                 "told_of_tokens": self._told_of,
                 "actual_tokens": self._actual,
-                "ttft_p50_ms": 1e3 * ordered[len(ordered) // 2] if ordered else 0.0,
+                "retried": retried - self._retried,
+                "ttft_p50_ms": 1e3 * ordered[len(ordered) // 2] if ordered else None,
+                "ttft_p99_ms": 1e3 * ordered[99 * len(ordered) // 100] if ordered else None,
             }
         )
+        self._retried = retried
         self._requests = self._failed = self._prompt = self._predicted = self._told_of = self._actual = 0
         self._ttft_s = []
 
@@ -174,8 +193,13 @@ class Dashboard:
                 self._actual += cached
         if route.token_ids is not None and self._core.counters["routed"] % SAMPLE_EVERY == 0:
             self._samples.append((route.scope, route.token_ids[:PREFIX_TOKENS_MAX]))
+        name = exchange.trace_id.decode("latin-1")
+        why = self._why(name)
         row = {
-            "id": exchange.trace_id.decode("latin-1"),
+            "id": name,
+            "why": []
+            if why is None
+            else [[part.reason, part.tokens] for part in why.parts if part.reason not in NO_LOSS],
             "at": time.time(),
             "model": route.model,
             "worker": decision.worker,

@@ -267,7 +267,9 @@ class RouterProcess:
             weights=Weights(self._core, self._fleet, session, headers, clear=self._feed.emptied_now),
             aliases=self._reading.names.aliases if self._reading.names is not None else {},
         )
-        self._dashboard = Dashboard(self._core, proxy, self._prompts, self._admin.workers)
+        self._dashboard = Dashboard(
+            self._core, proxy, self._prompts, self._admin.workers, version=self._version, why=self._reasons.ledger.get
+        )
         self._admin.show(self._dashboard)
         routes = PeerRoutes(self._index.seed, self._feed.snapshot, others.outcomes)
         self._admin.routes.add("GET", "/peer", routes.index, public=False)

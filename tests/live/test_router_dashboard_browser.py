@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import json
 import shutil
 import threading
@@ -16,6 +17,7 @@ import pytest
 from programs import ADMIN_KEY, Program, call, until
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
+PAGE = Path(__file__).resolve().parents[2] / "router" / "app" / "dashboard.html"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -89,5 +91,118 @@ def test_dashboard_in_chromium(url: str, tmp_path: Path, width: int, scheme: Any
         assert page.locator("#hold").get_attribute("aria-pressed") == "true"
         assert not page.evaluate("document.documentElement.scrollWidth > innerWidth"), "the page scrolls sideways"
         page.screenshot(path=tmp_path / f"dashboard-{width}-{scheme}.png", full_page=True)
+        browser.close()
+    assert complaints == []
+
+
+def many(count: int) -> dict[str, Any]:
+    """A state of so many workers, two in trouble."""
+    groups = [{"group_idx": 0, "kind": "full_attention", "block_size": 16, "blocks": 700, "silent": False}]
+    stream = {"rank": 0, "phase": "live", "last_seq": 5, "groups": groups, "gaps": 0, "restarts": 0, "malformed": 0}
+    rows = []
+    for i in range(count):
+        row = {
+            "worker_id": f"gpu{i}:8000",
+            "target": f"gpu{i}:8000",
+            "state": "up",
+            "state_reason": "",
+            "queue_s": 0.01 * (i % 7),
+        }
+        row |= {"prefilling": 0, "decoding": i % 9, "utilisation": 0.2, "routed": i, "predicted_cached_tokens": 0}
+        row |= {
+            "reported_cached_tokens": 0,
+            "models": ["m"],
+            "cache_view": "events",
+            "alarms": [],
+            "cache_tokens": 16_000,
+        }
+        row["events"] = {"streams": [{**stream, "problems": []}]}
+        rows.append(row)
+    rows[count // 2]["alarms"] = ["predictions drift"]
+    rows[-1] |= {"state": "down", "state_reason": "connect failure"}
+    index = {"entries": 350_000}
+    return {
+        "workers": rows,
+        "in_flight": 3,
+        "held": 0,
+        "index": index,
+        "version": "0.1.0",
+        "turn_tokens": {"evicted": 90},
+    }
+
+
+@pytest.fixture(scope="module")
+def crowd() -> Iterator[str]:
+    """The page before a router that tells of 500 workers."""
+    point = {"prompt_tokens": 10, "predicted_tokens": 5, "told_of_tokens": 10, "actual_tokens": 4, "retried": 1}
+    point |= {"ttft_p50_ms": 90.0, "ttft_p99_ms": None}
+    points = [{"at": float(i), "requests_per_s": 900.0 + i, "failed": i % 3, **point} for i in range(60)]
+    events = {"state": many(500), "history": points, "decisions": [], "prefixes": []}
+
+    class Told(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            page = self.path == "/dashboard"
+            body = (
+                PAGE.read_bytes()
+                if page
+                else b"".join(
+                    b"event: %b\ndata: %b\n\n" % (name.encode(), json.dumps(data).encode())
+                    for name, data in events.items()
+                )
+            )
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html" if page else "text/event-stream")
+            self.end_headers()
+            self.wfile.write(body)
+            self.wfile.flush()
+            if not page:
+                stop.wait(60)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    stop = threading.Event()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Told)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    stop.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_five_hundred_workers_with_an_alarm(crowd: str, tmp_path: Path, width: int, scheme: Any) -> None:
+    api = pytest.importorskip("playwright.sync_api")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine")
+    complaints = []
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        page.on("console", lambda message: complaints.append(message.text) if message.type != "log" else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(f"{crowd}/dashboard")
+        page.wait_for_function("document.querySelectorAll('.cell').length === 500")
+        said = page.locator("#alarms").inner_text()
+        assert "1 of 500 workers down: gpu499:8000" in said
+        assert "gpu250:8000: predictions drift" in said
+        assert page.locator("#alarms").is_visible()
+        assert page.title().startswith("⚠")
+        assert [page.locator(".cell b").nth(i).inner_text() for i in range(2)] == ["gpu250:8000", "gpu499:8000"]
+        page.fill("#search", "gpu49")
+        assert page.locator(".cell").count() == 11
+        page.fill("#search", "")
+        page.select_option("#sort", "name")
+        assert page.locator(".cell b").nth(2).inner_text() == "gpu2:8000", "numbers in names count as numbers"
+        page.select_option("#sort", "trouble")
+        page.locator(".cell").first.click()
+        assert "predictions drift" in page.locator("#workers .card").inner_text()
+        assert "99th percentile" in page.locator("#tiles").inner_text()
+        assert "–" in page.locator(".tile", has_text="99th percentile").inner_text(), "nothing was measured"
+        assert not page.evaluate("document.documentElement.scrollWidth > innerWidth"), "the page scrolls sideways"
+        assert page.evaluate("document.documentElement.scrollHeight") < 3300
+        page.screenshot(path=tmp_path / f"crowd-{width}-{scheme}.png", full_page=True)
         browser.close()
     assert complaints == []
