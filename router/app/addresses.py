@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from options.tls import server_context
 from router.app.config import ProcessConfig
 from router.app.guard import AdminGuard, Guard, anybody
 from router.app.hand_over import Predecessor, http_path
-from router.app.system import naming, tls_context
+from router.app.system import naming
 from router.http.connection import Application
 from router.http.listener import Listener
 
@@ -55,7 +56,7 @@ class Addresses:
         with naming(flag, "{}:{}".format(*address)):
             return await listener.start(
                 *address,
-                tls_context(config.tls_cert, config.tls_key),
+                server_context(config.tls_cert, config.tls_key, config.tls_client_ca),
                 reuse_port=config.share is not None,
                 inherited=() if predecessor is None else predecessor.of(name),
             )

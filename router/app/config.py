@@ -96,6 +96,13 @@ class ProcessConfig:
     ] = field(default=None, repr=False)
     tls_cert: Annotated[str | None, FILE, Flag(metavar="FILE"), "PEM; with --tls-key: HTTPS on all addresses."] = None
     tls_key: Annotated[str | None, FILE, Flag(metavar="FILE"), "PEM; of --tls-cert."] = None
+    tls_client_ca: Annotated[str | None, FILE, Flag(metavar="FILE"),
+        "PEM; clients must bring a certificate that one of these has signed, on all addresses."] = None
+    worker_tls_ca: Annotated[str | None, FILE, Flag(metavar="FILE"),
+        "PEM; who must have signed the certificates of https:// workers. [default: whom the system trusts]"] = None
+    worker_tls_cert: Annotated[str | None, FILE, Flag(metavar="FILE"),
+        "PEM; with --worker-tls-key: shown to workers that ask for a certificate."] = None
+    worker_tls_key: Annotated[str | None, FILE, Flag(metavar="FILE"), "PEM; of --worker-tls-cert."] = None
     core: Annotated[CoreConfig, ROOT] = field(default_factory=CoreConfig)
     edge: Annotated[EdgeConfig, ROOT] = field(default_factory=EdgeConfig)
     sharing: Annotated[SharingConfig, ROOT] = field(default_factory=SharingConfig)
@@ -138,8 +145,13 @@ class ProcessConfig:
             raise ConfigError("--processes: cannot be combined with --peer, --peer-bind or --bind-events")
         if self.share is None and self.processes > 1 and self.hand_over is not None:
             raise ConfigError("--processes: cannot be combined with --hand-over")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ConfigError("--tls-cert and --tls-key: expected both or neither")
+        for flag, parts in (
+            ("--tls", (self.tls_cert, self.tls_key)), ("--worker-tls", (self.worker_tls_cert, self.worker_tls_key)),
+        ):  # fmt: skip
+            if (parts[0] is None) != (parts[1] is None):
+                raise ConfigError(f"{flag}-cert and {flag}-key: expected both or neither")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ConfigError("--tls-client-ca: needs --tls-cert and --tls-key")
 
     @property
     def worker_flags(self) -> list[WorkerFlag]:

@@ -25,6 +25,7 @@ import aiohttp
 import msgspec
 
 from options import ConfigError
+from options.tls import client_context
 from prompts.errors import RequestError
 from router.app.accounting import Bookkeeping, count_end, log_state, request_fields
 from router.app.addresses import Addresses
@@ -102,7 +103,10 @@ class RouterProcess:
         self._index = make_index(seed)
         self._core = RouterCore(self._index, config.core, seed=config.seed)
         self._metrics = Metrics()
-        self._pool = UpstreamPool(connect_s_max=config.edge.timeouts.connect_s)
+        self._worker_tls = client_context(
+            config.worker_tls_cert, config.worker_tls_key, config.worker_tls_ca, "--worker-tls"
+        )
+        self._pool = UpstreamPool(connect_s_max=config.edge.timeouts.connect_s, tls=self._worker_tls)
         key = config.worker_api_key
         self._proxy = Proxy(
             self._core,
@@ -190,7 +194,8 @@ class RouterProcess:
             stack.callback(self._pool.close)
             stack.callback(self._feed.close)
             self._start_feed()
-            session = await stack.enter_async_context(aiohttp.ClientSession())
+            connector = aiohttp.TCPConnector(ssl=self._worker_tls)
+            session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
             siblings = None if self._config.share is None else Siblings(self._config.share)
             if siblings is not None:
                 stack.push_async_callback(siblings.close)

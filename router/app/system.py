@@ -7,14 +7,11 @@ import ctypes
 import gc
 import os
 import resource
-import ssl
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from pathlib import Path
 
 import zmq
-
-from options import ConfigError
 
 _MMAP_THRESHOLD, _MMAPPED_BYTES = -3, 256 << 10
 """Larger pieces have a mapping of their own, which ends with them (M_MMAP_THRESHOLD of mallopt)."""
@@ -104,15 +101,3 @@ def naming(flag: str, address: str) -> Iterator[None]:
         yield
     except (OSError, zmq.ZMQError) as error:
         raise OSError(f"{flag} {address}: cannot be used: {error.strerror or error}") from error
-
-
-def tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
-    """Raises ConfigError for files that are no certificate and its key."""
-    if certificate is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(certificate, key)
-    except OSError as error:  # ssl's own errors are
-        raise ConfigError(f"--tls-cert {certificate}, --tls-key {key}: no certificate and its key: {error}") from error
-    return context

@@ -181,13 +181,20 @@ class UpstreamConnection(asyncio.Protocol):
 class UpstreamPool:
     """Idle connections by target. `idle_s_max` stays under the 5 s after which uvicorn closes an idle connection."""
 
-    def __init__(self, *, idle_s_max: float = 4.0, idle_max: int = 512, connect_s_max: float = 5.0) -> None:
+    def __init__(
+        self,
+        *,
+        idle_s_max: float = 4.0,
+        idle_max: int = 512,
+        connect_s_max: float = 5.0,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._idle: dict[Endpoint, list[UpstreamConnection]] = {}
         self._all: set[UpstreamConnection] = set()
         self._idle_s_max = idle_s_max
         self._idle_max = idle_max
         self._connect_s_max = connect_s_max
-        self._tls = ssl.create_default_context()
+        self._tls = tls if tls is not None else ssl.create_default_context()
         self.opened = 0
         """Connections made since the start."""
 

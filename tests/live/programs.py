@@ -59,7 +59,7 @@ class Program:
     def await_ready(self: T) -> T:
         def address() -> str | None:
             assert self.process.poll() is None, f"{self.args} ended:\n{self.log()}"
-            found = re.search(r"^(?:ready +|router listening on )(http://\S+)$", self.log(), re.MULTILINE)
+            found = re.search(r"^(?:ready +|router listening on )(https?://\S+)$", self.log(), re.MULTILINE)
             return found.group(1) if found else None
 
         self.url = until(address, lambda: f"{self.args} is ready:\n{self.log()}", START_S_MAX)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,17 +95,18 @@ def test_it_sleeps_and_wakes_up_as_it_was(start: Any, folders: list[Path], level
     engine = start("engine", "serve", str(folders[0]), "--enable-sleep-mode", "--kv-cache-memory-bytes", "256MiB")
     before = said(engine.url)[0]
     core = int(engine.children()[0])
-    resident = lambda: int(Path(f"/proc/{core}/statm").read_text().split()[1]) * 4096  # noqa: E731
-    said(engine.url, "some of the pool is written to; " * 200)
-    held = resident()
-    answers: list[Any] = []
-    asking = threading.Thread(target=lambda: answers.append(said(engine.url, "what runs is finished first " * 20)))
-    asking.start()
-    status, _, answer = call(f"{engine.url}/sleep?level={level}", {})
-    asking.join()
+    mapped = lambda: int(Path(f"/proc/{core}/statm").read_text().split()[0]) * 4096  # noqa: E731
+    held = mapped()
+    body = {"prompt": "what runs is finished first", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(engine.url + "/v1/completions", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=60) as running:
+        assert running.readline()
+        status, _, answer = call(f"{engine.url}/sleep?level={level}", {})
+        assert running.read().endswith(b"[DONE]\n\n")
     assert (status, answer) == (200, {"status": "sleeping", "level": level})
     assert call(engine.url + "/is_sleeping")[2] == {"is_sleeping": True}
-    assert resident() < held - (1 << 20), "memory was given back"
+    assert mapped() < held - (200 << 20), "the pool was given back"
     status, _, answer = call(engine.url + "/v1/completions", {"prompt": "x", "max_tokens": 1})
     assert (status, "sleeps" in answer["error"]["message"]) == (503, True)
     assert call(engine.url + "/health")[0] == 503
@@ -203,8 +205,6 @@ def test_a_router_rolls_new_weights_out(start: Any, folders: list[Path]) -> None
 
 
 def _stream(url: str, body: Any) -> tuple[int, bool]:
-    import urllib.request
-
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
         return (200 if b"[DONE]" in answer.read() else 599), True
