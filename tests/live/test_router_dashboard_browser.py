@@ -78,6 +78,8 @@ def test_dashboard_in_chromium(url: str, tmp_path: Path, width: int, scheme: Any
         page.wait_for_selector("#decisions details")
         page.wait_for_selector("#tree .chip", timeout=30_000)
         page.wait_for_function("document.querySelectorAll('#workers .state.up').length === 2")
+        assert not page.locator("#tools").is_visible(), "two workers need no search"
+        assert not page.locator("#alarms").is_visible()
         page.locator("#decisions summary").first.focus()
         page.keyboard.press("Enter")
         opened = page.locator("#decisions details[open]")
@@ -86,6 +88,10 @@ def test_dashboard_in_chromium(url: str, tmp_path: Path, width: int, scheme: Any
         assert opened.count() == 1
         rows = opened.first.locator("table tr").count()
         assert rows >= 2
+        cells = opened.first.locator("tr.won td").all_inner_texts()
+        price = next(float(cell[2:]) for cell in cells if cell.startswith("= "))
+        terms = [float(cell) for cell in cells[2 : cells.index(f"= {price:.4f}")]]
+        assert sum(terms) == pytest.approx(price, abs=1e-4 * len(terms)), "a price adds up"
         page.locator("#hold").focus()
         page.keyboard.press("Space")
         assert page.locator("#hold").get_attribute("aria-pressed") == "true"
