@@ -8,12 +8,15 @@
 with nothing below, with either order of eviction, with host memory under either, and with a cache that holds all.
 `step`: decode steps of one engine whose cache is full, so that every block that is begun evicts one, alternating with
 and without host memory, by the CPU time of the thread that computes; and the speed of the copies beside memcpy.
+`loads`: decode steps of one engine, some of which bring back blocks of requests that wait for them, `--load-tokens`
+each, with the engine's own bound on what a step brings back. Steps that compute a prompt, or admit one, are told apart.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import statistics
 import tempfile
 import time
@@ -48,6 +51,12 @@ STEP_COLUMNS = {
     "sequences": ("sequences", "{:,}"), "without": ("without_ms", "{:.3f} ms"), "with copies": ("with_ms", "{:.3f} ms"),
     "slower": ("slower", "{:.1%}"), "copied": ("bytes_per_s", "{:,.0f} B/s"), "of memcpy": ("memcpy_share", "{:.0%}"),
 }  # fmt: skip
+LOAD_COLUMNS = {
+    "steps with loads": ("with_loads", "{:,}"), "without": ("without_ms", "{:.3f} ms"),
+    "with": ("with_ms", "{:.3f} ms"), "slower": ("slower", "{:.1%}"), "blocks a step": ("blocks_a_step", "{:.1f}"),
+    "step that admits": ("admitting_ms", "{:.3f} ms"), "copied": ("bytes_per_s", "{:,.0f} B/s"),
+    "of memcpy": ("memcpy_share", "{:.0%}"),
+}  # fmt: skip
 
 
 def live(o: argparse.Namespace, model: Path, spec: CacheSpec) -> dict[str, dict[str, Any]]:
@@ -80,14 +89,15 @@ def live(o: argparse.Namespace, model: Path, spec: CacheSpec) -> dict[str, dict[
 class Decoding:
     """An engine that decodes in a full cache."""
 
-    def __init__(self, model: Path, sequences: int, host_units: int) -> None:
+    def __init__(self, model: Path, sequences: int, host_units: int, room: int = 0) -> None:
+        """`room`: blocks more than what they need."""
         loaded, dtype = load_model(model, dtype="bfloat16")
         spec = loaded.cache_spec(BLOCK, dtype)
         length = 1024
-        units = sequences * (length // BLOCK + 2)
+        self.units = units = sequences * (length // BLOCK + 2) + room
         bound = load_bytes_max(EngineConfig(), loaded, spec, dtype=dtype, device=torch.device("cpu"))
         cache = KVCache(spec, units, host_units=host_units, load_bytes_max=bound)
-        config = SchedulerConfig(max_num_seqs=sequences, max_num_batched_tokens=2048, max_model_len=length)
+        config = SchedulerConfig(max_num_seqs=sequences + 1, max_num_batched_tokens=2048, max_model_len=length)
         runner = ModelRunner(
             loaded, spec, units, device=torch.device("cpu"), dtype=dtype, max_model_len=length, host_units=host_units
         )
@@ -96,14 +106,14 @@ class Decoding:
             runner.moves,
             spec,
         )
-        self._vocabulary = loaded.config.vocab_size
+        self.vocabulary = loaded.config.vocab_size
         fillers = units * BLOCK // length
         for i in range(fillers):
-            self.add(f"fill{i}", [(i * 7 + j * 13) % self._vocabulary for j in range(length - 40)], 1)
+            self.add(f"fill{i}", [(i * 7 + j * 13) % self.vocabulary for j in range(length - 40)], 1)
             while self.core.has_work:
                 self.core.step(0.0)
         for i in range(sequences):
-            self.add(f"run{i}", [(i * 11 + j * 17 + 5) % self._vocabulary for j in range(64)], length - 70)
+            self.add(f"run{i}", [(i * 11 + j * 17 + 5) % self.vocabulary for j in range(64)], length - 70)
         for _ in range(sequences + 40):
             self.core.step(0.0)
 
@@ -137,6 +147,48 @@ def step(o: argparse.Namespace, model: Path, sequences: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def loads(o: argparse.Namespace, model: Path, sequences: int) -> dict[str, Any]:
+    """Decode steps with and without loads beside them, of one engine and as they come."""
+    torch.set_num_threads(1)
+    engine = Decoding(model, sequences, 4000, room=4 * o.load_tokens // BLOCK)
+    rng = random.Random(sequences)
+    texts = [
+        [rng.randrange(engine.vocabulary) for _ in range(o.load_tokens)]
+        for _ in range(3 * engine.units * BLOCK // (2 * o.load_tokens))
+    ]
+    times: dict[str, list[float]] = {"plain": [], "loads": [], "admits": []}
+    loaded, copy_s = 0, 0.0
+    for turn in range(3):
+        for number, text in enumerate(texts):
+            scheduler = engine.core.scheduler
+            engine.add(f"load{turn}/{number}", [*text, turn], 1)
+            waits = True
+            while waits or len(times["plain"]) < len(times["loads"]):
+                before, copied_s = engine.core.stats(), engine.moves.copy_s
+                running = scheduler.running
+                seconds = engine.steps_s(1)
+                after = engine.core.stats()
+                brought = after.host_loaded_bytes - before.host_loaded_bytes
+                waits = after.finished_requests == before.finished_requests and waits
+                if brought and scheduler.running == running and waits:
+                    times["loads"].append(seconds)
+                    loaded, copy_s = loaded + brought, copy_s + engine.moves.copy_s - copied_s
+                elif brought and scheduler.running > running:
+                    times["admits"].append(seconds)
+                elif running == scheduler.running == sequences and not scheduler.waiting:
+                    times["plain"].append(seconds)
+    assert times["loads"], "nothing was loaded beside decodes"
+    middle = {name: statistics.median(values) for name, values in times.items() if values}
+    block_bytes = engine.spec.block_bytes(0)
+    return {
+        "sequences": sequences, "with_loads": len(times["loads"]), "without_ms": middle["plain"] * 1e3,
+        "with_ms": middle["loads"] * 1e3, "slower": middle["loads"] / middle["plain"] - 1,
+        "admitting_ms": middle.get("admits", 0.0) * 1e3, "loaded_bytes": loaded, "block_bytes": block_bytes,
+        "blocks_a_step": loaded / block_bytes / len(times["loads"]), "bytes_per_s": loaded / copy_s,
+        "memcpy_share": loaded / copy_s / memcpy_bytes_per_s(block_bytes), "times_s": times,
+    }  # fmt: skip
+
+
 def memcpy_bytes_per_s(block_bytes: int, total: int = 256 << 20) -> float:
     """Copies of so many bytes each, between two arrays much larger than the CPU's caches."""
     count = total // block_bytes
@@ -152,7 +204,7 @@ def memcpy_bytes_per_s(block_bytes: int, total: int = 256 << 20) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=["live", "step"], default=["live", "step"])
+    parser.add_argument("--parts", nargs="+", choices=["live", "step", "loads"], default=["live", "step", "loads"])
     parser.add_argument("--conversations", type=int, default=32)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--context-tokens", type=int, default=1200)
@@ -161,6 +213,7 @@ def main() -> None:
     parser.add_argument("--host-share", type=float, default=0.5)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--load-tokens", type=int, default=480, help="of each request that comes back (part loads)")
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--step-rounds", type=int, default=8)
     parser.add_argument("--json", type=Path)
@@ -176,6 +229,9 @@ def main() -> None:
     if "step" in o.parts:
         found["step"] = {str(count): step(o, model, count) for count in o.sequences}
         print("\n" + markdown(found["step"], STEP_COLUMNS, "decoding"))
+    if "loads" in o.parts:
+        found["loads"] = {str(count): loads(o, model, count) for count in o.sequences}
+        print("\n" + markdown(found["loads"], LOAD_COLUMNS, "decoding"))
     write_json(o.json, found)
 
 

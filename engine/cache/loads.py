@@ -28,7 +28,7 @@ Load = tuple[Sequence, Block[Node], Block[Node]]
 
 
 class Loads:
-    """`sizes`: bytes of a block of every kind; `step_bytes_max`: copied beside decodes, but for one block's part."""
+    """`sizes`: bytes of a block of every kind; `step_bytes_max`: copied beside decodes, or one block."""
 
     def __init__(self, host: HostTier, tree: PrefixTree, sizes: list[int], step_bytes_max: int | None) -> None:
         assert step_bytes_max is None or step_bytes_max > 0
@@ -118,15 +118,18 @@ class Loads:
 
     def _plan(self, seq: Sequence, *, hurry: bool = False) -> None:
         ahead = self._ahead[seq]
-        while ahead and (self._left > 0 or hurry):
-            load = ahead.pop()
+        while ahead:
+            load = ahead[-1]
             _, block, own = load
+            size = self._sizes[block.kind]
+            if self._left < min(size, self._step_bytes_max) and not hurry:  # one block at least
+                return
+            ahead.pop()
             self._host.fetch(own, block)
-            self._left -= self._sizes[block.kind]
+            self._left -= size
             self._blocks.discard(block)
             self.planned.append(load)
-        if not ahead:
-            del self._ahead[seq]
+        del self._ahead[seq]
 
     def check_invariants(self) -> None:
         blocks = [block for loads in self._ahead.values() for _, block, _ in loads]

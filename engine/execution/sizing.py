@@ -33,6 +33,8 @@ GPU_GRAPH_BYTES = 1 << 29
 MASK_THREADS_MAX = 8
 LOAD_SHARE = 0.03
 """Of a decode step on a CPU, for blocks that come back from host memory."""
+COPY_COST = 3
+"""What a copied byte costs, planned, read and written, in bytes of weights that are only read."""
 
 
 def sequences_max(config: EngineConfig) -> int:
@@ -187,15 +189,15 @@ def load_bytes_max(
 ) -> int:
     """Bytes that a step with decodes brings back from host memory.
 
-    On a CPU a copy is read and written by the thread that reads every weight in a step, so its share of the weights'
-    bytes is its share of the step's time at most. A GPU's link is so much slower than its memory that loads within
+    On a CPU a copy is read and written by the thread that reads every weight in a step, so the bytes of the weights say
+    what share of the step it takes. A GPU's link is so much slower than its memory that loads within
     such a share would take longer than computing the same: there a step loads as much as it could compute.
     """
     if device.type != "cpu":
         return config.max_num_batched_tokens * sum(group.token_bytes for group in spec.groups)
     read = [weight for weight in model.weights if weight.multiplies]
     weights = sum(math.prod(weight.shape) * (weight.dtype or dtype).itemsize for weight in read)
-    return max(1, int(weights * LOAD_SHARE / 2))
+    return max(1, int(weights * LOAD_SHARE / COPY_COST))
 
 
 def _free_memory(config: EngineConfig, device: torch.device, step_bytes: int) -> int:
