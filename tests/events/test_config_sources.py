@@ -11,6 +11,7 @@ import pytest
 from events import (
     ConfigError,
     DecodeError,
+    EventPublisher,
     EventSource,
     GroupInfo,
     KVEventsConfig,
@@ -161,3 +162,12 @@ def test_discovery_over_http(worker: str) -> None:
         discover(worker)
     with pytest.raises(DecodeError, match="http://"):
         discover("tcp://x")
+
+
+def test_who_connects_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    for endpoint, says in (("tcp://127.0.0.1:*", False), ("tcp://localhost:5999", True)):
+        caplog.clear()
+        EventPublisher(KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint)).close()
+        told = [line for line in caplog.messages if line.startswith(f"kv events: connecting to {endpoint}")]
+        assert bool(told) is says
+        assert all("router run --bind-events" in line for line in told)

@@ -42,9 +42,13 @@ def test_dtypes(folder: Path) -> None:
         load_model(folder, dtype="int8")
 
 
-def test_shards_hold_the_same_as_one_file(folder: Path) -> None:
+def test_shards_hold_the_same_as_one_file(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole, _ = load_model(folder)
-    sharded, _ = load_model(cached_model(Recipe(max_shard_size="400KB")))
+    with caplog.at_level("INFO"):
+        sharded, _ = load_model(cached_model(Recipe(max_shard_size="400KB")))
+    told = [line for line in caplog.messages if line.startswith("loading ")]
+    assert len(told) > 1, "how far it is stands in the log, a line a file"
+    assert all(f"({number} of {len(told)}, " in line for number, line in enumerate(told, 1)), told
     for a, b in zip(whole.weights, sharded.weights, strict=True):
         assert torch.equal(a.tensor, b.tensor)
 
