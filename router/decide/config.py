@@ -45,7 +45,8 @@ class CostConfig:
     tie_s: Annotated[NotNegative, "Prices closer than this are a tie, and ties rotate."] = 1e-6
     load_s_per_token: Annotated[Rates,
         "Seconds to fetch a cached token from GPU, CPU, STORAGE, REMOTE."] = (0.0, 2e-6, 2e-5, 4e-5)
-    progress_cap: Annotated[Share, "The most of the oldest prefill that counts as done before its first token."] = 0.95
+    overdue_share: Annotated[Share,
+        "Of a prefill that takes longer than it should: what is left of it, as a share of what has passed."] = 0.2
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,9 +192,10 @@ class RouterCore:
         self.registry.alive(live.decision.worker)
         return self._try_held(now)
 
-    def progress(self, request_id: str, output_tokens: int) -> None:
-        """Tokens generated so far, where the edge counts them (SSE chunks): refines the decode load."""
-        self.tracker.progress(request_id, output_tokens)
+    def progress(self, request_id: str, output_tokens: int, at_s: float | None = None) -> None:
+        """Tokens generated so far, where the edge counts them (SSE chunks), the last of them `at_s`: refines the decode
+        load, and teaches what steps take."""
+        self.tracker.progress(request_id, output_tokens, at_s)
 
     def finished(
         self, request_id: str, usage: ReportedUsage | None, now: float, *, refused: bool = False

@@ -2,9 +2,10 @@
 
 Only what others have there counts: sequences, and tokens in its KV memory, beyond what this router and its peers sent,
 in two looks running. So an engine that says too little, or nothing, changes nothing. One that says too much is found
-out by those who are served there: each first token and each answer is compared with what was to be expected with and
-without the claim, and after DOUBTS answers against it a claim counts no longer, until as many speak for it. Where a
-claim keeps everybody away, a request is sent to find out. Pure; the tracker keeps one `LoadClaims` a target.
+out by those who are served there, the next request first: each first token and each answer is compared with what was to
+be expected with and without the claim, and after DOUBTS answers against it a claim counts no longer, until as many
+speak for it. Where a claim keeps everybody away, a request is sent to find out. Pure; the tracker keeps one `LoadClaims` a
+target.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ TELLING, TELLING_S = 1.3, 0.02
 VALID_S = 15.0
 """What was said longer ago counts no longer."""
 PROBE_S, PROBES = 4.0, 5
-"""A claim that nobody was sent to test for so long is tested by the next request; after each that found it true, up to
-so many, twice as long."""
+"""A claim that is new, or that nobody was sent to test for so long, is tested by the next request; after each that
+found it true, up to so many, twice as long."""
 USAGE_DOUBT = 0.05
 """Share of the KV memory that books and engine may differ by: blocks that are not full, answers not yet counted."""
 
@@ -105,11 +106,9 @@ class LoadClaims:
         began = not self.claim
         self.claim = seen.and_before(self._seen) if now - self.heard_s <= VALID_S else Claim()
         self.load, self._seen, self.heard_s = load, seen, now
-        if began:
-            self._tested_s = now
         if not self.claim:
             self.testing = False
-        elif not sent and now - self._tested_s >= PROBE_S * 2**self._found_true:
+        elif began or now - self._tested_s >= PROBE_S * 2**self._found_true:
             self.testing = True
 
     def sent(self, now: float) -> None:

@@ -6,23 +6,34 @@ The time between two first tokens of a busy worker is modelled as
 
 u: uncached prompt tokens; q: sum of L^2 - h^2; s: engine steps (uncached / step budget, at least one); z: what running
 decodes add to s steps by the prior's constants. Each term is scaled by its prior, so the unknowns are four ratios that
-are 1 on a worker which is exactly as assumed. They are found by least squares with exponential forgetting, ridge terms
-that tie the first to the prior's and the lesser three to the first (a worker of half speed is slower in everything),
-lower bounds, and weights that trust a fast observation more than a slow one: an interval can be long for reasons that
-are not the worker's speed.
+are 1 on a worker which is exactly as assumed. They are the most probable ones (Bayesian linear regression): what is
+known beforehand is that the first is near the prior's, weakly, and the lesser three near the first (a worker of half
+speed is slower in everything); each interval counts by how exactly it can be known, a long one the more; old ones
+fade; there are lower bounds, and an interval that is too long counts less than one that is too short: it can be long
+for reasons that are not the worker's speed.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from router.decide.config import LearnConfig, ServiceModel
 
 _RATIO_MIN, _RATIO_MAX = 1e-3, 1e3
-_COUPLING = (0.0, 0.8, 0.4, 1.6)
-"""Strength, in observations, of the ties from quadratic, step and decode ratios to the prefill ratio."""
+_SPREAD = (3.0, 1.0, 1.0, 3.0)
+"""How far the prefill ratio may be from 1, and the quadratic, step and decode ratio from it, in typical ratios: the
+standard deviations of what is known beforehand. A sequence's part of a step is small and differs most between
+engines."""
+_NOISE = 0.1
+"""The relative error of a long interval, beside that of when it began."""
+_LATE = 1.1
+"""So many times as long as expected is late."""
+_UNKNOWN, _UNKNOWN_AFTER = 4.0, 20.0
+"""What a sequence adds to a step counts so many times more while nothing is known, and half as much more after so many
+intervals: it may be ten times what is probable, but not ten times less than nothing."""
 _SHARE_MIN = 0.1
 """No ratio is less than this part of the typical one: some prefill rate and some step time there must be."""
 _POOL_MEMORY = 8.0
@@ -38,8 +49,8 @@ _FASTER_MAX = 3.0
 """A worker is not taken to be more times as fast as its pool."""
 _REFRESH = math.log(1.02)
 """The pool's model in use is renewed when it is off by more."""
-_PRIOR_WEIGHT = 0.3
-"""Observations that the prior counts as: it may be off by any factor."""
+_STEPS_EVERY_S, _STEPS_SELDOM_S, _LEARNT_AFTER = 0.5, 4.0, 200
+"""Seconds between two looks at a worker's steps before so many intervals of the pool, and after."""
 _LOADS_RECENT, _LOADS_MIN = 15, 3
 """Loads of a worker that its rate is the median of, at most and at least."""
 _RECENT = 15
@@ -61,6 +72,8 @@ class Observation:
     steps: float
     decode_requests: float
     decode_context: float
+    clean: bool = False
+    """No prefill was under way when it ended; else part of some may be in it that is not said here, or not all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +99,16 @@ class SpeedEstimate:
         self._b = [0.0] * 4
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._typical_ratio = 1.0
+        self._centre = 1.0
+        """What the prefill ratio is near to, as far as is known beforehand."""
         self.ratios = [1.0] * 4
         self.observations = 0
+
+    def await_longer(self, ratio: float) -> None:
+        """Nothing was observed yet, as all takes so many times as long as was expected, at least."""
+        if self._config.enabled and not self.observations:
+            self._centre = self._typical_ratio = min(self._centre * ratio, _RATIO_MAX)
+            self.ratios = [self._centre] * 4
 
     def observe(self, seen: Observation) -> Lesson | None:
         """Take in one interval and solve again: about 30 us. What it returns can be given to `revise`."""
@@ -103,7 +124,8 @@ class SpeedEstimate:
         expected *= typical
         self._typical_ratio = expected / expected_prior
         prior = self._prior
-        granule = self._typical_ratio * (prior.prefill_s_per_token * prior.step_tokens * 0.25 + prior.step_s)
+        doubt_s = 0.0 if seen.clean else 0.25 * prior.step_tokens * prior.prefill_s_per_token
+        granule = self._typical_ratio * (doubt_s + prior.step_s)
         scale = expected + granule
         error = (seen.elapsed_s - expected) / scale
         trust = 1.0
@@ -111,7 +133,7 @@ class SpeedEstimate:
             trust = 1.0 / (error * error)
         elif error < -0.75:
             trust = 0.75 / -error
-        weight = trust / (scale * scale)
+        weight = trust / (granule * granule + (_NOISE * expected) ** 2)
         self._add(features, seen.elapsed_s, weight, keep=self._keep)
         self._solve()
         return Lesson(features, seen.elapsed_s, known, weight, self.observations)
@@ -124,18 +146,20 @@ class SpeedEstimate:
         self._solve()
 
     def model(self) -> ServiceModel:
-        """The constants to predict with; `prefill_s_per_token` errs low while little was seen."""
+        """The constants to predict with; while little was seen `prefill_s_per_token` errs low and `decode_request_s`
+        high."""
         prior, (ra, rb, ro, rk) = self._prior, self.ratios
-        low = 1.0
+        low = high = 1.0
         if self._config.enabled:
             low -= (1.0 - self._config.err_low) / (1.0 + self.observations / 50.0)
+            high += _UNKNOWN / (1.0 + self.observations / _UNKNOWN_AFTER)
         a = prior.prefill_s_per_token * ra * low
         quadratic = prior.prefill_s_per_token * rb * low / prior.quadratic_tokens  # a / Lq
         return ServiceModel(
             prefill_s_per_token=a,
             quadratic_tokens=a / quadratic,
             step_s=prior.step_s * ro,
-            decode_request_s=prior.decode_request_s * rk,
+            decode_request_s=prior.decode_request_s * rk * high,
             decode_context_s=prior.decode_context_s * rk,
             step_tokens=prior.step_tokens,
         )
@@ -159,15 +183,13 @@ class SpeedEstimate:
             self._b[i] = self._b[i] * keep + weight * fi * elapsed_s
 
     def _solve(self) -> None:
-        """The ridge problem's normal equations, solved exactly; what falls below its bound is fixed there."""
-        # An observation adds about half of 1 / ratio^2 to the diagonal, so that strengths count observations.
-        unit = 0.5 / self._typical_ratio**2
+        """The normal equations, solved exactly; what falls below its bound is fixed there."""
+        strengths = [1.0 / (spread * self._typical_ratio) ** 2 for spread in _SPREAD]
         matrix = [row[:] for row in self._a]
         right = self._b[:]
-        matrix[0][0] += unit * _PRIOR_WEIGHT
-        right[0] += unit * _PRIOR_WEIGHT
-        for j in range(1, 4):  # strength * (ratio_j - ratio_0)^2
-            strength = unit * _COUPLING[j]
+        matrix[0][0] += strengths[0]
+        right[0] += strengths[0] * self._centre
+        for j, strength in enumerate(strengths[1:], 1):  # strength * (ratio_j - ratio_0)^2
             matrix[j][j] += strength
             matrix[0][0] += strength
             matrix[0][j] -= strength
@@ -213,6 +235,7 @@ class PoolSpeeds:
     """
 
     def __init__(self, prior: ServiceModel, config: LearnConfig) -> None:
+        self._learns = config.enabled
         self._pool = SpeedEstimate(prior, replace(config, half_life=config.half_life * _POOL_MEMORY))
         self._pool_model = self._pool.model()
         self._members: dict[str, _PoolMember] = {}
@@ -260,6 +283,26 @@ class PoolSpeeds:
         self._pool.revise(taught.lesson, replace(seen, elapsed_s=seen.elapsed_s / taught.factor))
         return sorted(self._renewed())
 
+    @property
+    def steps_every_s(self) -> float:
+        """One answer of a worker teaches what steps take in so many seconds: often at first, then enough to see a
+        change."""
+        return _STEPS_EVERY_S if self._pool.observations < _LEARNT_AFTER else _STEPS_SELDOM_S
+
+    @property
+    def silent(self) -> bool:
+        """It learns, and nothing was observed yet, of any worker."""
+        return self._learns and not self._pool.observations
+
+    def await_longer(self, ratios: Sequence[float]) -> list[str]:
+        """While it is silent: how many times as long as expected has passed at the workers that are waited for. Half
+        of them say that all are slower than was thought, however slow. Returns those whose model changed."""
+        usual = sorted(ratios)[len(ratios) // 2]
+        if usual <= _LATE:
+            return []
+        self._pool.await_longer(usual)
+        return sorted(self._renewed())
+
     def _next(self) -> str:
         """Each in turn is looked at, also who is not heard of."""
         self._turns.rotate(-1)
@@ -282,7 +325,8 @@ class PoolSpeeds:
     def _renewed(self) -> set[str]:
         """Put the pool's latest model to use where it is another; all of them then."""
         latest = self._pool.model()
-        if abs(math.log(_reference_s(latest) / _reference_s(self._pool_model))) <= _REFRESH:
+        pairs = zip(_reference_s(latest), _reference_s(self._pool_model))
+        if all(abs(math.log(new / old)) <= _REFRESH for new, old in pairs):
             return set()
         self._pool_model = latest
         return set(self._members)
@@ -306,10 +350,12 @@ class LoadSpeed:
             self.factor = sorted(self._recent)[len(self._recent) // 2]
 
 
-def _reference_s(model: ServiceModel) -> float:
-    """Time of a typical prefill (2,048 tokens after 6,144 cached), to compare two workers by one number."""
+def _reference_s(model: ServiceModel) -> tuple[float, float]:
+    """Times of a typical prefill (2,048 tokens after 6,144 cached) and of a step of 32 sequences of 2,048 tokens: to
+    compare two models by two numbers."""
     quadratic = (8192.0**2 - 6144.0**2) / (2.0 * model.quadratic_tokens)
-    return model.prefill_s_per_token * (2048.0 + quadratic) + model.step_s
+    step = model.step_s + 32.0 * (model.decode_request_s + 2048.0 * model.decode_context_s)
+    return model.prefill_s_per_token * (2048.0 + quadratic) + model.step_s, step
 
 
 def _solve_with(matrix: list[list[float]], right: list[float], fixed: dict[int, float]) -> list[float]:

@@ -94,10 +94,9 @@ class KvCost:
             wait = target.waiting_s
             if wait:  # as `Target.queue_s`, written out: this loop is a good part of what a decision costs
                 progress = (now - target.busy_since_s - target.lead_share * target.step_now_s) / target.slow
-                if progress > target.progress_max_s:
-                    progress = target.progress_max_s
                 if progress > 0.0:
-                    wait -= progress
+                    left, overdue = target.oldest_s - progress, target.left_share * progress
+                    wait += (left if left > overdue else overdue) - target.oldest_s
             waits.append(wait)
             if wait * target.slow < shortest:
                 shortest = wait * target.slow

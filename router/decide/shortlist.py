@@ -86,7 +86,7 @@ class LoadOrder:
     def _key(self, target: Target, factor: float) -> float:
         """Seconds."""
         prefill_s = target.prefill_seconds(TYPICAL_TOKENS, 0)
-        key = target.slow * (target.waiting_s - 0.5 * target.progress_max_s + prefill_s) + target.seat_s
+        key = target.slow * (target.waiting_s - 0.5 * target.oldest_s + prefill_s) + target.seat_s
         key += self._config.utilisation_weight * target.utilisation_scaled * factor
         if target.sharers:
             key += 0.5 * target.step_now_s

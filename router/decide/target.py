@@ -57,7 +57,9 @@ class InFlight:
     said_tokens: int = 0
     """Generated, as far as the edge has counted."""
     decode_start: DecodeSums | None = None
-    """What the target had done when the first token was seen."""
+    """What the target had done when the first token was seen, or when the stream was last learned from."""
+    decode_said: int = 1
+    """Of its answer then."""
     wager: Wager | None = None
     """Where its target's engine claims to have requests of others."""
 
@@ -74,12 +76,7 @@ class DecodeSums:
     """Prefilled, of all first tokens so far."""
     quadratic: float = 0.0
 
-    def copy(self) -> DecodeSums:
-        return DecodeSums(
-            self.at_s, self.request_seconds, self.context_seconds, self.uncached_tokens, self.quadratic
-        )  # fmt: skip
-
-    def since(self, start: DecodeSums, elapsed_s: float, *, steps: int) -> Observation:
+    def since(self, start: DecodeSums, elapsed_s: float, *, steps: int, clean: bool) -> Observation:
         """What was done after `start`, in so many steps."""
         return Observation(
             elapsed_s=elapsed_s,
@@ -88,6 +85,7 @@ class DecodeSums:
             steps=steps,
             decode_requests=(self.request_seconds - start.request_seconds) / elapsed_s,
             decode_context=(self.context_seconds - start.context_seconds) / elapsed_s,
+            clean=clean,
         )
 
 
@@ -134,7 +132,7 @@ class Target:
     rank: int | None
     holder: HolderId
     speeds: PoolSpeeds
-    progress_cap: float
+    overdue_share: float
     load: LoadSpeed = field(default_factory=LoadSpeed)
     name: str = ""
     prefills: dict[str, InFlight] = field(default_factory=dict)
@@ -198,8 +196,10 @@ class Target:
     """Of a step: what goes by before the oldest of them makes progress, as a step has its fixed part first."""
     stepped_s: float = -math.inf
     """When a step was last seen to end: by a first token, or a last one."""
-    progress_max_s: float = 0.0
-    """What progress can be at most: a part of the oldest one's P."""
+    oldest_s: float = 0.0
+    """The oldest one's P."""
+    left_share: float = 0.0
+    """What is left of it at least, as a share of the time it has taken."""
     routed: int = 0
     """Requests sent here since it was added; what was cached of their prompts, as predicted and as reported."""
     predicted_cached_tokens: int = 0
@@ -236,7 +236,11 @@ class Target:
         self.decode_context_s = service.decode_context_s
         self.alone_s = service.step_s + self.decode_request_s
         self.step_prefill_s = self.prefill_rate * service.step_tokens
+        for flight in self.prefills.values():
+            flight.prefill_s = self.prefill_seconds(flight.prompt_tokens, flight.cached_tokens)
+        self.prefill_s = sum(flight.prefill_s for flight in self.prefills.values())
         self.refresh()
+        self.requeue()
 
     def refresh(self) -> None:
         """Recompute what is derived from the service model and the decode load."""
@@ -264,14 +268,22 @@ class Target:
         return self.prefill_rate * (prompt_tokens - cached_tokens) + self.quadratic_rate * quadratic
 
     def queue_s(self, now: float) -> float:
-        """Q: routed prefill that is still to be done, with the oldest one's progress taken off."""
+        """Q: routed prefill that is still to be done, with the oldest one's progress taken off. What should be done by
+        now and is not will take longer still, the more so the longer it has taken."""
         waiting = self.waiting_s
         if waiting == 0.0:
             return 0.0
         progress = (now - self.busy_since_s - self.lead_share * self.step_now_s) / self.slow
-        if progress > self.progress_max_s:
-            progress = self.progress_max_s
-        return waiting - progress if progress > 0.0 else waiting
+        if progress <= 0.0:
+            return waiting
+        left, overdue = self.oldest_s - progress, self.left_share * progress
+        return waiting - self.oldest_s + (left if left > overdue else overdue)
+
+    def overdue(self, now: float) -> float | None:
+        """How many times as long as it should its oldest prefill has taken so far; None where there is none of ours."""
+        if not self.left_share:
+            return None
+        return (now - self.busy_since_s) / (self.slow * self.oldest_s + self.lead_share * self.step_now_s)
 
     def first_token_seconds(self, prompt_tokens: int, cached_tokens: int, now: float) -> float:
         """Until such a prompt has its first token: what waits, a step and a half, seats and memory."""
@@ -368,7 +380,7 @@ class Target:
 
     def requeue(self) -> None:
         """Recompute what `queue_s` reads, after what is in the queue changed."""
-        since, oldest_s, oldest_routed_s = self.head_since_s, 0.0, math.inf
+        since, oldest_s, oldest_routed_s, theirs_s = self.head_since_s, 0.0, math.inf, math.inf
         if self.prefills:
             oldest = next(iter(self.prefills.values()))
             oldest_s, oldest_routed_s = oldest.prefill_s, oldest.routed_s
@@ -377,11 +389,14 @@ class Target:
         if peer is not None and peer.prefill_s > 0.0:
             self.waiting_s += peer.prefill_s
             since = max(since, peer.head_since_s)
-            if peer.oldest_routed_s < oldest_routed_s:
-                oldest_s, oldest_routed_s = peer.oldest_prefill_s, peer.oldest_routed_s
+            theirs_s = peer.oldest_routed_s
+            if theirs_s < oldest_routed_s:
+                oldest_s, oldest_routed_s = peer.oldest_prefill_s, theirs_s
         self.busy_since_s = max(since, oldest_routed_s)
         self.lead_share = max(0.0, 1.0 - oldest_s / self.step_prefill_s)
-        self.progress_max_s = min(self.progress_cap * oldest_s, self.waiting_s)
+        self.oldest_s = min(oldest_s, self.waiting_s)
+        # What others have there is known too little to be overdue.
+        self.left_share = self.overdue_share if oldest_routed_s < theirs_s else 0.0
 
 
 @dataclass(slots=True)

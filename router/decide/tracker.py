@@ -10,8 +10,10 @@ after every request ended, every sum is zero.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.engine_load import DOUBTS_MAX, EngineLoad, LoadClaims, Wager
@@ -22,8 +24,10 @@ from router.index.protocol import HolderId
 
 _MERGE_S = 0.004
 """First tokens this close together came out of one engine step: one observation."""
-DECODED_TOKENS, DECODE_EVERY_S = 16, 0.5
-"""An answer of so many tokens teaches what a decode step takes, one of a target in so many seconds."""
+DECODED_TOKENS = 16
+"""So many tokens of an answer teach what a decode step takes."""
+_LISTENED = 64
+"""Requests, the oldest, that are looked at while nothing was heard of a pool."""
 TOKEN_S_MIN, COUNT_DOUBT = 1e-4, 16
 """No engine generates a sequence's tokens faster: one that says so is not believed. Nor that a stream had many more
 tokens than chunks: a quarter, and so many. Where chunks have several tokens each, lengths and times are then in about
@@ -60,7 +64,7 @@ class LoadTracker:
         speeds = self._speeds.get(pool)
         if speeds is None:
             speeds = self._speeds[pool] = PoolSpeeds(self._service, self._learn)
-        target = Target(worker_id, rank, holder, speeds, self.cost.progress_cap)
+        target = Target(worker_id, rank, holder, speeds, self.cost.overdue_share)
         self.targets[target.name] = target
         self._apply_peers(target)
         return target
@@ -135,8 +139,9 @@ class LoadTracker:
         flight.target.note_wait(now - flight.routed_s, flight.expected_s, now)
         return flight
 
-    def progress(self, request_id: str, output_tokens: int) -> None:
-        """A decoding request's context has grown to its prompt plus `output_tokens`."""
+    def progress(self, request_id: str, output_tokens: int, at_s: float | None = None) -> None:
+        """A decoding request's context has grown to its prompt plus `output_tokens`, the last of which came `at_s`: an
+        observation of what steps take, where that is known."""
         flight = self.requests.get(request_id)
         if flight is None or flight.phase is not RequestPhase.DECODE:
             return
@@ -145,6 +150,9 @@ class LoadTracker:
         flight.target.context_tokens += context - flight.context_tokens
         flight.context_tokens = context
         flight.target.refresh()
+        target = flight.target
+        if at_s is not None and not target.prefills and at_s - target.decode_learnt_s >= target.speeds.steps_every_s:
+            self._observe_steps(flight, output_tokens - flight.decode_said, at_s)
 
     def end(
         self, request_id: str, now: float, *, computed: bool = True, reported_cached: int | None = None
@@ -201,6 +209,17 @@ class LoadTracker:
             flight = self.requests.get(request_id)
             if flight is not None and flight.phase is RequestPhase.PREFILL and not flight.stream:
                 self._start_decode(flight, at_s)
+        for speeds in self._speeds.values():
+            if speeds.silent:
+                self._listen(speeds, now)
+
+    def _listen(self, speeds: PoolSpeeds, now: float) -> None:
+        """Nothing was heard of a pool yet: that tells something too."""
+        oldest = itertools.islice(self.requests.values(), _LISTENED)
+        targets = {flight.target.name: flight.target for flight in oldest if flight.target.speeds is speeds}
+        ratios = [ratio for target in targets.values() if (ratio := target.overdue(now)) is not None]
+        if ratios:
+            self._renew(next(iter(targets.values())), speeds.await_longer(ratios))
 
     def _start_decode(self, flight: InFlight, now: float) -> None:
         target = flight.target
@@ -216,7 +235,7 @@ class LoadTracker:
         sums.uncached_tokens += flight.prompt_tokens - flight.cached_tokens
         sums.quadratic += float(flight.prompt_tokens**2 - flight.cached_tokens**2)
         if flight.stream:
-            flight.decode_start = sums.copy()
+            flight.decode_start = replace(sums)
         target.refresh()
         target.requeue()
 
@@ -291,8 +310,7 @@ class LoadTracker:
 
     def answered(self, request_id: str, reported_tokens: int | None, now: float) -> int:
         """A whole answer has come: how long it was, as the engine says within reason, or as the edge counted. From its
-        first token on it took a step for each, in which its target also prefilled what had its first token meanwhile:
-        an observation of what steps take."""
+        first token on it took a step for each."""
         flight = self.requests[request_id]
         said = counted = flight.said_tokens if flight.stream else 0
         if reported_tokens is not None:
@@ -300,19 +318,28 @@ class LoadTracker:
             if counted:
                 said = min(said, counted + counted // 4 + COUNT_DOUBT)
         flight.said_tokens = said
+        self._observe_steps(flight, (counted or said) - flight.decode_said, now)
+        return said
+
+    def _observe_steps(self, flight: InFlight, steps: int, now: float) -> None:
+        """Since a stream was last looked at it took so many steps, in which its target also prefilled what had its
+        first token meanwhile: an observation of what steps take."""
         target, start = flight.target, flight.decode_start
-        if start is None or said < DECODED_TOKENS or self.targets.get(target.name) is not target:
-            return said
+        if start is None or steps < DECODED_TOKENS or self.targets.get(target.name) is not target:
+            return
         target.accrue(now)
         elapsed_s = now - start.at_s
+        if elapsed_s <= 0.0:
+            return
+        seen = target.sums.since(start, elapsed_s, steps=steps, clean=not target.prefills)
+        flight.decode_start, flight.decode_said = replace(target.sums, at_s=now), flight.said_tokens
         if flight.wager is not None and target.claims is not None:
-            target.compare(flight.wager, target.sums.since(start, elapsed_s, steps=said - 1))
+            target.compare(flight.wager, seen)
             self._apply_peers(target)
-        if target.believed is None and elapsed_s > 0.0 and now - target.decode_learnt_s >= DECODE_EVERY_S:
+        if target.believed is None and now - target.decode_learnt_s >= target.speeds.steps_every_s:
             target.decode_learnt_s = now
-            names, _ = target.speeds.observe(target.name, target.sums.since(start, elapsed_s, steps=said - 1))
+            names, _ = target.speeds.observe(target.name, seen)
             self._renew(target, names)
-        return said
 
     def learn_pending(self, target: Target) -> None:
         """Close the open interval and learn from it."""
@@ -434,9 +461,9 @@ class LoadTracker:
             assert target.decode_requests == len(decoding), f"{target.name}: decode count"
             assert target.pending_tokens == sum(f.prompt_tokens for f in target.prefills.values())
             assert math.isclose(target.left_tokens, sum(f.expected_tokens for f in flights), abs_tol=1e-3)
-            derived = (target.slow, target.waiting_s, target.busy_since_s, target.progress_max_s, target.sharing_s)
+            derived = (target.slow, target.waiting_s, target.busy_since_s, target.oldest_s, target.sharing_s)
             target.refresh()
             target.requeue()
-            fresh = (target.slow, target.waiting_s, target.busy_since_s, target.progress_max_s, target.sharing_s)
+            fresh = (target.slow, target.waiting_s, target.busy_since_s, target.oldest_s, target.sharing_s)
             assert derived == fresh, f"{target.name}: {derived} was not brought up to date, it should be {fresh}"
             assert target.context_tokens == sum(f.context_tokens for f in decoding), f"{target.name}: context"

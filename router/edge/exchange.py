@@ -334,7 +334,7 @@ class Exchange:
             self._complete(head, reusable=head.keep_alive and not surplus)
             return
         if progress.reads % PROGRESS_EVERY == 0 and self.in_core:
-            proxy.core.progress(self.request_id, progress.reads)
+            proxy.core.progress(self.request_id, progress.reads, now)
         connection = self._connection
         ours = payload is not None or self._paused or (stream is not None and stream.goes_on)
         if progress.may_leave and progress.began and connection is not None and not ours:
@@ -421,7 +421,7 @@ class Exchange:
     def expire(self, now: float, timeouts: Timeouts) -> None:
         """End or repeat what took too long. Called for every exchange a few times a second."""
         if self.progress.catch_up() and self.in_core:
-            self._proxy.core.progress(self.request_id, self.progress.reads)
+            self._proxy.core.progress(self.request_id, self.progress.reads, self.progress.last_byte_s)
         if now - self.started_s > timeouts.total_s:
             message = f"no complete answer within {timeouts.total_s:g} s"
             if self._head is not None:

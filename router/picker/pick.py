@@ -173,7 +173,7 @@ class Pick(Exchange):
             self._speaks_now(now)
         self.progress.note(data, now)
         if self.in_core and self.progress.reads % PROGRESS_EVERY == 0:
-            self._proxy.core.progress(self.request_id, self.progress.reads)
+            self._proxy.core.progress(self.request_id, self.progress.reads, now)
 
     def completed(self) -> None:
         """The whole answer has passed."""

@@ -232,8 +232,9 @@ class SimWorker:
         found = self.cache.match(ids, limit)
         for other in itertools.chain(self.prefilling, self.waiting):
             theirs = other.request.ids
-            alike = next((i for i, (a, b) in enumerate(zip(ids, theirs)) if a != b), min(len(ids), len(theirs)))
-            found = max(found, min(alike, limit))
+            most = min(len(theirs), limit)
+            while found < most and theirs[found] == ids[found]:  # an id names all before it
+                found += 1
         return self.service.prefill_s(job.request.prompt_tokens - found * self.block, found * self.block)
 
     def submit(self, job: Job, now: float) -> None:

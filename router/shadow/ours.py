@@ -24,7 +24,7 @@ from router.shadow.workload import SimRequest
 
 MODEL = "sim"
 HEARTBEAT_S = 0.5
-PROGRESS_S = 2.0
+PROGRESS_S = 0.5
 SHARE_DELAY_S = 0.02
 
 
@@ -152,7 +152,7 @@ class Ours(Router):
         for worker in cluster.workers:
             for job, said in worker.progress(cluster.now):
                 if cluster.routers[job.request.index % len(cluster.routers)] is self:
-                    self.core.progress(str(job.request.index), said)
+                    self.core.progress(str(job.request.index), said, cluster.now)
         cluster.at(cluster.now + PROGRESS_S, self._progress)
 
     def _beat(self) -> None:

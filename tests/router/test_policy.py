@@ -146,7 +146,7 @@ def test_all_seats_taken_is_a_wait() -> None:
     assert price(tracker, targets, [8, 0], 9, 2.0).terms(0, 0).seat_s == 0.0
 
 
-def test_progress_is_capped_and_starts_at_the_last_first_token() -> None:
+def test_progress_starts_at_the_last_first_token_and_what_is_late_takes_longer() -> None:
     tracker, (target,) = tracker_of(1)
     p = target.prefill_seconds(1000, 0)
     tracker.route("a", target, prompt_tokens=1000, cached_tokens=0, stream=True, now=0.0)
@@ -154,7 +154,8 @@ def test_progress_is_capped_and_starts_at_the_last_first_token() -> None:
     lead = (1 - p / 0.2048) * 0.012  # of a step that is not full its fixed part comes first
     assert target.queue_s(0.01) == pytest.approx(2 * p - (0.01 - lead) / target.slow)
     assert target.queue_s(0.004) == pytest.approx(2 * p), "not begun"
-    assert target.queue_s(100.0) == pytest.approx(1.05 * p), "without a first token it is never quite done"
+    progress = (100.0 - 0.01 + 0.01 - lead) / target.slow
+    assert target.queue_s(100.0) == pytest.approx(p + 0.2 * progress), "not done after so long: it will take longer"
     tracker.first_token("a", 50.0)
     assert target.queue_s(50.0) == pytest.approx(p), "b was begun when a was done"
     assert target.queue_s(50.05) == pytest.approx(p - (0.05 - (1 - p / 0.2048) * target.step_now_s) / target.slow)

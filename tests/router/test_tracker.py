@@ -213,6 +213,59 @@ def test_a_newcomer_starts_at_its_pools_speed() -> None:
     assert other.service.prefill_s_per_token == pytest.approx(0.9e-4)
 
 
+LIVE = ServiceModel(3e-4, 50_000, 0.02, 1e-3, 2.5e-8)
+"""benchmarks/live_peers.py: a sequence adds twenty times what the prior says to a step, the rest differs less."""
+
+
+def test_what_a_sequence_costs_is_learned_while_the_first_answers_still_come() -> None:
+    """Eight workers, 17 questions a second behind a cached prompt, answers of 150 tokens: none has ended after three
+    seconds, and the step of ten sequences is known to a fifth."""
+    tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
+    targets = [tracker.add_target(f"w{i}", None, HolderId(i)) for i in range(8)]
+    rng, said = random.Random(4), dict[str, float]()
+
+    def step_s(target: Target) -> float:
+        return (
+            LIVE.step_s + LIVE.decode_request_s * target.decode_requests + LIVE.decode_context_s * target.context_tokens
+        )
+
+    for tick in range(60):
+        now = 0.05 * tick
+        for name, flight in tracker.requests.items():
+            if flight.phase is RequestPhase.DECODE:
+                said[name] += 0.05 / step_s(flight.target)
+                if tick % 5 == 0:
+                    tracker.progress(name, int(said[name]), now)
+        target = targets[rng.randrange(8) if tick % 8 else 0]
+        tracker.route(f"r{tick}", target, prompt_tokens=2080, cached_tokens=2000, stream=True, now=now)
+        own_s = 80 * LIVE.prefill_s_per_token * (1 + 2040 / LIVE.quadratic_tokens)
+        tracker.first_token(f"r{tick}", now + 1.5 * step_s(target) * rng.uniform(0.7, 1.0) + own_s)
+        said[f"r{tick}"] = 1.0
+    learned = targets[0].service
+    assert learned.step_s + 10 * learned.decode_request_s == pytest.approx(0.030, rel=0.2), learned
+    assert learned.decode_request_s > 5 * ServiceModel().decode_request_s, learned
+
+
+def test_while_nothing_was_heard_the_wait_itself_tells_how_slow_a_pool_is() -> None:
+    """Three workers have begun a prompt each that by the prior takes 0.2 s; none has answered after 0.6 s."""
+    tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
+    targets = [tracker.add_target(f"w{i}", None, HolderId(i)) for i in range(4)]
+    for i in range(3):
+        tracker.route(f"r{i}", targets[i], prompt_tokens=2000, cached_tokens=0, stream=True, now=0.01 * i)
+    assert targets[3].prefill_seconds(2000, 0) < 0.2
+    tracker.advance(0.6)
+    assert targets[3].prefill_seconds(2000, 0) == pytest.approx(0.55, rel=0.1)
+    assert targets[0].prefills["r0"].prefill_s == targets[3].prefill_seconds(2000, 0)
+    assert targets[0].queue_s(0.6) >= 0.1, "it will take longer still"
+    tracker.first_token("r0", 0.7)
+    tracker.first_token("r1", 0.71)
+    tracker.learn_pending(targets[0])
+    assert targets[3].prefill_seconds(2000, 0) == pytest.approx(0.63, rel=0.15)
+    tracker.advance(60.0)
+    assert targets[3].prefill_seconds(2000, 0) < 1.0, "one that stands still tells nothing of the others any more"
+    tracker.check_invariants()
+
+
 def test_equal_workers_get_one_model_and_a_different_one_its_own() -> None:
     """Fifteen per cent of noise between eight equal workers does not tell them apart; half the speed does."""
     rng = random.Random(10)
