@@ -4,8 +4,8 @@ Only what others have there counts: sequences, and tokens in its KV memory, beyo
 in two looks running. So an engine that says too little, or nothing, changes nothing. One that says too much is found
 out by those who are served there, the next request first: each first token and each answer is compared with what was to
 be expected with and without the claim, and after DOUBTS answers against it a claim counts no longer, until as many
-speak for it. Where a claim keeps everybody away, a request is sent to find out. Pure; the tracker keeps one `LoadClaims` a
-target.
+speak for it. Where a claim keeps everybody away, a request is sent to find out. Pure; the tracker keeps one
+`LoadClaims` a target.
 """
 
 from __future__ import annotations
