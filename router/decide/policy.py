@@ -95,7 +95,7 @@ class KvCost:
             if wait:  # as `Target.queue_s`, written out: this loop is a good part of what a decision costs
                 progress = (now - target.busy_since_s - target.lead_share * target.step_now_s) / target.slow
                 if progress > 0.0:
-                    left, overdue = target.oldest_s - progress, target.left_share * progress
+                    left, overdue = target.oldest_s - progress, target.overdue_share * progress
                     wait += (left if left > overdue else overdue) - target.oldest_s
             waits.append(wait)
             if wait * target.slow < shortest:

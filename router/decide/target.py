@@ -198,8 +198,6 @@ class Target:
     """When a step was last seen to end: by a first token, or a last one."""
     oldest_s: float = 0.0
     """The oldest one's P."""
-    left_share: float = 0.0
-    """What is left of it at least, as a share of the time it has taken."""
     routed: int = 0
     """Requests sent here since it was added; what was cached of their prompts, as predicted and as reported."""
     predicted_cached_tokens: int = 0
@@ -276,12 +274,12 @@ class Target:
         progress = (now - self.busy_since_s - self.lead_share * self.step_now_s) / self.slow
         if progress <= 0.0:
             return waiting
-        left, overdue = self.oldest_s - progress, self.left_share * progress
+        left, overdue = self.oldest_s - progress, self.overdue_share * progress
         return waiting - self.oldest_s + (left if left > overdue else overdue)
 
     def overdue(self, now: float) -> float | None:
         """How many times as long as it should its oldest prefill has taken so far; None where there is none of ours."""
-        if not self.left_share:
+        if not self.prefills:
             return None
         return (now - self.busy_since_s) / (self.slow * self.oldest_s + self.lead_share * self.step_now_s)
 
@@ -346,7 +344,7 @@ class Target:
             prefill_s=claim.waiting * each_s,
             prefill_requests=claim.waiting,
             oldest_prefill_s=each_s,
-            oldest_routed_s=self.claims.heard_s,
+            oldest_routed_s=math.inf,  # when it began is not known: it makes no progress, and is never late
             decode_requests=claim.running,
             decode_context=claim.held_tokens,
         )
@@ -380,23 +378,21 @@ class Target:
 
     def requeue(self) -> None:
         """Recompute what `queue_s` reads, after what is in the queue changed."""
-        since, oldest_s, oldest_routed_s, theirs_s = self.head_since_s, 0.0, math.inf, math.inf
+        since, oldest_s, oldest_routed_s = self.head_since_s, 0.0, math.inf
         if self.prefills:
             oldest = next(iter(self.prefills.values()))
             oldest_s, oldest_routed_s = oldest.prefill_s, oldest.routed_s
         self.waiting_s = self.prefill_s
         peer = self.peer
+        if peer is not None:
+            since = max(since, peer.head_since_s)
         if peer is not None and peer.prefill_s > 0.0:
             self.waiting_s += peer.prefill_s
-            since = max(since, peer.head_since_s)
-            theirs_s = peer.oldest_routed_s
-            if theirs_s < oldest_routed_s:
-                oldest_s, oldest_routed_s = peer.oldest_prefill_s, theirs_s
+            if peer.oldest_routed_s < oldest_routed_s:
+                oldest_s, oldest_routed_s = peer.oldest_prefill_s, peer.oldest_routed_s
         self.busy_since_s = max(since, oldest_routed_s)
         self.lead_share = max(0.0, 1.0 - oldest_s / self.step_prefill_s)
         self.oldest_s = min(oldest_s, self.waiting_s)
-        # What others have there is known too little to be overdue.
-        self.left_share = self.overdue_share if oldest_routed_s < theirs_s else 0.0
 
 
 @dataclass(slots=True)
