@@ -2,7 +2,7 @@
 
 A byte-level tokenizer cuts normalized text into words by a regular expression and encodes every word by itself, so the
 ids of a text are those of its words, and words come back. Here the words are found natively (prompts/native/words.hpp)
-and their ids come from the library's own model, once a word. Only for ASCII: there the normal forms change nothing and
+and put together from the model's byte pairs, or by the library's own model, once a word. Only for ASCII: there the normal forms change nothing and
 the classes of characters are small sets, so that all backtracking engines (first alternative first) agree.
 
 `plan_words` says why where a tokenizer is not of this kind; sample texts are encoded both ways before a plan is given
@@ -34,7 +34,7 @@ else:
     _FOUND = True
 
 if TYPE_CHECKING:
-    from prompts._words import Row
+    from prompts._words import Pairs, Row
 
 TEXT_MAX = 65_536
 """Longer texts are left to the library, which lets other threads run meanwhile."""
@@ -62,10 +62,13 @@ _PATTERN_PARTS = re.compile(
 class WordEncoder:
     """Encodes ASCII text of one tokenizer. Thread-safe."""
 
-    def __init__(self, hf: HfTokenizer, steps: Sequence[Sequence[Row]], added: re.Pattern[str]) -> None:
+    def __init__(
+        self, hf: HfTokenizer, steps: Sequence[Sequence[Row]], added: re.Pattern[str], pairs: Pairs | None = None
+    ) -> None:
+        """`pairs`: of which new words are made; None leaves that to the library."""
         self._model = hf.model
         self._ids_of = hf.token_to_id
-        self.words = Words(steps, secrets.randbits(64), WORDS_MAX)
+        self.words = Words(steps, secrets.randbits(64), WORDS_MAX, pairs)
         self._added = added
         """Finds every added token."""
 
@@ -120,13 +123,32 @@ def plan_words(hf: HfTokenizer, spec: dict[str, Any], samples: Sequence[str]) ->
         steps.append(rows)
     contents = [token["content"] for token in spec["added_tokens"] if token["content"]]
     added = re.compile("|".join(re.escape(content) for content in contents) or r"(?!)")
-    encoder = WordEncoder(hf, steps, added)
+    encoder = WordEncoder(hf, steps, added, _pairs(spec["model"]))
     for sample in samples:
         ids = encoder.encode(sample)
         plain = hf.encode_batch_fast([sample], add_special_tokens=False)[0].ids
         if ids is not None and ids != array("I", plain).tobytes():
             return f"its words gave other ids for a sample text ({sample[:40]!r})"
     return encoder
+
+
+def _pairs(model: dict[str, Any]) -> Pairs | None:
+    """The merges of a byte-level model that make ASCII tokens; None where it makes words another way."""
+    if any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix", "ignore_merges", "dropout")):
+        return None
+    vocabulary: dict[str, int] = model["vocab"]
+    alphabet = "".join(map(chr, range(128))).translate(_BYTE_LEVEL)
+    if any(char not in vocabulary for char in alphabet):
+        return None
+    left, right, made = [], [], []
+    for merge in model["merges"]:
+        first, second = merge.split(" ") if isinstance(merge, str) else merge
+        token = first + second
+        if not token.strip(alphabet):
+            left.append(vocabulary[first])
+            right.append(vocabulary[second])
+            made.append(vocabulary[token])
+    return [vocabulary[char] for char in alphabet], left, right, made
 
 
 def _keeps_ascii(normalizer: dict[str, Any] | None) -> bool:

@@ -1,11 +1,12 @@
-// ASCII text to ids by its words: cut by regular expressions (backtracking, first alternative first), looked up in a table.
-// Owns the cutting and the table. Refuses to know Python, patterns as text, and what the ids of a new word are.
+// ASCII text to ids by its words: cut by regular expressions (backtracking, first alternative first), looked up in a table,
+// put together by byte pairs where they are new. Refuses to know Python, patterns as text, and files of tokenizers.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <vector>
 
 namespace blockcast {
@@ -71,6 +72,56 @@ private:
     }
 
     std::vector<Part> parts_;
+};
+
+// What pairs of ids become, the lowest rank first.
+class BytePairs {
+public:
+    // `chars`: the id of each ASCII character.
+    BytePairs(const std::vector<u32>& chars, const std::vector<u32>& left, const std::vector<u32>& right,
+              const std::vector<u32>& made)
+        : chars_(chars) {
+        merges_.reserve(made.size());
+        for (std::size_t i = 0; i < made.size(); ++i) {  // the last one counts where a pair stands twice, as in the library
+            merges_[pair(left[i], right[i])] = Merge{static_cast<u32>(i), made[i]};
+        }
+    }
+
+    // Appends the ids of a short word: the work grows with its square.
+    void append(std::string_view word, std::vector<u32>& ids) const {
+        const std::size_t first = ids.size();
+        for (const char c : word) ids.push_back(chars_[static_cast<unsigned char>(c)]);
+        std::vector<Merge> found(word.size());  // of each id with the next one
+        const auto look = [&](std::size_t i) {
+            found[i] = Merge{};
+            if (first + i + 1 >= ids.size()) return;
+            const auto merge = merges_.find(pair(ids[first + i], ids[first + i + 1]));
+            if (merge != merges_.end()) found[i] = merge->second;
+        };
+        for (std::size_t i = 0; i < word.size(); ++i) look(i);
+        for (std::size_t count = word.size();; --count) {
+            std::size_t best = 0;
+            for (std::size_t i = 1; i < count; ++i) {
+                if (found[i].rank < found[best].rank) best = i;
+            }
+            if (found[best].rank == kNever) return;
+            ids[first + best] = found[best].made;
+            ids.erase(ids.begin() + static_cast<std::ptrdiff_t>(first + best + 1));
+            found.erase(found.begin() + static_cast<std::ptrdiff_t>(best + 1));
+            look(best);
+            if (best > 0) look(best - 1);
+        }
+    }
+
+private:
+    static constexpr u32 kNever = ~u32{0};
+    struct Merge {
+        u32 rank = kNever, made = 0;
+    };
+    static u64 pair(u32 left, u32 right) { return u64{left} << 32 | right; }
+
+    std::vector<u32> chars_;
+    std::unordered_map<u64, Merge> merges_;
 };
 
 // Words and their ids. When there are too many, all are forgotten. The seed is secret: clients choose the words.

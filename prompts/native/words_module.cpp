@@ -1,7 +1,9 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <tuple>
 
 #include "words.hpp"
@@ -38,12 +40,22 @@ Pattern pattern_of(const std::vector<Row>& rows) {
 
 class Words {
 public:
-    Words(const std::vector<std::vector<Row>>& steps, u64 seed, std::size_t words_max) : table_(seed, words_max) {
+    // `pairs`: (ids of characters, and of each merge by rank: left, right, what they become).
+    using Pairs = std::tuple<std::vector<u32>, std::vector<u32>, std::vector<u32>, std::vector<u32>>;
+    Words(const std::vector<std::vector<Row>>& steps, u64 seed, std::size_t words_max, const std::optional<Pairs>& pairs)
+        : table_(seed, words_max) {
         for (const std::vector<Row>& rows : steps) steps_.push_back(pattern_of(rows));
+        if (!pairs) return;
+        const auto& [chars, left, right, made] = *pairs;
+        if (chars.size() != 128 || left.size() != made.size() || right.size() != made.size()) {
+            throw nb::value_error("pairs: expected the ids of 128 characters, and three lists of one length");
+        }
+        pairs_.emplace(chars, left, right, made);
     }
 
     // Of the ASCII text from `start` on: its ids as bytes; None where a pattern matches nothing. `learn(word)` tells the ids
-    // of a word that is not known. Under the GIL, which that may give away: the table may then be another one.
+    // of a word that is long, or for which there are no pairs. Under the GIL, which that may give away: the table may then
+    // be another one.
     nb::object encode(nb::str text, std::size_t start, nb::callable learn) {
         Py_ssize_t size = 0;
         const char* data = PyUnicode_AsUTF8AndSize(text.ptr(), &size);
@@ -58,6 +70,12 @@ public:
         for (const Word& at : words) {
             const std::string_view word = whole.substr(at.start, at.end - at.start);
             if (table_.append(word, ids)) continue;
+            if (pairs_ && word.size() <= kWordMax) {
+                const std::size_t first = ids.size();
+                pairs_->append(word, ids);
+                table_.add(word, ids.data() + first, ids.size() - first);
+                continue;
+            }
             const auto found = nb::cast<std::vector<u32>>(learn(nb::str(word.data(), word.size())));
             ids.insert(ids.end(), found.begin(), found.end());
             std::vector<u32> known;
@@ -72,6 +90,7 @@ private:
     static constexpr std::size_t kWordMax = 64;  // longer ones hardly come back
     std::vector<Pattern> steps_;
     WordTable table_;
+    std::optional<BytePairs> pairs_;
 };
 
 }  // namespace
@@ -80,8 +99,8 @@ NB_MODULE(_words, module) {
     module.doc() = "Short text to ids by its words. Use prompts.words.";
     nb::set_leak_warnings(false);
     nb::class_<Words>(module, "Words")
-        .def(nb::init<const std::vector<std::vector<Row>>&, u64, std::size_t>(), nb::arg("steps"), nb::arg("seed"),
-             nb::arg("words_max"))
+        .def(nb::init<const std::vector<std::vector<Row>>&, u64, std::size_t, const std::optional<Words::Pairs>&>(),
+             nb::arg("steps"), nb::arg("seed"), nb::arg("words_max"), nb::arg("pairs") = nb::none())
         .def("encode", &Words::encode, nb::arg("text"), nb::arg("start"), nb::arg("learn"))
         .def("__len__", &Words::size);
 }
