@@ -13,8 +13,11 @@ from pathlib import Path
 
 import zmq
 
-_MMAP_THRESHOLD, _MMAPPED_BYTES = -3, 256 << 10
-"""Larger pieces have a mapping of their own, which ends with them (M_MMAP_THRESHOLD of mallopt)."""
+_MMAP_THRESHOLD, _MMAPPED_BYTES = -3, 4 << 20
+"""Larger pieces have a mapping of their own, which ends with them (M_MMAP_THRESHOLD of mallopt). A new mapping costs more
+than what is written into it: conversations of a megabyte return again and again."""
+_TRIM_THRESHOLD, _TOP_BYTES = -1, 8 << 20
+"""As much that is free at the heap's end is kept until `Heap` looks (M_TRIM_THRESHOLD)."""
 FILES_A_STREAM, FILES_BESIDES = 4, 200
 """Descriptors (benchmarks/fan_in.py); a replay or a data-parallel rank takes as many again."""
 TRIM_S, TRIM_S_MAX, WORTH_BYTES = 5.0, 320.0, 4 << 20
@@ -34,6 +37,7 @@ class Heap:
         self._trim: Callable[[int], int] | None = getattr(library, "malloc_trim", None)
         if self._trim is not None:
             library.mallopt(_MMAP_THRESHOLD, _MMAPPED_BYTES)
+            library.mallopt(_TRIM_THRESHOLD, _TOP_BYTES)
         self._least = self._last = resident_bytes() if self._trim is not None else 0
         """Bytes, of all times, and after the last trim."""
         self._pause_s = self._looked_s = self._trimmed_s = 0.0
