@@ -5,6 +5,7 @@ The bytes come from our own codec here; tests/golden holds those of real engines
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -662,6 +663,51 @@ def check_pins(make: MakeIndex) -> None:
     index.unpin(second)
     assert pinned(index) == (0, 0)
     assert index.stats().pins == 0
+
+
+def check_pins_end_in_any_order(make: MakeIndex) -> None:
+    rng = random.Random(5)
+    for _ in range(40):
+        index = make()
+        cuts = {index.add_holder("a", "m"): 16, index.add_holder("b", "m"): 32}
+        for holder, size in cuts.items():
+            index.ingest(holder, batch(stored([1], [7] * size, size=size)))
+        pins: list[tuple[Any, HolderId, list[int]]] = []
+        for step in range(30):
+            if pins and (step > 20 or rng.random() < 0.4):
+                index.unpin(pins.pop(rng.randrange(len(pins)))[0])
+            else:
+                base = rng.choice(pins)[2] if pins and rng.random() < 0.7 else PROMPT
+                ids = base[: rng.randrange(len(base) + 1)] + [rng.randrange(2) for _ in range(rng.randrange(90))]
+                holder = rng.choice(list(cuts))
+                pins.append((index.pin(holder, ids, SCOPE), holder, ids))
+            asked = [*rng.choice(pins)[2], 9] if pins else PROMPT
+            want = {
+                holder: max(most // cut * cut for most in [0, *_shared(pins, holder, asked)])
+                for holder, cut in cuts.items()
+            }
+            got = {match.holder: match.pinned_tokens for match in index.match(asked, SCOPE)}
+            assert got == {holder: tokens for holder, tokens in want.items() if tokens}
+        holder = next(iter(cuts))
+        index.ingest(holder, batch(AllBlocksCleared(), stored([1], [7] * 48, size=48)))  # now it is cut otherwise
+        more = [
+            index.pin(holder, ids[: rng.randrange(len(ids) + 1)], SCOPE) for _, _, ids in [*pins, (0, holder, PROMPT)]
+        ]
+        rest = [pin for pin, _, _ in pins] + more
+        rng.shuffle(rest)
+        for pin in rest:
+            index.unpin(pin)
+        assert [match for _, _, ids in [*pins, (0, holder, PROMPT)] for match in index.match(ids, SCOPE)] == []
+
+
+def _shared(pins: list[tuple[Any, HolderId, list[int]]], holder: HolderId, asked: list[int]) -> list[int]:
+    """How much of what is asked each pin of a holder promises, but for the last token."""
+    found = []
+    for _, of, ids in pins:
+        if of == holder:
+            common = next((i for i, (a, b) in enumerate(zip(ids, asked)) if a != b), min(len(ids), len(asked)))
+            found.append(min(common, len(asked) - 1))
+    return found
 
 
 def check_pins_fill_holes(make: MakeIndex) -> None:
