@@ -14,8 +14,8 @@ from pathlib import Path
 import zmq
 
 _MMAP_THRESHOLD, _MMAPPED_BYTES = -3, 4 << 20
-"""Larger pieces have a mapping of their own, which ends with them (M_MMAP_THRESHOLD of mallopt). A new mapping costs more
-than what is written into it: conversations of a megabyte return again and again."""
+"""Larger pieces have a mapping of their own, which ends with them (M_MMAP_THRESHOLD of mallopt). A new mapping costs
+more than what is written into it: conversations of a megabyte return again and again."""
 _TRIM_THRESHOLD, _TOP_BYTES = -1, 8 << 20
 """As much that is free at the heap's end is kept until `Heap` looks (M_TRIM_THRESHOLD)."""
 FILES_A_STREAM, FILES_BESIDES = 4, 200
