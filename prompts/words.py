@@ -2,8 +2,9 @@
 
 A byte-level tokenizer cuts normalized text into words by a regular expression and encodes every word by itself, so the
 ids of a text are those of its words, and words come back. Here the words are found natively (prompts/native/words.hpp)
-and put together from the model's byte pairs, or by the library's own model, once a word. Only for ASCII: there the normal forms change nothing and
-the classes of characters are small sets, so that all backtracking engines (first alternative first) agree.
+and put together from the model's byte pairs, or by the library's own model, once a word. Only for ASCII: there the
+normal forms change nothing and the classes of characters are small sets, so that all backtracking engines (first
+alternative first) agree.
 
 `plan_words` says why where a tokenizer is not of this kind; sample texts are encoded both ways before a plan is given
 out. Invariant: ids are identical to a plain full encode, or `encode` returns None and the library is asked.
