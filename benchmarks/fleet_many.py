@@ -94,7 +94,8 @@ def talk(url: str, number: int, end: threading.Event, counts: dict[str, int]) ->
 @click.option("--json", "out", type=click.Path(path_type=Path))
 def main(workers: int, time_scale: float, seconds: float, talks: int, out: Path | None) -> None:
     os.environ |= {"BLOCKCAST_FLEET_MANY": str(os.getpid()), "RAY_raylet_start_wait_time_s": "180",
-                   "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}  # fmt: skip
+                   "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled",
+                   "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}  # fmt: skip
     mark = f"BLOCKCAST_FLEET_MANY={os.getpid()}".encode()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     from ray.cluster_utils import Cluster

@@ -22,7 +22,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     bin_folder = Path(sys.executable).parent
     environment = {
         **os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
-        "RAY_raylet_start_wait_time_s": "180", "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_raylet_start_wait_time_s": "180", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled",
     }  # fmt: skip
     said = {}
     try:

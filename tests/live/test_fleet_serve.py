@@ -57,6 +57,7 @@ def handle(router: Program, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     from ray.serve.config import RequestRouterConfig
 
     root = Path(__file__).resolve().parents[2]
+    os.environ["RAY_AUTH_MODE"] = "disabled"
     paths = os.pathsep.join([str(root), str(root / "scripts")])
     ray.init(num_cpus=8, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths}})
     try:
