@@ -34,20 +34,28 @@ KINDS = {
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def kinds(mark: bytes) -> dict[int, str]:
-    """Our processes, by kind; children count with their parents."""
-    found: dict[int, str] = {}
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit() or int(folder.name) == os.getpid():
-            continue
+def kinds() -> dict[int, str]:
+    """What this process has started, and what that has, by kind."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            if mark not in (folder / "environ").read_bytes().split(b"\0"):
-                continue
-            words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        first = next((kind for pattern, kind in KINDS.items() if pattern in words), None)
-        found[int(folder.name)] = "guard" if "guard.py" in words else first or ("engine" if "spawn" in words else "Ray")
+    found: dict[int, str] = {}
+    ours, own = [os.getpid()], os.getpid()
+    while ours:
+        parent = ours.pop()
+        ours += [pid for pid, its in parents.items() if its == parent]
+        try:
+            words = Path(f"/proc/{parent}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if parent != own and words:
+            known = next((kind for pattern, kind in KINDS.items() if pattern in words), None)
+            found[parent] = "guard" if "guard.py" in words else known or found.get(parents[parent], "Ray")
+            if found[parent] not in KINDS.values():
+                found[parent] = "Ray"
     return found
 
 
@@ -93,11 +101,9 @@ def talk(url: str, number: int, end: threading.Event, counts: dict[str, int]) ->
 @click.option("--talks", default=32)
 @click.option("--json", "out", type=click.Path(path_type=Path))
 def main(workers: int, time_scale: float, seconds: float, talks: int, out: Path | None) -> None:
-    os.environ |= {"BLOCKCAST_FLEET_MANY": str(os.getpid()), "RAY_raylet_start_wait_time_s": "180",
+    os.environ |= {"RAY_raylet_start_wait_time_s": "180",
                    "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled",
                    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}  # fmt: skip
-    mark = f"BLOCKCAST_FLEET_MANY={os.getpid()}".encode()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     from ray.cluster_utils import Cluster
 
     click.echo(machine())
@@ -109,6 +115,7 @@ def main(workers: int, time_scale: float, seconds: float, talks: int, out: Path 
 
     try:
         cluster.add_node(num_cpus=64, include_dashboard=False, temp_dir=mkdtemp(prefix="bcray"))
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Ray sets its own
         began_s = time.monotonic()
         fleet("up", "--no-wait", "--simulate", SPEC, "--time-scale", str(time_scale), "--replicas", str(workers),
               "--routers", "1", "--cpus", "0.1", "--router-cpus", "0.1", "--router-port", "0")  # fmt: skip
@@ -122,7 +129,7 @@ def main(workers: int, time_scale: float, seconds: float, talks: int, out: Path 
         click.echo(f"{engines} of {workers} workers up after {took_s:.0f} s, load {os.getloadavg()[0]:.1f}")
         (router,) = (seat["url"] for seat in up if seat["kind"] == "router")
         figures: dict[str, Any] = {"workers_up": engines, "seconds_to_up": took_s, "load": os.getloadavg()[0]}
-        rows = measure(mark, figures, engines, router, talks, [s["url"] for s in up if s["kind"] == "engine"])
+        rows = measure(figures, engines, router, talks, [s["url"] for s in up if s["kind"] == "engine"])
         columns = {"processes": ("count", "{}"), "MB": ("mb", "{:.0f}"), "MB a worker": ("mb_a_worker", "{:.1f}"),
                    "cores, idle": ("idle", "{:.3f}"), "cores, asked": ("asked", "{:.3f}")}  # fmt: skip
         click.echo(markdown(rows, columns))
@@ -137,9 +144,9 @@ def main(workers: int, time_scale: float, seconds: float, talks: int, out: Path 
 
 
 def measure(
-    mark: bytes, figures: dict[str, Any], engines: int, router: str, talks: int, urls: list[str]
+    figures: dict[str, Any], engines: int, router: str, talks: int, urls: list[str]
 ) -> dict[str, dict[str, Any]]:
-    pids = kinds(mark)
+    pids = kinds()
     memory = memory_mb(pids)
     before = cpu_s(pids)
     time.sleep(10)
