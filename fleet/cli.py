@@ -221,6 +221,7 @@ def up(
         if re.match(NAME, name) is None:
             raise SpecError(f"--name: got {name!r}, expected letters, digits, - and _")
         bounds = _bounds(replicas, given)
+        model, flags = _without_model(model, flags)
         if given["simulate"] is not None:
             flags = ("--simulate", given["simulate"], *flags)
         if given["time_scale"] is not None:
@@ -247,6 +248,11 @@ def up(
         except ValueError as error:
             raise SpecError(f"fleet {name!r} runs already: scale, roll, or `fleet down` first") from error
         _finish(directory, given)
+
+
+def _without_model(model: str, flags: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """What follows `--` is flags, also where no MODEL stands before it."""
+    return ("", (model, *flags)) if model.startswith("-") else (model, flags)
 
 
 def _finish(directory: Any, given: dict[str, Any]) -> None:
@@ -317,6 +323,7 @@ def roll(model: str | None, flags: tuple[str, ...], routers: bool, name: str, **
                 raise SpecError("--router-flags: for --routers only")
             changes["router"] = split_flags("--router-flags", given["router_flags"])
         if model is not None:
+            model, flags = _without_model(model, flags)
             changes["engine"], changes["vllm"] = engine_command(given["engine"], model, flags)
         _connect(given["address"])
         directory = _directory(name)
