@@ -27,6 +27,7 @@ from ray.util import get_placement_group, placement_group, remove_placement_grou
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fleet.books import Listed, Row
+from fleet.guard import follow_parent
 from fleet.plan import Failure, Kind, Move, Patience, Phase, Seat, Start, Target, failed, lightest, plan
 from fleet.scaling import Bounds, Load, Scaler
 from fleet.seat import Report, SeatActor
@@ -45,6 +46,7 @@ class DirectoryActor:
     """See above. Its methods are for the command line; they return at once."""
 
     def __init__(self, name: str, first: bytes) -> None:
+        follow_parent()
         self._key = f"fleet/{name}".encode()
         saved = internal_kv._internal_kv_get(self._key, namespace=NAMESPACE)
         self._state = msgspec.json.decode(saved or first, type=State)

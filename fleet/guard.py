@@ -14,6 +14,8 @@ import select
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 SUBREAPER, PDEATHSIG = 36, 1
 """Of prctl(2)."""
@@ -45,6 +47,19 @@ def kill_all() -> None:
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, 0)
+
+
+def follow_parent(every_s: float = 0.5) -> None:
+    """End this process, by a thread of it, when the process that started it has ended: Ray's actors outlive a raylet
+    that is killed, as long as a call of theirs is under way."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(every_s)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def dies_with(parent: int) -> None:

@@ -91,6 +91,18 @@ def test_a_killed_guard_takes_its_program_along() -> None:
         until_gone(pids[:1])
 
 
+def test_an_actor_ends_with_its_raylet() -> None:
+    """Also while a call of it waits for ever."""
+    actor = "import os, time, fleet.guard as g; g.follow_parent(0.05); print(os.getpid(), flush=True); time.sleep(600)"
+    raylet = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {actor!r}]).wait()"
+    with subprocess.Popen([sys.executable, "-c", raylet], stdout=subprocess.PIPE, cwd=GUARD.parents[1]) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert alive(pid)
+        parent.kill()
+        until_gone([pid])
+
+
 def test_a_command_that_is_not_there() -> None:
     command = [sys.executable, "-S", "-E", str(GUARD), "/does/not/exist"]
     ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
