@@ -143,8 +143,8 @@ class ProcessConfig:
             raise ConfigError(f"--admin: got {self.admin!r}, expected HOST:PORT with a port of at most 65535")
         if self.share is None and self.processes > 1 and (self.peers or self.peer_bind or self.bind_events):
             raise ConfigError("--processes: cannot be combined with --peer, --peer-bind or --bind-events")
-        if self.share is None and self.processes > 1 and self.hand_over is not None:
-            raise ConfigError("--processes: cannot be combined with --hand-over")
+        if self.share is None and self.processes > 1 and self.hand_over is not None and self.port == 0:
+            raise ConfigError("--processes with --hand-over: give --port a number")
         for flag, parts in (
             ("--tls", (self.tls_cert, self.tls_key)), ("--worker-tls", (self.worker_tls_cert, self.worker_tls_key)),
         ):  # fmt: skip

@@ -42,6 +42,8 @@ class Will(msgspec.Struct):
     workers: list[WorkerFlag]
     """Those of operators, wherever they were named."""
     drained: list[str]
+    loads: list[str] = []
+    """Where the router that runs tells what it, and those beside it, have in flight: it counts until that ends."""
 
 
 def http_path(path: Path) -> Path:

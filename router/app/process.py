@@ -75,6 +75,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("router")
 
+LOAD_S_MAX = 1.5
+"""For the router that is taken over from to say what it has in flight; it says all of it every half second."""
 LEDGER_S = 2.0
 """Between two writes of what API keys used: what a router that is killed forgets."""
 PREDECESSOR = "http://predecessor"
@@ -208,13 +210,13 @@ class RouterProcess:
                 await self._inherit(self._predecessor, stack)
                 port = await self._addresses.open(self._predecessor)
             self._peers = self._meet_peers()
-            if self._peers is not None:
-                stack.callback(self._peers.close)
+            stack.callback(lambda: None if self._peers is None else self._peers.close())
             beat = self._loop.create_task(self._beat())
             stack.callback(beat.cancel)
             if isinstance(self._config, EppConfig):
                 await self._start_picker(self._config)
             if self._predecessor is not None:
+                await self._hear_former(self._predecessor)
                 await self._predecessor.take()
             if self._config.hand_over is not None:
                 stack.callback((await self._offer(Path(self._config.hand_over))).close)
@@ -347,6 +349,23 @@ class RouterProcess:
         self._others.forget(PREDECESSOR)
         log.info("taking over%s", f"; {reason}" if reason else ": every cache is known")
 
+    async def _hear_former(self, predecessor: Predecessor) -> None:
+        """Know what the router that runs has in flight, as it goes on with that."""
+        end_s = self._now() + LOAD_S_MAX
+        while predecessor.will.loads and self._now() < end_s:
+            if self._peers is None or self._peers.heard:
+                return
+            await asyncio.sleep(0.01)
+
+    def _tell_heir(self) -> list[str]:
+        """Where it hears of the requests that go on here; the sockets are opened for the first heir."""
+        if self._peers is None:
+            self._peers = self._peer_sockets()
+        if self._peers.address is None:
+            self._peers.bind(f"ipc://{self._config.hand_over}.load-{os.getpid()}")
+        assert self._peers.address is not None
+        return [self._peers.address, *self._config.peers]
+
     async def _offer(self, path: Path) -> HandOver:
         """Let another router take over. Raises OSError."""
         with naming("--hand-over", str(path)):
@@ -365,6 +384,7 @@ class RouterProcess:
             [name for name, _ in offered],
             self._fleet.named(),
             [worker.worker_id for worker in self._core.workers.values() if worker.state is WorkerState.DRAINING],
+            self._tell_heir(),
         )
         return will, [sock for _, sock in offered]
 
@@ -383,12 +403,18 @@ class RouterProcess:
         if self._config.workers_file is not None:
             self._fleet.follow_file(Path(self._config.workers_file))
 
+    def _peer_sockets(self) -> PeerSockets:
+        return PeerSockets(PeerLoads(self._core.tracker, f"{socket.gethostname()}/{os.getpid()}"))
+
     def _meet_peers(self) -> PeerSockets | None:
-        """Share load with other routers where the operator named any. Raises OSError."""
-        if not self._config.peers and self._config.peer_bind is None:
+        """Share load with other routers where the operator named any, and hear the one that is taken over from. Raises
+        OSError."""
+        former = [] if self._predecessor is None else self._predecessor.will.loads
+        if not self._config.peers and self._config.peer_bind is None and not former:
             return None
-        loads = PeerLoads(self._core.tracker, f"{socket.gethostname()}/{os.getpid()}")
-        sockets = PeerSockets(loads)
+        sockets = self._peer_sockets()
+        for endpoint in former:
+            sockets.connect(endpoint)
         if self._config.peer_bind is not None:
             with naming("--peer-bind", self._config.peer_bind):
                 sockets.bind(self._config.peer_bind)

@@ -38,6 +38,8 @@ def supervise(config: ProcessConfig, count: int, run: Callable[[ProcessConfig], 
         with naming("--admin", config.admin or ""):
             holders.append(hold_port(*admin))
     port = holders[0].getsockname()[1]
+    if config.hand_over is not None and Path(f"{config.hand_over}.{count}").exists():
+        raise ConfigError(f"--hand-over {config.hand_over}: the router there has more than {count} processes")
     folder = Path(tempfile.mkdtemp(prefix="blockcast-router-"))
     children: dict[int, int] = {}
     started_s: dict[int, float] = {}
@@ -51,6 +53,7 @@ def supervise(config: ProcessConfig, count: int, run: Callable[[ProcessConfig], 
             admin=None if admin is None else f"{admin[0]}:{holders[1].getsockname()[1]}",
             share=share,
             announce=False,
+            hand_over=None if config.hand_over is None else f"{config.hand_over}.{index}",
             seed=config.seed + index,
             peer_bind=share.load(index),
             peers=tuple(share.load(other) for other in share.others),
@@ -93,8 +96,8 @@ def supervise(config: ProcessConfig, count: int, run: Callable[[ProcessConfig], 
         while children:
             pid, status = os.wait()
             index = children.pop(pid)
-            if stopping:
-                continue
+            if stopping or (config.hand_over is not None and status == 0):
+                continue  # or another router's process has taken over from it
             log.error("process %d ended with status %d and is started again", index, os.waitstatus_to_exitcode(status))
             time.sleep(max(0.0, started_s[index] + RESTART_S_MIN - time.monotonic()))
             if not stopping:
