@@ -21,6 +21,9 @@ from router.shadow.workload import SimRequest
 class Residency(Router):
     """Which blocks each worker holds, as its events said so far, and what is in flight where."""
 
+    HOST_CREDIT = 1.0
+    """What a block in host memory counts for, beside one on the device."""
+
     def __init__(self, seed: int = 0) -> None:
         self.rng = random.Random(seed)
 
@@ -28,6 +31,8 @@ class Residency(Router):
         super().attach(cluster)
         self.count = cluster.config.workers
         self.resident: list[set[int]] = [set() for _ in range(self.count)]
+        self.below: list[set[int]] = [set() for _ in range(self.count)]
+        """Of these, in host memory."""
         self.in_flight = [0] * self.count
 
     def stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None:
@@ -35,11 +40,23 @@ class Residency(Router):
 
     def removed(self, worker: int, ids: list[int], now: float) -> None:
         self.resident[worker].difference_update(ids)
+        self.below[worker].difference_update(ids)
+
+    def moved(self, worker: int, ids: list[int], down: bool, now: float) -> None:
+        (self.below[worker].update if down else self.below[worker].difference_update)(ids)
 
     def prefix_blocks(self, request: SimRequest) -> list[int]:
         """Cached prefix of each worker in blocks, short of the prompt's last token."""
         ids = request.ids[: (request.prompt_tokens - 1) // request.block]
         return [prefix_of(ids, held) for held in self.resident]
+
+    def credited_blocks(self, request: SimRequest) -> list[float]:
+        """The same, where a block in host memory counts for `HOST_CREDIT`."""
+        lost = 1.0 - self.HOST_CREDIT
+        found = []
+        for count, below in zip(self.prefix_blocks(request), self.below):
+            found.append(count - lost * sum(block in below for block in request.ids[:count]) if below else count)
+        return found
 
     def choose(self, request: SimRequest, now: float) -> int:
         raise NotImplementedError
@@ -182,9 +199,12 @@ class Dynamo(Residency):
         cost = overlap_score_weight * potential prefill blocks + potential decode blocks
 
     potential prefill = tokens routed there and not yet prefilled, plus this prompt's uncached ones, over the block
-    size; potential decode = blocks of the requests active there, this one's included, shared blocks once. Weight 1.0
-    and router_temperature 0 (the least cost) by default; ties at random.
+    size, where a block in host memory counts for three quarters of a cached one; potential decode = blocks of the
+    requests active there, this one's included, shared blocks once. Weight 1.0 and router_temperature 0 (the least cost)
+    by default; ties at random.
     """
+
+    HOST_CREDIT = 0.75
 
     def __init__(self, weight: float = 1.0, seed: int = 0) -> None:
         super().__init__(seed)
@@ -198,7 +218,7 @@ class Dynamo(Residency):
 
     def costs(self, request: SimRequest) -> list[float]:
         """Of every worker, in blocks."""
-        prefix = self.prefix_blocks(request)
+        prefix = self.credited_blocks(request)
         found = []
         for w in range(self.count):
             prefill = (self.prefill_tokens[w] + request.prompt_tokens) / request.block - prefix[w]
@@ -231,12 +251,13 @@ class Dynamo(Residency):
 class LlmD(Residency):
     """llm-d's scheduler with the weights of its precise-prefix guide: prefix 2, KV utilisation 1, queue 1.
 
-    prefix = unbroken cached prefix / prompt, in blocks; KV = 1 - used share of the pages; queue = (max - q) / (max -
-    min) over the waiting requests, 1 where all are equal. Gauges are scraped every 50 ms; the best sum wins, ties at
-    random.
+    prefix = unbroken cached prefix / prompt in blocks, where one in host memory counts for 0.8 (the indexer's default);
+    KV = 1 - used share of the pages; queue = (max - q) / (max - min) over the waiting requests, 1 where all are equal.
+    Gauges are scraped every 50 ms; the best sum wins, ties at random.
     """
 
     SCRAPE_S = 0.05
+    HOST_CREDIT = 0.8
 
     def attach(self, cluster: Cluster) -> None:
         super().attach(cluster)
@@ -250,7 +271,7 @@ class LlmD(Residency):
             self.scraped_s = now
             self.waiting = [len(w.waiting) for w in self.cluster.workers]
             self.usage = [w.cache.usage() for w in self.cluster.workers]
-        prefix = self.prefix_blocks(request)
+        prefix = self.credited_blocks(request)
         high, low = max(self.waiting), min(self.waiting)
         return [
             2.0 * prefix[w] / len(request.ids)

@@ -190,6 +190,20 @@ def test_dynamo_by_hand(sim: Any) -> None:
     assert policy.choose(asked, 0.0) == 1
 
 
+def test_peers_that_know_tiers_credit_what_lies_in_host_memory_less(sim: Any) -> None:
+    """Two of worker 1's four blocks have moved: Dynamo counts 3.5 of them, llm-d 3.6."""
+    asked = request(sim, 0, list(range(8)))
+    for made, credit in ((sim.peers.Dynamo(1.0), 3.5), (sim.peers.LlmD(), 3.6), (sim.peers.LongestPrefix(), 4.0)):
+        policy = attached(sim, made)
+        policy.stored(1, [0, 1, 2, 3], None, 0.0)
+        policy.moved(1, [2, 3], True, 1.0)
+        assert policy.credited_blocks(asked) == pytest.approx([0.0, credit])
+        assert policy.prefix_blocks(asked) == [0, 4]
+        policy.moved(1, [2], False, 2.0)
+        policy.removed(1, [3], 3.0)
+        assert policy.credited_blocks(asked) == [0.0, 3.0]
+
+
 def test_dynamo_counts_prefill_until_the_first_token_and_blocks_until_the_end(sim: Any) -> None:
     policy = attached(sim, sim.peers.Dynamo(1.0), workers=1)
     asked = request(sim, 0, [1, 2, 3])
