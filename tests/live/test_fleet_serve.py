@@ -59,7 +59,7 @@ def handle(router: Program, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     root = Path(__file__).resolve().parents[2]
     os.environ["RAY_AUTH_MODE"] = "disabled"
     paths = os.pathsep.join([str(root), str(root / "scripts")])
-    ray.init(num_cpus=8, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths}})
+    ray.init(address="local", num_cpus=8, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths}})
     try:
         kwargs = {"router": router.await_line(), "admin_key": ADMIN_KEY, "timeout_s": 5.0}
         deployment = serve.deployment(Engine).options(
