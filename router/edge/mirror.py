@@ -22,12 +22,11 @@ MIRROR = "mirror"
 class Nobody:
     """Stands where a client would: drops what it is told."""
 
-    answering = False
-    peer = party = MIRROR
-
     def __init__(self, ended: Callable[[str], None]) -> None:
         """`ended`: called once, with the outcome."""
         self.work: Work | None = None
+        self.answering = False
+        self.peer = self.party = MIRROR
         self._ended = ended
         self._over = False
 

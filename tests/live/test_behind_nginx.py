@@ -1,0 +1,122 @@
+"""The nginx of docs/operations.md before two routers: one is taken over, the other ended, under load; nothing fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from programs import Program, call, until
+
+NGINX = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/bin")
+pytestmark = [pytest.mark.live, pytest.mark.skipif(NGINX is None, reason="nginx is not installed")]
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text()
+SPEC = json.dumps({"prefill_s_per_token": 1e-5, "step_s": 0.01, "kv_tokens": 65536})
+RATE = 40
+"""Requests a second."""
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Iterator[list[Any]]:
+    started: list[Any] = []
+    yield started
+    for one in reversed(started):
+        one.close()
+
+
+class Nginx:
+    """With the page's block, on these ports in place of those of the page."""
+
+    def __init__(self, folder: Path, ports: dict[str, int]) -> None:
+        (block,) = re.findall(r"^```nginx\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+        for named, port in ports.items():
+            assert named in block
+            block = block.replace(named, str(port))
+        names = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        temporary = "".join(f"{name}_temp_path {folder}/{name};\n" for name in names)
+        file = folder / "nginx.conf"
+        head = f"daemon off; master_process off; pid {folder}/pid; error_log {folder}/error.log;\nevents {{ }}\n"
+        file.write_text(f"{head}http {{ access_log off; {temporary}{block} }}\n")
+        self._process = subprocess.Popen([str(NGINX), "-e", str(folder / "error.log"), "-c", str(file)])
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(10)
+
+
+def test_one_is_taken_over_and_the_other_ended(tmp_path: Path, programs: list[Any]) -> None:
+    def start(name: str, *words: str) -> Program:
+        programs.append(Program(tmp_path / f"{name}.log", *words))
+        return programs[-1].await_ready()  # type: ignore[no-any-return]
+
+    engines = [
+        start(f"e{i}", "engine", "serve", "--simulate", SPEC, "--served-model-name", "m", "--port", "0") for i in "ab"
+    ]
+    urls = [engine.url for engine in engines]
+    ports = {name: free_port() for name in ("8090", "8091", "8092")}
+    flags = {name: ["--port", str(ports[name]), "--hand-over", str(tmp_path / name)] for name in ("8091", "8092")}
+    routers = {name: start(name, "router", "run", *urls, *flags[name]) for name in flags}
+    for router in routers.values():
+        until(lambda url=router.url: call(url + "/health")[2]["workers_up"] == 2, router.log)
+    programs.append(Nginx(tmp_path, ports))
+    url = f"http://127.0.0.1:{ports['8090']}"
+    until(lambda: listens(ports["8090"]), "nginx listens")
+    faults: list[str] = []
+
+    async def ask(session: aiohttp.ClientSession, number: int) -> None:
+        stream = number % 2 == 0
+        body = {"model": "m", "prompt": f"{number % 7} asks again and again " * 20, "max_tokens": 20, "stream": stream}
+        try:
+            async with session.post(url + "/v1/completions", json=body | {"ignore_eos": True}) as answer:
+                text = await answer.text()
+                if answer.status != 200 or (stream and not text.strip().endswith("data: [DONE]")):
+                    faults.append(f"{number}: {answer.status} {text[-200:]}")
+        except (aiohttp.ClientError, OSError) as error:
+            faults.append(f"{number}: {error!r}")
+
+    async def scenario() -> int:
+        over = asyncio.Event()
+
+        async def load(session: aiohttp.ClientSession) -> int:
+            tasks: list[asyncio.Task[None]] = []
+            while not over.is_set():
+                tasks.append(asyncio.create_task(ask(session, len(tasks))))
+                await asyncio.sleep(1 / RATE)
+            await asyncio.gather(*tasks)
+            return len(tasks)
+
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
+            loading = asyncio.create_task(load(session))
+            try:
+                await asyncio.sleep(0.5)
+                await asyncio.to_thread(start, "heir", "router", "run", *urls, *flags["8091"])
+                assert await asyncio.to_thread(routers["8091"].process.wait, 60) == 0
+                await asyncio.sleep(0.3)
+                assert await asyncio.to_thread(routers["8092"].stop) == 0
+                await asyncio.sleep(0.5)
+            finally:
+                over.set()
+            return await loading
+
+    asked = asyncio.run(scenario())
+    assert faults == [], f"{len(faults)} of {asked}"
+    assert asked > RATE
