@@ -193,7 +193,7 @@ class KVCache:
         if self._checkpoints is not None:  # holds the source before anything is allocated
             state = self._start_state(seq, source, nodes[-1] if nodes else None, copies=copies)
         if self.loads is not None:
-            self.loads.add(seq, self._take_up(chain, missing) + state)
+            self.loads.add(seq, self._take_up(chain, nodes, missing) + state)
         for g, blocks in enumerate(chain.blocks):
             seq.block_tables[g] = [UNREAD if block is None else block.id for block in blocks]
         seq.host_tokens = self.block_size * sum(g == FULL for g, _, _ in missing)
@@ -481,13 +481,17 @@ class KVCache:
         return [(self._checkpoints.start(seq, None, copies=True, fresh=False), own)]
 
     def _take_up(
-        self, chain: Chain, missing: list[tuple[int, Node, Block[Node]]]
+        self, chain: Chain, nodes: list[Node], missing: list[tuple[int, Node, Block[Node]]]
     ) -> list[tuple[Block[Node], Block[Node]]]:
         """Blocks of (group, node), in the chain and pending, for what the host holds: (the device's, the host's)."""
         blocks: list[tuple[Block[Node], Block[Node]]] = []
         for g, node, own in missing:
             block = self._allocate(g)
             assert block is not None, "admitted without room for what is loaded"
+            if node is not nodes[node.depth] or node not in self.tree:  # what was evicted for it took its name along
+                again = self.tree.ensure(node.name, nodes[node.depth - 1] if node.depth else None)
+                assert again is not None
+                node = nodes[node.depth] = again
             self.tree.attach(node, block)
             chain.blocks[g][node.depth] = block
             blocks.append((block, own))

@@ -94,6 +94,9 @@ class PrefixTree:
     def __len__(self) -> int:
         return len(self._nodes)
 
+    def __contains__(self, node: Node) -> bool:
+        return self._nodes.get(node.hash) is node
+
     def nodes(self) -> Iterable[Node]:
         """Every node, parents before children."""
         return self._nodes.values()

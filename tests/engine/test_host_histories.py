@@ -111,6 +111,11 @@ def test_every_read_every_event_and_every_answer_is_right(first: int) -> None:
         History(seed).play()
 
 
+def test_names_that_leave_with_what_is_evicted_for_them() -> None:
+    """What is evicted to take a block up took the names along that other blocks of the same path were to get."""
+    History(2951).play()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(1000, 6000, 250))
 def test_thousands_of_them(first: int) -> None:
