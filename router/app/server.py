@@ -217,7 +217,7 @@ class RouterApp:
         self._reading.keep(asked, read)
         if asked.model != asked.parsed.model and asked.parsed.model is not None:
             self.rename(exchange.request, asked.model)
-        if tenant is MIRROR:
+        if tenant == MIRROR:
             asked.worker, asked.priority = None, max(asked.priority, self._mirrored_priority)
         self._tenants.apply(tenant, exchange.request, asked)
         if asked.parsed.kind != "other":
@@ -236,7 +236,7 @@ class RouterApp:
                 route.share = self._tenants.shares.get(tenant, 1.0)
             copied = exchange.request.pieces
             self._proxy.route(exchange, route)
-            if self._mirror is not None and tenant is not MIRROR:
+            if self._mirror is not None and tenant != MIRROR:
                 new = self._reading.mirror(asked)
                 if new is not None:
                     self._mirror.copy(exchange.request, amended(copied, {"model": new}))
