@@ -31,7 +31,8 @@ class Client:
 
 def make_state(limit: int, client: Any) -> ServerState:
     state = object.__new__(ServerState)
-    state.config, state.client, state.draining, state._entering = ServerConfig(max_queue=limit), client, False, 0
+    state.config, state.client, state._entering = ServerConfig(max_queue=limit), client, 0
+    state.draining = state.asleep = False
     return state
 
 
