@@ -18,6 +18,7 @@ from router.decide.ahead import CacheAhead
 from router.decide.books import CacheBook
 from router.decide.config import CoreConfig, CostConfig, LearnConfig, QueueConfig, WorkingSetConfig
 from router.decide.lengths import TOKENS_PRIOR, OutputLengths
+from router.decide.policy import KvCost
 from router.decide.target import Target
 from router.shadow.cluster import Cluster, ClusterConfig, Result, Router
 from router.shadow.engine import EngineLimits
@@ -115,6 +116,7 @@ EXTRA: dict[str, Factory] = {
 WITHOUT: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "rest": lambda: patch.object(Target, "rest_seconds", lambda self, now: 0.0),
     "hot": lambda: patch.object(CacheBook, "hot", lambda self, prompt, life_s: (0, 0.0)),
+    "stall": lambda: patch.object(KvCost, "stalled", lambda self, part_s: 0.0),
     "seat": lambda: patch.object(Target, "drain_seconds", lambda self, share: 0.0),
     "lengths": lambda: patch.object(OutputLengths, "expect", lambda self, request: TOKENS_PRIOR),
     "evicted": lambda: patch.object(CacheAhead, "left", lambda self, keys, hit, usable: hit),
@@ -125,6 +127,7 @@ _CONFIGS = {
     "beta": CoreConfig(cost=CostConfig(beta_scale=0.0, beta_min=0.0)),
     "utilisation": CoreConfig(cost=CostConfig(utilisation_weight=0.0)),
     "crowding": CoreConfig(working_set=WorkingSetConfig(enabled=False)),
+    "overdue": CoreConfig(cost=CostConfig(overdue_share=0.0)),
     "learning": CoreConfig(learn=LearnConfig(enabled=False)),
 }
 ABLATIONS = {f"blockcast_without_{term}": term for term in (*WITHOUT, *_CONFIGS)}

@@ -27,11 +27,9 @@ _SPREAD = (3.0, 1.0, 1.0, 3.0)
 """How far the prefill ratio may be from 1, and the quadratic, step and decode ratio from it, in typical ratios: the
 standard deviations of what is known beforehand. A sequence's part of a step is small and differs most between
 engines."""
-_NOISE = 0.1
-"""The relative error of a long interval, beside that of when it began."""
 _LATE = 1.1
 """So many times as long as expected is late."""
-_UNKNOWN, _UNKNOWN_AFTER = 4.0, 20.0
+_UNKNOWN, _UNKNOWN_AFTER = 1.0, 20.0
 """What a sequence adds to a step counts so many times more while nothing is known, and half as much more after so many
 intervals: it may be ten times what is probable, but not ten times less than nothing."""
 _SHARE_MIN = 0.1
@@ -74,6 +72,8 @@ class Observation:
     decode_context: float
     clean: bool = False
     """No prefill was under way when it ended; else part of some may be in it that is not said here, or not all."""
+    noise: float = 0.5
+    """The relative error of a long interval, beside that of when it began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class SpeedEstimate:
             trust = 1.0 / (error * error)
         elif error < -0.75:
             trust = 0.75 / -error
-        weight = trust / (granule * granule + (_NOISE * expected) ** 2)
+        weight = trust / (granule * granule + (seen.noise * expected) ** 2)
         self._add(features, seen.elapsed_s, weight, keep=self._keep)
         self._solve()
         return Lesson(features, seen.elapsed_s, known, weight, self.observations)

@@ -128,7 +128,7 @@ class KvCost:
             if hit < hot:
                 part = target.prefill_seconds(hot, hit)
                 prefill -= hot_share * part
-                stall = decode_weight * (1.0 - hot_share) * part * target.sharers
+                stall = decode_weight * self.stalled(part) * target.sharers
             cost = weight * prefill + wait
             if ahead is not None:
                 cost += ahead[i]
@@ -160,6 +160,10 @@ class KvCost:
                 best = min(best, cost)
         return ties[rotation % len(ties)]
 
+    def stalled(self, part_s: float) -> float:
+        """What is not laid to others of computing so much of a hot beginning: so long each who runs there waits."""
+        return (1.0 - self.hot_share) * part_s
+
     def load_seconds(self, i: int) -> float:
         """To fetch what candidate i has on slower tiers."""
         return self.loads[i] if self.loads is not None else 0.0
@@ -178,7 +182,7 @@ class KvCost:
         load_s = self.load_seconds(i)
         crowding_s = self.crowding[i] if self.crowding is not None else 0.0
         part = target.prefill_seconds(self.hot_tokens, hit) if hit < self.hot_tokens else 0.0
-        hot_s, stall_s = self.hot_share * part, (1.0 - self.hot_share) * part * target.sharers
+        hot_s, stall_s = self.hot_share * part, self.stalled(part) * target.sharers
         cost = target.slow * (waiting + held + (1.0 + self.beta) * (prefill - hot_s))
         cost += config.utilisation_weight * utilisation + load_s + crowding_s
         seat_s, memory_s = target.seat_s, self.memory.get(i, 0.0)

@@ -86,6 +86,7 @@ class DecodeSums:
             decode_requests=(self.request_seconds - start.request_seconds) / elapsed_s,
             decode_context=(self.context_seconds - start.context_seconds) / elapsed_s,
             clean=clean,
+            noise=0.1 if clean else 0.5,
         )
 
 

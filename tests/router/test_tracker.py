@@ -182,8 +182,8 @@ def test_learning_from_first_tokens_of_a_queue() -> None:
 
 
 def test_the_engines_own_figure_corrects_what_a_wrong_prediction_taught() -> None:
-    """Half of the prompts are predicted to be cached by nine tenths and are not (events lost, a history that guesses):
-    with the reported figures the rate is learned as if the prediction had been right."""
+    """Two thirds of the prompts are predicted to be cached by nine tenths and are not (events lost, a history that
+    guesses): with the reported figures the rate is learned as if the prediction had been right."""
     rates = {}
     for reports in (True, False):
         tracker, target = make(learn=True)
@@ -191,7 +191,7 @@ def test_the_engines_own_figure_corrects_what_a_wrong_prediction_taught() -> Non
         now = 0.0
         for i in range(150):
             length = rng.randint(1000, 9000)
-            predicted = length * 9 // 10 if i % 2 else 0
+            predicted = length * 9 // 10 if i % 3 else 0
             tracker.route(str(i), target, prompt_tokens=length, cached_tokens=predicted, stream=True, now=now)
             now += 2e-4 * (length + length**2 / 1e5) + max(1, -(-length // 2048)) * 0.012
             tracker.first_token(str(i), now)
