@@ -230,13 +230,13 @@ class HeldQueue:
 
     def due(self, now: float) -> list[tuple[str, bool]]:
         """(request, refuse) of those whose deadline has come; the caller drops them."""
-        found: list[tuple[str, bool]] = []
+        found: dict[str, bool] = {}
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline_s, request_id = heapq.heappop(self._deadlines)
             held = self._held.get(request_id)
             if held is not None and held.deadline_s == deadline_s:
-                found.append((request_id, held.refuse))
-        return found
+                found[request_id] = held.refuse  # a request that came back to the queue stands here twice
+        return list(found.items())
 
     def next_deadline(self) -> float:
         """Earliest time at which `due` may find something."""

@@ -28,11 +28,12 @@ def test_held_requests_are_tried_by_priority_then_work_less_waiting(
     gamma = 0.1
     queue = HeldQueue(QueueConfig(gamma=gamma))
     held: dict[str, tuple[int, float, float, float]] = {}
+    before: dict[str, tuple[float, float]] = {}
     for i, (what, number, priority, work) in enumerate(steps):
         name, now = str(number), i * 0.5
         if what == "put":
-            known = held.get(name)
-            arrived, deadline = (now, now + 3.0) if known is None else known[2:]
+            arrived, deadline = before.get(name, (now, now + 3.0))
+            before[name] = (arrived, deadline)  # who comes back, as after a failure, has the deadline of before
             queue.put(
                 name, Place("", False, priority, work, arrived), target=f"w{number % 3}", prefill_s=work / 2,
                 charge_s=work, deadline_s=deadline, refuse=number % 2 == 0,
@@ -45,7 +46,7 @@ def test_held_requests_are_tried_by_priority_then_work_less_waiting(
             assert sorted(due) == sorted((n, int(n) % 2 == 0) for n, h in held.items() if h[3] <= now)
             for gone, _ in due:
                 queue.drop(gone)
-                del held[gone]
+                del held[gone], before[gone]
         queue.check_invariants()
         assert len(queue) == len(held)
         expected = [(p, w - gamma * (now - arrived)) for p, w, arrived, _ in held.values()]
