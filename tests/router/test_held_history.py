@@ -18,7 +18,7 @@ from router.index.protocol import Scope
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["put", "drop", "due"]), st.integers(0, 9), st.integers(-1, 1), st.floats(0, 10)),
+        st.tuples(st.sampled_from(["put", "drop", "due"]), st.integers(0, 3), st.integers(-1, 1), st.floats(0, 10)),
         max_size=60,
     )
 )
