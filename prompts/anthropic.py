@@ -84,8 +84,8 @@ class Thinking(Struct, frozen=True):
 
 
 class OutputFormat(Struct, frozen=True):
-    type: Literal["json_schema"] = "json_schema"
-    schema: dict[str, Any] | None = None
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
 
 
 class OutputConfig(Struct, frozen=True):
@@ -185,7 +185,7 @@ def as_chat(request: CountRequest, template: ChatTemplate | None) -> dict[str, A
         fields["tool_choice"] = named if kind == "tool" else "required" if kind == "any" else kind
         fields["parallel_tool_calls"] = not request.tool_choice.disable_parallel_tool_use
     form = request.output_config.format if request.output_config is not None else None
-    if form is not None and form.schema is not None:
+    if form is not None:
         schema = JsonSchemaFormat(name=form.type, schema=form.schema)
         fields["response_format"] = ResponseFormat(type=form.type, json_schema=schema)
     if isinstance(request, MessagesRequest):

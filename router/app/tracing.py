@@ -31,8 +31,8 @@ class Tracing:
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"--otlp-endpoint: {error}; install blockcast[otel]") from None
+        except ModuleNotFoundError as missing:
+            raise ConfigError(f"--otlp-endpoint: {missing}; install blockcast[otel]") from None
         except ImportError as error:
             raise ConfigError(
                 f"--otlp-endpoint: {error}; xds-protos (blockcast[epp]) carries older files of the same names and was "

@@ -85,8 +85,8 @@ class Mirror:
         nobody = Nobody(self._ended)
         try:
             self._serve(nobody, request)
-        except RequestError as error:
-            nobody.respond_error(error)
+        except RequestError as refused:
+            nobody.respond_error(refused)
         except Exception as error:  # noqa: BLE001  a boundary: of a request that nobody waits for
             nobody.crash(error)
 

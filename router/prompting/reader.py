@@ -224,8 +224,8 @@ class PromptReader:
         found = None
         try:
             found = work()
-        except RequestError as error:
-            log.debug("prompt left to the worker to judge: %s", error.message)
+        except RequestError as refused:
+            log.debug("prompt left to the worker to judge: %s", refused.message)
         except Exception as error:  # noqa: BLE001  a client's text in a model's template: anything can come of it
             self.failed += 1
             log.debug("a prompt could not be read: %s: %s", type(error).__name__, error)
