@@ -102,6 +102,7 @@ class Admin:
             ("GET", "/livez", lambda *_: Answer(b'{"status":"ok"}'), True),
             ("GET", "/readyz", self._ready, True),
             ("GET", "/v1/models", self._models, True),
+            ("GET", "/v1/models/**", self._model, True),
             ("GET", "/metrics", self._render_metrics, True),
             ("GET", "/version", lambda *_: Answer(msgspec.json.encode({"version": version})), True),
             ("GET", "/openapi.json", lambda *_: Answer(document(version)), True),
@@ -162,6 +163,17 @@ class Admin:
         return None
 
     def _models(self, request: HttpRequest, _: str) -> Answer:
+        return Answer(msgspec.json.encode({"object": "list", "data": list(self._cards().values())}))
+
+    def _model(self, request: HttpRequest, name: str) -> Answer:
+        card = self._cards().get(name)
+        if card is None:
+            raise RequestError(
+                f"model {name[:200]!r}: no worker serves it", param="model", code="model_not_found", status=404
+            )
+        return Answer(msgspec.json.encode(card))
+
+    def _cards(self) -> dict[str, dict[str, Any]]:
         """Every model that some worker takes requests for, with the longest context offered."""
         merged: dict[str, dict[str, Any]] = {}
         for worker in self._core.workers.values():
@@ -185,7 +197,7 @@ class Admin:
         for alias, named in self._aliases.items():
             if named in merged:
                 merged[alias] = merged[named] | {"id": alias}
-        return Answer(msgspec.json.encode({"object": "list", "data": list(merged.values())}))
+        return merged
 
     def report(self) -> Report:
         """What this process did."""

@@ -118,6 +118,7 @@ _OPERATIONS = (
     Operation("post", "/v1/responses", "OpenAI's Responses, by the worker that will answer soonest", Responses, _Object,
               streams=True),
     Operation("get", "/v1/models", "Models of all workers", None, _Object, is_open=True),
+    Operation("get", "/v1/models/{model}", "One of them", None, _Object, is_open=True),
     Operation("get", "/health", "Whether a worker is up", None, _Object, is_open=True),
     Operation("get", "/livez", "Whether this process answers", None, _Object, is_open=True),
     Operation("get", "/readyz", "Whether requests had better come here", None, _Object, is_open=True),

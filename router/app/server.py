@@ -39,13 +39,15 @@ TRACE_ID_BYTES_MAX = 128
 PASSED_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 """To workers, by --pass-route. What remains asks about servers, and the one that was asked is this."""
 OWN = {"/v1/models": ("GET", "HEAD")}
+MODEL = "/v1/models/"
+"""One of them: its name, which may have slashes, follows."""
 PASSED = {
     **dict.fromkeys((
         "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
         "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/moderations", "/v1/audio/transcriptions",
         "/v1/audio/translations", "/v1/audio/speech", "/v1/images/generations",
     ), ("POST",)),
-    "/v1/responses/*": ("DELETE", "GET", "HEAD", "POST"), "/v1/models/*": ("GET", "HEAD"),
+    "/v1/responses/*": ("DELETE", "GET", "HEAD", "POST"),
 }  # fmt: skip
 """What workers serve to clients, and how. Other routes under /v1 change them (adapters) or keep what only one has."""
 TICK_S = 0.02
@@ -110,7 +112,9 @@ class RouterApp:
                 self._guard(connection, request)
             return connection.peer
         party = self._party(connection, request)
-        methods = self._passed.get(path) or self._methods_below(path)
+        methods = self._passed.get(path) or (
+            OWN["/v1/models"] if path.startswith(MODEL) and ".." not in path else self._methods_below(path)
+        )
         if methods is None:
             raise RequestError(
                 f"{path[:200]} is not passed on to workers; --pass-route makes it so", param=None, code="not_found",
@@ -139,7 +143,7 @@ class RouterApp:
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Answer one request now or later."""
         path = request.path
-        if path.startswith("/v1/") and path != "/v1/models":
+        if path.startswith("/v1/") and path != "/v1/models" and not path.startswith(MODEL):
             self._serve(connection, request)
         else:
             self._own.handle(connection, request)

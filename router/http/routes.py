@@ -75,7 +75,7 @@ class Routes:
         """(method, path) -> (handler, whether anybody may call it)."""
 
     def add(self, method: str, path: str, handler: Handler, *, public: bool) -> None:
-        """Serve `path`, in which the second segment may be `*`."""
+        """Serve `path`, in which the second segment may be `*`, or all that follows the second one `**`."""
         self._routes[method, path] = (handler, public)
 
     def is_public(self, request: HttpRequest) -> bool:
@@ -102,6 +102,8 @@ class Routes:
         if exact is not None:
             return exact, ""
         segments = path.split("/")
+        if len(segments) >= 4 and (found := self._routes.get((method, "/".join([*segments[:3], "**"])))) is not None:
+            return found, unquote("/".join(segments[3:]))
         if len(segments) >= 3:
             argument = unquote(segments[2])
             segments[2] = "*"

@@ -41,6 +41,10 @@ def test_health_models_and_metrics(edge: Any, make_post: Any) -> None:
         assert int(headers["content-length"]) > 0
         models = json.loads(parts(await edge.exchange(get("/v1/models")))[2])
         assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [("tiny", 4096)]
+        assert json.loads(parts(await edge.exchange(get("/v1/models/tiny")))[2]) == models["data"][0]
+        for unknown in ("/v1/models/other", "/v1/models/a/b", "/v1/models/a%2Fb", "/v1/models/"):
+            status, _, body = parts(await edge.exchange(get(unknown)))
+            assert (status, json.loads(body)["error"]["code"]) == (404, "model_not_found"), unknown
         await edge.exchange(make_post(CHAT))
         edge.fleet.waiting["never"] = "refused"
         page = parts(await edge.exchange(get("/metrics")))[2].decode()
@@ -115,6 +119,7 @@ def test_api_keys(edge: Any, make_post: Any) -> None:
             answer = await edge.exchange(make_post(CHAT, headers=[b"authorization: bearer " + right]))
             assert parts(answer)[0] == 200
         assert parts(await edge.exchange(get("/v1/models")))[0] == 401
+        assert parts(await edge.exchange(get("/v1/models/tiny")))[0] == 401
         assert parts(await edge.exchange(get("/v1/files")))[0] == 401
         assert parts(await edge.exchange(get("/health")))[0] == 200
 
