@@ -29,9 +29,6 @@ standard deviations of what is known beforehand. A sequence's part of a step is 
 engines."""
 _LATE = 1.1
 """So many times as long as expected is late."""
-_UNKNOWN, _UNKNOWN_AFTER = 1.0, 20.0
-"""What a sequence adds to a step counts so many times more while nothing is known, and half as much more after so many
-intervals: it may be ten times what is probable, but not ten times less than nothing."""
 _SHARE_MIN = 0.1
 """No ratio is less than this part of the typical one: some prefill rate and some step time there must be."""
 _POOL_MEMORY = 8.0
@@ -146,20 +143,18 @@ class SpeedEstimate:
         self._solve()
 
     def model(self) -> ServiceModel:
-        """The constants to predict with; while little was seen `prefill_s_per_token` errs low and `decode_request_s`
-        high."""
+        """The constants to predict with; `prefill_s_per_token` errs low while little was seen."""
         prior, (ra, rb, ro, rk) = self._prior, self.ratios
-        low = high = 1.0
+        low = 1.0
         if self._config.enabled:
             low -= (1.0 - self._config.err_low) / (1.0 + self.observations / 50.0)
-            high += _UNKNOWN / (1.0 + self.observations / _UNKNOWN_AFTER)
         a = prior.prefill_s_per_token * ra * low
         quadratic = prior.prefill_s_per_token * rb * low / prior.quadratic_tokens  # a / Lq
         return ServiceModel(
             prefill_s_per_token=a,
             quadratic_tokens=a / quadratic,
             step_s=prior.step_s * ro,
-            decode_request_s=prior.decode_request_s * rk * high,
+            decode_request_s=prior.decode_request_s * rk,
             decode_context_s=prior.decode_context_s * rk,
             step_tokens=prior.step_tokens,
         )

@@ -201,7 +201,7 @@ def test_bad_logits_yield_a_token(draw, given):
     check(draw, logits, draws_of(5, 40, **given))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float32], ids=str)
 def test_a_real_vocabulary(draw, rng, dtype):
     """152k logits, in rows with a gap between them, flat ones and steep ones."""
     vocab = 151_936

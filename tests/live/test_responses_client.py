@@ -152,7 +152,7 @@ def test_every_process_of_a_router_knows_who_holds_a_response(engines: Any, tmp_
     program = Program(tmp_path / "router.log", "router", "run", *urls, "--port", "0", "--processes", "2")
     try:
         url = program.await_ready().url
-        until(lambda: call(f"{url}/readyz")[0] == 200, "the caches' view")
+        until(lambda: all(call(f"{url}/readyz")[0] == 200 for _ in range(16)), "each process's view of the caches")
         status, headers, first = call(f"{url}/v1/responses", {"input": "Hello", "max_output_tokens": 3})
         assert status == 200
         body = {"input": "?", "max_output_tokens": 1, "previous_response_id": first["id"]}

@@ -139,7 +139,7 @@ def changed(rng: random.Random, kind: Kind, messages: list[Any]) -> list[Any]:
     return [*made, *(message(rng, kind, len(made) + i) for i in range(rng.randint(0, 4)))]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(["chat", "messages"]))
 def test_what_returns_is_read_as_the_whole_is(tokenizer: Tokenizer, seed: int, kind: Kind) -> None:
     rng, table, went_on = random.Random(seed), KnownBodies(1 << 20), 0

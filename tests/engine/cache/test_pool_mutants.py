@@ -15,6 +15,7 @@ from engine.cache.checkpoints import Checkpoints
 from engine.cache.event_log import EventLog
 from engine.cache.host import HostTier
 from engine.cache.kv_cache import UNREAD, KVCache
+from engine.cache.loads import Load, Loads
 from engine.cache.nodes import HashBlock, Node
 from engine.cache.pool import UnitPool
 from engine.cache.prefix import PrefixTree
@@ -320,14 +321,16 @@ def host_block_leaked_by_a_failed_step(patch: Patch) -> None:
 
 
 def loaded_block_announced_when_planned(patch: Patch) -> None:
-    real = KVCache._load
+    real = Loads.take
 
-    def load(self: KVCache, chain: Any, missing: Any) -> None:
-        real(self, chain, missing)
-        for block, own in self._planning.loaded:
-            self.tree.log.stored(block.kind, own.node)  # type: ignore[arg-type]
+    def take(self: Loads) -> list[Load | None]:
+        planned = real(self)
+        for load in planned:
+            if load is not None:
+                self._tree.log.stored(load[1].kind, load[2].node)  # type: ignore[arg-type]
+        return planned
 
-    patch.setattr(KVCache, "_load", load)
+    patch.setattr(Loads, "take", take)
 
 
 def state_resumed_on_nothing(patch: Patch) -> None:

@@ -121,7 +121,9 @@ def test_spans_reach_a_collector(edge: Any, make_post: Any) -> None:
 
 
 def test_files_that_another_package_put_over_those_of_opentelemetry_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", ModuleType("older"))
+    older = ModuleType("older")
+    older.__file__ = "older.py"
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", older)
     with pytest.raises(ConfigError, match=r"xds-protos.*force-reinstall"):
         Tracing("http://127.0.0.1:9", 0.0, "1.2.3")
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
