@@ -29,7 +29,7 @@ lockstep = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(lockstep)
 
 SEARCH = settings(
-    max_examples=2000,
+    max_examples=6000,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
