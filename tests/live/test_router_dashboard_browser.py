@@ -21,6 +21,25 @@ PAGE = Path(__file__).resolve().parents[2] / "router" / "app" / "dashboard.html"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
+@contextlib.contextmanager
+def chromium(width: int, scheme: Any, picture: Path) -> Iterator[Any]:
+    """A page of so many pixels; at its end it fits its width, is photographed, and has complained of nothing."""
+    api = pytest.importorskip("playwright.sync_api")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine")
+    complaints = []
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        page.on("console", lambda message: complaints.append(message.text) if message.type != "log" else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        yield page
+        assert not page.evaluate("document.documentElement.scrollWidth > innerWidth"), "the page scrolls sideways"
+        page.screenshot(path=picture, full_page=True)
+        browser.close()
+    assert complaints == []
+
+
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A router before two engines, with conversations going on."""
@@ -65,15 +84,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_dashboard_in_chromium(url: str, tmp_path: Path, width: int, scheme: Any) -> None:
-    api = pytest.importorskip("playwright.sync_api")
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine")
-    complaints = []
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        page.on("console", lambda message: complaints.append(message.text) if message.type != "log" else None)
-        page.on("pageerror", lambda error: complaints.append(str(error)))
+    with chromium(width, scheme, tmp_path / f"dashboard-{width}-{scheme}.png") as page:
         page.goto(f"{url}/dashboard#{quote(ADMIN_KEY)}")
         page.wait_for_selector("#decisions details")
         page.wait_for_selector("#tree .chip", timeout=30_000)
@@ -95,10 +106,6 @@ def test_dashboard_in_chromium(url: str, tmp_path: Path, width: int, scheme: Any
         page.locator("#hold").focus()
         page.keyboard.press("Space")
         assert page.locator("#hold").get_attribute("aria-pressed") == "true"
-        assert not page.evaluate("document.documentElement.scrollWidth > innerWidth"), "the page scrolls sideways"
-        page.screenshot(path=tmp_path / f"dashboard-{width}-{scheme}.png", full_page=True)
-        browser.close()
-    assert complaints == []
 
 
 def many(count: int) -> dict[str, Any]:
@@ -180,15 +187,7 @@ def crowd() -> Iterator[str]:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_five_hundred_workers_with_an_alarm(crowd: str, tmp_path: Path, width: int, scheme: Any) -> None:
-    api = pytest.importorskip("playwright.sync_api")
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine")
-    complaints = []
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        page.on("console", lambda message: complaints.append(message.text) if message.type != "log" else None)
-        page.on("pageerror", lambda error: complaints.append(str(error)))
+    with chromium(width, scheme, tmp_path / f"crowd-{width}-{scheme}.png") as page:
         page.goto(f"{crowd}/dashboard")
         page.wait_for_function("document.querySelectorAll('.cell').length === 500")
         said = page.locator("#alarms").inner_text()
@@ -207,8 +206,4 @@ def test_five_hundred_workers_with_an_alarm(crowd: str, tmp_path: Path, width: i
         assert "predictions drift" in page.locator("#workers .card").inner_text()
         assert "99th percentile" in page.locator("#tiles").inner_text()
         assert "–" in page.locator(".tile", has_text="99th percentile").inner_text(), "nothing was measured"
-        assert not page.evaluate("document.documentElement.scrollWidth > innerWidth"), "the page scrolls sideways"
         assert page.evaluate("document.documentElement.scrollHeight") < 3300
-        page.screenshot(path=tmp_path / f"crowd-{width}-{scheme}.png", full_page=True)
-        browser.close()
-    assert complaints == []
