@@ -29,7 +29,7 @@ from router.app.reading import Asked
 from router.app.server import RouterApp
 from router.decide.config import ServiceModel
 from router.edge.exchange import Exchange
-from router.edge.passed import Mirrored, Passed
+from router.edge.pass_through import Mirrored, Passed
 from router.edge.upstream import Endpoint
 from router.http.connection import ClientConnection
 from router.http.request import HttpRequest

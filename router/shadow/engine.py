@@ -1,4 +1,4 @@
-"""The simulated engine: a step loop (service.py says what a step takes) and a block cache with leaf-first LRU.
+"""The simulated engine: a step loop (options/steps.py says what a step takes) and a block cache with leaf-first LRU.
 
 Chunks are filled first come first served up to the step's token budget, decoding requests take one token of it each.
 Pages are reserved for prompt and output when a request begins, or taken as tokens come; then the youngest sequence is

@@ -19,7 +19,7 @@ import xxhash
 from prompts.segments import ID_TYPE
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, ReportedUsage, RouteRequest
-from router.edge.passed import MIRRORED, Passed, as_priced, nowhere
+from router.edge.pass_through import MIRRORED, Passed, as_priced, nowhere
 from router.shadow.config import ShadowConfig
 from router.shadow.log import Line
 from router.shadow.what_if import Engine, Links, Seen
