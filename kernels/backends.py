@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
+from kernels.cpu.packed import HAS_NATIVE
 from kernels.interface import Kernels
 
 BACKENDS = ("auto", "triton", "flash-attn", "flashinfer", "fla", "torch", "cpu", "reference")
@@ -17,6 +18,7 @@ packages; `fla` is what `auto` takes, with the gated delta rule of prompts from 
 HOPPER = 9
 """FlashAttention-3 is made for this generation."""
 
+INSTALL = "in a checkout: `BLOCKCAST_KERNELS=ON pip install --force-reinstall --no-deps .`"
 log = logging.getLogger(__name__)
 
 
@@ -37,15 +39,14 @@ def select(device: torch.device | str, backend: str = "auto") -> Kernels:
                 "attention backend 'torch' on %s is for comparison, not for serving: sequences are computed one at a "
                 "time, and the host waits for the device in every layer", device,
             )  # fmt: skip
-        backend = "cpu" if device.type == "cpu" else "reference"
+        backend = "cpu" if device.type == "cpu" and HAS_NATIVE else "reference"
+        if device.type == "cpu" and not HAS_NATIVE:
+            log.warning("no operations for CPUs in this installation, so it serves several times slower: %s", INSTALL)
     if backend == "cpu":
         if device.type != "cpu":
             raise ValueError(f"attention backend 'cpu' cannot run on device {device}")
-        if find_spec("kernels.cpu._native") is None:
-            raise ValueError(
-                "attention backend 'cpu': its operations were not built (BLOCKCAST_KERNELS=OFF); install blockcast "
-                "without that setting, or choose the backend 'reference'"
-            )
+        if not HAS_NATIVE:
+            raise ValueError(f"attention backend 'cpu': its operations are not in this installation: {INSTALL}")
         from kernels.cpu.backend import CpuKernels
 
         return CpuKernels(device)

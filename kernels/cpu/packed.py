@@ -11,13 +11,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu import _native
+HAS_NATIVE = find_spec("kernels.cpu._native") is not None
+"""Whether this installation has the native operations: a build is asked for them (BLOCKCAST_KERNELS=ON, README.md)."""
+if HAS_NATIVE:
+    from kernels.cpu import _native
 
 SMALL_MATRIX_ELEMS = 160_000
 """Matrices of at most so many elements are kept in fp32 as well."""
@@ -66,12 +70,12 @@ def _has_amx() -> bool:
 
 def multiplies_in_hardware(dtype: torch.dtype) -> bool:
     """Whether this CPU has instructions that multiply bf16, where that is the dtype: several times its fp32 rate."""
-    return dtype == torch.bfloat16 and (_has_amx() or "avx512bf16" in _native.instruction_sets())
+    return dtype == torch.bfloat16 and (_has_amx() or (HAS_NATIVE and "avx512bf16" in _native.instruction_sets()))
 
 
 def has_native_products() -> bool:
     """Whether `pack_matrix` packs for the native products now: not where oneDNN has hardware and several threads."""
-    if not _native.has_products() or _has_amx():
+    if not HAS_NATIVE or not _native.has_products() or _has_amx():
         return False
     return torch.get_num_threads() == 1 or not multiplies_in_hardware(torch.bfloat16)
 

@@ -92,6 +92,7 @@ class Admin:
         self._weights = weights
         if weights is not None and siblings is not None:
             weights.drain, weights.running = self._drain_everywhere, self._running_everywhere
+            weights.changed = self._changed_everywhere
         self._knows = False
         self._started = int(time.time())
         self._started_s = now()
@@ -119,6 +120,7 @@ class Admin:
         if siblings is not None:
             handlers.append(("GET", "/report", lambda *_: Answer(msgspec.json.encode(self.report())), False))
             handlers.append(("POST", "/stored", self._note_stored, False))
+            handlers.append(("POST", "/changed/*", self._note_changed, False))
             self._telling: set[asyncio.Task[None]] = set()
             reading.stored.tell = self._tell_stored
         for method, path, handler, public in handlers:
@@ -140,9 +142,11 @@ class Admin:
             body["events"] = fault  # requests are still sent on, by what was known before
         return Answer(msgspec.json.encode(body), 200 if status == "ok" else 503)
 
-    def _ready(self, request: HttpRequest, _: str) -> Answer:
-        """Whether requests had better be sent here than to another router."""
+    async def _ready(self, request: HttpRequest, _: str) -> Answer:
+        """Whether requests had better be sent here than to another router: to any of its processes."""
         reason = self.not_ready()
+        if reason is None and self._siblings is not None and request.header(RELAYED) is None:
+            reason = await self._siblings.not_ready()
         return Answer(msgspec.json.encode({"status": reason or "ok"}), 503 if reason else 200)
 
     def not_ready(self) -> str | None:
@@ -354,6 +358,11 @@ class Admin:
             order = msgspec.convert(_object(request.body), WeightsOrder)
         except msgspec.ValidationError as error:
             raise RequestError(f"the body: {error}", param=None) from None
+        if self._siblings is not None and not self._siblings.first:  # one process does it: one order at a time
+            told = await self._siblings.ask_first("POST", "/weights", request.body)
+            if told is None:
+                raise RequestError("process 0 does not answer", param=None, code="unavailable", status=503)
+            return Answer(told[1], told[0])
         if self._weights.busy:
             raise RequestError("another change is under way", param=None, code="conflict", status=409)
         workers = [*self._core.workers] if order.worker_id is None else [self._known(order.worker_id)]
@@ -365,6 +374,18 @@ class Admin:
         assert self._siblings is not None
         await self._fleet.drain(worker_id, on=on)
         await self._siblings.relay("POST", f"/workers/{worker_id}/drain", msgspec.json.encode({"on": on}))
+
+    async def _changed_everywhere(self, worker_id: str, emptied: bool) -> None:
+        assert self._siblings is not None
+        assert self._weights is not None
+        body = msgspec.json.encode({"emptied": emptied})
+        relayed = self._siblings.relay("POST", f"/changed/{worker_id}", body)
+        await asyncio.gather(self._weights.look_again(worker_id, emptied), relayed)
+
+    async def _note_changed(self, request: HttpRequest, argument: str) -> Answer:
+        assert self._weights is not None
+        await self._weights.look_again(self._known(argument), _object(request.body).get("emptied") is True)
+        return Answer(b"{}")
 
     async def _running_everywhere(self, worker_id: str) -> int:
         sums = (await self._sums())[1].workers

@@ -24,6 +24,10 @@ log = logging.getLogger("router")
 RELAYED = b"x-blockcast-relayed"
 """Marks a change that came from a sibling and goes no further."""
 ANSWER_S_MAX = 2.0
+READY_S_MAX = 1.0
+"""For a process to say whether it is ready: one that is busy for longer is not."""
+ORDER_S_MAX = 86_400.0
+"""For a change of all workers' weights, one after the other."""
 ANSWER_BYTES_MAX = 64 << 20
 
 
@@ -132,17 +136,51 @@ class Siblings:
         answers = await asyncio.gather(*(self._ask(index, "GET", path, quiet=True) for index in self._share.others))
         return next((answer for answer in answers if answer is not None), None)
 
-    async def _ask(self, index: int, method: str, path: str, body: bytes = b"", *, quiet: bool = False) -> bytes | None:
+    @property
+    def first(self) -> bool:
+        """Whether this process does what one of them has to do for all."""
+        return self._share.index == 0
+
+    async def ask_first(self, method: str, path: str, body: bytes) -> tuple[int, bytes] | None:
+        """(status, body) of what the first process answers, whenever that is; None where it does not."""
+        try:
+            return await self._send(0, method, path, body, ORDER_S_MAX)
+        except Unanswered as error:
+            log.warning("process 0 does not answer %s %s: %s", method, path, error)
+            return None
+
+    async def not_ready(self) -> str | None:
+        """Why one of the others had better get no requests. One that does not run gets none, its listener is gone."""
+
+        async def reason(index: int) -> str | None:
+            try:
+                status, answer = await self._send(index, "GET", "/readyz", b"", READY_S_MAX)
+                told = msgspec.json.decode(answer, type=dict[str, str])["status"]
+                return None if status == 200 else f"process {index}: {told}"
+            except Unanswered as error:
+                gone = isinstance(error.__cause__, aiohttp.ClientConnectorError)
+                return None if gone else f"process {index} does not answer"
+            except (msgspec.MsgspecError, KeyError) as error:
+                return f"process {index}: {error}"
+
+        reasons = await asyncio.gather(*map(reason, self._share.others))
+        return next((one for one in reasons if one is not None), None)
+
+    async def _send(self, index: int, method: str, path: str, body: bytes, seconds: float) -> tuple[int, bytes]:
+        """Raises Unanswered."""
         session = self._sessions.get(index)
         if session is None:
             connector = aiohttp.UnixConnector(str(self._share.control(index)))
             session = self._sessions[index] = aiohttp.ClientSession(connector=connector)
         headers = {RELAYED.decode(): str(self._share.index), "Content-Type": "application/json"}
+        return await ask(
+            session, f"http://sibling{path}", method=method, headers=headers, data=body, seconds=seconds,
+            bytes_max=ANSWER_BYTES_MAX,
+        )  # fmt: skip
+
+    async def _ask(self, index: int, method: str, path: str, body: bytes = b"", *, quiet: bool = False) -> bytes | None:
         try:
-            status, answer = await ask(
-                session, f"http://sibling{path}", method=method, headers=headers, data=body, seconds=ANSWER_S_MAX,
-                bytes_max=ANSWER_BYTES_MAX,
-            )  # fmt: skip
+            status, answer = await self._send(index, method, path, body, ANSWER_S_MAX)
         except Unanswered as error:
             log.warning("process %d does not answer %s: %s", index, method, error)
             return None

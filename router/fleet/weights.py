@@ -74,6 +74,8 @@ class Weights:
         """In every process."""
         self.running: Callable[[str], Awaitable[int]] = self._running
         """Requests that a worker has of all processes."""
+        self.changed: Callable[[str, bool], Awaitable[None]] = self.look_again
+        """In every process: look at the worker now, and forget its cache if it was emptied."""
         self.busy = False
 
     async def _running(self, worker_id: str) -> int:
@@ -114,13 +116,12 @@ class Weights:
             except Unanswered as error:
                 return str(error)
             rests = order.do == "sleep"
-            if order.do != "wake":
-                await self._forget(worker_id)
+            await self.changed(worker_id, order.do != "wake")
             return None
         finally:
             if not rests and (order.do == "wake" or not was_drained):
                 await self.drain(worker_id, False)
-            self._fleet.suspect(worker_id)  # looked at now
+            await self.changed(worker_id, False)
 
     @staticmethod
     def _calls(order: WeightsOrder, engine: str) -> list[tuple[str, bytes]]:
@@ -150,8 +151,11 @@ class Weights:
             hint = " (engine serve --enable-sleep-mode, vLLM: VLLM_SERVER_DEV_MODE=1)" if status == 404 else ""
             raise Unanswered(f"{path} is answered {status}{hint}: {said}")
 
-    async def _forget(self, worker_id: str) -> None:
-        """Until nothing counts as cached there."""
+    async def look_again(self, worker_id: str, emptied: bool) -> None:
+        """Ask how the worker is; where its cache was emptied, return when nothing counts as cached there."""
+        self._fleet.suspect(worker_id)
+        if not emptied:
+            return
         self._core.emptied(worker_id, time.monotonic())
         worker = self._core.workers.get(worker_id)
         if worker is None or worker.spec.cache_view is not CacheView.EVENTS:

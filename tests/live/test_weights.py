@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +206,61 @@ def test_a_router_rolls_new_weights_out(start: Any, folders: list[Path]) -> None
     assert headers["x-blockcast-predicted-cached-tokens"] == "0"
     for wrong in ({"do": "nothing"}, {"do": "sleep", "worker_id": "x"}, {"do": "reload", "path": 3}, {}):
         assert call(router.url + "/weights", wrong)[0] in (400, 404), wrong
+
+
+def test_processes_change_as_one(start: Any) -> None:
+    """Whichever of a router's two processes is told: one order at a time, no work to a worker that sleeps, no process
+    that still believes in what was forgotten, and /readyz speaks for both."""
+    spec = json.dumps({"prefill_s_per_token": 1e-5, "kv_tokens": 65_536})
+    flags = ("--simulate", spec, "--enable-sleep-mode", "--served-model-name", "m")
+    engines = [start("engine", "serve", *flags) for _ in "ab"]
+    router = start("router", "run", *(engine.url for engine in engines), "--processes", "2", "--health-interval", "60")
+    until(lambda: call(router.url + "/readyz")[0] == 200, router.log)
+    assert {call(router.url + "/readyz")[0] for _ in range(16)} == {200}, "one that says so speaks for both"
+    body = {"model": "m", "prompt": PROMPT, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    predicted = lambda: {  # noqa: E731
+        call(router.url + "/route", body)[2]["predicted_cached_tokens"] for _ in range(16)
+    }
+    said(router.url)
+    until(lambda: 0 not in predicted(), "both processes know what is cached")
+    for _ in range(4):  # each goes to either of the two
+        assert call(router.url + "/weights", {"do": "reset"})[0] == 200
+        assert predicted() == {0}
+        said(router.url)
+        until(lambda: 0 not in predicted(), "both processes know what is cached")
+    one = engines[0].url.removeprefix("http://")
+    assert call(router.url + "/weights", {"do": "sleep", "worker_id": one})[0] == 200
+    for _ in range(16):
+        assert call(router.url + "/v1/completions", body)[1]["x-blockcast-worker"] != one
+    assert call(router.url + "/weights", {"do": "wake", "worker_id": one})[0] == 200
+    up = lambda: [row["state"] for row in call(router.url + "/workers")[2]["workers"]] == ["up", "up"]  # noqa: E731
+    until(lambda: all(up() for _ in range(16)), "every process sends work to it")
+    slow = {"model": "m", "prompt": PROMPT, "max_tokens": 400, "ignore_eos": True}
+    with ThreadPoolExecutor(3) as pool:
+        running = pool.submit(call, router.url + "/v1/completions", slow)
+        until(lambda: sum(row["decoding"] for row in call(router.url + "/workers")[2]["workers"]), "it runs")
+        orders = [pool.submit(call, router.url + "/weights", {"do": "reset"}) for _ in range(2)]
+        assert sorted(order.result()[0] for order in orders) == [200, 409], "one order at a time"
+        assert running.result()[0] == 200
+    frozen = router.children()[1]
+    os.kill(frozen, signal.SIGSTOP)
+    try:  # connections that come to the frozen one are not answered at all
+        status = until(lambda: answered(router.url + "/readyz"), "the other one answers")
+    finally:
+        os.kill(frozen, signal.SIGCONT)
+    assert status == 503
+    until(lambda: call(router.url + "/readyz")[0] == 200, router.log)
+
+
+def answered(url: str) -> int | None:
+    """The status; None where there is none for two seconds."""
+    try:
+        return urllib.request.urlopen(url, timeout=2).status
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
+    except OSError:
+        return None
 
 
 def _stream(url: str, body: Any) -> tuple[int, bool]:

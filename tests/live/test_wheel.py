@@ -138,10 +138,24 @@ def test_a_wheel_is_built_where_there_is_no_compiler(tmp_path: Path) -> None:
         for file in Path(folder).glob("*"):
             if not re.search(COMPILER, file.name) and not (tools / file.name).exists():
                 (tools / file.name).symlink_to(file)
-    environment = {**os.environ, "PATH": str(tools), "PYTHONPATH": ""}
+    environment = {**os.environ, "PATH": str(tools), "PYTHONPATH": "", "BLOCKCAST_KERNELS": "ON"}
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", str(tmp_path), str(ROOT)]
     built = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout[-4000:] + built.stderr[-4000:]
     with zipfile.ZipFile(next(tmp_path.glob("blockcast-*.whl"))) as content:
         extensions = {name.rpartition(".cpython")[0] for name in content.namelist() if name.endswith(".so")}
     assert {"router/index/_native", "router/edge/_relay", "kernels/cpu/_native", "router/decide/core"} <= extensions
+
+
+def test_an_engine_without_its_native_operations_serves_and_says_how_to_get_them(tmp_path: Path) -> None:
+    """A wheel has them only where the build was asked for them (BLOCKCAST_KERNELS)."""
+    script = (
+        "import sys; sys.modules['kernels.cpu._native'] = None\n"
+        "from engine import LLM, SamplingParams\n"
+        "with LLM(num_gpu_blocks_override=64) as llm:\n"
+        "    print(len(llm.generate('Hello', SamplingParams(max_tokens=5, ignore_eos=True))[0].outputs[0].token_ids))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "5"
+    assert "BLOCKCAST_KERNELS=ON pip install" in done.stderr
