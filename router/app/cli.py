@@ -17,6 +17,7 @@ import click
 from options import ConfigError
 from options.command import config_command, load_given, with_flags
 from options.logs import configure_logging
+from options.tls import client_context
 from router.app.config import EPP_SCHEMA, SCHEMA, SHADOW_SCHEMA, EppConfig, ProcessConfig, ShadowProcessConfig
 from router.app.process import run_process
 from router.app.supervise import supervise
@@ -164,6 +165,7 @@ def check(urls: tuple[str, ...], yes: bool, as_json: bool, **given: Any) -> None
     configure_logging("error", as_json=config.log_json)
     try:
         flags = config.worker_flags
+        tls = client_context(config.worker_tls_cert, config.worker_tls_key, config.worker_tls_ca, "--worker-tls")
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     if not flags:
@@ -182,7 +184,7 @@ def check(urls: tuple[str, ...], yes: bool, as_json: bool, **given: Any) -> None
             click.echo(f"{worker}  {mark} {finding.step}: {finding.text}")
 
     told = {"key": config.worker_api_key, "tokenizer": config.tokenizer, "chat_template": config.chat_template}
-    sys.exit(0 if asyncio.run(check_all(flags, report, **told)) else 1)
+    sys.exit(0 if asyncio.run(check_all(flags, report, **told, tls=tls)) else 1)
 
 
 cli.add_command(top)

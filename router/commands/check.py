@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -393,14 +394,17 @@ async def check_all(
     key: str | None = None,
     tokenizer: str | None = None,
     chat_template: str | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> bool:
     """Check the workers one after the other; True where nothing is wrong with any. `key`, `tokenizer`,
-    `chat_template`: as a router would have them (--worker-api-key ...)."""
+    `chat_template`, `tls`: as a router would have them (--worker-api-key ...)."""
     headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
     sound = True
     with ThreadPoolExecutor(1) as executor:
         prompts = PromptReader(executor, override=tokenizer, chat_template=chat_template)
-        async with aiohttp.ClientSession(auto_decompress=False) as session:
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=tls or True), auto_decompress=False
+        ) as session:
             for flag in flags:
                 async for finding in Check(flag, session, prompts, headers).findings():
                     report(flag.worker_id, finding)

@@ -6,18 +6,15 @@ draws.
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.error
-import urllib.request
 from typing import Any
 
 import click
 
+from router.commands.client import AdminClient, asks_router
+
 COLUMNS = ("worker", "state", "requests/s", "prefilling", "decoding", "queue s", "predicted", "reported", "alarms")
 SORTS = ("name", "load", "requests")
-ANSWER_BYTES_MAX = 64 << 20
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 Page = dict[str, Any]
 """The body of `GET /workers`."""
@@ -64,19 +61,11 @@ def _tokens(count: int) -> str:
     return f"{count:,}" if count else "-"
 
 
-def ask(url: str, key: str | None) -> Page:
+def look(router: AdminClient) -> Page:
     """Raises click.ClickException."""
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    try:
-        with _OPENER.open(urllib.request.Request(f"{url.rstrip('/')}/workers", headers=headers), timeout=5) as answer:
-            told: Page = json.loads(answer.read(ANSWER_BYTES_MAX))
-    except urllib.error.HTTPError as error:
-        hint = ": give the admin key, --key" if error.code in (401, 403) else ""
-        raise click.ClickException(f"{url} answers {error.code}{hint}") from None
-    except (OSError, ValueError) as error:
-        raise click.ClickException(f"{url}: {error}") from None
-    if not isinstance(told, dict) or "workers" not in told:
-        raise click.ClickException(f"{url}/workers is not a router's")
+    status, told = router.ask("/workers", seconds=5)
+    if status != 200 or not isinstance(told, dict) or "workers" not in told:
+        raise click.ClickException(f"{router.url}/workers is not a router's ({status})")
     return told
 
 
@@ -86,12 +75,11 @@ def ask(url: str, key: str | None) -> Page:
   router top http://127.0.0.1:8080 --key KEY
   router top --once --sort load
 """)  # fmt: skip
-@click.argument("url", default="http://127.0.0.1:8080")
-@click.option("--key", envvar="ROUTER_ADMIN_API_KEY", help="The admin key; or set ROUTER_ADMIN_API_KEY.")
+@asks_router
 @click.option("--every", type=click.FloatRange(0.1, 3600), default=2.0, show_default=True, help="Seconds.")
 @click.option("--sort", type=click.Choice(SORTS), default="name", show_default=True)
 @click.option("--once", is_flag=True, help="Print two looks' difference, and end.")
-def top(url: str, key: str | None, every: float, sort: str, once: bool) -> None:
+def top(router: AdminClient, every: float, sort: str, once: bool) -> None:
     try:
         from rich.console import Console
         from rich.live import Live
@@ -106,17 +94,17 @@ def top(url: str, key: str | None, every: float, sort: str, once: bool) -> None:
             table.add_row(*cells, style=None if up and not cells[-1] else "yellow" if up else "red")
         return table
 
-    before, at = ask(url, key), time.monotonic()
+    before, at = look(router), time.monotonic()
     if once:
         time.sleep(min(every, 2.0))
-        now = ask(url, key)
+        now = look(router)
         Console().print(drawn(now, before, time.monotonic() - at))
         return
     with Live(drawn(before, None, 0.0), screen=True, auto_refresh=False) as live:
         try:
             while True:
                 time.sleep(every)
-                now, moment = ask(url, key), time.monotonic()
+                now, moment = look(router), time.monotonic()
                 live.update(drawn(now, before, moment - at), refresh=True)
                 before, at = now, moment
         except KeyboardInterrupt:

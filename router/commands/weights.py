@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
-
 import click
 
-ANSWER_BYTES_MAX = 16 << 20
+from router.commands.client import AdminClient, asks_router
+
+ORDER_S_MAX = 7 * 86_400.0
+"""For all workers, one after the other."""
 
 
 @click.command(help="""Have the workers of the router at URL change, one by one, while the others answer.
@@ -22,31 +21,20 @@ ends those it has, changes, and is known to have an empty cache before it works 
   router weights sleep --level 2 --worker gpu1:8000
 """)  # fmt: skip
 @click.argument("do", type=click.Choice(("reload", "sleep", "wake", "reset")))
-@click.argument("url", default="http://127.0.0.1:8080")
 @click.option("--worker", metavar="ID", help="This one only.")
 @click.option("--path", metavar="FOLDER", help="Of reload.")
 @click.option("--level", type=click.IntRange(1, 2), default=1, show_default=True, help="Of sleep; 2: the weights too.")
 @click.option("--drain-timeout", type=click.FloatRange(0, 86_400), default=600.0, show_default=True, help="Seconds.")
-@click.option("--key", envvar="ROUTER_ADMIN_API_KEY", help="The admin key; or set ROUTER_ADMIN_API_KEY.")
+@asks_router
 def weights(
-    do: str, url: str, worker: str | None, path: str | None, level: int, drain_timeout: float, key: str | None
+    router: AdminClient, do: str, worker: str | None, path: str | None, level: int, drain_timeout: float
 ) -> None:
     body = {"do": do, "level": level, "drain_s": drain_timeout}
     body |= {name: value for name, value in (("worker_id", worker), ("path", path)) if value is not None}
-    headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
-    request = urllib.request.Request(f"{url.rstrip('/')}/weights", json.dumps(body).encode(), headers)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        try:
-            with opener.open(request) as answer:
-                told = json.loads(answer.read(ANSWER_BYTES_MAX))
-        except urllib.error.HTTPError as error:
-            with error:
-                told = json.loads(error.read(ANSWER_BYTES_MAX))
-    except (OSError, ValueError) as error:
-        raise click.ClickException(f"{url}: {error}") from None
+    _, told = router.ask("/weights", body, seconds=ORDER_S_MAX)
     if not isinstance(told, dict) or "workers" not in told:
-        raise click.ClickException(f"{url}: {told.get('error', {}).get('message', told)}")
+        error = told.get("error") if isinstance(told, dict) else None
+        raise click.ClickException(f"{router.url}: {error.get('message', told) if isinstance(error, dict) else told}")
     for one in told["workers"]:
         click.echo(f"{one['worker_id']}  {'done' if one['done'] else 'FAILED: ' + one['error']} ({one['seconds']:g} s)")
     if not told["workers"] or not all(one["done"] for one in told["workers"]):

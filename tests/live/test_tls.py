@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import ssl
 import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -67,6 +69,12 @@ def ask(pki: Path, url: str, body: Any = None, *, who: str | None = "client") ->
             return error.code, json.loads(error.read() or b"null")
 
 
+def command(*words: str) -> tuple[int, str, str]:
+    """(status, output, errors) of one of our commands; of its output no times."""
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=60)
+    return done.returncode, re.sub(r"[\d.]+ s\)\n", "", done.stdout), done.stderr
+
+
 def flags(pki: Path, **files: str) -> list[str]:
     return [word for flag, name in files.items() for word in (f"--{flag.replace('_', '-')}", str(pki / name))]
 
@@ -90,6 +98,17 @@ def test_certificates_all_the_way(pki: Path, start: Any) -> None:
             with pytest.raises(OSError):
                 ask(pki, url + "/health", who=who)
         assert ask(pki, url + "/health")[0] == 200, "who is turned away harms nobody"
+    asked = flags(pki, tls_ca="ca.pem", tls_cert="client.pem", tls_key="client.key")
+    assert command("router", "top", "--once", router.url, *asked)[0] == 0
+    assert command("router", "weights", "reset", router.url, *asked) == (
+        0, f"{worker['worker_id']}  done (", ""
+    )  # fmt: skip
+    status, _, error = command("router", "weights", "reset", router.url, *asked[:2])
+    assert (status, router.url in error) == (1, True), "a certificate is asked for"
+    checked = command("router", "check", engine.url, "--yes", *towards)[1]
+    assert "ok      address: serves" in checked
+    assert "ok      request" in checked
+    assert "PROBLEM address" in command("router", "check", engine.url, "--yes")[1]
     uncertified = start("router", "run", engine.url, *own, *flags(pki, worker_tls_ca="ca.pem"))
     uncertified.await_ready()
     until(lambda: ask(pki, uncertified.url + "/workers")[1]["workers"], uncertified.log)

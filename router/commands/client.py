@@ -1,0 +1,83 @@
+"""A router as an operator's commands ask it: one question over HTTP, with the admin key and what TLS asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import click
+
+from options import ConfigError
+from options.tls import client_context
+from router.asking import Unanswered, ask
+
+ANSWER_BYTES_MAX = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class AdminClient:
+    """Whom to ask, and as whom."""
+
+    url: str
+    key: str | None
+    tls_ca: str | None
+    tls_cert: str | None
+    tls_key: str | None
+
+    def ask(self, path: str, body: dict[str, Any] | None = None, *, seconds: float) -> tuple[int, Any]:
+        """(status, JSON) of a GET, or of a POST where there is a body. Raises click.ClickException."""
+        headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            context = client_context(self.tls_cert, self.tls_key, self.tls_ca, "--tls")
+        except ConfigError as error:
+            raise click.UsageError(str(error)) from None
+
+        async def asked() -> tuple[int, bytes]:
+            async with aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(ssl=context), auto_decompress=False
+            ) as session:
+                return await ask(
+                    session, f"{self.url.rstrip('/')}{path}", seconds=seconds, bytes_max=ANSWER_BYTES_MAX, data=data,
+                    method="GET" if data is None else "POST", headers=headers | {"Content-Type": "application/json"},
+                )  # fmt: skip
+
+        try:
+            status, answer = asyncio.run(asked())
+        except Unanswered as error:
+            raise click.ClickException(f"{self.url}: {error}") from None
+        if status in (401, 403):
+            raise click.ClickException(f"{self.url} answers {status}: give the admin key, --key")
+        try:
+            return status, json.loads(answer)
+        except (ValueError, RecursionError) as error:
+            raise click.ClickException(f"{self.url}{path} answers {status} and no JSON: {error}") from None
+
+
+def asks_router(command: Callable[..., None]) -> Callable[..., None]:
+    """The argument URL and the options that say how to ask there; `command` gets them as `router`."""
+
+    @wraps(command)
+    def run(
+        url: str, key: str | None, tls_ca: str | None, tls_cert: str | None, tls_key: str | None, **given: Any
+    ) -> None:
+        if urlsplit(url).scheme not in ("http", "https"):
+            raise click.ClickException(f"URL {url!r}: expected http://HOST:PORT or https://HOST:PORT")
+        command(AdminClient(url, key, tls_ca, tls_cert, tls_key), **given)
+
+    file = click.Path(dir_okay=False)
+    for option in (
+        click.option("--tls-key", type=file, metavar="FILE", help="Of --tls-cert."),
+        click.option("--tls-cert", type=file, metavar="FILE", help="What the router is shown, where it asks for one."),
+        click.option("--tls-ca", type=file, metavar="FILE", help="Who signed its. [default: the system's authorities]"),
+        click.option("--key", envvar="ROUTER_ADMIN_API_KEY", help="The admin key; or set ROUTER_ADMIN_API_KEY."),
+        click.argument("url", default="http://127.0.0.1:8080"),
+    ):
+        run = option(run)
+    return run
