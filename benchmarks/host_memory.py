@@ -8,8 +8,9 @@
 with nothing below, with either order of eviction, with host memory under either, and with a cache that holds all.
 `step`: decode steps of one engine whose cache is full, so that every block that is begun evicts one, alternating with
 and without host memory, by the CPU time of the thread that computes; and the speed of the copies beside memcpy.
-`loads`: decode steps of one engine, some of which bring back blocks of requests that wait for them, `--load-tokens`
-each, with the engine's own bound on what a step brings back. Steps that compute a prompt, or admit one, are told apart.
+`loads`: decode steps of one engine that bring back blocks of requests that wait for them, `--load-tokens` each, with
+the engine's own bound, and copy down what was evicted for them; in turn with steps that are kept from it, compared in
+pairs. The step that admits such a request stands beside the one before it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 from harness.figures import in_words, machine, markdown, write_json
 from harness.load import Outcome, summarise
-from harness.programs import Cluster, make_demo_model
+from harness.programs import Cluster
 from harness.talks import ANSWER_TOKENS, make_conversations, play
 
 from engine.cache.kv_cache import KVCache
@@ -39,6 +40,7 @@ from engine.execution.runner import ModelRunner, unit_stride_bytes
 from engine.execution.sizing import load_bytes_max
 from engine.models.loader import load_model
 from engine.scheduler import Scheduler, SchedulerConfig
+from engine.tiny.model import PRESETS, cached_model
 from engine.types import Request, SamplingParams
 
 BLOCK = 16
@@ -54,7 +56,7 @@ STEP_COLUMNS = {
 LOAD_COLUMNS = {
     "steps with loads": ("with_loads", "{:,}"), "without": ("without_ms", "{:.3f} ms"),
     "with": ("with_ms", "{:.3f} ms"), "slower": ("slower", "{:.1%}"), "blocks a step": ("blocks_a_step", "{:.1f}"),
-    "step that admits": ("admitting_ms", "{:.3f} ms"), "copied": ("bytes_per_s", "{:,.0f} B/s"),
+    "step that admits": ("admitting_slower", "{:.1%}"), "copied": ("bytes_per_s", "{:,.0f} B/s"),
     "of memcpy": ("memcpy_share", "{:.0%}"),
 }  # fmt: skip
 
@@ -148,56 +150,70 @@ def step(o: argparse.Namespace, model: Path, sequences: int) -> dict[str, Any]:
 
 
 def loads(o: argparse.Namespace, model: Path, sequences: int) -> dict[str, Any]:
-    """Decode steps with and without loads beside them, of one engine and as they come."""
+    """Decode steps of one engine with and without loads beside them, in turn: every other step is kept from loading."""
     torch.set_num_threads(1)
-    engine = Decoding(model, sequences, 4000, room=4 * o.load_tokens // BLOCK)
+    engine = Decoding(model, sequences, o.host_blocks, room=4 * o.load_tokens // BLOCK)
+    core, cache = engine.core, engine.core.scheduler.cache
+    assert cache.loads is not None
+    begin, paused = cache.loads.begin, False
+
+    def begins(*, beside_decodes: bool) -> None:
+        if not paused:
+            begin(beside_decodes=beside_decodes)
+
+    cache.loads.begin = begins  # type: ignore[method-assign]
     rng = random.Random(sequences)
-    texts = [
-        [rng.randrange(engine.vocabulary) for _ in range(o.load_tokens)]
-        for _ in range(3 * engine.units * BLOCK // (2 * o.load_tokens))
-    ]
-    times: dict[str, list[float]] = {"plain": [], "loads": [], "admits": []}
-    loaded, copy_s = 0, 0.0
-    for turn in range(3):
+    count = 3 * engine.units * BLOCK // (2 * o.load_tokens)
+    texts = [[rng.randrange(engine.vocabulary) for _ in range(o.load_tokens)] for _ in range(count)]
+    pairs: list[tuple[float, float]] = []
+    admits: list[tuple[float, float]] = []
+    moved, copy_s = [0, 0], 0.0
+    for turn in range(o.load_rounds):
         for number, text in enumerate(texts):
-            scheduler = engine.core.scheduler
+            paused, waits = False, core.stats()
+            plain_s = engine.steps_s(1)
             engine.add(f"load{turn}/{number}", [*text, turn], 1)
-            waits = True
-            while waits or len(times["plain"]) < len(times["loads"]):
-                before, copied_s = engine.core.stats(), engine.moves.copy_s
-                running = scheduler.running
-                seconds = engine.steps_s(1)
-                after = engine.core.stats()
-                brought = after.host_loaded_bytes - before.host_loaded_bytes
-                waits = after.finished_requests == before.finished_requests and waits
-                if brought and scheduler.running == running and waits:
-                    times["loads"].append(seconds)
-                    loaded, copy_s = loaded + brought, copy_s + engine.moves.copy_s - copied_s
-                elif brought and scheduler.running > running:
-                    times["admits"].append(seconds)
-                elif running == scheduler.running == sequences and not scheduler.waiting:
-                    times["plain"].append(seconds)
-    assert times["loads"], "nothing was loaded beside decodes"
-    middle = {name: statistics.median(values) for name, values in times.items() if values}
+            admits.append((plain_s, engine.steps_s(1)))
+            if not cache.loads:  # it computes, too: the first time all, and where one step brings all there is
+                admits.pop()
+            while cache.loads:
+                before, copied_s, times = core.stats(), engine.moves.copy_s, {}
+                for paused in rng.sample([True, False], 2):  # which is first is chance: decodes store now and then
+                    times[paused] = engine.steps_s(1)
+                after = core.stats()
+                if not cache.loads:  # the step that brings the last of it computes the rest of the prompt
+                    break
+                pairs.append((times[True], times[False]))
+                moved[0] += after.host_loaded_bytes - before.host_loaded_bytes
+                moved[1] += after.host_stored_bytes - before.host_stored_bytes
+                copy_s += engine.moves.copy_s - copied_s
+            while core.stats().finished_requests == waits.finished_requests:
+                engine.steps_s(1)
+    assert pairs, "nothing was loaded beside decodes"
+    assert moved[1], "nothing was stored beside decodes"
     block_bytes = engine.spec.block_bytes(0)
     return {
-        "sequences": sequences, "with_loads": len(times["loads"]), "without_ms": middle["plain"] * 1e3,
-        "with_ms": middle["loads"] * 1e3, "slower": middle["loads"] / middle["plain"] - 1,
-        "admitting_ms": middle.get("admits", 0.0) * 1e3, "loaded_bytes": loaded, "block_bytes": block_bytes,
-        "blocks_a_step": loaded / block_bytes / len(times["loads"]), "bytes_per_s": loaded / copy_s,
-        "memcpy_share": loaded / copy_s / memcpy_bytes_per_s(block_bytes), "times_s": times,
+        "sequences": sequences, "with_loads": len(pairs),
+        "without_ms": statistics.median(a for a, _ in pairs) * 1e3,
+        "with_ms": statistics.median(b for _, b in pairs) * 1e3,
+        "slower": statistics.median(b / a for a, b in pairs) - 1,
+        "admitting_slower": statistics.median(b / a for a, b in admits) - 1,
+        "loaded_bytes": moved[0], "stored_bytes": moved[1], "block_bytes": block_bytes,
+        "blocks_a_step": sum(moved) / block_bytes / len(pairs), "bytes_per_s": sum(moved) / copy_s,
+        "memcpy_share": sum(moved) / copy_s / memcpy_bytes_per_s(block_bytes), "pairs_s": pairs,
     }  # fmt: skip
 
 
 def memcpy_bytes_per_s(block_bytes: int, total: int = 256 << 20) -> float:
-    """Copies of so many bytes each, between two arrays much larger than the CPU's caches."""
+    """Copies of so many bytes each, between random places of two arrays much larger than the CPU's caches."""
     count = total // block_bytes
+    places = random.Random(0).sample(range(count), count)
     one, other = np.ones((count, block_bytes), np.uint8), np.zeros((count, block_bytes), np.uint8)
     times = []
     for _ in range(3):
         start_s = time.thread_time()
-        for i in range(count):
-            other[i] = one[i]
+        for to, of in zip(places, reversed(places)):
+            other[to] = one[of]
         times.append(time.thread_time() - start_s)
     return count * block_bytes / min(times)
 
@@ -214,13 +230,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--load-tokens", type=int, default=480, help="of each request that comes back (part loads)")
+    parser.add_argument("--host-blocks", type=int, default=4000, help="of host memory (part loads)")
+    parser.add_argument(
+        "--preset", default="demo", help="of the random model: scripts/make_tiny_model --help lists them"
+    )
+    parser.add_argument("--load-rounds", type=int, default=4, help="times that each request comes (part loads)")
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--step-rounds", type=int, default=8)
     parser.add_argument("--json", type=Path)
     o = parser.parse_args()
     facts = machine("torch")
     print(in_words(facts))
-    model = make_demo_model("qwen3")
+    model = cached_model(PRESETS[o.preset])
     found: dict[str, Any] = {"machine": facts}
     if "live" in o.parts:
         loaded, dtype = load_model(model, dtype="bfloat16")

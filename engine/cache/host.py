@@ -5,18 +5,22 @@ be copied here (`leave`), and what a request finds here to be copied back (`fetc
 that a step does first, in order, so memory that is given up in a plan may be used again in the same one. A block is
 in one of the two pools: once the device has a computed copy, this one goes (`replaced`).
 
+A copy to the host waits until its memory on the device is about to be written: with the plan that is being made, unless
+that memory is for a block that a later one loads (`settle`). So what is copied down is as bounded as what comes up.
+
 Owns the host's pool and what is planned of it. Refuses to know sequences and tensors. Invariants: a block here is
-cached, or held by a step that reads it; it hangs from a full-attention block here or on the device.
+cached, or held by a step that reads it; it hangs from a full-attention block here or on the device; what it was copied
+from, or is still to be copied from, has been written by no step since.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from operator import mul
 
 from engine.cache.eviction import Adaptive
 from engine.cache.nodes import Node
-from engine.cache.pool import Block, UnitPool
+from engine.cache.pool import Block, Unit, UnitPool
 from engine.cache.prefix import FULL, HostOrder, PrefixTree
 from engine.cache.spec import CacheSpec
 from engine.types import Move, Way
@@ -42,6 +46,12 @@ class HostTier:
         self._order = order
         self._tree = tree
         self._moves = moves
+        self._waiting: dict[Block[Node], Move] = {}
+        """How each block here is filled that no plan fills yet."""
+        self._fresh: dict[Unit[Node], list[Block[Node]]] = {}
+        """Of these, what left with the plan being made, by the device's unit that it was in."""
+        self._kept: dict[Block[Node], Block[Node]] = {}
+        """And the others, by the device's block that is loaded into their memory later."""
         self.stored: list[Block[Node]] = []
         """Blocks that the step being planned fills."""
         self.stored_blocks = [0] * len(blocks_per_unit)
@@ -78,10 +88,55 @@ class HostTier:
         node.host[kind] = own
         own.node, own.superseded = node, block.superseded
         self.pool.release(own, block.worth)
-        self._moves.append(Move(kind, block.id, own.id, Way.TO_HOST))
-        self.stored.append(own)
-        self.stored_blocks[kind] += 1
+        self._waiting[own] = Move(kind, block.id, own.id, Way.TO_HOST)
+        self._fresh.setdefault(block.unit, []).append(own)
         return True
+
+    def settle(self, later: Container[Block[Node]]) -> None:
+        """The plan is made: it copies what left, but for what lies where blocks are that are loaded `later`."""
+        for unit, owns in self._fresh.items():
+            for own in owns:
+                move = self._waiting.get(own)
+                if move is None:
+                    continue
+                if unit.kind == move.kind:
+                    taken = unit.blocks[move.source % self.pool.blocks_per_unit[move.kind]]
+                    if taken in later:
+                        self._kept[taken] = own
+                        continue
+                self._copy(own)
+        self._fresh.clear()
+
+    def settle_all(self) -> None:
+        """Copy all that left, before anything else that is planned from now on."""
+        for own in list(self._waiting):
+            self._copy(own)
+        self._fresh.clear()
+        self._kept.clear()
+
+    def vacate(self, target: Block[Node]) -> None:
+        """Copy what left from the memory of the device's `target`, which is about to be written."""
+        for own in self._fresh.pop(target.unit, ()):
+            self._copy(own)
+        kept = self._kept.pop(target, None)
+        if kept is not None:
+            self._copy(kept)
+
+    def vacating(self, target: Block[Node]) -> list[int]:
+        """Kinds of the blocks that `vacate` would copy."""
+        owns = [*self._fresh.get(target.unit, ()), self._kept.get(target)]
+        return [own.kind for own in owns if own in self._waiting]
+
+    def _copy(self, own: Block[Node]) -> None:
+        move = self._waiting.pop(own, None)
+        if move is not None:
+            self._moves.append(move)
+            self.stored.append(own)
+            self.stored_blocks[move.kind] += 1
+
+    def uncertain(self) -> list[Block[Node]]:
+        """What the plan being made, or a later one, fills: not to be trusted where a step before failed."""
+        return [*self.stored, *self._waiting]
 
     # ------------------------------------------------------------------ up
 
@@ -95,11 +150,24 @@ class HostTier:
 
     def fetch(self, own: Block[Node], target: Block[Node]) -> None:
         """Copy a block that is held here to the device's `target` with the step being planned."""
+        self.vacate(target)
+        self._copy(own)
         self._moves.append(Move(own.kind, own.id, target.id, Way.FROM_HOST))
         self.loaded_blocks[own.kind] += 1
 
     def let_go(self, own: Block[Node]) -> None:
+        if own.node is None and own.refs == 1:
+            self._waiting.pop(own, None)
         self.pool.release(own, own.worth)
+
+    def taken(self, own: Block[Node]) -> None:
+        """The device has a computed copy of a block that was held for it, or it was forgotten."""
+        if own.refs > 1:  # somebody else reads it, too
+            self.let_go(own)
+            return
+        if (node := own.node) is not None:
+            self._unname(own, node)
+        self.let_go(own)
 
     def replaced(self, block: Block[Node]) -> None:
         """The device has a computed block now: none is needed here, unless a step reads it."""
@@ -124,8 +192,7 @@ class HostTier:
             for own in node.host or ():
                 if own is not None:
                     own.node = None
-                    if not own.refs:
-                        self.pool.drop(own)
+                    self._give_up(own)
             node.host = None
 
     def grown(self, node: Node) -> None:
@@ -153,23 +220,35 @@ class HostTier:
     def _drop(self, own: Block[Node]) -> None:
         node, kind = own.node, own.kind
         assert node is not None
-        assert node.host is not None
-        self._tree.log.gone(kind, node)
-        node.host[kind] = None
-        if not any(node.host):
-            node.host = None
-        own.node = None
-        if not own.refs:
-            self.pool.drop(own)
+        self._unname(own, node)
+        self._give_up(own)
         if any(node.blocks):
             if self._order is not None and kind == FULL:
                 self._order.gone_below(node, None)
         elif node.host is None:
             self._tree.prune(node)
 
+    def _unname(self, own: Block[Node], node: Node) -> None:
+        kind = own.kind
+        assert node.host is not None
+        self._tree.log.gone(kind, node)
+        node.host[kind] = None
+        if not any(node.host):
+            node.host = None
+        own.node = None
+
+    def _give_up(self, own: Block[Node]) -> None:
+        """It has lost its name: unless a step reads it, its memory is free, and nothing is to be copied there."""
+        if not own.refs:
+            self._waiting.pop(own, None)
+            self.pool.drop(own)
+
     def check_invariants(self, held: Sequence[Block[Node]]) -> None:
         """`held`: an entry for each reference of a step that is out."""
         self.pool.check_invariants()
+        assert all(own.node is not None or own.refs for own in self._waiting), "to be copied to memory that is free"
+        waiting = {own for owns in (*self._fresh.values(), self._kept.values()) for own in owns}
+        assert waiting >= set(self._waiting), "a copy that nothing would plan"
         named = {own for node in self._tree.nodes() for own in node.host or () if own is not None}
         for unit in self.pool.units:
             for own in unit.blocks:

@@ -271,6 +271,8 @@ class KVCache:
         """Complete a plan that will be executed: the copies of states and of compacted blocks. It is out now."""
         step, self._planning = self._planning, StepOut()
         step.chunks = plan.chunks
+        if self.host is not None and self.loads is not None:
+            self.host.settle(self.loads.blocks)
         plan.block_moves = self._moves.copy()
         self._moves.clear()
         if self.host is not None:
@@ -359,7 +361,7 @@ class KVCache:
 
         True, and nothing done, while sequences hold any of it: they must be released first.
         """
-        below = [] if self.host is None else self._distrusted_host + self.host.stored
+        below = [] if self.host is None else self._distrusted_host + self.host.uncertain()
         if any(block.refs for block in self._distrusted + below):
             return True
         for block in self._distrusted:
@@ -454,7 +456,10 @@ class KVCache:
         """A block of `kind`, if need be after a compaction; None exactly when the live blocks leave no room."""
         block = self.pool.allocate(kind)
         if block is None and self.pool.can_allocate([int(k == kind) for k in range(len(self.pool.blocks_per_unit))]):
-            for group, block_moved, source in self.pool.compact(kind):
+            moved = self.pool.compact(kind)
+            if self.host is not None:
+                self.host.settle_all()
+            for group, block_moved, source in moved:
                 self._moves.append(Move(group, source, block_moved.id))
                 self._planning.moved.append(block_moved)
             for seq, chain in self._chains.items():

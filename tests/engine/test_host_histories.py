@@ -140,24 +140,62 @@ def two_that_decode(load_bytes_max: int | None) -> tuple[Bench, list[int]]:
     return bench, text
 
 
-def loads_of_steps(bench: Bench) -> list[int]:
-    """Blocks that each further step brings back, until it has computed all that is asked."""
-    found: list[int] = []
+def copies_of_steps(bench: Bench) -> list[tuple[int, int]]:
+    """(blocks that come up, that go down) with each further step, until it has computed all that is asked."""
+    found: list[tuple[int, int]] = []
+    block_bytes = bench.cache.spec.block_bytes(0)
     while "late" not in bench.ends:
-        before = bench.core.stats().host_loaded_bytes
+        before = bench.core.stats()
         bench.step()
-        found.append((bench.core.stats().host_loaded_bytes - before) // bench.cache.spec.block_bytes(0))
+        after = bench.core.stats()
+        up, down = (
+            after.host_loaded_bytes - before.host_loaded_bytes,
+            after.host_stored_bytes - before.host_stored_bytes,
+        )
+        found.append((up // block_bytes, down // block_bytes))
     return found
 
 
-def test_beside_decodes_a_step_loads_no_more_than_its_bound() -> None:
+def loads_of_steps(bench: Bench) -> list[int]:
+    return [up for up, _ in copies_of_steps(bench)]
+
+
+def test_beside_decodes_a_step_copies_no_more_than_its_bound() -> None:
+    """Up, and down to make room: also in the step that takes the request in."""
     block_bytes = CacheSpec(block_size=4, groups=(group(1),)).block_bytes(0)
-    bench, text = two_that_decode(3 * block_bytes)
+    bench, text = two_that_decode(6 * block_bytes)
     bench.add("late", [*text, 4], max_tokens=1)
-    assert loads_of_steps(bench) == [3, 3, 3, 3, 3, 1]
+    copies = copies_of_steps(bench)
+    assert [up for up, _ in copies] == [3, 3, 3, 3, 3, 1]
+    assert all(3 <= down <= 5 for _, down in copies[:-1]), "those who decode take a block each now and then"
     assert bench.firsts["late"].cached_tokens == 64
     assert len(bench.outputs["a"]) == 1 + 6, "those who decode got a token in every step"
     bench.drain()
+    bench.assert_correct()
+
+
+def test_what_waits_to_go_down_is_found_meanwhile() -> None:
+    """What was evicted for loads ahead, and lies where they go, is a hit: its copy goes down before it comes up."""
+    bench, text = two_that_decode(1)
+    stored = bench.core.stats().host_stored_bytes
+    bench.add("late", [*text, 4], max_tokens=1)
+    bench.step()
+    assert bench.core.stats().host_stored_bytes - stored < 5 * bench.cache.spec.block_bytes(0), "the rest waits"
+    bench.add("again", [2] * 158 + [1], max_tokens=1)
+    bench.drain()
+    assert bench.firsts["again"].cached_tokens > 100
+    bench.assert_correct()
+
+
+def test_names_of_what_waits_to_go_down_can_be_forgotten() -> None:
+    bench, text = two_that_decode(1)
+    bench.add("late", [*text, 4], max_tokens=1)
+    bench.step()
+    stored = bench.core.stats().host_stored_bytes
+    bench.core.reset_prefix_cache()
+    bench.check()
+    bench.drain()
+    assert bench.core.stats().host_stored_bytes - stored < 5 * bench.cache.spec.block_bytes(0), "copied for nobody"
     bench.assert_correct()
 
 
