@@ -236,7 +236,7 @@ class Scheduler:
             if not entry.reported:
                 self._report_prompt(entry, output)
             if len(seq.token_ids) >= entry.length_max or token in entry.stops:
-                self._finish(entry, token, output)
+                self._finish(entry, token, output, index in result.ended)
             outputs.append(output)
             if result.logprobs and (logprobs := result.logprobs.get(index)) is not None:
                 output.logprobs = [logprobs]
@@ -444,11 +444,11 @@ class Scheduler:
         self._end(entry)
         return SequenceOutput(request_id=name, token_ids=[], finish_reason=FinishReason.ERROR, error=message)
 
-    def _finish(self, entry: _Entry, token: int, output: SequenceOutput) -> None:
+    def _finish(self, entry: _Entry, token: int, output: SequenceOutput, was_ended: bool) -> None:
         """End a request if its last token does so: a token to stop at comes before the length."""
         params = entry.seq.request.params
         if token in entry.stops and entry.seq.output_len >= params.min_tokens:
-            output.finish_reason = FinishReason.STOP
+            output.finish_reason = FinishReason.ENDED if was_ended else FinishReason.STOP
             if params.ignore_eos or token not in self.config.eos_token_ids:
                 output.stop_token_id = token
         elif len(entry.seq.token_ids) >= entry.length_max:

@@ -44,6 +44,8 @@ class _Follower:
     failed: str | None = None
     way: list[int] = field(default_factory=list)
     """To the end of the answer, once it is taken."""
+    was_ended: bool = False
+    """Whether there was anything else to say on that way."""
     thinks: bool | None = None
     """None: its first token will say."""
 
@@ -94,6 +96,8 @@ class Allowed:
     cpu: OnCpu | None
     failed: dict[int, str]
     """Place -> why its matcher cannot go on; what is drawn there means nothing."""
+    ended: set[int]
+    """Places of the rows that are brought to their answer's end."""
 
 
 class Masks:
@@ -165,6 +169,7 @@ class Masks:
         bits = np.full((len(masked), -(-self._grammars.words.count // 32)), 0xFFFFFFFF, np.uint32)
         self._fill([(one.follower.matcher, at) for at, one in enumerate(masked) if _lives(one.follower)], bits)
         failed: dict[int, str] = {}
+        ended: set[int] = set()
         for at, one in enumerate(masked):
             follower = one.follower
             if follower.failed is None and follower.matcher is not None and follower.matcher.is_error():
@@ -176,11 +181,13 @@ class Masks:
             if one.banned:
                 _ban(bits[at], one.banned)
             self._end_in_time(one, bits[at])
+            if follower.was_ended:
+                ended.add(one.place)
             if follower.thinks is None and follower.constraint.opens is not None:
                 _set(bits[at], follower.constraint.opens)
         places = [one.place for one in masked]
         cpu = _on_cpu(places, bits, self._vocab_size) if self._device.type == "cpu" else None
-        return Allowed(places, bits, cpu, failed)
+        return Allowed(places, bits, cpu, failed, ended)
 
     def _end_in_time(self, one: Wanted, bits: Words) -> None:
         """Where the way to the answer's end needs all that is left but what is spared, it is taken."""
@@ -201,8 +208,19 @@ class Masks:
             if way is None or one.left > len(way) + one.spare:
                 return
             follower.way = way
+        token = follower.way.pop(0)
+        follower.was_ended = follower.was_ended or not self._must_come(follower.matcher, token, bits)
         bits[:] = 0
-        _set(bits, follower.way.pop(0))
+        _set(bits, token)
+
+    def _must_come(self, matcher: LLMatcher, token: int, bits: Words) -> bool:
+        """Whether the answer can say nothing but this, in whatever tokens."""
+        words = self._grammars.words
+        if token not in words.ends:
+            return matcher.compute_ff_bytes().startswith(words.tokens.decode_bytes([token]))
+        others = bits.copy()
+        _unset(others, words.ends)
+        return not others.any()
 
     def _read(self, follower: _Follower, new: list[int]) -> bool:
         """Advance the matcher over these; whether the row has a mask."""
@@ -285,10 +303,14 @@ def _set(bits: Words, token: int) -> None:
     bits[token // 32] |= np.uint32(1 << token % 32)
 
 
+def _unset(bits: Words, tokens: list[int]) -> None:
+    for token in tokens:
+        bits[token // 32] &= ~np.uint32(1 << token % 32)
+
+
 def _ban(bits: Words, tokens: list[int]) -> None:
     """Take these out, unless nothing is left."""
     without = bits.copy()
-    for token in tokens:
-        without[token // 32] &= ~np.uint32(1 << token % 32)
+    _unset(without, tokens)
     if without.any():
         bits[:] = without

@@ -92,7 +92,7 @@ def test_merged_outputs_say_the_same(ids: list[int], cuts: list[int]) -> None:
     stops=st.lists(st.text("abcd é", min_size=1, max_size=3), max_size=2),
     include=st.booleans(),
     min_tokens=st.integers(0, 4),
-    finish=st.sampled_from([FinishReason.LENGTH, FinishReason.STOP]),
+    finish=st.sampled_from([FinishReason.LENGTH, FinishReason.STOP, FinishReason.ENDED]),
 )
 def test_a_choice_does_not_depend_on_how_its_tokens_arrive(
     ids: list[int], cuts: list[int], stops: list[str], include: bool, min_tokens: int, finish: FinishReason
@@ -109,10 +109,11 @@ def test_a_choice_does_not_depend_on_how_its_tokens_arrive(
 
     one_by_one = run(split_outputs(ids, [1] * (len(ids) - 1), finish))
     assert run(split_outputs(ids, cuts, finish)) == one_by_one
-    text, token_ids, _, stop, count = one_by_one
+    text, token_ids, reason, stop, count = one_by_one
     assert count == len(token_ids)
     if stop is None:
-        spoken = ids[:-1] if finish is FinishReason.STOP and not include else ids
+        assert reason == ("stop" if finish is FinishReason.STOP else "length")
+        spoken = ids[:-1] if finish is not FinishReason.LENGTH and not include else ids
         assert text == FACTORY._tokenizer.decode(spoken)
         assert token_ids == ids
     else:
