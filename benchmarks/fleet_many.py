@@ -28,7 +28,7 @@ from harness.programs import call
 
 SPEC = "h100:llama-3.1-8b"
 KINDS = {
-    "engine serve": "engine", "guard.py": "guard", "ray::SeatActor": "seat actor", "ray::Directory": "directory",
+    "engine serve": "engine", "guard.py": "guard", "ray::MemberActor": "member actor", "ray::Directory": "directory",
     "router run": "router",
 }  # fmt: skip
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -122,12 +122,12 @@ def main(workers: int, time_scale: float, seconds: float, talks: int, out: Path 
         up: list[Any] = []
         while len(up) < workers + 1 and time.monotonic() - began_s < seconds:
             time.sleep(2)
-            seats = json.loads(fleet("status", "--json"))["seats"]
-            up = [seat for seat in seats if seat["phase"] == "up"]
+            members = json.loads(fleet("status", "--json"))["members"]
+            up = [member for member in members if member["phase"] == "up"]
         took_s = time.monotonic() - began_s
-        engines = sum(seat["kind"] == "engine" for seat in up)
+        engines = sum(member["kind"] == "engine" for member in up)
         click.echo(f"{engines} of {workers} workers up after {took_s:.0f} s, load {os.getloadavg()[0]:.1f}")
-        (router,) = (seat["url"] for seat in up if seat["kind"] == "router")
+        (router,) = (member["url"] for member in up if member["kind"] == "router")
         figures: dict[str, Any] = {"workers_up": engines, "seconds_to_up": took_s, "load": os.getloadavg()[0]}
         rows = measure(figures, engines, router, talks, [s["url"] for s in up if s["kind"] == "engine"])
         columns = {"processes": ("count", "{}"), "MB": ("mb", "{:.0f}"), "MB a worker": ("mb_a_worker", "{:.1f}"),

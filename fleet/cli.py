@@ -131,10 +131,14 @@ def _show(status: dict[str, Any]) -> None:
     targets = status["targets"]
     state = "settled" if status["settled"] else "changing"
     click.echo(f"{status['name']}: {targets['engine']['count']} engines, {targets['router']['count']} routers, {state}")
-    for seat in status["seats"]:
-        load = f"  {seat['in_flight']} in flight, queue {seat['queue_s']:.2f} s" if seat["kind"] == "engine" else ""
-        where = f"{seat['url'] or '-':32} node {seat['node'][:8] or '-'}"
-        click.echo(f"  {seat['name']:24} {seat['phase']:9} r{seat['revision']} {seat['seconds']:7.0f} s  {where}{load}")
+    for member in status["members"]:
+        load = (
+            f"  {member['in_flight']} in flight, queue {member['queue_s']:.2f} s" if member["kind"] == "engine" else ""
+        )
+        where = f"{member['url'] or '-':32} node {member['node'][:8] or '-'}"
+        click.echo(
+            f"  {member['name']:24} {member['phase']:9} r{member['revision']} {member['seconds']:7.0f} s  {where}{load}"
+        )
     for one in status["failures"]:
         retry = f"again in {one['retry_in_s']:.0f} s" if one["retry_in_s"] else "started again"
         click.echo(f"  {one['kind']} {one['slot']} failed {one['failures']} times in a row, {retry}")
@@ -259,9 +263,9 @@ def _finish(directory: Any, given: dict[str, Any]) -> None:
     """Wait where that is asked for; routers' addresses on stdout."""
     if given["wait"]:
         status = _await(directory, given["timeout"], lambda status: bool(status["settled"]))
-        for seat in status["seats"]:
-            if seat["kind"] == "router":
-                click.echo(seat["url"])
+        for member in status["members"]:
+            if member["kind"] == "router":
+                click.echo(member["url"])
 
 
 @cli.command()
@@ -341,7 +345,7 @@ def down(now: bool, timeout: float, name: str, address: str) -> None:
         _connect(address)
         directory = _directory(name)
         _ask(directory.end, now=now)
-        _await(directory, timeout, lambda status: not status["seats"])
+        _await(directory, timeout, lambda status: not status["members"])
         from fleet.directory import forget
 
         forget(name, directory)

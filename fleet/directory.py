@@ -1,11 +1,11 @@
 """The directory: the one actor that knows who is there, carries out the plan, and tells every router.
 
 A detached actor that Ray starts anew, on another node if need be; what is wanted and who was started is kept in Ray's
-own store before it is acted on, so a new life finds its seats again by their names. While it is away nothing is
+own store before it is acted on, so a new life finds its members again by their names. While it is away nothing is
 started or stopped, and routers go on with the workers that they know.
 
-Nothing of a request passes here: a seat is asked when it is up and when it has ended (two calls that wait, no polling),
-a router once a second for its load, and at once when the list has changed.
+Nothing of a request passes here: a member is asked when it is up and when it has ended (two calls that wait, no
+polling), a router once a second for its load, and at once when the list has changed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fleet.books import Listed, Row
 from fleet.guard import follow_parent
-from fleet.plan import Failure, Kind, Move, Patience, Phase, Seat, Start, Target, failed, lightest, plan
+from fleet.member import MemberActor, Report
+from fleet.plan import Failure, Kind, Member, Move, Patience, Phase, Start, Target, failed, lightest, plan
 from fleet.scaling import Bounds, Load, Scaler
-from fleet.seat import Report, SeatActor
 from fleet.spec import NAMESPACE, Launch, Spec
 from fleet.state import Record, State
 
@@ -62,7 +62,7 @@ class DirectoryActor:
         self._scaler, self._scaled_s, self._advice = Scaler(), 0.0, ""
         self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS_MAX)
         self._dirty = True
-        for record in list(self._state.seats.values()):
+        for record in list(self._state.members.values()):
             record.drain = 0
             self._adopt(record)
         threading.Thread(target=self._run, daemon=True).start()
@@ -101,7 +101,7 @@ class DirectoryActor:
         with self._lock:
             self.scale(0, 0, None)
             if now:
-                for record in list(self._state.seats.values()):
+                for record in list(self._state.members.values()):
                     record.phase = Phase.STOPPING
                     self._gone(record, "killed")
 
@@ -109,8 +109,8 @@ class DirectoryActor:
         """Everything, as values that JSON has."""
         with self._lock:
             now = time.time()
-            seats = []
-            for record in sorted(self._state.seats.values(), key=lambda one: (one.kind.value, one.slot, one.name)):
+            members = []
+            for record in sorted(self._state.members.values(), key=lambda one: (one.kind.value, one.slot, one.name)):
                 row: dict[str, Any] = {
                     "name": record.name, "kind": record.kind.value, "slot": record.slot, "revision": record.revision,
                     "phase": record.phase.value, "seconds": now - record.since_s, "node": record.node,
@@ -118,14 +118,14 @@ class DirectoryActor:
                 }  # fmt: skip
                 if record.kind is Kind.ENGINE:
                     row |= {"in_flight": self._in_flight(record), **self._load_of(record)}
-                seats.append(row)
+                members.append(row)
             waits = [
                 {"kind": kind.value, "slot": slot, "failures": one.count, "retry_in_s": max(0.0, one.retry_s - now)}
                 for (kind, slot), one in self._failures.items()
             ]
             state = self._state
             return {
-                "name": state.spec.name, "settled": self._settled(), "seats": seats, "failures": waits,
+                "name": state.spec.name, "settled": self._settled(), "members": members, "failures": waits,
                 "targets": {kind.value: msgspec.to_builtins(one) for kind, one in state.targets.items()},
                 "autoscaling": msgspec.to_builtins(state.bounds), "advice": self._advice,
                 "events": [[at, text] for at, text in self._events],
@@ -167,11 +167,11 @@ class DirectoryActor:
     def _turn(self, now: float) -> None:
         state = self._state
         self._scale(now)
-        seats = [
-            Seat(one.name, one.kind, one.slot, one.revision, one.phase, one.since_s, self._in_flight(one))
-            for one in state.seats.values()
+        members = [
+            Member(one.name, one.kind, one.slot, one.revision, one.phase, one.since_s, self._in_flight(one))
+            for one in state.members.values()
         ]
-        for action in plan(state.targets, seats, self._failures, state.patience, now):
+        for action in plan(state.targets, members, self._failures, state.patience, now):
             if isinstance(action, Start):
                 self._start(action, now)
             else:
@@ -189,7 +189,7 @@ class DirectoryActor:
         self._events.append((time.time(), text))
         log.info("%s", text)
 
-    # Seats -----------------------------------------------------------------------------------------------------------
+    # Members --------------------------------------------------------------------------------------------------------
 
     def _start(self, action: Start, now: float) -> None:
         state, kind = self._state, action.kind
@@ -199,9 +199,9 @@ class DirectoryActor:
             kind=kind, slot=action.slot, revision=state.targets[kind].revision, since_s=now,
         )  # fmt: skip
         needs = state.spec.resources(kind)
-        placed = [one.node for one in state.seats.values() if one.kind is kind]
+        placed = [one.node for one in state.members.values() if one.kind is kind]
         record.node = lightest(_rooms(needs), placed) or ""
-        state.seats[record.name] = record
+        state.members[record.name] = record
         self._note(f"{record.name}: start")
         self._save()
         group = placement_group(
@@ -209,7 +209,7 @@ class DirectoryActor:
             _soft_target_node_id=record.node or None,
         )  # fmt: skip
         actor = (
-            ray.remote(SeatActor)
+            ray.remote(MemberActor)
             .options(
                 name=record.name, namespace=NAMESPACE, lifetime="detached", max_concurrency=16,
                 num_cpus=needs["CPU"], num_gpus=needs.get("GPU", 0.0),
@@ -242,7 +242,7 @@ class DirectoryActor:
         self._waiting[ref] = take
 
     def _up(self, record: Record, value: dict[str, Any] | None) -> None:
-        if value is None or record.name not in self._state.seats:
+        if value is None or record.name not in self._state.members:
             return  # it ended: that is told besides
         record.launch, record.node = msgspec.convert(value["launch"], Launch), value["node"]
         if record.phase is Phase.STARTING:
@@ -250,7 +250,7 @@ class DirectoryActor:
             self._note(f"{record.name}: up at {record.launch.url}, process {value['pid']}")
 
     def _move(self, action: Move, now: float) -> None:
-        record = self._state.seats[action.name]
+        record = self._state.members[action.name]
         before, record.phase, record.since_s = record.phase, action.to, now
         record.drain = 0
         self._note(f"{record.name}: {before.value} -> {action.to.value}")
@@ -268,7 +268,7 @@ class DirectoryActor:
         self._failures[key] = failed(self._failures.get(key), now - record.up_s if record.up_s else 0.0, now)
 
     def _gone(self, record: Record, why: str) -> None:
-        if self._state.seats.pop(record.name, None) is None:
+        if self._state.members.pop(record.name, None) is None:
             return
         if record.phase in (Phase.STARTING, Phase.UP):
             self._fails(record)
@@ -286,17 +286,17 @@ class DirectoryActor:
 
     def _tell(self, now: float) -> None:
         """Every router that is up: at once what has changed, and once a second."""
-        seats = self._state.seats.values()
+        members = self._state.members.values()
         listed = [
             Listed(one.launch.worker, one.phase is not Phase.UP)
-            for one in seats
+            for one in members
             if one.kind is Kind.ENGINE and one.launch is not None
         ]
-        routers = [one for one in seats if one.kind is Kind.ROUTER and one.launch is not None]
+        routers = [one for one in members if one.kind is Kind.ROUTER and one.launch is not None]
         peers = [one.launch.peer for one in routers if one.launch is not None]
         if (listed, peers) != (self._listed, self._peers):
             self._version, self._listed, self._peers = self._version + 1, listed, peers
-        for one in seats:
+        for one in members:
             if one.phase is Phase.DRAINING and not one.drain:
                 one.drain = self._version
         for router in routers:
@@ -314,7 +314,7 @@ class DirectoryActor:
         if report is None:
             self._reports.pop(name, None)  # what it said is old
             log.warning("%s: %s", name, error)
-        elif name in self._state.seats:
+        elif name in self._state.members:
             self._reports[name] = report
             for text in report.refused:
                 self._note(f"{name}: {text}")
@@ -325,7 +325,7 @@ class DirectoryActor:
 
     def _in_flight(self, record: Record) -> int | None:
         """Requests that all routers have there; None until each has said so after it was told to drain."""
-        up = [one.name for one in self._state.seats.values() if one.kind is Kind.ROUTER and one.phase is Phase.UP]
+        up = [one.name for one in self._state.members.values() if one.kind is Kind.ROUTER and one.phase is Phase.UP]
         reports = [self._reports.get(name) for name in up]
         if any(report is None or report.version < record.drain for report in reports):
             return None
@@ -340,13 +340,13 @@ class DirectoryActor:
 
     def _settled(self) -> bool:
         """All that is wanted is up, of the right revision, and known to every router."""
-        seats = list(self._state.seats.values())
+        members = list(self._state.members.values())
         for kind, target in self._state.targets.items():
-            own = [one for one in seats if one.kind is kind]
+            own = [one for one in members if one.kind is kind]
             if len(own) != target.count or any((one.phase, one.revision) != (Phase.UP, target.revision) for one in own):
                 return False
-        engines = sum(one.kind is Kind.ENGINE for one in seats)
-        routers = [one.name for one in seats if one.kind is Kind.ROUTER]
+        engines = sum(one.kind is Kind.ENGINE for one in members)
+        routers = [one.name for one in members if one.kind is Kind.ROUTER]
         reports = [self._reports[name] for name in routers if name in self._reports]
         return len(reports) == len(routers) and all(
             report.version == self._version and sum(row.up for row in report.rows.values()) == engines
@@ -360,7 +360,7 @@ class DirectoryActor:
         if state.bounds is None or now - self._scaled_s < ASK_S or not self._reports:
             return
         self._scaled_s = now
-        up = [one for one in state.seats.values() if one.kind is Kind.ENGINE and one.phase is Phase.UP]
+        up = [one for one in state.members.values() if one.kind is Kind.ENGINE and one.phase is Phase.UP]
         loads = [Load(**self._load_of(one)) for one in up]
         held = sum(report.held for report in self._reports.values())
         count = state.engines.count
@@ -384,7 +384,7 @@ def create(spec: Spec, engines: Target, routers: Target, patience: Patience, bou
 
 
 def forget(name: str, directory: Any) -> None:
-    """After the last seat has gone."""
+    """After the last member has gone."""
     ray.kill(directory)
     internal_kv._internal_kv_del(f"fleet/{name}".encode(), namespace=NAMESPACE)
 
@@ -399,7 +399,7 @@ def _count(target: Target, count: int) -> Target:
 
 
 def _rooms(needs: dict[str, float]) -> dict[str, float]:
-    """node -> how many seats of these needs would fit, were it empty."""
+    """node -> how many members of these needs would fit, were it empty."""
     return {
         node["NodeID"]: min(node["Resources"].get(key, 0.0) / need if need else 1e9 for key, need in needs.items())
         for node in ray.nodes()

@@ -2,7 +2,8 @@
 
 `python guard.py COMMAND...`, with a pipe as stdin that the asking process keeps open. When the pipe closes, however
 that process died, every descendant is killed. When the program ends, what it has left behind is killed, and its status
-is ours. SIGTERM is passed on to it. Killed itself, its program goes along (PDEATHSIG). Linux; the standard library.
+is ours. SIGTERM is passed on to it. Killed itself, its program goes along (PDEATHSIG). Ray's workers are nice 15: the
+program is not, where that may be. Linux; the standard library.
 """
 
 from __future__ import annotations
@@ -69,7 +70,17 @@ def dies_with(parent: int) -> None:
         os._exit(1)
 
 
+def usual_priority() -> None:
+    """No niceness, for this process and its children."""
+    was = os.getpriority(os.PRIO_PROCESS, 0)
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, min(was, 0))
+    except PermissionError:
+        print(f"runs at niceness {was}: RAY_worker_niceness=0 on `ray start` keeps it from that", file=sys.stderr)
+
+
 def main(command: list[str]) -> int:
+    usual_priority()
     LIBC.prctl(SUBREAPER, 1, 0, 0, 0)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)

@@ -2,9 +2,9 @@
 
 The fleet's members of one kind sit on numbered slots. `plan` is asked again and again; it keeps that
 
-* no slot has two seats, and never more are there than wanted, or one more (`surge`) while old ones are replaced;
+* no slot has two members, and never more are there than wanted, or one more (`surge`) while old ones are replaced;
 * a worker that is up is drained before it is stopped;
-* old seats are replaced one by one, the next only when all are up: a version that does not start replaces one at most;
+* old members are replaced one by one, the next only when all are up: a version that does not start takes one's place;
 * a slot whose program ends is taken again at once, then after 1, 2, 4, ... 60 s, until one was up for a minute.
 """
 
@@ -42,13 +42,13 @@ class Target:
 
     count: int
     revision: int = 0
-    """Seats of a lower one are replaced."""
+    """Members of a lower one are replaced."""
     surge: bool = False
     """Start a replacement before the old one is drained: needs room for one more."""
 
 
 @dataclass(frozen=True)
-class Seat:
+class Member:
     """One program, from the decision to start it until it is seen to have ended."""
 
     name: str
@@ -87,7 +87,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Move:
-    """A seat goes to another phase: to UP a drain is taken back."""
+    """A member goes to another phase: to UP a drain is taken back."""
 
     name: str
     to: Phase
@@ -106,60 +106,68 @@ def failed(before: Failure | None, up_s: float, now: float) -> Failure:
 
 
 def plan(
-    targets: Mapping[Kind, Target], seats: Sequence[Seat], failures: Failures, patience: Patience, now: float
+    targets: Mapping[Kind, Target], members: Sequence[Member], failures: Failures, patience: Patience, now: float
 ) -> list[Action]:
     """What to do now, routers first."""
     actions: list[Action] = []
-    routers = sum(seat.kind is Kind.ROUTER for seat in seats)
+    routers = sum(member.kind is Kind.ROUTER for member in members)
     for kind in (Kind.ROUTER, Kind.ENGINE):
         if kind is Kind.ENGINE and routers and not targets[Kind.ROUTER].count:
             continue  # the end of the fleet: workers stay while routers end what they have
-        own = [seat for seat in seats if seat.kind is kind]
+        own = [member for member in members if member.kind is kind]
         actions += _plan_kind(kind, targets[kind], own, failures, patience, now, routed=bool(routers))
     return actions
 
 
 def _plan_kind(
-    kind: Kind, target: Target, seats: Sequence[Seat], failures: Failures, patience: Patience, now: float, routed: bool
+    kind: Kind,
+    target: Target,
+    members: Sequence[Member],
+    failures: Failures,
+    patience: Patience,
+    now: float,
+    routed: bool,
 ) -> list[Action]:
     actions: list[Action] = []
-    live: list[Seat] = []
-    for seat in seats:
-        waited_s = now - seat.since_s
-        if seat.phase is Phase.STARTING and seat.revision < target.revision:
-            actions.append(Move(seat.name, Phase.STOPPING))
-        elif seat.phase is Phase.STARTING and waited_s > patience.start_s_max:
-            actions.append(Move(seat.name, Phase.STOPPING, failed=True))
-        elif seat.phase is Phase.DRAINING and (not routed or seat.in_flight == 0 or waited_s > patience.drain_s_max):
-            actions.append(Move(seat.name, Phase.STOPPING))
-        elif seat.phase in LIVE:
-            live.append(seat)
-    old = [seat for seat in live if seat.revision < target.revision]
+    live: list[Member] = []
+    for member in members:
+        waited_s = now - member.since_s
+        if member.phase is Phase.STARTING and member.revision < target.revision:
+            actions.append(Move(member.name, Phase.STOPPING))
+        elif member.phase is Phase.STARTING and waited_s > patience.start_s_max:
+            actions.append(Move(member.name, Phase.STOPPING, failed=True))
+        elif member.phase is Phase.DRAINING and (
+            not routed or member.in_flight == 0 or waited_s > patience.drain_s_max
+        ):
+            actions.append(Move(member.name, Phase.STOPPING))
+        elif member.phase in LIVE:
+            live.append(member)
+    old = [member for member in live if member.revision < target.revision]
     count = target.count + (target.surge and bool(old) and target.count > 0)
     excess = len(live) - count
     if excess > 0:
-        first = sorted(live, key=lambda seat: (seat.revision, seat.phase is Phase.UP, -seat.slot))
-        return actions + [_leave(seat) for seat in first[:excess]]
+        first = sorted(live, key=lambda member: (member.revision, member.phase is Phase.UP, -member.slot))
+        return actions + [_leave(member) for member in first[:excess]]
     if excess < 0:
         gone = {action.name for action in actions if isinstance(action, Move)}
         back = [
-            seat
-            for seat in seats
-            if seat.phase is Phase.DRAINING and seat.revision == target.revision and seat.name not in gone
+            member
+            for member in members
+            if member.phase is Phase.DRAINING and member.revision == target.revision and member.name not in gone
         ][:-excess]
-        actions += [Move(seat.name, Phase.UP) for seat in back]
+        actions += [Move(member.name, Phase.UP) for member in back]
         # Who leaves still has its room.
-        return actions + _starts(kind, count - len(seats), {seat.slot for seat in seats}, failures, now)
-    settled = len(seats) == len(live) and all(seat.phase is Phase.UP for seat in live)
+        return actions + _starts(kind, count - len(members), {member.slot for member in members}, failures, now)
+    settled = len(members) == len(live) and all(member.phase is Phase.UP for member in live)
     if old and settled:
-        actions.append(_leave(min(old, key=lambda seat: seat.slot)))
+        actions.append(_leave(min(old, key=lambda member: member.slot)))
     return actions
 
 
-def _leave(seat: Seat) -> Move:
+def _leave(member: Member) -> Move:
     """Routers end their requests by themselves when told to stop."""
-    drains = seat.kind is Kind.ENGINE and seat.phase is Phase.UP
-    return Move(seat.name, Phase.DRAINING if drains else Phase.STOPPING)
+    drains = member.kind is Kind.ENGINE and member.phase is Phase.UP
+    return Move(member.name, Phase.DRAINING if drains else Phase.STOPPING)
 
 
 def _starts(kind: Kind, missing: int, taken: set[int], failures: Failures, now: float) -> list[Action]:
@@ -171,7 +179,7 @@ def _starts(kind: Kind, missing: int, taken: set[int], failures: Failures, now: 
 
 
 def lightest(nodes: Mapping[str, float], placed: Sequence[str]) -> str | None:
-    """The node for the next seat of a kind: that with the fewest of them a unit of room. `nodes`: how many would fit
+    """The node for the next member of a kind: that with the fewest of them a unit of room. `nodes`: how many would fit
     where nobody is; `placed`: where its kind sits. None where none is known to have room for one."""
     fits = {node: room for node, room in nodes.items() if room >= 1}
     return min(fits, key=lambda node: (placed.count(node), -fits[node], node)) if fits else None

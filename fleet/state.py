@@ -10,7 +10,7 @@ from fleet.spec import Launch, Spec
 
 
 class Record(msgspec.Struct, kw_only=True):
-    """One seat, as it is kept."""
+    """One member, as it is kept."""
 
     name: str
     kind: Kind
@@ -35,7 +35,7 @@ class State(msgspec.Struct, kw_only=True):
     routers: Target
     patience: Patience
     bounds: Bounds | None = None
-    seats: dict[str, Record] = {}
+    members: dict[str, Record] = {}
     serial: int = 0
 
     @property

@@ -108,3 +108,12 @@ def test_a_command_that_is_not_there() -> None:
     ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
     assert ended.returncode != 0
     assert b"/does/not/exist" in ended.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root takes niceness back")
+def test_a_program_does_not_run_at_the_niceness_of_rays_workers() -> None:
+    look = "import os; print(os.getpriority(os.PRIO_PROCESS, 0))"
+    command = ["nice", "-n", "15", sys.executable, "-S", "-E", str(GUARD), sys.executable, "-c", look]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as guard:
+        assert guard.stdout is not None
+        assert guard.stdout.read() == "0\n"

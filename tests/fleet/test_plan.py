@@ -1,4 +1,4 @@
-"""The plan against a naive world: seats that come up, die, stand still, drain, in any order."""
+"""The plan against a naive world: members that come up, die, stand still, drain, in any order."""
 
 from __future__ import annotations
 
@@ -9,84 +9,86 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fleet.plan import LIVE, Failure, Kind, Move, Patience, Phase, Seat, Start, Target, failed, lightest, plan
+from fleet.plan import LIVE, Failure, Kind, Member, Move, Patience, Phase, Start, Target, failed, lightest, plan
 
 PATIENCE = Patience(start_s_max=100.0, drain_s_max=50.0)
 NONE = {Kind.ENGINE: Target(0), Kind.ROUTER: Target(0)}
 
 
-def seat(slot: int, phase: Phase = Phase.UP, revision: int = 0, kind: Kind = Kind.ENGINE, **more: object) -> Seat:
-    return Seat(f"{kind.value}{slot}", kind, slot, revision, phase, since_s=0.0, **more)  # type: ignore[arg-type]
+def member(slot: int, phase: Phase = Phase.UP, revision: int = 0, kind: Kind = Kind.ENGINE, **more: object) -> Member:
+    return Member(f"{kind.value}{slot}", kind, slot, revision, phase, since_s=0.0, **more)  # type: ignore[arg-type]
 
 
-def engines(target: Target, *seats: Seat, now: float = 1.0, failures: dict[int, Failure] | None = None) -> list[object]:
+def engines(
+    target: Target, *members: Member, now: float = 1.0, failures: dict[int, Failure] | None = None
+) -> list[object]:
     """The plan where a router is up."""
     targets = {Kind.ENGINE: target, Kind.ROUTER: Target(1)}
     book = {(Kind.ENGINE, slot): one for slot, one in (failures or {}).items()}
-    return list(plan(targets, [seat(0, kind=Kind.ROUTER), *seats], book, PATIENCE, now))
+    return list(plan(targets, [member(0, kind=Kind.ROUTER), *members], book, PATIENCE, now))
 
 
 def test_free_slots_are_taken_lowest_first() -> None:
-    assert engines(Target(3), seat(1)) == [Start(Kind.ENGINE, 0), Start(Kind.ENGINE, 2)]
+    assert engines(Target(3), member(1)) == [Start(Kind.ENGINE, 0), Start(Kind.ENGINE, 2)]
 
 
 def test_a_slot_that_waits_is_not_passed_over() -> None:
     book = {0: Failure(3, retry_s=5.0)}
-    assert engines(Target(2), seat(1), failures=book, now=4.9) == []
-    assert engines(Target(2), seat(1), failures=book, now=5.0) == [Start(Kind.ENGINE, 0)]
+    assert engines(Target(2), member(1), failures=book, now=4.9) == []
+    assert engines(Target(2), member(1), failures=book, now=5.0) == [Start(Kind.ENGINE, 0)]
 
 
 def test_who_goes_when_fewer_are_wanted() -> None:
-    there = [seat(0), seat(1), seat(2, Phase.STARTING), seat(3)]
+    there = [member(0), member(1), member(2, Phase.STARTING), member(3)]
     assert engines(Target(2), *there) == [Move("engine2", Phase.STOPPING), Move("engine3", Phase.DRAINING)]
 
 
 def test_a_drain_ends_with_the_last_request_or_the_last_second() -> None:
-    assert engines(Target(0), seat(0, Phase.DRAINING, in_flight=1)) == []
-    assert engines(Target(0), seat(0, Phase.DRAINING)) == [], "what the routers have is not known"
-    assert engines(Target(0), seat(0, Phase.DRAINING, in_flight=0)) == [Move("engine0", Phase.STOPPING)]
-    assert engines(Target(0), seat(0, Phase.DRAINING, in_flight=1), now=51.0) == [Move("engine0", Phase.STOPPING)]
+    assert engines(Target(0), member(0, Phase.DRAINING, in_flight=1)) == []
+    assert engines(Target(0), member(0, Phase.DRAINING)) == [], "what the routers have is not known"
+    assert engines(Target(0), member(0, Phase.DRAINING, in_flight=0)) == [Move("engine0", Phase.STOPPING)]
+    assert engines(Target(0), member(0, Phase.DRAINING, in_flight=1), now=51.0) == [Move("engine0", Phase.STOPPING)]
 
 
 def test_a_drain_is_taken_back_where_more_are_wanted_again() -> None:
-    draining = seat(1, Phase.DRAINING, in_flight=3)
-    assert engines(Target(2), seat(0), draining) == [Move("engine1", Phase.UP)]
-    old = [seat(0, revision=1), replace(draining, revision=0)]
+    draining = member(1, Phase.DRAINING, in_flight=3)
+    assert engines(Target(2), member(0), draining) == [Move("engine1", Phase.UP)]
+    old = [member(0, revision=1), replace(draining, revision=0)]
     assert engines(Target(2, revision=1), *old) == [], "an old one is not"
 
 
 def test_rolling_goes_on_only_while_all_are_up() -> None:
     target = Target(2, revision=1)
-    assert engines(target, seat(0), seat(1)) == [Move("engine0", Phase.DRAINING)]
-    assert engines(target, seat(0, Phase.DRAINING, in_flight=1), seat(1)) == []
-    assert engines(target, seat(0, Phase.STARTING, revision=1), seat(1)) == []
-    assert engines(target, seat(0, revision=1), seat(1)) == [Move("engine1", Phase.DRAINING)]
-    assert engines(target, seat(0, revision=1), seat(1, revision=1)) == []
+    assert engines(target, member(0), member(1)) == [Move("engine0", Phase.DRAINING)]
+    assert engines(target, member(0, Phase.DRAINING, in_flight=1), member(1)) == []
+    assert engines(target, member(0, Phase.STARTING, revision=1), member(1)) == []
+    assert engines(target, member(0, revision=1), member(1)) == [Move("engine1", Phase.DRAINING)]
+    assert engines(target, member(0, revision=1), member(1, revision=1)) == []
 
 
 def test_with_surge_the_replacement_comes_first() -> None:
     target = Target(1, revision=1, surge=True)
-    assert engines(target, seat(0)) == [Start(Kind.ENGINE, 1)]
-    assert engines(target, seat(0), seat(1, Phase.STARTING, revision=1)) == []
-    assert engines(target, seat(0), seat(1, revision=1)) == [Move("engine0", Phase.DRAINING)]
-    assert engines(target, seat(1, revision=1)) == []
+    assert engines(target, member(0)) == [Start(Kind.ENGINE, 1)]
+    assert engines(target, member(0), member(1, Phase.STARTING, revision=1)) == []
+    assert engines(target, member(0), member(1, revision=1)) == [Move("engine0", Phase.DRAINING)]
+    assert engines(target, member(1, revision=1)) == []
 
 
 def test_an_old_one_that_does_not_come_up_is_not_waited_for() -> None:
-    assert engines(Target(1, revision=1), seat(0, Phase.STARTING)) == [Move("engine0", Phase.STOPPING)]
+    assert engines(Target(1, revision=1), member(0, Phase.STARTING)) == [Move("engine0", Phase.STOPPING)]
 
 
 def test_who_takes_too_long_to_start_has_failed() -> None:
-    there = seat(0, Phase.STARTING)
+    there = member(0, Phase.STARTING)
     assert engines(Target(1), there, now=100.5) == [Move("engine0", Phase.STOPPING, failed=True)]
 
 
 def test_at_the_end_workers_outlive_the_routers() -> None:
-    router = seat(0, kind=Kind.ROUTER)
-    assert plan(NONE, [seat(0), router], {}, PATIENCE, 1.0) == [Move("router0", Phase.STOPPING)]
-    assert plan(NONE, [seat(0), replace(router, phase=Phase.STOPPING)], {}, PATIENCE, 1.0) == []
-    assert plan(NONE, [seat(0)], {}, PATIENCE, 1.0) == [Move("engine0", Phase.DRAINING)]
-    assert plan(NONE, [seat(0, Phase.DRAINING)], {}, PATIENCE, 1.0) == [Move("engine0", Phase.STOPPING)]
+    router = member(0, kind=Kind.ROUTER)
+    assert plan(NONE, [member(0), router], {}, PATIENCE, 1.0) == [Move("router0", Phase.STOPPING)]
+    assert plan(NONE, [member(0), replace(router, phase=Phase.STOPPING)], {}, PATIENCE, 1.0) == []
+    assert plan(NONE, [member(0)], {}, PATIENCE, 1.0) == [Move("engine0", Phase.DRAINING)]
+    assert plan(NONE, [member(0, Phase.DRAINING)], {}, PATIENCE, 1.0) == [Move("engine0", Phase.STOPPING)]
 
 
 def test_back_off() -> None:
@@ -114,40 +116,40 @@ def test_replicas_are_spread(nodes: dict[str, float], placed: list[str], expecte
 
 
 class World(RuleBasedStateMachine):
-    """Carries out what is planned; anything may happen to seats in between."""
+    """Carries out what is planned; anything may happen to members in between."""
 
     def __init__(self) -> None:
         super().__init__()
         self.targets = {Kind.ENGINE: Target(3), Kind.ROUTER: Target(2)}
-        self.seats: dict[str, Seat] = {}
+        self.members: dict[str, Member] = {}
         self.failures: dict[tuple[Kind, int], Failure] = {}
         self.now = 0.0
         self.serial = 0
 
     def turn(self) -> None:
-        before = dict(self.seats)
-        for action in plan(self.targets, list(self.seats.values()), self.failures, PATIENCE, self.now):
+        before = dict(self.members)
+        for action in plan(self.targets, list(self.members.values()), self.failures, PATIENCE, self.now):
             if isinstance(action, Start):
                 failure = self.failures.get((action.kind, action.slot))
                 assert failure is None or failure.retry_s <= self.now
-                assert all((s.kind, s.slot) != (action.kind, action.slot) for s in self.seats.values()), "one a slot"
+                assert all((s.kind, s.slot) != (action.kind, action.slot) for s in self.members.values()), "one a slot"
                 self.serial += 1
                 revision = self.targets[action.kind].revision
-                self.seats[str(self.serial)] = Seat(
+                self.members[str(self.serial)] = Member(
                     str(self.serial), action.kind, action.slot, revision, Phase.STARTING, self.now
                 )
                 continue
             old = before[action.name]
-            assert old == self.seats[action.name], "one move a seat"
+            assert old == self.members[action.name], "one move a member"
             if old.kind is Kind.ENGINE and old.phase is Phase.UP:
                 assert action.to is Phase.DRAINING, "no worker that is up is stopped"
             if old.phase is Phase.STARTING:
-                del self.seats[action.name]
+                del self.members[action.name]
             else:
-                self.seats[action.name] = replace(old, phase=action.to, since_s=self.now, in_flight=None)
+                self.members[action.name] = replace(old, phase=action.to, since_s=self.now, in_flight=None)
 
-    def pick(self, data: st.DataObject, *phases: Phase) -> Seat | None:
-        found = [s for s in self.seats.values() if s.phase in phases]
+    def pick(self, data: st.DataObject, *phases: Phase) -> Member | None:
+        found = [s for s in self.members.values() if s.phase in phases]
         return data.draw(st.sampled_from(found)) if found else None
 
     @rule(seconds=st.floats(0.1, 40.0))
@@ -159,14 +161,14 @@ class World(RuleBasedStateMachine):
     def comes_up(self, data: st.DataObject) -> None:
         found = self.pick(data, Phase.STARTING)
         if found is not None:
-            self.seats[found.name] = replace(found, phase=Phase.UP, since_s=self.now)
+            self.members[found.name] = replace(found, phase=Phase.UP, since_s=self.now)
         self.turn()
 
     @rule(data=st.data())
     def ends(self, data: st.DataObject) -> None:
         found = self.pick(data, *Phase)
         if found is not None:
-            del self.seats[found.name]
+            del self.members[found.name]
             if found.phase in LIVE:
                 up_s = self.now - found.since_s if found.phase is Phase.UP else 0.0
                 key = (found.kind, found.slot)
@@ -177,7 +179,7 @@ class World(RuleBasedStateMachine):
     def drains(self, data: st.DataObject, count: int | None) -> None:
         found = self.pick(data, Phase.DRAINING)
         if found is not None:
-            self.seats[found.name] = replace(found, in_flight=count)
+            self.members[found.name] = replace(found, in_flight=count)
         self.turn()
 
     @rule(kind=st.sampled_from(Kind), count=st.integers(0, 5))
@@ -203,24 +205,24 @@ class World(RuleBasedStateMachine):
             for kind, target in self.targets.items():
                 if steady[kind] and self.targets[Kind.ROUTER].count:
                     assert self.up(kind) >= target.count - (0 if target.surge else 1)
-            for one in list(self.seats.values()):
+            for one in list(self.members.values()):
                 if one.phase is Phase.STARTING:
-                    self.seats[one.name] = replace(one, phase=Phase.UP, since_s=self.now)
+                    self.members[one.name] = replace(one, phase=Phase.UP, since_s=self.now)
                 elif one.phase is Phase.DRAINING:
-                    self.seats[one.name] = replace(one, in_flight=0)
+                    self.members[one.name] = replace(one, in_flight=0)
                 elif one.phase is Phase.STOPPING:
-                    del self.seats[one.name]
+                    del self.members[one.name]
         for kind, target in self.targets.items():
-            there = [s for s in self.seats.values() if s.kind is kind]
+            there = [s for s in self.members.values() if s.kind is kind]
             assert [(s.phase, s.revision) for s in there] == [(Phase.UP, target.revision)] * target.count
-        assert plan(self.targets, list(self.seats.values()), self.failures, PATIENCE, self.now) == []
+        assert plan(self.targets, list(self.members.values()), self.failures, PATIENCE, self.now) == []
 
     def up(self, kind: Kind) -> int:
-        return sum(s.kind is kind and s.phase is Phase.UP for s in self.seats.values())
+        return sum(s.kind is kind and s.phase is Phase.UP for s in self.members.values())
 
     @invariant()
     def never_two_a_slot(self) -> None:
-        slots = [(s.kind, s.slot) for s in self.seats.values()]
+        slots = [(s.kind, s.slot) for s in self.members.values()]
         assert len(slots) == len(set(slots))
 
 

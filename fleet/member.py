@@ -48,7 +48,7 @@ class Report(msgspec.Struct, frozen=True):
     refused: list[str] = []
 
 
-class SeatActor:
+class MemberActor:
     """One program."""
 
     def __init__(self, spec: bytes, kind: str, slot: int) -> None:
