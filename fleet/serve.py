@@ -17,6 +17,7 @@ import asyncio
 import json
 import logging
 import time
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -108,6 +109,7 @@ class BlockcastRouter(RequestRouter):  # type: ignore[misc]
     def _call(self, method: str, path: str, body: bytes | None) -> Any:
         if self._session is None:
             self._session = aiohttp.ClientSession()
+            weakref.finalize(self, _close, self._session, asyncio.get_running_loop())
         headers = {"Authorization": f"Bearer {self._key}"} | ({"Content-Type": "application/json"} if body else {})
         return self._session.request(method, self._url + path, data=body, headers=headers)
 
@@ -130,6 +132,12 @@ class BlockcastRouter(RequestRouter):  # type: ignore[misc]
             self._told = engines
         except (aiohttp.ClientError, ValueError) as error:
             log.warning("%s: the engines could not be told: %s", self._url, error)
+
+
+def _close(session: aiohttp.ClientSession, loop: asyncio.AbstractEventLoop) -> None:
+    """Serve does not say when a router of requests is done with."""
+    if loop.is_running():
+        asyncio.run_coroutine_threadsafe(session.close(), loop)
 
 
 def _worker(replica: RunningReplica) -> Mapping[str, Any] | None:

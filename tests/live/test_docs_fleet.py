@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.live, pytest.mark.timeout(1800)]
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
     part = (ROOT / "docs" / "scale.md").read_text().partition("## Ray\n")[2].partition("\n## ")[0]
     commands = part.partition("```bash\n")[2].partition("```")[0].splitlines()
-    assert len(commands) == 10
+    assert len(commands) == 12
     bin_folder = Path(sys.executable).parent
     environment = {
         **os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
@@ -31,13 +31,15 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
             if words[:2] in (["pip", "install"], ["ray", "stop"]):
                 continue  # the first was; the last would end others' clusters on this machine too
             if words[:2] == ["ray", "start"]:
-                words += ["--port", "6411", "--temp-dir", str(tmp_path), "--include-dashboard=false"]
+                words += ["--port", "6411", "--temp-dir", str(tmp_path), "--dashboard-port", "8265"]
                 environment["RAY_ADDRESS"] = "127.0.0.1:6411"
             elif words[0] == "fleet":
                 words = [sys.executable, "-m", *words]
             elif words[0] == "curl":
                 words += ["-sS", "--fail-with-body"]
-            done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=900, check=False)
+            done = subprocess.run(
+                words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
+            )
             assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
             said[" ".join(shlex.split(command)[:2])] = done.stdout
     finally:
@@ -45,6 +47,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
         end_cluster(tmp_path)
     assert said["fleet up"].split() == ["http://127.0.0.1:8080", "http://127.0.0.1:8081"]
     assert "2 engines, 2 routers, settled" in said["fleet status"]
+    assert ":8090" in said["ray job"]
 
 
 def end_cluster(folder: Path) -> None:
