@@ -8,18 +8,21 @@
 A case is SEQUENCESxCONTEXT; with a `p` at its end all requests have penalties. Real scheduler, cache, runner and
 sampler decode in one process. The requests of a case share their prompt (its blocks are in every table, in memory
 once), so that 256 contexts of 32k fit: the host does not see the difference; the device's attention is faster than for
-256 different ones. Exposed is, on a GPU, the time between the end of a step's work on the device and the moment the
-next step's model begins there, by CUDA events; on a CPU what of a step is neither the model nor a draw.
+256 different ones. Their contexts differ by up to a block, so that in each step as many fill one. Exposed is, on a GPU,
+the time between the end of a step's work on the device and the moment the next step's model begins there, by CUDA
+events; on a CPU what of a step is neither the model nor a draw.
 
 `--device meta` has tensors without data and an imagined device that takes `--device-ms` for a step, one after the
 other. All that the host does for a recorded decode step on a GPU is done, but for the driver's part of launches and
-copies; the parts are CPU time, exposed is a step's time less the device's. What comes after a step (`after`) is what
-two processes do with its tokens: encoding them for the socket, and making text of them.
+copies; the parts are CPU time, exposed is a step's time less the device's. Operations whose shapes torch finds in
+Python code (50 us a call, where a GPU's dispatch is C++) are dispatched on one element of a CPU tensor. What comes
+after a step (`after`) is what two processes do with its tokens: encoding them for the socket, and making text of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import statistics
@@ -152,12 +155,15 @@ class ImaginaryDevice:
         self._free_s = max(self._free_s, time.perf_counter()) + self._step_s
 
     def to_host(self, tensors: list[torch.Tensor]) -> Callable[[], list[list[Any]]]:
-        """As that of `kernels.transfer`: what waits until the device has done all that it was given until now."""
+        """As that of `kernels.transfer`: what waits until the device has done all that it was given until now.
+
+        As CUDA waits for an event unless it is told otherwise: it asks again and again.
+        """
         done_s = self._free_s
 
         def read() -> list[list[Any]]:
-            while (left := done_s - time.perf_counter()) > 0:
-                time.sleep(max(0.0, left - 2e-4))
+            while time.perf_counter() < done_s:
+                pass
             return [torch.ones(x.shape, dtype=x.dtype, device="cpu").tolist() for x in tensors]
 
         return read
@@ -172,6 +178,23 @@ class ImaginaryDevice:
         ops.draw = lambda logits, draws: torch.empty(logits.shape[0], dtype=torch.int64, device="meta")  # type: ignore[method-assign]
         ops.penalise = ops.count_drawn = lambda *given: None  # type: ignore[method-assign, assignment]
         return ops
+
+
+def dispatch_on_one_element() -> None:
+    """What decode steps do on `meta` whose shapes are found by Python code."""
+    one, other, at = torch.zeros(1), torch.zeros(1), torch.zeros(1, dtype=torch.int64)
+    select, copy = torch.index_select, torch.Tensor.index_copy_
+
+    def index_select(given: torch.Tensor, dim: int, index: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        select(one, 0, at, out=other)
+        return out
+
+    def index_copy_(given: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        copy(one, 0, at, other)
+        return given
+
+    torch.index_select = index_select  # type: ignore[assignment]
+    torch.Tensor.index_copy_ = index_copy_  # type: ignore[method-assign, assignment]
 
 
 class HostEngine(Engine):
@@ -190,6 +213,7 @@ class HostEngine(Engine):
             empty = torch.empty
             torch.empty = lambda *size, pin_memory=False, **kind: empty(*size, **kind)  # type: ignore[assignment]
             torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign, assignment]
+            dispatch_on_one_element()
             runner_module.to_host = self.imagined.to_host
 
     def _kernels(self) -> Any:
@@ -237,7 +261,7 @@ def watch(engine: HostEngine, core: EngineCore) -> Parts:
     return parts
 
 
-def requests(count: int, context: int, vocabulary: int, penalties: bool) -> list[Request]:
+def requests(count: int, context: int, vocabulary: int, penalties: bool, block_size: int) -> list[Request]:
     """One that computes the shared prompt, then those that are measured."""
     rng = random.Random(0)
     prompt = [rng.randrange(1, vocabulary) for _ in range(context - 1)]
@@ -245,7 +269,8 @@ def requests(count: int, context: int, vocabulary: int, penalties: bool) -> list
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=None, seed=1, **more)
     first = Request(request_id="first", token_ids=prompt, params=SamplingParams(max_tokens=1, ignore_eos=True))
     return [first] + [
-        Request(request_id=str(i), token_ids=[*prompt, i % vocabulary], params=params) for i in range(count)
+        Request(request_id=str(i), token_ids=[*prompt, *[i % vocabulary] * (1 + i % block_size)], params=params)
+        for i in range(count)
     ]
 
 
@@ -281,7 +306,8 @@ def measure(options: argparse.Namespace, case: str) -> dict[str, Any]:
         max_num_seqs=max(count, 1), max_num_batched_tokens=options.max_tokens, max_model_len=engine.max_len
     )
     core = EngineCore(Scheduler(config, cache), engine.runner, lambda events: None, overlap=engine.overlap)
-    first, *others = requests(count, min(context, engine.max_len - 512), engine.model.config.vocab_size, penalties)
+    context, vocabulary = min(context, engine.max_len - 512), engine.model.config.vocab_size
+    first, *others = requests(count, context, vocabulary, penalties, options.block_size)
     core.add(first, 0.0)
     while core.has_work:
         core.step(0.0)
@@ -302,10 +328,13 @@ def measure(options: argparse.Namespace, case: str) -> dict[str, Any]:
     for _ in range(WARM_UP_STEPS):
         core.step(0.0)
     synchronize(engine.device)
+    gc.collect()
+    gc.freeze()  # as the core's process does
     walls, exposed = timed(engine, core, options.rounds)
     parts = watch(engine, core)
     outputs: list[SequenceOutput] = []
     watched, _ = timed(engine, core, options.rounds, outputs, parts)
+    gc.unfreeze()
     runner_module.to_host = to_host
     per_step = parts.medians_ms()
     host = {

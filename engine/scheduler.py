@@ -79,6 +79,8 @@ class _Entry:
     """A request's place in the order, and when it next needs more than a token."""
 
     seq: Sequence
+    name: str
+    """Of its request."""
     order: tuple[int, float, int]
     stops: frozenset[int]
     """Tokens that end it."""
@@ -87,8 +89,8 @@ class _Entry:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     reported: bool = False
     """Its first output, which carries the facts about the prompt, has been made."""
-    out: int = 0
-    """Plans with it that are not applied yet."""
+    last: int = 0
+    """Which was the last plan with it, of all that were made: it is out until that one is applied."""
     ended: bool = False
     """Aborted or finished while a plan with it is out: it goes when the last of these is applied."""
     plain_until: int = 0
@@ -121,6 +123,8 @@ class Scheduler:
         self._running: list[_Entry] = []
         self._arrivals = 0
         self._arrived: list[_Entry] = []
+        self._planned = self._applied = 0
+        """Plans that were made, and those of them that were applied or failed."""
         self._out: deque[tuple[StepPlan, list[_Entry], list[_Entry]]] = deque()
         """(plan, those that it has chunks of, those that it only loads from host memory for)."""
         self._ended: set[Sequence] = set()
@@ -167,7 +171,8 @@ class Scheduler:
         seq = Sequence(request=request, token_ids=list(request.token_ids), prompt_len=prompt_len, arrival_s=now)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.config.eos_token_ids)
         length_max = self.token_limit if params.max_tokens is None else prompt_len + params.max_tokens
-        entry = _Entry(seq, (request.priority, now, self._arrivals), stops, min(self.token_limit, length_max))
+        order = request.priority, now, self._arrivals
+        entry = _Entry(seq, request.request_id, order, stops, min(self.token_limit, length_max))
         self._arrivals += 1
         self._entries[request.request_id] = entry
         self._arrived.append(entry)
@@ -205,9 +210,10 @@ class Scheduler:
         if planned:
             loading = self._loading(planned)
             self.cache.fill(plan)
-            for entry in (*planned, *loading):
-                entry.out += 1
-            self._out.append((plan, list(planned), loading))
+            self._planned = number = self._planned + 1
+            for entry in (entries := [*planned, *loading]):
+                entry.last = number
+            self._out.append((plan, entries[: len(planned)], loading))
         return plan
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
@@ -215,10 +221,11 @@ class Scheduler:
         oldest, entries, loading = self._out.popleft()
         assert plan is oldest
         assert len(result.sampled) == len(plan.chunks)
+        self._applied += 1
         self.cache.commit(plan.chunks, self._ended)
         outputs: list[SequenceOutput] = []
+        failed, all_logprobs = result.failed, result.logprobs
         for index, (entry, chunk, token) in enumerate(zip(entries, plan.chunks, result.sampled)):  # the hot loop
-            entry.out -= 1
             if entry.ended:
                 self._end(entry)
                 continue
@@ -226,22 +233,21 @@ class Scheduler:
                 entry.prompt_logprobs += result.prompt_logprobs.get(index, ())
             if not chunk.samples:
                 continue
-            if result.failed and (why := result.failed.get(index)) is not None:
+            if failed and (why := failed.get(index)) is not None:
                 outputs.append(self._give_up(entry, why))
                 continue
             assert token is not None, f"chunk {index} samples, but the result holds no token for it"
-            seq = entry.seq
-            seq.token_ids.append(token)
-            output = SequenceOutput(request_id=seq.request.request_id, token_ids=[token])
+            tokens = entry.seq.token_ids
+            tokens.append(token)
+            output = SequenceOutput(request_id=entry.name, token_ids=[token])
             if not entry.reported:
                 self._report_prompt(entry, output)
-            if len(seq.token_ids) >= entry.length_max or token in entry.stops:
+            if len(tokens) >= entry.length_max or token in entry.stops:
                 self._finish(entry, token, output, index in result.ended)
             outputs.append(output)
-            if result.logprobs and (logprobs := result.logprobs.get(index)) is not None:
+            if all_logprobs and (logprobs := all_logprobs.get(index)) is not None:
                 output.logprobs = [logprobs]
         for entry in loading:
-            entry.out -= 1
             if entry.ended:
                 self._end(entry)
         self.totals.generated_tokens += len(outputs) - len(result.failed)
@@ -252,7 +258,7 @@ class Scheduler:
 
         Nor was the one after it, if there is one: those that it alone has wait again.
         """
-        plans, self._out = self._out, deque()
+        plans, self._out, self._applied = self._out, deque(), self._planned
         oldest, entries, _ = plans[0]
         assert plan is oldest
         for _ in plans:
@@ -263,21 +269,15 @@ class Scheduler:
             for entry in loading:
                 starts.setdefault(entry, entry.seq.computed)
         for entry in sorted(starts.keys() - set(entries), reverse=True):
-            entry.out = 0
             if entry.ended:
                 self._remove(entry)
             else:
                 self._put_back(entry, starts[entry])
         for entry in reversed(entries):
-            entry.out = 0
             self._remove(entry)
             if entry.ended:
                 continue
-            name = entry.seq.request.request_id
-            del self._entries[name]
-            outputs.append(
-                SequenceOutput(request_id=name, token_ids=[], finish_reason=FinishReason.ERROR, error=message)
-            )
+            outputs.append(self._failed(entry, message))
         if self.cache.distrust_moved():
             for entry in self._running[::-1]:
                 self._preempt(entry)
@@ -293,7 +293,7 @@ class Scheduler:
             return
         prefills = [e.seq for e in self._running if len(e.seq.token_ids) - e.seq.computed > 1]
         for entry in arrived[:_COMPARED_MAX]:
-            if entry.seq.request.request_id in self._entries:
+            if entry.name in self._entries:
                 for seq in prefills:
                     self.cache.plan_common(seq, entry.seq)
 
@@ -439,10 +439,13 @@ class Scheduler:
 
     def _give_up(self, entry: _Entry, message: str) -> SequenceOutput:
         """End a request whose answer cannot go on."""
-        name = entry.seq.request.request_id
-        del self._entries[name]
         self._end(entry)
-        return SequenceOutput(request_id=name, token_ids=[], finish_reason=FinishReason.ERROR, error=message)
+        return self._failed(entry, message)
+
+    def _failed(self, entry: _Entry, message: str) -> SequenceOutput:
+        """Forget it; its last output."""
+        del self._entries[entry.name]
+        return SequenceOutput(request_id=entry.name, token_ids=[], finish_reason=FinishReason.ERROR, error=message)
 
     def _finish(self, entry: _Entry, token: int, output: SequenceOutput, was_ended: bool) -> None:
         """End a request if its last token does so: a token to stop at comes before the length."""
@@ -456,12 +459,12 @@ class Scheduler:
         else:
             return
         self._end(entry)
-        del self._entries[entry.seq.request.request_id]
+        del self._entries[entry.name]
         self.totals.finished += 1
 
     def _end(self, entry: _Entry) -> None:
         """Take a request out, once no plan with it is out."""
-        if entry.out:
+        if entry.last > self._applied:
             entry.ended, entry.plain_until = True, 0
             self._ended.add(entry.seq)
             if self.cache.loads is not None:
@@ -490,8 +493,9 @@ class Scheduler:
         for entry in self._running:
             assert entry.seq in self.cache
             assert (entry.seq in self._ended) == entry.ended
-            assert entry.out == sum(entry in (*entries, *loading) for _, entries, loading in self._out)
-            assert 0 <= entry.seq.computed < len(entry.seq.token_ids) + entry.out + entry.ended
+            out = sum(entry in (*entries, *loading) for _, entries, loading in self._out)
+            assert (entry.last > self._applied) == (out > 0)
+            assert 0 <= entry.seq.computed < len(entry.seq.token_ids) + out + entry.ended
             assert entry.plain_until < len(entry.seq.block_tables[0]) * self.cache.block_size
         for entry in self._waiting:
             assert entry.seq not in self.cache

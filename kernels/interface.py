@@ -97,9 +97,9 @@ class Ragged:
     """Sequences [0, decode_count) have exactly one query."""
 
     @staticmethod
-    def of(starts: list[int], ends: list[int]) -> Ragged:
+    def of(starts: list[int] | IntArray, ends: list[int] | IntArray) -> Ragged:
         """The batch whose sequence i computes the positions [starts[i], ends[i]); one-query sequences must lead."""
-        first, last = np.array(starts, np.int64), np.array(ends, np.int64)
+        first, last = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
         lens = last - first
         query_starts = np.zeros(len(starts) + 1, np.int64)
         np.cumsum(lens, out=query_starts[1:])

@@ -229,24 +229,22 @@ class KVCache:
 
     def grow(self, seq: Sequence, end: int) -> bool:
         """Make the tables of `seq` cover the positions [0, end). On False nothing has changed."""
-        table = seq.block_tables[FULL]
-        wanted = -(-end // self.block_size)
-        missing = wanted - len(table)
+        missing = -(-end // self.block_size) - len(seq.block_tables[FULL])
         if missing <= 0:
             return True
-        chain = self._chains[seq]
-        taken: list[list[Block[Node]]] = [[] for _ in self._groups]
+        taken: list[tuple[int, Block[Node]]] = []
         for g in self._groups:
             for _ in range(missing):
                 block = self._allocate(g)
                 if block is None:
-                    for b in (b for blocks in reversed(taken) for b in reversed(blocks)):
-                        self.pool.release(b)
+                    for _, other in reversed(taken):
+                        self.pool.release(other)
                     return False
-                taken[g].append(block)
-        for g, blocks in enumerate(taken):
-            chain.blocks[g].extend(blocks)
-            seq.block_tables[g].extend(block.id for block in blocks)
+                taken.append((g, block))
+        blocks = self._chains[seq].blocks
+        for g, block in taken:
+            blocks[g].append(block)
+            seq.block_tables[g].append(block.id)
         return True
 
     def reserve(self, seq: Sequence, end: int) -> None:

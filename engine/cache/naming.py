@@ -12,6 +12,16 @@ from engine.cache.nodes import HashBlock
 from engine.types import Sequence
 from events.hashing import chain_hashes, hash_keys, pack_token_ids, wire_keys
 
+Keys = tuple[tuple[str, ...], tuple[str, ...] | None]
+"""(what is hashed, what is announced) of a block besides its tokens."""
+
+
+def _keys(lora_name: str | None, salt: str | None, *, first: bool) -> Keys:
+    return hash_keys(lora_name, salt, first), wire_keys(lora_name, salt, first)
+
+
+_BARE = _keys(None, None, first=False)
+
 
 class BlockNames:
     """What the blocks of each sequence are called."""
@@ -22,23 +32,21 @@ class BlockNames:
 
     def of(self, seq: Sequence, count: int) -> list[HashBlock]:
         """Names of at least the first `count` blocks."""
-        names = self._names.setdefault(seq, [])
+        names = self._names.get(seq)
+        if names is None:
+            names = self._names[seq] = []
         known, size, request = len(names), self._block_size, seq.request
         if count <= known:
             return names
         lora, salt = request.lora_name, request.cache_salt
         packed = pack_token_ids(seq.token_ids[known * size : count * size])
         stride = len(packed) // (count - known)
-        hashes = chain_hashes(
-            names[-1].hash if names else None,
-            packed,
-            size,
-            hash_keys(lora, salt, first_block=not known),
-            hash_keys(lora, salt, first_block=False),
-        )
-        first_keys, other_keys = wire_keys(lora, salt, first_block=not known), wire_keys(lora, salt, first_block=False)
-        for index, hash_ in enumerate(hashes):
-            keys = other_keys if index else first_keys
+        first = others = _BARE
+        if lora is not None or salt is not None:
+            first, others = _keys(lora, salt, first=not known), _keys(lora, salt, first=False)
+        parent = names[-1].hash if names else None
+        for index, hash_ in enumerate(chain_hashes(parent, packed, size, first[0], others[0])):
+            keys = others[1] if index else first[1]
             names.append(HashBlock(hash_, packed[index * stride : (index + 1) * stride], keys, lora))
         return names
 

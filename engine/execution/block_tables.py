@@ -1,8 +1,8 @@
 """The block tables of running sequences where the kernels read them, kept from step to step.
 
-A sequence has a row (`Seats`) as long as it is in every step. What its table gained since the last step is written
-there, on the host and on the device; all of it where something else of it changed (`Sequence.table_changes`). So a
-step costs what is new, however long the contexts are.
+A sequence has a row (`Seats`) as long as it is in every step. What its table gained is written there when a step needs
+it, on the host and on the device; all of it where something else of it changed (`Sequence.table_changes`). So a step
+costs what is new, however long the contexts are, and nobody is looked at one by one who has nothing new.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.types import BlockId, Chunk, Sequence
+from engine.types import Chunk, Sequence
 from kernels.interface import IntArray, KeptTable, PagedKV
 from kernels.transfer import upload
 
@@ -63,52 +63,51 @@ class BlockTables:
         self._device = device
         self._here = np.zeros((ROWS, blocks_max), np.int64)
         self._there = None if device is None else torch.zeros(blocks_max, ROWS, dtype=torch.int32, device=device)
-        self._known: list[tuple[int, int]] = [(-1, 0)] * ROWS
-        """(table_changes, blocks) of the sequence in each row when its table was written."""
+        self._known = np.zeros((2, ROWS), np.int64)
+        """Of the sequence in each row when its table was written: its `table_changes`, its blocks."""
 
-    def update(self, chunks: list[Chunk], rows: list[int], new: list[int], row_count: int) -> None:
-        """Write what the tables of the chunks' sequences gained; all of those in the `new` rows."""
+    def update(self, chunks: list[Chunk], ends: IntArray, rows: IntArray, new: list[int], row_count: int) -> None:
+        """Write what the tables of the chunks' sequences, which end at `ends`, gained; all of those in `new` rows."""
         self._extend(row_count)
-        known, group, size = self._known, self._group, self._kv.block_size
-        for row in new:
-            known[row] = (-1, 0)
-        written: list[tuple[int, int, list[BlockId]]] = []
-        for chunk, row in zip(chunks, rows, strict=True):
-            seq = chunk.seq
-            table, (changes, length) = seq.block_tables[group], known[row]
-            assert len(table) * size >= chunk.end, (
-                f"{seq.request.request_id}: {len(table)} blocks for {chunk.end} tokens"
+        self._known[1, new] = 0
+        changes, lengths = self._known[:, rows]
+        now = np.array([chunk.seq.table_changes for chunk in chunks])
+        lengths[changes != now] = 0
+        behind = (lengths * self._kv.block_size < ends).nonzero()[0]
+        if not len(behind):
+            return
+        for i, row, length in zip(behind.tolist(), rows[behind].tolist(), lengths[behind].tolist()):
+            seq, end = chunks[i].seq, int(ends[i])
+            table = seq.block_tables[self._group]
+            assert len(table) * self._kv.block_size >= end, (
+                f"{seq.request.request_id}: {len(table)} blocks for {end} tokens"
             )
-            if changes != seq.table_changes:
-                length = 0
-            elif length == len(table):
-                continue
-            known[row] = (seq.table_changes, len(table))
-            written.append((row, length, table[length:]))
-        for row, start, blocks in written:
-            self._here[row, start : start + len(blocks)] = blocks
-        if self._there is not None and written:
-            self._send(self._there, written)
+            self._here[row, length : len(table)] = table[length:]
+            self._known[:, row] = seq.table_changes, len(table)
+        if self._there is not None:
+            self._send(self._there, rows[behind], lengths[behind])
 
     def kept(self, rows: IntArray) -> KeptTable:
         """The tables in these rows, for kernels that read them on the device."""
         assert self._there is not None
         return KeptTable(self._here, self._there, rows)
 
-    def array(self, chunks: list[Chunk], rows: IntArray) -> IntArray:
+    def array(self, ends: IntArray, rows: IntArray) -> IntArray:
         """[chunks, blocks]: a copy; what is past a chunk's context may be anything."""
-        return self._here[rows, : -(-max(chunk.end for chunk in chunks) // self._kv.block_size)]
+        return self._here[rows, : -(-int(ends.max()) // self._kv.block_size)]
 
-    def _send(self, there: torch.Tensor, written: list[tuple[int, int, list[BlockId]]]) -> None:
-        places = [np.arange(start, start + len(blocks)) * there.shape[1] + row for row, start, blocks in written]
-        values = self._kv.block_rows(np.array([block for _, _, blocks in written for block in blocks], np.int64))
-        at, rows = upload([np.concatenate(places), values], there.device)
-        there.view(-1).index_copy_(0, at.long(), rows)
+    def _send(self, there: torch.Tensor, rows: IntArray, starts: IntArray) -> None:
+        """What is known of these rows from these blocks on."""
+        counts = self._known[1, rows] - starts
+        row = np.repeat(rows, counts)
+        block = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts - starts, counts)
+        at, values = upload([block * there.shape[1] + row, self._kv.block_rows(self._here[row, block])], there.device)
+        there.view(-1).index_copy_(0, at.long(), values)
 
     def _extend(self, row_count: int) -> None:
-        more = row_count - len(self._known)
+        more = row_count - self._known.shape[1]
         if more > 0:
-            self._known += [(-1, 0)] * more
+            self._known = np.concatenate([self._known, np.zeros((2, more), np.int64)], 1)
             self._here = np.concatenate([self._here, np.zeros((more, self._here.shape[1]), np.int64)])
             if self._there is not None:
                 self._there = torch.cat([self._there, self._there.new_zeros(self._there.shape[0], more)], 1)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.types import SamplingParams, Sequence
 from kernels.counts import PenaltyRows, TokenCounts
+from kernels.interface import IntArray
 from kernels.transfer import to_device
 
 Penalise = Callable[[Tensor, TokenCounts, PenaltyRows, int], None]
@@ -60,8 +61,9 @@ class Penalties:
         """`penalise` and `count_drawn`: those of `Kernels`."""
         self._device = device
         self._penalise, self._count_drawn = penalise, count_drawn
-        self._bounds: dict[int, int] = {}
-        """The host's part: at least how many distinct tokens each row has after the last step that was drafted."""
+        self._bounds: IntArray = np.zeros(0, np.int64)
+        """The host's part: at least how many distinct tokens each row has after the last step that was drafted; 0 of
+        one that nobody has."""
         self._counts = TokenCounts(
             torch.zeros(0, LEAST, dtype=torch.int64, device=device),
             torch.zeros(0, LEAST, dtype=torch.int32, device=device),
@@ -70,22 +72,24 @@ class Penalties:
 
     def forget(self, rows: Rows[int] | None = None) -> None:
         """These rows (None: all) belong to others now."""
-        for row in list(self._bounds) if rows is None else rows:
-            self._bounds.pop(row, None)
+        if rows is None:
+            self._bounds[:] = 0
+        else:
+            self._bounds[[row for row in rows if row < len(self._bounds)]] = 0
 
-    def draft(self, rows: list[int], sequences: list[Sequence], row_count: int) -> PenaltyStep:
-        """The host's part of a step in which a token of each of these is drawn."""
-        begun, tokens, values = list[int](), list[npt.NDArray[np.int64]](), list[npt.NDArray[np.int64]]()
-        for row, seq in zip(rows, sequences, strict=True):
-            if row not in self._bounds:
-                begun.append(row)
-                tokens.append((known := known_tokens(seq))[0])
-                values.append(known[1])
-                self._bounds[row] = len(known[0])
-            self._bounds[row] += 1
-        width = max(self._bounds[row] for row in rows)
+    def draft(self, rows: IntArray, at: list[int], sequences: list[Sequence], row_count: int) -> PenaltyStep:
+        """The host's part of a step in which a token of each of the sequences `at`, in these rows, is drawn."""
+        if (more := row_count - len(self._bounds)) > 0:
+            self._bounds = np.concatenate([self._bounds, np.zeros(more, np.int64)])
+        new = (self._bounds[rows] == 0).nonzero()[0].tolist()
+        found = [known_tokens(sequences[at[i]]) for i in new]
+        begun = rows[new].tolist()
+        self._bounds[begun] = [len(known) for known, _ in found]
+        self._bounds[rows] += 1
+        width = int(self._bounds[rows].max())
         if not begun:
             return PenaltyStep([], width, row_count)
+        tokens, values = [known for known, _ in found], [value for _, value in found]
         lengths = np.array([len(some) for some in tokens])
         places = np.concatenate([np.arange(length) for length in lengths])
         arrays = [np.array(begun), lengths, np.repeat(begun, lengths), places]

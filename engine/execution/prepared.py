@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from engine.execution.sampler import Draft
-from engine.types import Chunk, StepPlan
+from engine.types import Chunk, Sequence, StepPlan
 from kernels import Ragged
 from kernels.interface import IntArray
+from kernels.transfer import to_device
+
+Order = Items[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Company:
+    """What is the same in every step while the same sequences come."""
+
+    sequences: list[Sequence]
+    rows: IntArray
+    """Where what is kept of each lies; see `Seats`."""
+    row_list: list[int]
+    there: Tensor
+    """The rows on the device."""
+    scores: bool
+    """Whether logprobs of any prompt are wanted."""
+
+    @staticmethod
+    def of(chunks: list[Chunk], rows: IntArray, device: torch.device) -> Company:
+        sequences = [chunk.seq for chunk in chunks]
+        scores = any(seq.request.params.prompt_logprobs is not None for seq in sequences)
+        return Company(sequences, rows, rows.tolist(), to_device(rows, device), scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +46,7 @@ class PreparedStep:
     plan: StepPlan
     chunks: list[Chunk]
     """In the kernels' order."""
-    order: list[int]
+    order: Order
     """Where each of them is in the plan."""
     batch: Ragged
     token_ids: Tensor
@@ -35,7 +60,7 @@ class PreparedStep:
     """Tokens whose hidden states are wanted; None: all."""
     starts: list[int]
     """[chunks + 1]: where each chunk's begin among the wanted."""
-    drawn: list[int]
+    drawn: Order
     """Chunks that a token is drawn for."""
     rows: list[int]
     """Where what is kept of each of these lies."""

@@ -23,14 +23,14 @@ from engine.execution.block_tables import BlockTables, Seats
 from engine.execution.decode_graphs import Capture, DecodeGraphs
 from engine.execution.logprobs import TENSORS, read_logprobs, token_logprobs
 from engine.execution.masks import Masks
-from engine.execution.prepared import PreparedStep, is_scored, state_units, wanted_rows
+from engine.execution.prepared import Company, Order, PreparedStep, is_scored, state_units, wanted_rows
 from engine.execution.sampler import Sampler
 from engine.grammars import Grammars
 from engine.models import CausalLM
 from engine.models.layers import Step
 from engine.types import Chunk, RunnerLost, StepPlan, StepResult, UnitId
 from kernels import Kernels, PagedKV, Ragged, select
-from kernels.interface import FixedPlans, IntArray
+from kernels.interface import FixedPlans
 from kernels.transfer import to_device, to_host
 
 Result = TypeVar("Result")
@@ -115,10 +115,8 @@ class ModelRunner:
         # Kept tables are read when a step is queued on their device: in the order of the steps, on this thread.
         self._worker = ThreadPoolExecutor(1, "step") if overlap and self._fixed is None else None
         self._seats = Seats()
-        self._sent_rows: tuple[IntArray, Tensor] = (
-            np.zeros(0, np.int64),
-            torch.zeros(0, dtype=torch.int64, device=device),
-        )
+        self._company: Company | None = None
+        """Of the last step."""
         blocks_max = -(-max_model_len // spec.block_size)
         self._tables = [
             BlockTables(g, kv, blocks_max, None if self._fixed is None else device) for g, kv in enumerate(self._kv)
@@ -193,69 +191,65 @@ class ModelRunner:
 
     def _prepare(self, plan: StepPlan) -> PreparedStep:
         """All that the host decides and sends up."""
-        order = list(range(len(plan.chunks)))
-        order.sort(key=[chunk.end - chunk.start > 1 for chunk in plan.chunks].__getitem__)
-        chunks = [plan.chunks[i] for i in order]
-        scored = [i for i, chunk in enumerate(chunks) if is_scored(chunk)]
-        rows, new = self._seats.of(chunks)
+        chunks, order, batch = _in_order(plan.chunks)
+        company, new = self._company_of(chunks)
+        ends, rows = batch.context_lens, company.rows
         self._sampler.forget(new)
-        row_list = rows.tolist()
         for tables in self._tables:
-            tables.update(chunks, row_list, new, self._seats.count)
-        batch = Ragged.of([chunk.start for chunk in chunks], [chunk.end for chunk in chunks])
-        rows_there = self._rows_there(rows)
-        token_ids, fed = self._inputs(chunks, batch.token_count, rows, rows_there)
+            tables.update(chunks, ends, rows, new, self._seats.count)
+        scored = [i for i, chunk in enumerate(chunks) if is_scored(chunk)] if company.scores else []
+        token_ids, fed = self._inputs(chunks, batch.token_count, company)
         wanted, starts = self._wanted_rows(chunks, batch.query_starts, scored)
-        drawn = [i for i, chunk in enumerate(chunks) if chunk.samples]
+        drawn: Order = [i for i, chunk in enumerate(chunks) if chunk.samples]
+        sequences, drawn_ends, drawn_rows = company.sequences, ends, company.row_list
+        if len(drawn) < len(chunks):
+            sequences, drawn_rows = [sequences[i] for i in drawn], [drawn_rows[i] for i in drawn]
+            drawn_ends = ends[drawn]
         draft = None
         if drawn and self.model.samples:
-            draft = self._sampler.draft(
-                [chunks[i].seq for i in drawn],
-                [chunks[i].end for i in drawn],
-                [row_list[i] for i in drawn],
-                self._seats.count,
-            )
+            draft = self._sampler.draft(sequences, drawn_ends, drawn_rows, self._seats.count)
         return PreparedStep(
             plan, chunks, order, batch,
             token_ids=token_ids,
             positions=to_device(batch.positions, self.device),
             tables=[
-                tables.array(chunks, rows) if self._fixed is None else tables.kept(rows) for tables in self._tables
+                tables.array(ends, rows) if self._fixed is None else tables.kept(rows) for tables in self._tables
             ],
             units=state_units(chunks) if self._states else None,
             wanted=None if wanted is None else to_device(wanted, self.device),
             starts=starts.tolist(),
             drawn=drawn,
-            rows=[row_list[i] for i in drawn],
+            rows=drawn_rows,
             last=to_device(starts[1:][drawn] - 1, self.device) if len(drawn) < starts[-1] else None,
             draft=draft,
             row_count=self._seats.count,
             fed=fed,
             scored=scored,
             drawn_rows=None if self._last is None or draft is None
-            else rows_there if len(drawn) == len(rows) else to_device(rows[drawn], self.device),
+            else company.there if len(drawn) == len(rows) else to_device(rows[drawn], self.device),
         )  # fmt: skip
 
-    def _rows_there(self, rows: IntArray) -> Tensor:
-        """On the device; `Seats` gives the same array as long as the same sequences come."""
-        if self._sent_rows[0] is not rows:
-            self._sent_rows = rows, to_device(rows, self.device)
-        return self._sent_rows[1]
+    def _company_of(self, chunks: list[Chunk]) -> tuple[Company, list[int]]:
+        """And the rows that are new to their sequences. `Seats` gives the same array while the same ones come."""
+        rows, new = self._seats.of(chunks)
+        if self._company is None or self._company.rows is not rows:
+            self._company = Company.of(chunks, rows, self.device)
+        return self._company, new
 
     def _inputs(
-        self, chunks: list[Chunk], token_count: int, rows: IntArray, rows_there: Tensor
+        self, chunks: list[Chunk], token_count: int, company: Company
     ) -> tuple[Tensor, tuple[Tensor | None, Tensor] | None]:
         """The tokens that are known, and `PreparedStep.fed`."""
         fed = [i for i, chunk in enumerate(chunks) if chunk.fed]  # alone, so these are places among the tokens too
         if fed and len(fed) == token_count:
-            return torch.empty(token_count, dtype=torch.int64, device=self.device), (None, rows_there)
+            return torch.empty(token_count, dtype=torch.int64, device=self.device), (None, company.there)
         tokens: list[int] = []
         for chunk in chunks:
             tokens += (0,) if chunk.fed else chunk.seq.token_ids[chunk.start : chunk.end]
         there = to_device(np.array(tokens, np.int64), self.device)
         if not fed:
             return there, None
-        return there, (to_device(np.array(fed), self.device), to_device(rows[fed], self.device))
+        return there, (to_device(np.array(fed), self.device), to_device(company.rows[fed], self.device))
 
     def _compute(self, step: PreparedStep) -> Callable[[], list[list[Any]]]:
         """Have the device do it; what waits for what there is to read."""
@@ -358,8 +352,12 @@ class ModelRunner:
         if not self.model.samples:
             return result
         if step.draft is not None:
-            for i, token in zip(step.drawn, found.pop(0), strict=True):
-                result.sampled[order[i]] = token
+            tokens = found.pop(0)
+            if len(tokens) == step.batch.token_count:  # a decode step: in the plan's order
+                result.sampled = tokens
+            else:
+                for i, token in zip(step.drawn, tokens, strict=True):
+                    result.sampled[order[i]] = token
             failed, ended = self._sampler.told(step.draft)
             result.failed = {order[step.drawn[i]]: why for i, why in failed.items()}
             result.ended = {order[step.drawn[i]] for i in ended}
@@ -383,3 +381,15 @@ class ModelRunner:
     def _copy_unit(self, source: UnitId, target: UnitId) -> None:
         units = self._buffer.view(self.num_units, -1)
         units[target].copy_(units[source])
+
+
+def _in_order(chunks: list[Chunk]) -> tuple[list[Chunk], Order, Ragged]:
+    """The chunks in the kernels' order, where each of them was, and their batch. A decode step is in order."""
+    starts = np.array([chunk.start for chunk in chunks], np.int64)
+    ends = np.array([chunk.end for chunk in chunks], np.int64)
+    longer = ends - starts > 1
+    if not longer.any():
+        return chunks, range(len(chunks)), Ragged.of(starts, ends)
+    at = longer.argsort(kind="stable")
+    order = at.tolist()
+    return [chunks[i] for i in order], order, Ragged.of(starts[at], ends[at])

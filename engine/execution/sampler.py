@@ -17,7 +17,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -30,23 +30,35 @@ from engine.execution.penalties import Penalties, PenaltyStep, penalises, penalt
 from engine.types import Request, SamplingParams, Sequence
 from kernels import Kernels
 from kernels.counts import PenaltyRows
+from kernels.interface import IntArray
 from kernels.reference.backend import ReferenceKernels
 from kernels.sampling import Draws, Kinds
 from kernels.transfer import to_device
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_GOLDEN, _FIRST, _SECOND = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_11, _27, _30, _31 = map(np.uint64, (11, 27, 30, 31))
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     """One number in [0, 1) for each (seed, position)."""
-    z = _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN)
-    return np.asarray((z >> np.uint64(11)) * 2.0**-53, np.float64)
+    return uniforms_at(_mix(seeds + _GOLDEN), positions)
+
+
+def uniforms_at(mixed: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """The same, of seeds that are mixed already: those of a request stay the same in all its steps."""
+    z = _mix(mixed + positions * _GOLDEN)
+    z >>= _11
+    return z * 2.0**-53
 
 
 def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(z ^ (z >> np.uint64(31)), np.uint64)
+    """In place."""
+    z ^= z >> _30
+    z *= _FIRST
+    z ^= z >> _27
+    z *= _SECOND
+    z ^= z >> _31
+    return z
 
 
 @dataclass(slots=True)
@@ -66,6 +78,8 @@ class Batch:
     constrained: list[int]
     """Rows whose answer must match something."""
     penalised: list[int]
+    penalised_rows: IntArray
+    """Where what is kept of these lies."""
     penalties: PenaltyRows | None
     """Of the rows `penalised`."""
     logprobs: list[int]
@@ -74,10 +88,10 @@ class Batch:
     """How many of the likeliest tokens each of these wants."""
     logprob_rows: Tensor | None
     """These on the device; None where all rows or none want them."""
-    drawn: list[int]
+    drawn: IntArray
     """Rows that are not greedy."""
     seeds: npt.NDArray[np.uint64]
-    """Of the drawn rows."""
+    """Of the drawn rows, mixed."""
     draws: Draws
     """But for the numbers in [0, 1), which are each step's own."""
 
@@ -133,7 +147,7 @@ class Sampler:
             self._masks.forget(rows)
         self._batch = None if rows is None else self._batch
 
-    def draft(self, sequences: list[Sequence], ends: Rows[int], rows: list[int], row_count: int) -> Draft:
+    def draft(self, sequences: list[Sequence], ends: IntArray, rows: list[int], row_count: int) -> Draft:
         """The host's part of drawing the token at position `ends[i]` of each sequence, what is kept in row `rows[i]`.
 
         Of a sequence that comes in every step the token before may be on the device only.
@@ -142,11 +156,13 @@ class Sampler:
         if batch is None or batch.sequences != sequences or batch.rows != rows:  # sequences compare by identity
             batch = self._batch = self._new_batch(list(sequences), list(rows))
             self._banned = ([], None)
-        positions = np.asarray(ends) - batch.prompt_lens
+        positions = ends - batch.prompt_lens
         at = batch.draws.at
-        if batch.drawn:
+        if len(batch.drawn) == len(sequences):
+            at = to_device(uniforms_at(batch.seeds, positions.astype(np.uint64)), self._device)
+        elif len(batch.drawn):
             numbers = np.zeros(len(sequences))
-            numbers[batch.drawn] = uniforms(batch.seeds, positions[batch.drawn].astype(np.uint64))
+            numbers[batch.drawn] = uniforms_at(batch.seeds, positions[batch.drawn].astype(np.uint64))
             at = to_device(numbers, self._device)
         banned = [i for i, (row, least, _) in enumerate(batch.least) if positions[row] < least]
         if banned != self._banned[0]:
@@ -154,18 +170,16 @@ class Sampler:
             self._banned = (banned, places)
         penalties = None
         if batch.penalised:
-            penalties = self._penalties.draft(
-                [rows[i] for i in batch.penalised], [sequences[i] for i in batch.penalised], row_count
-            )
+            penalties = self._penalties.draft(batch.penalised_rows, batch.penalised, sequences, row_count)
         return Draft(batch, at, self._banned[1], penalties, self._want(batch, ends, positions))
 
-    def _want(self, batch: Batch, ends: Rows[int], positions: npt.NDArray[np.int64]) -> list[Wanted]:
+    def _want(self, batch: Batch, ends: IntArray, positions: npt.NDArray[np.int64]) -> list[Wanted]:
         wanted = []
         for i in batch.constrained:
             assert self._masks is not None, "an answer is constrained, and there are no grammars"
             seq = batch.sequences[i]
             banned = self._ends(seq.request.params) if positions[i] < seq.request.params.min_tokens else []
-            wanted.append(self._masks.want(i, batch.rows[i], seq, ends[i], banned))
+            wanted.append(self._masks.want(i, batch.rows[i], seq, int(ends[i]), banned))
         return wanted
 
     def begin(self, draft: Draft, drawn: Callable[[], Mapping[int, int]]) -> None:
@@ -189,9 +203,10 @@ class Sampler:
         """
         batch = draft.batch
         changed = self._adjust(logits, draft) if batch.adjusted else logits
-        draws = batch.draws if draft.at is batch.draws.at else replace(batch.draws, at=draft.at)
-        if draft.allowed is not None:
-            draws = replace(draws, barred=True)
+        kinds = batch.draws
+        draws = Draws(
+            kinds.temperature, kinds.min_p, kinds.top_k, kinds.top_p, draft.at, kinds.kinds, draft.allowed is not None
+        )
         tokens = self._draw(changed, draws)
         if batch.penalties is not None:
             assert draft.penalties is not None
@@ -221,13 +236,14 @@ class Sampler:
             ],
             constrained=[i for i, p in enumerate(params) if p.constraint is not None],
             penalised=penalised,
+            penalised_rows=np.array([rows[i] for i in penalised], np.int64),
             penalties=penalty_rows(params, penalised, [rows[i] for i in penalised], self._device)
             if penalised else None,
             logprobs=logprobs,
             logprob_counts=[params[i].logprobs or 0 for i in logprobs],
             logprob_rows=to_device(np.array(logprobs, np.int64), self._device) if some else None,
-            drawn=drawn,
-            seeds=np.array([self._row_seed(sequences[i].request) for i in drawn], np.uint64),
+            drawn=np.array(drawn, np.int64),
+            seeds=_mix(np.array([self._row_seed(sequences[i].request) for i in drawn], np.uint64) + _GOLDEN),
             draws=self._draws(params),
         )  # fmt: skip
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
+
 from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
 from engine.execution.block_tables import BlockTables, Seats
@@ -101,10 +103,10 @@ class FakeDevice:
 
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
         rows, new = self._seats.of(plan.chunks)
-        tables = []
+        ends, tables = np.array([chunk.end for chunk in plan.chunks]), []
         for table in self._tables:
-            table.update(plan.chunks, rows.tolist(), new, self._seats.count)
-            tables.append(table.array(plan.chunks, rows).tolist())
+            table.update(plan.chunks, ends, rows, new, self._seats.count)
+            tables.append(table.array(ends, rows).tolist())
         chunks = [
             (copy(c), c.seq.token_ids[: c.end], [table[i] for table in tables], c.seq.state_unit)
             for i, c in enumerate(plan.chunks)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
+from engine.execution import block_tables
 from engine.execution.block_tables import ROWS, BlockTables, Seats
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence
 from kernels import PagedKV
@@ -56,8 +58,8 @@ def test_tables_are_those_of_this_step() -> None:
         rows, new = seats.of(chunks)
         assert len(set(rows.tolist())) == len(chunks)
         for group, tables in enumerate(groups):
-            tables.update(chunks, rows.tolist(), new, seats.count)
-            kept, found = tables.kept(rows), tables.array(chunks, rows)
+            tables.update(chunks, np.array(ends), rows, new, seats.count)
+            kept, found = tables.kept(rows), tables.array(np.array(ends), rows)
             assert len(found) == len(chunks)
             for row, here, chunk in zip(rows, found, chunks, strict=True):
                 width = -(-chunk.end // 4)
@@ -69,18 +71,22 @@ def test_tables_are_those_of_this_step() -> None:
 def test_a_decode_step_sends_new_blocks_only(monkeypatch: pytest.MonkeyPatch) -> None:
     rng, seats, tables = random.Random(0), Seats(), BlockTables(0, POOL, 80, CPU)
     sent: list[int] = []
-    monkeypatch.setattr(tables, "_send", lambda there, written: sent.extend(len(new) for _, _, new in written))
+    upload = block_tables.upload
+    monkeypatch.setattr(
+        block_tables, "upload", lambda arrays, device: (sent.append(len(arrays[0])), upload(arrays, device))[1]
+    )
     seqs = [sequence(rng) for _ in range(4)]
     for step in range(6):
         if step == 3:
             seqs[1].block_tables[0].append(BlockId(7))
-        chunks = [Chunk(seq, 19, 20, samples=True) for seq in seqs]
+        ends = np.array([20, 20 + (step == 4), 20, 20])
+        chunks = [Chunk(seq, end - 1, end, samples=True) for seq, end in zip(seqs, ends.tolist())]
         rows, new = seats.of(chunks)
-        tables.update(chunks, rows.tolist(), new, seats.count)
-    assert sent == [5, 5, 5, 5, 1]
+        tables.update(chunks, ends, rows, new, seats.count)
+    assert sent == [20, 1]
 
 
 def test_too_few_blocks() -> None:
     chunk = Chunk(sequence(random.Random(0)), 20, 21, samples=True)
     with pytest.raises(AssertionError, match="r: 5 blocks for 21 tokens"):
-        BlockTables(0, POOL, 80, None).update([chunk], [0], [0], ROWS)
+        BlockTables(0, POOL, 80, None).update([chunk], np.array([21]), np.array([0]), [0], ROWS)

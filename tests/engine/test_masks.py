@@ -203,7 +203,7 @@ def test_free_neighbours_draw_what_they_draw_without(seed: int, constrained: lis
             rows = [
                 sequence(LARKS["json"] if some and constrained[i] else None, name=str(i), **params[i]) for i in range(4)
             ]
-            draft = sampler.draft(rows, [3] * 4, [0, 1, 2, 3], 4)
+            draft = sampler.draft(rows, np.array([3] * 4), [0, 1, 2, 3], 4)
             sampler.begin(draft, dict)
             drawn.append(sampler.sample(logits.clone(), draft)[0].tolist())
             sampler.forget()
@@ -223,7 +223,7 @@ def test_greedy_constrained_rows_take_the_likeliest_of_what_is_allowed_and_logpr
     left = allowed(masks, seq)
     masks.forget()
     sampler = Sampler(VOCAB, CPU, (EOS,), 0, masks=masks)
-    draft = sampler.draft([seq], [3], [0], 1)
+    draft = sampler.draft([seq], np.array([3]), [0], 1)
     sampler.begin(draft, dict)
     tokens, logprobs = sampler.sample(logits, draft)
     assert int(tokens[0]) == max(left, key=lambda token: float(logits[0, token]))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -139,5 +140,5 @@ def test_an_end_token_that_the_model_has_no_logit_of_is_passed_over() -> None:
     params = [SamplingParams(temperature=0, min_tokens=4), VICTIM]
     rows = [Sequence(Request(request_id=str(i), token_ids=[1], params=p), [1], 1, 0.0) for i, p in enumerate(params)]
     sampler = Sampler(8, torch.device("cpu"), eos_token_ids=(11,))
-    tokens, _ = sampler.sample(logits, sampler.draft(rows, [1, 1], [0, 1], 2))
+    tokens, _ = sampler.sample(logits, sampler.draft(rows, np.array([1, 1]), [0, 1], 2))
     assert tokens[1] == 3

@@ -34,7 +34,7 @@ class Drawing:
         ends = [len(seq.token_ids) for seq in seqs]
         rows, new = self.seats.of([Chunk(seq, end - 1, end, samples=True) for seq, end in zip(seqs, ends)])
         self.sampler.forget(new)
-        draft = self.sampler.draft(seqs, ends, rows.tolist(), self.seats.count)
+        draft = self.sampler.draft(seqs, np.array(ends), rows.tolist(), self.seats.count)
         tokens, found = self.sampler.sample(logits.clone(), draft)
         batch = draft.batch
         entries = read_logprobs([x.tolist() for x in found], batch.logprob_counts) if found else []

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+
+from kernels.backends import BACKENDS
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"
 
@@ -73,9 +77,44 @@ def test_the_plan_fits_its_time(gpu: ModuleType) -> None:
     """That it works first, and what must be shown before the time can be up, whatever the others take."""
     names = [part.name for part in gpu.parts(smoke=False)]
     assert names[:3] == ["works", "qwen3-8b", "tests"]
-    assert {"kernels", "qwen3-0.6b", "qwen3.5-4b", "nemotron-h-8b"} <= set(names)
+    assert {"kernels", "qwen3-0.6b", "qwen3.5-4b", "nemotron-h-8b", "host", "host-waits"} <= set(names)
+    assert {"flash-attn", "flashinfer", "fla"} <= set(names) & set(BACKENDS)
     limits = [part.limit_s for part in gpu.parts(smoke=False)]
     assert sum(limits[:4]) <= gpu.SECONDS < 540
+
+
+def test_every_part_has_something_to_run(gpu: ModuleType) -> None:
+    """Files, options and names of kernels that are there."""
+    sys.path.insert(0, str(SCRIPT.parent))
+    from kernel_cases import Bench, Shape
+
+    cases = [name for name, _ in Bench(Shape(), torch.device("meta"), torch.bfloat16).cases()]
+    assert any(name.startswith("penalise") for name in cases)
+    assert any(name.startswith("count_drawn") for name in cases)
+    for part in gpu.parts(smoke=False):
+        for path in (Path(word) for word in part.command if word.startswith(str(SCRIPT.parent))):
+            assert path.is_file()
+        for path in (word for word in part.command if word.startswith("tests/")):
+            assert (SCRIPT.parents[1] / path).exists()
+        if "--only" in part.command:
+            only = part.command[part.command.index("--only") + 1]
+            assert any(only in name for name in cases)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_run(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--json", str(tmp_path / "gpu.json"), "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "no CUDA device: nothing is run" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_part_without_its_package_is_passed_over(gpu: ModuleType) -> None:
+    part = gpu.borrowed("flashinfer", "prefill", "no_such_package")
+    assert part.skipped == "not installed: no_such_package"
+    assert gpu.borrowed("fla", "gated_delta", "no_such_package", "torch").skipped is None
+    (line,) = gpu.summary({"flashinfer": {"skipped_part": part.skipped, "seconds": 0.0}})
+    assert line.split() == ["flashinfer", "passed", "over,", "not", "installed:", "no_such_package"]
 
 
 def test_the_table(gpu: ModuleType) -> None:
