@@ -48,7 +48,7 @@ def uniforms_at(mixed: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]
     """The same, of seeds that are mixed already: those of a request stay the same in all its steps."""
     z = _mix(mixed + positions * _GOLDEN)
     z >>= _11
-    return z * 2.0**-53
+    return np.multiply(z, 2.0**-53, dtype=np.float64)
 
 
 def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
