@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import _path  # noqa: F401
+from harness.belady import belady, leading
 from harness.figures import machine, markdown, write_json
 
 from engine.cache.eviction import Adaptive
 from engine.cache.habits import Habits
 
 BLOCK = 512
-NEVER = 1 << 60
 Trace = list[list[int]]
 """Names of the full blocks of each prompt."""
 
@@ -206,35 +206,6 @@ ORDERS: dict[str, Callable[[int], Cache]] = {
     "LRU": Lru, "LFU": Lfu, "SLRU": Slru, "BIP": Bip, "ours": Ours,
     "ours alone": lambda capacity: Ours(capacity, duel=False),
 }  # fmt: skip
-
-
-def leading(names: Sequence[int], known: Any) -> int:
-    for index, name in enumerate(names):
-        if name not in known:
-            return index
-    return len(names)
-
-
-def belady(trace: Trace, capacity: int) -> list[int]:
-    """Blocks found of every prompt where what is used latest, or never, goes first."""
-    uses: list[list[int]] = []
-    following: dict[int, int] = {}
-    for index in reversed(range(len(trace))):
-        uses.append([following.get(name, NEVER) for name in trace[index]])
-        following.update(dict.fromkeys(trace[index], index))
-    cached: dict[int, int] = {}
-    latest: list[tuple[int, int, int]] = []
-    found = []
-    for names, nexts in zip(trace, reversed(uses)):
-        found.append(leading(names, cached))
-        for depth, (name, use) in enumerate(zip(names, nexts)):
-            cached[name] = use
-            heapq.heappush(latest, (-use, -depth, name))
-        while len(cached) > capacity:
-            use, _, name = heapq.heappop(latest)
-            if cached.get(name) == -use:
-                del cached[name]
-    return found
 
 
 # ---------------------------------------------------------------------- the traces

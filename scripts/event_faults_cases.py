@@ -100,6 +100,18 @@ says("the GPU copy goes, the CPU copy stays",
      lambda c: [c.stored(), c.stored(medium="CPU"), c.removed()], 20, 2, blocks=20)  # fmt: skip
 says("the CPU copy goes too", lambda c: [c.stored(), c.stored(medium="CPU"), c.removed(), c.removed(medium="CPU")],
      0, 2, "stale hit", blocks=20)  # fmt: skip
+says("the end of a prompt moves to the host, children told last",  # as our engine says it, in one batch
+     lambda c: [c.stored(), [c.stored(9, medium="CPU"), c.removed(9)]], 20, 2, blocks=20)  # fmt: skip
+says("all of it moves to the host, and half is evicted there",
+     lambda c: [c.stored(), [c.stored(medium="CPU"), c.removed()], c.removed(5, medium="CPU")], 5, 8, "stale hit",
+     blocks=20)  # fmt: skip
+says("it moves to the host and back", lambda c: [
+    c.stored(), [c.stored(medium="CPU"), c.removed()], [c.stored(), c.removed(medium="CPU")]], 20, 2,
+     blocks=20)  # fmt: skip
+says("it moves to the host and back, and leaves the device", lambda c: [
+    c.stored(), [c.stored(medium="CPU"), c.removed()], [c.stored(), c.removed(medium="CPU")], c.removed()], 0, 2,
+     "stale hit", blocks=20)  # fmt: skip
+says("half in a medium that nobody knows", lambda c: [c.stored(0, 10), c.stored(10, medium="TAPE")], 20, 2, blocks=20)
 says("children of an unknown parent, then the parent", lambda c: [c.stored(5), c.stored(0, 5)], 10, 8)
 
 
@@ -166,6 +178,20 @@ says("a sliding window that left the beginning of the prefix",  # what lies befo
      second_group="window")  # fmt: skip
 says("a recurrent state that is kept at one point only",  # full attention holds 10 blocks, the state is that of 4
      lambda c: [[c.stored(**FULL), c.state(4)]], 4, 6, "false hit", second_group="state")  # fmt: skip
+says("a sliding window that moved to the host",
+     lambda c: [[c.stored(**FULL), c.stored(**WINDOW)],
+                [c.stored(15, **WINDOW, medium="CPU"), c.removed(15, group_idx=1)]], 20, 2, blocks=20,
+     second_group="window")  # fmt: skip
+says("a sliding window that left the host, too",  # full attention holds 20 blocks, the window the first 6
+     lambda c: [[c.stored(**FULL), c.stored(**WINDOW)],
+                [c.stored(6, **WINDOW, medium="CPU"), c.removed(6, group_idx=1)],
+                c.removed(6, group_idx=1, medium="CPU")], 6, 8, "false hit", blocks=20,
+     second_group="window")  # fmt: skip
+says("a recurrent state that moved to the host", lambda c: [[c.stored(**FULL), c.state(20)], [
+    {**c.state(20), "medium": "CPU"}, c.removed(19, group_idx=1)]], 20, 2, blocks=20, second_group="state")  # fmt: skip
+says("a recurrent state that is gone from the host, too", lambda c: [[c.stored(**FULL), c.state(20)], [
+    {**c.state(20), "medium": "CPU"}, c.removed(19, group_idx=1)], c.removed(19, group_idx=1, medium="CPU")], 0, 3,
+     "false hit", blocks=20, second_group="state")  # fmt: skip
 says("a recurrent state that is gone",
      lambda c: [[c.stored(**FULL), c.state(10)], c.removed(9, group_idx=1)], 0, 3, "false hit",
      second_group="state")  # fmt: skip

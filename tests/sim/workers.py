@@ -32,6 +32,11 @@ def draw_prompt(rng: random.Random) -> Prompt:
     return tuple(shared + own), "salt" if rng.random() < 0.15 else None
 
 
+def aside(rng: random.Random) -> random.Random:
+    """A draw that leaves those to come as they are: seeds go on meaning what they meant."""
+    return random.Random(repr(rng.getstate()[1][-1]) + repr(rng.getstate()[1][0]))
+
+
 class OurWorker:
     """`engine serve` without the model: real pool, prefix tree, scheduler and core."""
 
@@ -47,7 +52,9 @@ class OurWorker:
             CacheSpec(BLOCK, tuple(groups)),
             rng.choice([24, 48]),
             step_tokens_max=16,
+            adaptive_eviction=aside(rng).random() < 0.5,
             host_units=rng.choice([0, 0, 6, 60]),
+            load_bytes_max=aside(rng).choice([None, 1, 2000]),
         )
         config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64)
         self._events: list[Event] = []
@@ -103,13 +110,17 @@ class OurWorker:
 
 
 class ForeignWorker:
-    """A vLLM-like producer: a hash may be stored twice, each copy is removed by itself, holes occur, no snapshots."""
+    """A vLLM-like producer: a hash may be stored twice, each copy is removed by itself, holes occur, no snapshots.
+
+    One with an offloading connector has copies in host memory too, which come and go by themselves.
+    """
 
     snapshots = False
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._copies: Counter[tuple[Prompt, int]] = Counter()
+        self._media = aside(rng).choice([("GPU",), ("GPU",), ("GPU", "CPU")])
+        self._copies: Counter[tuple[tuple[Prompt, int], str]] = Counter()
         self._names: dict[tuple[Prompt, int], int] = {}
 
     def act(self, now: float) -> list[Event]:
@@ -131,9 +142,11 @@ class ForeignWorker:
 
     def usable(self, prompt: Prompt) -> int:
         count = 0
-        while (count + 1) * BLOCK < len(prompt[0]) and self._copies[self._key(prompt, count + 1)] > 0:
+        while (count + 1) * BLOCK < len(prompt[0]):
+            key = self._key(prompt, count + 1)
+            if not any((key, medium) in self._copies for medium in self._media):
+                break
             count += 1
-        self._copies = +self._copies
         return count * BLOCK
 
     def resident_count(self) -> int:
@@ -144,7 +157,7 @@ class ForeignWorker:
 
     def _store(self, prompt: Prompt) -> list[Event]:
         """Announce the whole prompt or, where a prefix is resident, sometimes only what follows it."""
-        total = len(prompt[0]) // BLOCK
+        total, medium = len(prompt[0]) // BLOCK, aside(self._rng).choice(self._media)
         first = 0
         if self._rng.random() < 0.7:
             first = min(total, self.usable((*prompt[:1], prompt[1])) // BLOCK)
@@ -158,7 +171,7 @@ class ForeignWorker:
         if first >= total:
             return []
         for index in range(first, total):
-            self._copies[self._key(prompt, index + 1)] += 1
+            self._copies[self._key(prompt, index + 1), medium] += 1
         extra = [(prompt[1],) if prompt[1] and index == 0 else None for index in range(first, total)]
         return [
             BlockStored(
@@ -167,7 +180,7 @@ class ForeignWorker:
                 token_ids=list(prompt[0][first * BLOCK : total * BLOCK]),
                 block_size=BLOCK,
                 lora_id=None,
-                medium="GPU",
+                medium=medium,
                 lora_name=None,
                 extra_keys=extra,
                 group_idx=0,
@@ -175,11 +188,12 @@ class ForeignWorker:
             )
         ]
 
-    def _remove(self, key: tuple[Prompt, int]) -> Event:
-        self._copies[key] -= 1
-        if not self._copies[key]:
-            del self._copies[key]
-        return BlockRemoved(block_hashes=[self._names[key]], medium="GPU", group_idx=0)
+    def _remove(self, copy: tuple[tuple[Prompt, int], str]) -> Event:
+        self._copies[copy] -= 1
+        if not self._copies[copy]:
+            del self._copies[copy]
+        key, medium = copy
+        return BlockRemoved(block_hashes=[self._names[key]], medium=medium, group_idx=0)
 
 
 Worker = OurWorker | ForeignWorker
