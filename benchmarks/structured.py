@@ -2,10 +2,10 @@
 """What it costs to make answers match: masks by backend, tokens a second beside free answers, time to first token.
 
     benchmarks/structured.py [--users 16] [--tokens 96] [--rounds 5] [--hidden 64] [--parts masks decode ttft whole]
-        [--json FILE]
+        [--peer NAME=URL] [--json FILE]
 
 One random model with a vocabulary of 128,000 tokens, whose tokenizer is trained on Python's standard library (half a
-minute, once; kept in the user's cache folder). In one process without HTTP:
+minute, once; kept in the user's cache folder). In one process without HTTP, but for the last:
 
 masks   the time of a mask and of compiling a schema, along a document that the schema allows: llguidance as the engine
         uses it, and xgrammar where it is installed. One thread.
@@ -14,16 +14,21 @@ decode  `--users` answers at a time, free and constrained (a list of objects wit
 ttft    one request with a prompt of 64 tokens: free, with a schema that is new to the core, with one it has seen.
 whole   `--users` answers that must match schemas, up to 512 tokens each: how many are whole and valid. A random model
         has no reason to end a text or a number, so schemas with bounds and without are told apart.
+http    decode and ttft (a prompt of 16 tokens) as clients of `engine serve` see them, and of each `--peer`, a server
+        with the same model, by turns. Its folders are printed first:
+        vllm serve MODEL --tokenizer TOKENIZER --max-model-len 2048 --no-enable-prefix-caching
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import shutil
 import statistics
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +37,8 @@ from typing import Any
 import _path  # noqa: F401
 import jsonschema
 from harness.figures import in_words, machine, write_json
+from harness.load import Client, completion, post
+from harness.programs import call, serve_engine
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HfTokenizer
 
@@ -116,6 +123,14 @@ def large_tokenizer() -> Path:
     return made_once("benchmark-tokenizer", f"{VOCAB_SIZE} {WORDS} {sysconfig.get_python_version()}", write)
 
 
+def model_of(hidden: int) -> Path:
+    return cached_model(
+        Recipe(
+            vocab_size=VOCAB_SIZE, hidden_size=hidden, intermediate_size=2 * hidden, heads=2, kv_heads=1, head_dim=32
+        )
+    )
+
+
 def lark(schema: Any) -> str:
     return write_lark(AskedConstraint("schema", json_schema(schema)), {})
 
@@ -188,10 +203,7 @@ def _of_walks(walk: Callable[[], tuple[float, list[float]]]) -> dict[str, float]
 class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        folder = large_tokenizer()
-        model = cached_model(
-            Recipe(vocab_size=VOCAB_SIZE, hidden_size=options.hidden, intermediate_size=2 * options.hidden)
-        )
+        model, folder = model_of(options.hidden), large_tokenizer()
         self.llm = LLM(str(model), tokenizer=str(folder), max_model_len=2048, num_gpu_blocks_override=4096,
                        num_threads=options.threads, enable_prefix_caching=False)  # fmt: skip
         self.tokenizer = self.llm.get_tokenizer()
@@ -271,6 +283,48 @@ class Bench:
         return found
 
 
+# Servers --------------------------------------------------------------------------------------------------------------
+
+
+async def burst(url: str, model: str, users: int, tokens: int, schema: Any) -> tuple[float, float]:
+    """(median ms to the first token, tokens a second from the last one's first token on)."""
+    more = {} if schema is None else {"structured_outputs": {"json": schema}}
+    bodies = [
+        completion(model, [random.randrange(1000) for _ in range(16)], tokens, temperature=1.0, return_token_ids=True,
+                   **more)
+        for _ in range(users)
+    ]  # fmt: skip
+    async with Client(url) as client:
+        answers = await asyncio.gather(*(client.ask(post("/v1/completions", body)) for body in bodies))
+    times = []
+    for answer in answers:
+        events = [(at_s, json.loads(data)) for at_s, data in answer.checked().events()]
+        times.append([at_s for at_s, event in events for choice in event["choices"] for _ in choice["token_ids"] or ()])
+        assert len(times[-1]) == tokens, f"{url}: {len(times[-1])} tokens of {tokens}"
+    begin_s, end_s = max(some[0] for some in times), max(some[-1] for some in times)
+    first_ms = [1e3 * (some[0] - answer.sent_s) for some, answer in zip(times, answers)]
+    return statistics.median(first_ms), sum(at_s > begin_s for some in times for at_s in some) / (end_s - begin_s)
+
+
+def over_http(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    model, folder = model_of(options.hidden), large_tokenizer()
+    peers = dict(peer.split("=", 1) for peer in options.peer)
+    flags = ("--tokenizer", str(folder), "--max-model-len", "2048", "--no-enable-prefix-caching", "--port", "0",
+             "--num-threads", str(options.threads), "--num-gpu-blocks-override", "4096")  # fmt: skip
+    found: dict[str, dict[str, list[float]]] = {}
+    with serve_engine(Path(tempfile.mkdtemp(prefix="structured-")) / "engine.log", str(model), *flags) as engine:
+        urls = {"ours": engine.await_line(), **peers}
+        names = {name: call(f"{url}/v1/models")[1]["data"][0]["id"] for name, url in urls.items()}
+        for round_ in range(options.rounds + 1):
+            for name, url in urls.items():
+                for kind, schema in (("free", None), ("constrained", ENDLESS)):
+                    for users, tokens, figure in ((options.users, options.tokens, "tokens/s"), (1, 2, "ttft ms")):
+                        first_ms, rate = asyncio.run(burst(url, names[name], users, tokens, schema))
+                        rows = found.setdefault(name, {}).setdefault(f"{kind}, {figure}", [])
+                        rows += [first_ms if users == 1 else rate] * bool(round_)  # the first one warms up
+    return {name: {kind: statistics.median(rows) for kind, rows in row.items()} for name, row in found.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--users", type=int, default=16)
@@ -279,6 +333,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=64, help="size of the model's states: what a step computes")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--parts", nargs="+", default=["masks", "decode", "ttft", "whole"])
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     facts = machine("llguidance", "xgrammar", "torch")
@@ -290,6 +345,12 @@ def main() -> None:
         report["masks"] = {"llguidance": llguidance_masks(tokenizer, text), "xgrammar": xgrammar_masks(tokenizer, text)}
         for name, row in report["masks"].items():
             print(f"{name:12}", "not installed" if row is None else in_words({k: f"{v:.2f}" for k, v in row.items()}))
+    if "http" in options.parts:
+        print(f"model {model_of(options.hidden)}, tokenizer {large_tokenizer()}", flush=True)
+        report["http"] = over_http(options)
+        for name, row in report["http"].items():
+            share = row["constrained, tokens/s"] / row["free, tokens/s"]
+            print(f"{name:12}", in_words({k: f"{v:.1f}" for k, v in row.items()}), f"({share:.1%})")
     if {"decode", "ttft", "whole"} & set(options.parts):
         bench = Bench(options)
     if "decode" in options.parts:

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from engine.api.answers import ChatAnswer
 from engine.api.calls import FORMATS
 from engine.api.choice import Choice, new_choice
-from engine.api.detokenizer import DetokenizerFactory
+from engine.api.detokenizer import _BYTE_OF, DetokenizerFactory
 from engine.api.generation import Generation, plan_generation
 from engine.api.params import ModelLimits
 from engine.api.reading import speech_plan
@@ -135,6 +135,32 @@ def test_streams_concatenate_to_the_whole_wherever_they_are_cut(text: str, promp
                 body = {"stream": True, **more}
                 assert streamed(generate(tokens, cut, body, reason, prompt)[2]) == wanted
                 assert message(whole(tokens, cut, reason, prompt, **more)) == wanted
+
+
+CITY = '{"city": "Säckingen 🙂", "days": 3}'
+IN_BYTES = {
+    "hermes": f'Gut, 🙂:<tool_call>{{"name": "find", "arguments": {CITY}}}</tool_call>',
+    "granite": f'<|tool_call|>[{{"name": "find", "arguments": {CITY}}}]',
+    "mistral": f"é[TOOL_CALLS]find{CITY}[TOOL_CALLS]find{{}}",
+    "llama3_json": f'{{"name": "find", "parameters": {CITY}}}',
+    "pythonic": '[find(city="Säckingen 🙂", days=3), find()]',
+    "qwen3_coder": "é<tool_call>\n<function=find>\n<parameter=city>\nSäckingen 🙂\n</parameter></function></tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", IN_BYTES)
+def test_each_format_cut_at_every_byte(name: str) -> None:
+    """A token is a byte here; a character that a cut divides is told once it is whole."""
+    assert set(IN_BYTES) == set(FORMATS)
+    letters = {byte: letter for letter, byte in _BYTE_OF.items()}
+    ids = [TINY.token_to_id(letters[byte]) for byte in IN_BYTES[name].encode()]
+    limits = ModelLimits(max_model_len=2000, vocab_size=4096, calls=name, thought="qwen3")
+    tools = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
+    wanted = message(whole(ids, limits=limits, tools=tools))
+    assert json.loads(wanted["tool_calls"][0]["arguments"])["city"] == "Säckingen 🙂"
+    for cut in [*([cut] for cut in range(len(ids))), list(range(len(ids)))]:
+        sent = generate(ids, cut, {"stream": True, "tools": tools}, limits=limits)[2]
+        assert streamed(sent) == wanted, cut
 
 
 def test_what_a_thinking_model_that_calls_says() -> None:

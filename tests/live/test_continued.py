@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import re
 import signal
 import threading
@@ -23,6 +24,8 @@ from programs import Program, call, until
 pytestmark = pytest.mark.live
 
 STREAMS, TOKENS = 50, 100
+HAIR = 1e-5
+"""Of a logit: a hundred times what it is rounded to."""
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 1.3, "seed": 5},
@@ -81,6 +84,20 @@ class Stream(threading.Thread):
         )
 
 
+def is_a_tie(url: str, stream: Stream) -> bool:
+    """Whether a hair on some logits makes a greedy answer what was told: of two tokens that are as likely as each
+    other, the rounding of a step decides, and that depends on what else is in the step."""
+    rng = random.Random(0)
+    for _ in range(16):
+        again = Stream(url, 0)
+        bias = {str(token): rng.choice((-HAIR, HAIR)) for token in range(2048)}
+        again.path, again.body = stream.path, {**stream.body, "logit_bias": bias}
+        again.run()
+        if again.told() == stream.told():
+            return True
+    return False
+
+
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[tuple[list[Program], Program]]:
     flags = ("engine", "serve", "--port", "0", "--served-model-name", "m")
@@ -136,6 +153,8 @@ def test_fifty_streams_and_one_of_three_engines_killed(
     # Sampled ones may differ without any fault: a step's logits depend a little on what else is in it.
     sampled = [one for one in wrong if streams[one[0]].body["temperature"]]
     wrong = [one for one in wrong if one not in sampled]
+    ties = [one for one in wrong if is_a_tie(engines[2].url, streams[one[0]])]
+    wrong = [one for one in wrong if one not in ties]
     gaps = [max(b - a for a, b in zip(s.times, s.times[1:]) if b >= killed_s) for s in hit]
     with urllib.request.urlopen(router.url + "/metrics", timeout=10) as answer:
         found = re.findall(r'broken_streams_total\{outcome="(\w+)"\} (\d+)', answer.read().decode())
@@ -145,6 +164,7 @@ def test_fifty_streams_and_one_of_three_engines_killed(
         "cut": sum(s.cut for s in streams),
         "wrong": len(wrong),
         "sampled otherwise": len(sampled),
+        "ties": len(ties),
         "gap_s median": round(sorted(gaps)[len(gaps) // 2], 3),
         "gap_s max": round(max(gaps), 3),
         "router": {outcome: int(count) for outcome, count in found},
