@@ -211,7 +211,7 @@ def ascii_pattern(pattern: str) -> str | None:
 
 _ACCEPT, _SET, _EITHER, _LOOK = range(4)
 _ASCII = (1 << 128) - 1
-_MANY = 1 << 40
+_MANY, _BRANCHES_MAX = 1 << 40, 64
 
 
 def _chars(text: str) -> int:
@@ -254,7 +254,7 @@ def parts_of(pattern: str) -> list[Row] | None:
                     after = add(_EITHER, after, branches=[before(inner, after, folds), after])
                 else:
                     raise KeyError(op)
-            elif op is sre.BRANCH:
+            elif op is sre.BRANCH and len(value[1]) <= _BRANCHES_MAX:
                 after = add(_EITHER, after, branches=[before(branch, after, folds) for branch in value[1]])
             elif op is sre.SUBPATTERN and not value[2]:
                 after = before(value[3], after, folds or bool(value[1] & re.IGNORECASE))

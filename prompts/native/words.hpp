@@ -2,15 +2,17 @@
 // put together by byte pairs where they are new. Refuses to know Python, patterns as text, and files of tokenizers.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <vector>
 
 namespace blockcast {
 
+using u8 = std::uint8_t;
 using u32 = std::uint32_t;
 using u64 = std::uint64_t;
 
@@ -18,19 +20,19 @@ using u64 = std::uint64_t;
 struct Part {
     enum Kind : u32 { Accept, Set, Either, Look };
     Kind kind = Accept;
-    u64 chars[2] = {0, 0};         // Set: which
-    u64 least = 1, most = 1;       // Set: how many of them, as many as can be
-    bool wanted = true;            // Look: whether it has to match here
-    std::vector<u32> branches;     // Either: in the order in which they are tried; Look: what is looked for
+    std::array<bool, 128> chars{};  // Set: which
+    u64 least = 1, most = 1;        // Set: how many of them, as many as can be
+    bool wanted = true;             // Look: whether it has to match here
+    std::vector<u32> branches;      // Either: in the order in which they are tried; Look: what is looked for
     u32 next = 0;
-    bool has(unsigned char c) const { return chars[c >> 6 & 1] >> (c & 63) & 1; }
 };
 
-// Parts are numbered; 0 is Accept, the last one is where to begin. It recurses as deep as the pattern, not the text.
+// Parts are numbered; 0 is Accept, the last one is where to begin. It recurses as deep as the pattern, not the text, which
+// is ASCII.
 class Pattern {
 public:
     static constexpr std::size_t kNone = ~std::size_t{0};
-    explicit Pattern(std::vector<Part> parts) : parts_(std::move(parts)) {}
+    explicit Pattern(std::vector<Part> parts) : parts_(std::move(parts)) { foresee(); }
 
     // The end of its match at `at`, or kNone.
     std::size_t match(std::string_view text, std::size_t at) const {
@@ -38,6 +40,34 @@ public:
     }
 
 private:
+    static constexpr std::size_t kEnd = 128;  // in the place of a character: there is none
+
+    // With which characters a match of each part can begin: at least those with which it does.
+    void foresee() {
+        for (const Part& part : parts_) {  // those behind a part stand before it
+            std::array<bool, kEnd + 1> begins{};
+            const auto join = [&](u32 other) {
+                for (std::size_t c = 0; c <= kEnd; ++c) begins[c] = begins[c] || begins_[other][c];
+            };
+            if (part.kind == Part::Accept) begins.fill(true);
+            if (part.kind == Part::Set) std::copy(part.chars.begin(), part.chars.end(), begins.begin());
+            if (part.kind == Part::Look || (part.kind == Part::Set && part.least == 0)) join(part.next);
+            std::array<u64, kEnd + 1> viable{};
+            if (part.kind == Part::Either) {
+                for (std::size_t i = 0; i < part.branches.size(); ++i) {
+                    join(part.branches[i]);
+                    for (std::size_t c = 0; c <= kEnd; ++c) viable[c] |= u64{begins_[part.branches[i]][c]} << i;
+                }
+            }
+            begins_.push_back(begins);
+            viable_.push_back(viable);
+        }
+    }
+
+    bool can_begin(std::string_view text, u32 number, std::size_t at) const {
+        return begins_[number][at < text.size() ? static_cast<unsigned char>(text[at]) : kEnd];
+    }
+
     std::size_t run(std::string_view text, u32 number, std::size_t at) const {
         for (;;) {
             const Part& part = parts_[number];
@@ -46,23 +76,28 @@ private:
             case Part::Set: {
                 const std::size_t stop = part.most < text.size() - at ? at + part.most : text.size();
                 std::size_t end = at;
-                while (end < stop && part.has(static_cast<unsigned char>(text[end]))) ++end;
+                while (end < stop && part.chars[static_cast<unsigned char>(text[end])]) ++end;
                 if (end - at < part.least) return kNone;
                 const std::size_t first = at + part.least;
                 if (parts_[part.next].kind != Part::Accept) {
                     for (; end > first; --end) {
+                        if (!can_begin(text, part.next, end)) continue;
                         if (const std::size_t found = run(text, part.next, end); found != kNone) return found;
                     }
                 }
                 at = end;
                 break;
             }
-            case Part::Either:
-                for (std::size_t i = 0; i + 1 < part.branches.size(); ++i) {
-                    if (const std::size_t found = run(text, part.branches[i], at); found != kNone) return found;
+            case Part::Either: {
+                u64 viable = viable_[number][at < text.size() ? static_cast<unsigned char>(text[at]) : kEnd];
+                if (viable == 0) return kNone;
+                for (; (viable & (viable - 1)) != 0; viable &= viable - 1) {
+                    const std::size_t found = run(text, part.branches[first_of(viable)], at);
+                    if (found != kNone) return found;
                 }
-                number = part.branches.back();
+                number = part.branches[first_of(viable)];
                 continue;
+            }
             case Part::Look:
                 if ((run(text, part.branches[0], at) != kNone) != part.wanted) return kNone;
                 break;
@@ -71,8 +106,41 @@ private:
         }
     }
 
+    static std::size_t first_of(u64 bits) { return static_cast<std::size_t>(__builtin_ctzll(bits)); }
+
     std::vector<Part> parts_;
+    std::vector<std::array<bool, kEnd + 1>> begins_;  // by part
+    std::vector<std::array<u64, kEnd + 1>> viable_;   // by part, Either: by the next character, who may match
 };
+
+inline u64 fold(u64 a, u64 b) {
+    const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
+    return static_cast<u64>(product) ^ static_cast<u64>(product >> 64);
+}
+
+// Ids that are appended to, with room made for a few more than are counted.
+class Ids {
+public:
+    explicit Ids(std::size_t expected) : ids_(expected + kSpare) {}
+    void append(const u32* ids, std::size_t count) { std::memcpy(room(count), ids, count * sizeof(u32)); }
+    // Where `count` more are to be written, and may be up to kSpare.
+    u32* room(std::size_t count) {
+        if (count_ + count + kSpare > ids_.size()) ids_.resize(2 * (count_ + count) + kSpare);
+        u32* at = ids_.data() + count_;
+        count_ += count;
+        return at;
+    }
+    const u32* data() const { return ids_.data(); }
+    std::size_t size() const { return count_; }
+    static constexpr std::size_t kSpare = 3;
+
+private:
+    std::vector<u32> ids_;
+    std::size_t count_ = 0;
+};
+
+constexpr u64 kGolden = 0x9E3779B97F4A7C15ull;
+constexpr std::size_t kWordMax = 64;  // longer words hardly come back, and the work for a pair's grows with its square
 
 // What pairs of ids become, the lowest rank first.
 class BytePairs {
@@ -80,86 +148,128 @@ public:
     // `chars`: the id of each ASCII character.
     BytePairs(const std::vector<u32>& chars, const std::vector<u32>& left, const std::vector<u32>& right,
               const std::vector<u32>& made)
-        : chars_(chars) {
-        merges_.reserve(made.size());
+        : chars_(chars), merges_(std::size_t{1}) {
+        std::size_t size = 64;
+        while (size < 2 * made.size()) size *= 2;
+        merges_.assign(size, Merge{});
         for (std::size_t i = 0; i < made.size(); ++i) {  // the last one counts where a pair stands twice, as in the library
-            merges_[pair(left[i], right[i])] = Merge{static_cast<u32>(i), made[i]};
+            const u64 key = pair(left[i], right[i]);
+            std::size_t at = fold(key, kGolden);
+            while (merge(at).rank != kNever && merge(at).key != key) ++at;
+            merge(at) = Merge{key, static_cast<u32>(i), made[i]};
         }
     }
 
-    // Appends the ids of a short word: the work grows with its square.
-    void append(std::string_view word, std::vector<u32>& ids) const {
-        const std::size_t first = ids.size();
-        for (const char c : word) ids.push_back(chars_[static_cast<unsigned char>(c)]);
-        std::vector<Merge> found(word.size());  // of each id with the next one
-        const auto look = [&](std::size_t i) {
-            found[i] = Merge{};
-            if (first + i + 1 >= ids.size()) return;
-            const auto merge = merges_.find(pair(ids[first + i], ids[first + i + 1]));
-            if (merge != merges_.end()) found[i] = merge->second;
-        };
-        for (std::size_t i = 0; i < word.size(); ++i) look(i);
-        for (std::size_t count = word.size();; --count) {
+    // Appends the ids of a word of kWordMax characters at most.
+    void append(std::string_view word, Ids& ids) const {
+        u32 made[kWordMax];
+        Found found[kWordMax];  // of each id with the next one
+        std::size_t count = word.size();
+        for (std::size_t i = 0; i < count; ++i) made[i] = chars_[static_cast<unsigned char>(word[i])];
+        const auto look = [&](std::size_t i) { found[i] = i + 1 < count ? find(pair(made[i], made[i + 1])) : Found{}; };
+        for (std::size_t i = 0; i < count; ++i) look(i);
+        while (count > 0) {
             std::size_t best = 0;
             for (std::size_t i = 1; i < count; ++i) {
                 if (found[i].rank < found[best].rank) best = i;
             }
-            if (found[best].rank == kNever) return;
-            ids[first + best] = found[best].made;
-            ids.erase(ids.begin() + static_cast<std::ptrdiff_t>(first + best + 1));
-            found.erase(found.begin() + static_cast<std::ptrdiff_t>(best + 1));
+            if (found[best].rank == kNever) break;
+            made[best] = found[best].made;
+            --count;
+            for (std::size_t i = best + 1; i < count; ++i) {
+                made[i] = made[i + 1];
+                found[i] = found[i + 1];
+            }
             look(best);
             if (best > 0) look(best - 1);
         }
+        ids.append(made, count);
     }
 
 private:
     static constexpr u32 kNever = ~u32{0};
+    struct Found {
+        u32 rank = kNever, made = 0;
+    };
     struct Merge {
+        u64 key = 0;
         u32 rank = kNever, made = 0;
     };
     static u64 pair(u32 left, u32 right) { return u64{left} << 32 | right; }
+    Merge& merge(std::size_t at) { return merges_[at & (merges_.size() - 1)]; }
+    Found find(u64 key) const {
+        for (std::size_t at = fold(key, kGolden);; ++at) {
+            const Merge& merge = merges_[at & (merges_.size() - 1)];
+            if (merge.rank == kNever || merge.key == key) return Found{merge.rank, merge.made};
+        }
+    }
 
     std::vector<u32> chars_;
-    std::unordered_map<u64, Merge> merges_;
+    std::vector<Merge> merges_;  // half of them empty, at least
 };
 
-// Words and their ids. When there are too many, all are forgotten. The seed is secret: clients choose the words.
+// Words of kWordMax characters at most and their ids. When there are too many, all are forgotten. The seed is secret:
+// clients choose the words. A short word with few ids stands in its slot: half a line of the processor's cache.
 class WordTable {
 public:
-    WordTable(u64 seed, std::size_t words_max) : seed_(seed), words_max_(words_max) { forget(); }
+    WordTable(u64 seed, std::size_t words_max) : seed_(seed), words_max_(words_max) {
+        draw();
+        forget();
+    }
 
-    // Appends the ids of a word; false where it is not known.
-    bool append(std::string_view word, std::vector<u32>& ids) const {
-        const u64 hash = hash_of(word);
-        for (std::size_t i = hash;; ++i) {
+    // Appends the ids of the `size` characters of `text` at `at`; false where they are not known.
+    bool append(std::string_view text, std::size_t at, std::size_t size, Ids& ids) const {
+        const Key key = key_of(text, at, size);
+        for (std::size_t i = hash_of(key);; ++i) {
             const Slot& slot = slots_[i & (slots_.size() - 1)];
-            if (slot.size == 0) return false;
-            if (slot.hash != hash || slot.size != word.size()) continue;
-            if (std::memcmp(chars_.data() + slot.at, word.data(), word.size()) != 0) continue;
-            ids.insert(ids.end(), ids_.begin() + slot.ids_at, ids_.begin() + slot.ids_at + slot.ids_count);
+            if (slot.count == 0) return false;
+            if (slot.key.low != key.low || slot.key.high != key.high) continue;
+            if (size > kShort && std::memcmp(chars_.data() + slot.chars_at, text.data() + at, size) != 0) continue;
+            if (size <= kShort && slot.count <= kHere) {
+                std::memcpy(ids.room(slot.count), slot.ids, sizeof(slot.ids));
+            } else {
+                ids.append(ids_.data() + slot.ids_at, slot.count);
+            }
             return true;
         }
     }
 
-    // A word that is not empty and not known.
+    // A word that is not empty and not known, and has ids.
     void add(std::string_view word, const u32* ids, std::size_t count) {
+        if (count == 0) return;
         if (words_ == words_max_) forget();
         if (2 * (words_ + 1) > slots_.size()) grow();
-        const u64 hash = hash_of(word);
-        put(Slot{hash, static_cast<u32>(chars_.size()), static_cast<u32>(word.size()), static_cast<u32>(ids_.size()),
-                 static_cast<u32>(count)});
-        chars_.append(word);
-        ids_.insert(ids_.end(), ids, ids + count);
+        Slot slot{};
+        slot.key = key_of(word, 0, word.size());
+        slot.count = static_cast<u32>(count);
+        if (word.size() <= kShort && count <= kHere) {
+            std::memcpy(slot.ids, ids, count * sizeof(u32));
+        } else {
+            slot.ids_at = static_cast<u32>(ids_.size());
+            slot.chars_at = static_cast<u32>(chars_.size());
+            ids_.insert(ids_.end(), ids, ids + count);
+            if (word.size() > kShort) chars_.append(word);
+        }
+        put(slot);
         ++words_;
     }
 
     std::size_t size() const { return words_; }
 
 private:
-    struct Slot {
-        u64 hash;
-        u32 at, size, ids_at, ids_count;
+    static constexpr std::size_t kShort = 15, kHere = Ids::kSpare;
+    struct Key {
+        u64 low, high;  // of a short word its characters, of a long one its hash; the last byte is its size
+    };
+    struct alignas(32) Slot {
+        Key key;
+        union {
+            u32 ids[kHere];
+            struct {
+                u32 ids_at, chars_at;
+            };
+        };
+        u32 count;  // of ids; 0: the slot is empty
     };
 
     void forget() {
@@ -170,8 +280,8 @@ private:
     }
 
     void put(const Slot& slot) {
-        std::size_t i = slot.hash;
-        while (slots_[i & (slots_.size() - 1)].size != 0) ++i;
+        std::size_t i = hash_of(slot.key);
+        while (slots_[i & (slots_.size() - 1)].count != 0) ++i;
         slots_[i & (slots_.size() - 1)] = slot;
     }
 
@@ -179,25 +289,47 @@ private:
         std::vector<Slot> old(2 * slots_.size(), Slot{});
         old.swap(slots_);
         for (const Slot& slot : old) {
-            if (slot.size != 0) put(slot);
+            if (slot.count != 0) put(slot);
         }
     }
 
-    static u64 fold(u64 a, u64 b) {
-        const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
-        return static_cast<u64>(product) ^ static_cast<u64>(product >> 64);
-    }
+    u64 hash_of(const Key& key) const { return fold(fold(key.low ^ seed_, seed_ | 1) ^ key.high, kGolden); }
 
-    u64 hash_of(std::string_view word) const {
-        u64 hash = seed_ ^ word.size();
-        for (std::size_t at = 0; at < word.size(); at += 8) {
-            u64 piece = 0;
-            std::memcpy(&piece, word.data() + at, word.size() - at < 8 ? word.size() - at : 8);
-            hash = fold(hash ^ piece, seed_ | 1);
+    Key key_of(std::string_view text, std::size_t at, std::size_t size) const {
+        Key key{0, 0};
+        if (size > kShort) {
+            key.low = seed_;
+            for (std::size_t done = 0; done < size; done += 8) {
+                u64 piece = 0;
+                std::memcpy(&piece, text.data() + at + done, size - done < 8 ? size - done : 8);
+                key.low = fold(key.low ^ piece, seed_ | 1);
+            }
+        } else if (text.size() - at >= sizeof(Key)) {  // to copy what is not wanted too is faster
+            std::memcpy(&key, text.data() + at, sizeof(Key));
+            key.low &= kept_[size].low;
+            key.high &= kept_[size].high;
+        } else {
+            std::memcpy(&key, text.data() + at, size);
         }
-        return fold(hash, 0x9E3779B97F4A7C15ull);
+        key.high |= sizes_[size];
+        return key;
     }
 
+    // By the size of a short word, the bits of its characters; by that of any, the size as a key's last byte.
+    void draw() {
+        u8 bytes[sizeof(Key)] = {};
+        for (std::size_t size = 0; size <= kWordMax; ++size) {
+            u8 last[sizeof(u64)] = {};
+            last[sizeof(u64) - 1] = static_cast<u8>(size);
+            std::memcpy(&sizes_[size], last, sizeof(u64));
+            if (size > kShort) continue;
+            std::memcpy(&kept_[size], bytes, sizeof(Key));
+            bytes[size] = 0xFF;
+        }
+    }
+
+    Key kept_[kShort + 1];
+    u64 sizes_[kWordMax + 1];
     const u64 seed_;
     const std::size_t words_max_;
     std::vector<Slot> slots_;

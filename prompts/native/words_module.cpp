@@ -21,8 +21,7 @@ Pattern pattern_of(const std::vector<Row>& rows) {
     for (const auto& [kind, low, high, least, most, wanted, branches, next] : rows) {
         Part part;
         part.kind = static_cast<Part::Kind>(kind);
-        part.chars[0] = low;
-        part.chars[1] = high;
+        for (unsigned c = 0; c < 128; ++c) part.chars[c] = (c < 64 ? low : high) >> (c & 63) & 1;
         part.least = least;
         part.most = most;
         part.wanted = wanted;
@@ -30,7 +29,8 @@ Pattern pattern_of(const std::vector<Row>& rows) {
         part.next = next;
         bool right = kind <= Part::Look && (kind == Part::Accept) == parts.empty() && (next < parts.size() || parts.empty());
         for (const u32 branch : branches) right = right && branch < parts.size();
-        right = right && (kind != Part::Either || !branches.empty()) && (kind != Part::Look || branches.size() == 1);
+        right = right && (kind != Part::Either || (!branches.empty() && branches.size() <= 64));
+        right = right && (kind != Part::Look || branches.size() == 1);
         if (!right) throw nb::value_error("a pattern's parts stand before those that lead to them; the first accepts");
         parts.push_back(part);
     }
@@ -65,21 +65,23 @@ public:
         const std::string_view whole(data + start, static_cast<std::size_t>(size) - start);
         std::vector<Word> words;
         if (!cut(steps_, whole, words)) return nb::none();
-        std::vector<u32> ids;
-        ids.reserve(words.size() * 2);
+        Ids ids(whole.size());
         for (const Word& at : words) {
-            const std::string_view word = whole.substr(at.start, at.end - at.start);
-            if (table_.append(word, ids)) continue;
-            if (pairs_ && word.size() <= kWordMax) {
+            const std::size_t count = at.end - at.start;
+            if (count <= kWordMax && table_.append(whole, at.start, count, ids)) continue;
+            const std::string_view word = whole.substr(at.start, count);
+            if (pairs_ && count <= kWordMax) {
                 const std::size_t first = ids.size();
                 pairs_->append(word, ids);
                 table_.add(word, ids.data() + first, ids.size() - first);
                 continue;
             }
             const auto found = nb::cast<std::vector<u32>>(learn(nb::str(word.data(), word.size())));
-            ids.insert(ids.end(), found.begin(), found.end());
-            std::vector<u32> known;
-            if (word.size() <= kWordMax && !table_.append(word, known)) table_.add(word, found.data(), found.size());
+            ids.append(found.data(), found.size());
+            Ids known(0);
+            if (count <= kWordMax && !table_.append(whole, at.start, count, known)) {
+                table_.add(word, found.data(), found.size());
+            }
         }
         return nb::bytes(reinterpret_cast<const char*>(ids.data()), ids.size() * sizeof(u32));
     }
@@ -87,7 +89,6 @@ public:
     std::size_t size() const { return table_.size(); }
 
 private:
-    static constexpr std::size_t kWordMax = 64;  // longer ones hardly come back
     std::vector<Pattern> steps_;
     WordTable table_;
     std::optional<BytePairs> pairs_;

@@ -29,6 +29,7 @@ from router.prompting.outline import Outline, outline
 from router.prompting.pool import Helpers
 from router.prompting.reader import PromptReader
 from router.prompting.sessions import Session
+from router.turns.book import short_keys
 from router.turns.config import TurnsConfig
 from router.turns.ledger import AskedTurn, BegunTurn, Ledger
 from router.turns.why import BLOCK_TOKENS, GROUPS, Facts, Why
@@ -173,9 +174,13 @@ class Reasons:
     ) -> AskedTurn:
         worker = self._core.workers.get(decision.worker)
         block = worker.spec.block_size if worker is not None else None
+        core = self._core
+        short: Sequence[int] = ()
+        if route.session is None:
+            short = short_keys(core.index, ids, route.scope, core.config.working_set.chunk_tokens)
         return AskedTurn(
             name, ids, route.scope, keys, _outliner(read), decision.worker, block or BLOCK_TOKENS, route.session,
-            route.parent, route.final, sum(len(ids) for _, _, ids in read.spans),
+            route.parent, route.final, sum(len(ids) for _, _, ids in read.spans), short,
         )  # fmt: skip
 
     def _facts(self, prompt: Tokens, route: RouteRequest) -> Facts:

@@ -39,6 +39,14 @@ class AskedTurn:
     final: bool = False
     sampled_tokens: int = 0
     """Of `ids`: as they were sampled, where the encoder would choose others."""
+    short: Sequence[int] = ()
+    """Digests of its first chunk's beginnings, where its session has no name."""
+
+    @property
+    def found_by(self) -> list[int]:
+        """Of which prompts it may be a continuation, the shortest first. Of prompts that merely begin alike the short
+        ones tell too little: they are not looked for by these."""
+        return [*self.short, *self.keys]
 
 
 @dataclass(slots=True)
@@ -85,7 +93,7 @@ class Ledger:
 
     def parts_ways(self, asked: AskedTurn) -> bool:
         """Whether its conversation goes on otherwise than it was: then the outline of the whole is wanted."""
-        return self.book.goes_on(asked.ids, asked.scope, asked.session, asked.keys) is None
+        return self.book.goes_on(asked.ids, asked.scope, asked.session, asked.found_by) is None
 
     def begun(self, asked: AskedTurn, decision: Decision, facts: Facts, now: float, wall: float) -> BegunTurn:
         """Its answer has begun: the prompt was computed."""
@@ -93,7 +101,7 @@ class Ledger:
         turn = self._turn(asked)
         why = self._why(asked, turn, decision, facts, now, wall)
         outline, session = turn.outline, asked.session
-        keys = () if session is not None else marks(asked.keys)
+        keys = () if session is not None else marks(asked.keys) or tuple(asked.short[-1:])
         past = Past(asked.scope, asked.ids, outline, asked.target, now, session, keys)
         if len(asked.ids) >= asked.block:  # of less nothing can be cached
             self.book.put(past, instead=turn.past)
@@ -123,7 +131,7 @@ class Ledger:
     def _turn(self, asked: AskedTurn) -> Turn:
         """The prompt beside the one it goes on from."""
         ids, scope, session, book = asked.ids, asked.scope, asked.session, self.book
-        past = book.goes_on(ids, scope, session, asked.keys)
+        past = book.goes_on(ids, scope, session, asked.found_by)
         turn = Turn(len(ids), asked.block, past)
         if past is not None:
             turn.common = len(past.ids)

@@ -24,11 +24,13 @@ from router.decide.workers import ServedModel, WorkerSpec
 from router.index import make_index
 from router.index.protocol import Scope
 from router.prompting.outline import Outline, difference, outline
+from router.turns.book import short_keys
 from router.turns.config import TurnsConfig
 from router.turns.ledger import AskedTurn, Ledger
 from router.turns.why import GROUPS, Facts, Why, check_adds_up
 
 BLOCK = 16
+CHUNK = CoreConfig().working_set.chunk_tokens
 QWEN3 = runpy.run_path(str(Path(__file__).parents[1] / "prompts" / "chat_templates.py"))["QWEN3"]
 TEMPLATE = "{% if effort is defined %}<|im_start|>system\nReasoning effort: {{ effort }}<|im_end|>\n{% endif %}" + QWEN3
 TOOLS = [
@@ -104,11 +106,12 @@ class Fleet:
         return begun.why
 
     def asked(self, route: RouteRequest, parsed: RoutingRequest, worker: str) -> AskedTurn:
-        keys = self.core.index.chunk_keys(route.token_ids, route.scope, 64)
         ids: Any = route.token_ids
+        keys = self.core.index.chunk_keys(ids, route.scope, CHUNK)
         return AskedTurn(
             route.request_id, ids, route.scope, keys, lambda after: outline(parsed, after), worker, BLOCK,
-            route.session, route.parent, route.final,
+            route.session, route.parent, route.final, 0,
+            short_keys(self.core.index, ids, route.scope, CHUNK) if route.session is None else (),
         )  # fmt: skip
 
     def facts(self, route: RouteRequest) -> Facts:
@@ -437,3 +440,21 @@ def test_a_body_of_another_api_is_outlined_as_the_chat_it_stands_for(path: str) 
     old, new = read(["one", "two", "three"]), read(["one", "twos", "three", "four", "five"])
     assert old.count == 4
     assert difference(old, new, 0.6) == ("edited", 2)
+
+
+def test_a_short_conversation_without_a_name_goes_on(tokenizer: Tokenizer) -> None:
+    """From less than a chunk to more than one, beside others that begin with the same system prompt."""
+    rng = random.Random(20)
+    fleet = Fleet(tokenizer, rng)
+    system = {"role": "system", "content": "You help. " * 8}
+    talks: list[list[dict[str, str]]] = [[system] for _ in range(6)]
+    lengths = set()
+    for turn in range(5):
+        for talk in talks:
+            talk.append({"role": "user", "content": " ".join(rng.choices(WORDS, k=12))})
+            why = fleet.send({"model": "m", "messages": talk}, answer="So be it." + END)
+            talk.append({"role": "assistant", "content": "So be it."})
+            reasons = [part.reason for part in why.parts if part.reason != "block_rest"]
+            assert reasons == ["new_text" if turn else "new_session"], (turn, why)
+            lengths.add(why.prompt_tokens > CHUNK)
+    assert lengths == {False, True}
