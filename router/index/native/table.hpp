@@ -27,15 +27,19 @@
 
 namespace blockcast {
 
-// Keys are chosen by others (names, salts, digests of prompts). They are spread by multiplication with an odd number that this
+// Keys are chosen by others (names, salts, digests of prompts). They are spread by multiplication with odd numbers that this
 // process has drawn (Dietzfelbinger et al., 1997: any two keys meet in their top k bits with probability 2 / 2^k), so that
-// nobody can choose keys that meet.
+// nobody can choose keys that meet. Twice, the halves mixed between: one product keeps names that count up an arithmetic
+// progression, and one number of some hundreds lays a progression down in a few heaps.
 inline u64 draw_secret() {
     std::random_device random;
     return u64{random()} << 32 | random() | 1;
 }
-inline const u64 secret = draw_secret();
-inline u64 keyed(u64 key) { return key * secret; }
+inline const u64 secrets[2] = {draw_secret(), draw_secret()};
+inline u64 keyed(u64 key) {
+    key *= secrets[0];
+    return (key ^ key >> 32) * secrets[1];
+}
 
 // Steps of searches and walks beyond the first few that each byte of input pays for: what an attack would drive up. Tests
 // hold it against the size of what they sent.
