@@ -7,12 +7,15 @@ read in order with the steps, behind what was carried before. So moves have the 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import groupby
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,13 +32,11 @@ class BlockMoves:
     def __init__(self, spec: CacheSpec, buffer: Tensor, stride: int, host_units: int) -> None:
         """Raises RuntimeError where there is no memory to be had, or none to be pinned."""
         self._device = buffer
-        self._on_gpu = buffer.device.type == "cuda"
+        self._on_gpu = buffer.device.type != "cpu"
         if self._on_gpu or not host_units:
             self._host = torch.empty(host_units * stride, dtype=torch.uint8, pin_memory=host_units > 0)
         else:
             self._host = _large_pages(host_units * stride)
-        if not self._on_gpu:
-            self._bytes = {False: self._device.numpy(), True: self._host.numpy()}
         self._stride = stride
         self._sizes = [(spec.blocks_per_unit(g), spec.block_bytes(g)) for g in range(len(spec.groups))]
         if spec.state is not None:
@@ -66,7 +67,8 @@ class BlockMoves:
     def _copy(self, way: Way, moves: Iterable[Move]) -> None:
         """On a CPU: by arrays, whose slices cost a fraction of a tensor's."""
         start_s = time.perf_counter()
-        to, of = self._bytes[way is Way.TO_HOST], self._bytes[way is Way.FROM_HOST]
+        to = _bytes(self._host if way is Way.TO_HOST else self._device)
+        of = _bytes(self._host if way is Way.FROM_HOST else self._device)
         for kind, source, target, _ in moves:
             to[self._place(kind, target)] = of[self._place(kind, source)]
         if way is not Way.WITHIN:
@@ -108,6 +110,11 @@ class BlockMoves:
             done.record(self._carrier)
         self._carried = [self._carried[1], done]
         self._staging.reverse()
+
+
+def _bytes(memory: Tensor) -> npt.NDArray[np.uint8]:
+    """A CPU's memory where it lies now. `Tensor.numpy` would keep it from being given back (`free_pool`)."""
+    return np.frombuffer((ctypes.c_uint8 * memory.numel()).from_address(memory.data_ptr()), np.uint8)
 
 
 def _large_pages(size: int) -> Tensor:

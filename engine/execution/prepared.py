@@ -78,7 +78,7 @@ class PreparedStep:
 
 def wanted_rows(chunks: list[Chunk], query_starts: IntArray, scored: list[int]) -> tuple[IntArray | None, IntArray]:
     """Rows of the batch that logits are made of (None: all), and where each chunk's start among them."""
-    if query_starts[-1] == len(chunks) and all(chunk.samples for chunk in chunks):
+    if query_starts[-1] == len(chunks) and False not in [chunk.samples for chunk in chunks]:
         return None, query_starts  # a decode step
     begins, ends = query_starts[:-1].copy(), query_starts[1:]
     for i, chunk in enumerate(chunks):

@@ -17,7 +17,7 @@ from engine.execution.sizing import count_host_units
 from engine.models.loader import load_model
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.tiny.model import Recipe, cached_model
-from engine.types import Request, SamplingParams
+from engine.types import BlockId, Move, Request, SamplingParams, Way
 from options import ConfigError
 
 RECIPES = {
@@ -90,3 +90,21 @@ def test_bad_sizes_are_refused() -> None:
             count_host_units(EngineConfig(host_cache_memory=memory), spec)
     with pytest.raises(ConfigError, match="means nothing with --no-enable-prefix-caching"):
         count_host_units(EngineConfig(host_cache_memory=1 << 24, enable_prefix_caching=False), spec)
+
+
+def test_a_pool_whose_blocks_were_moved_can_be_given_back() -> None:
+    """An engine that sleeps gives the cache's memory back; what is moved after that lies elsewhere."""
+    model, dtype = load_model(cached_model(Recipe()))
+    spec = model.cache_spec(4, dtype)
+    runner = ModelRunner(
+        model, spec, 4, device=torch.device("cpu"), dtype=dtype, max_model_len=64, host_units=4
+    )  # fmt: skip
+    size = spec.block_bytes(0)
+    for value in (7, 9):
+        runner._buffer[:size] = value
+        runner.moves.do([Move(0, BlockId(0), BlockId(1), Way.TO_HOST), Move(0, BlockId(1), BlockId(2), Way.FROM_HOST)])
+        runner.moves.do([Move(0, BlockId(2), BlockId(3))])
+        assert (runner.moves._block(runner._buffer, 0, BlockId(3)) == value).all()
+        runner.free_pool()
+        assert runner._buffer.untyped_storage().nbytes() == 0
+        runner.take_pool()
