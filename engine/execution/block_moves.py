@@ -114,7 +114,7 @@ class BlockMoves:
 
 def _bytes(memory: Tensor) -> npt.NDArray[np.uint8]:
     """A CPU's memory where it lies now. `Tensor.numpy` would keep it from being given back (`free_pool`)."""
-    return np.frombuffer((ctypes.c_uint8 * memory.numel()).from_address(memory.data_ptr()), np.uint8)
+    return np.frombuffer(memoryview((ctypes.c_uint8 * memory.numel()).from_address(memory.data_ptr())), np.uint8)
 
 
 def _large_pages(size: int) -> Tensor:
