@@ -6,6 +6,7 @@ whose answer is not constrained yet (`Constraint.after`), or not at all, costs n
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,8 +29,12 @@ if TYPE_CHECKING:
 Words = npt.NDArray[np.uint32]
 _SUMMANDS = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 0.0, -np.inf).astype(np.float32)
 """Of eight tokens, by the byte of their bits."""
-_FEW = 4
+_SOME = 4
 """Where fewer than one in so many tokens may be drawn, or may not, these are named one by one."""
+_FEW = 32
+"""Where fewer than one in so many may be drawn, nothing else is looked at."""
+_KEPT_MAX = 64
+"""Of the masks used last, the tokens that they name are kept: most answers are within a text most of the time."""
 
 
 @dataclass(slots=True)
@@ -83,6 +88,10 @@ class OnCpu:
     """and these few."""
     others: list[tuple[int, npt.NDArray[np.float32]]]
     """(place, [tokens]: -inf where it may not, else 0)."""
+    few: list[int]
+    """Places of the rows in which very few may be drawn: their logits are left as they are,"""
+    few_ids: npt.NDArray[np.int64]
+    """and these are drawn from, [rows, the most that any has], by rising id; the rest of a row is -1."""
 
 
 @dataclass(slots=True)
@@ -110,6 +119,7 @@ class Masks:
         self._threads = threads
         self._thread = ThreadPoolExecutor(1, "masks")
         self._executor: LLExecutor | None = None
+        self._named = _Named(vocab_size)
         self._endings_thread = ThreadPoolExecutor(1, "endings")
         self._endings: Future[Endings] | None = None
         """A part of a second of work, begun with the first constrained answer."""
@@ -186,7 +196,7 @@ class Masks:
             if follower.thinks is None and follower.constraint.opens is not None:
                 _set(bits[at], follower.constraint.opens)
         places = [one.place for one in masked]
-        cpu = _on_cpu(places, bits, self._vocab_size) if self._device.type == "cpu" else None
+        cpu = self._named.on_cpu(places, bits) if self._device.type == "cpu" else None
         return Allowed(places, bits, cpu, failed, ended)
 
     def _end_in_time(self, one: Wanted, bits: Words) -> None:
@@ -264,21 +274,49 @@ class Masks:
         self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
 
 
-def _on_cpu(places: list[int], bits: Words, vocab_size: int) -> OnCpu:
-    barred, allowed = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    only: list[int] = []
-    others: list[tuple[int, npt.NDArray[np.float32]]] = []
-    for place, row in zip(places, bits.view(np.uint8)):
-        may = np.unpackbits(row, count=vocab_size, bitorder="little").view(np.bool_)
-        count = int(np.count_nonzero(may))
-        if _FEW * (vocab_size - count) <= vocab_size:
-            barred.append(np.flatnonzero(~may) + place * vocab_size)
-        elif _FEW * count <= vocab_size:
-            only.append(place)
-            allowed.append(np.flatnonzero(may) + place * vocab_size)
-        else:
-            others.append((place, np.take(_SUMMANDS, row, axis=0).reshape(-1)[:vocab_size]))
-    return OnCpu(np.concatenate(barred), only, np.concatenate(allowed), others)
+class _Named:
+    """The tokens that masks name, and of those used last what they named."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._kept: OrderedDict[bytes, tuple[bool, npt.NDArray[np.int64] | None]] = OrderedDict()
+
+    def on_cpu(self, places: list[int], bits: Words) -> OnCpu:
+        none, vocab_size = np.empty(0, np.int64), self._vocab_size
+        barred, allowed, few_ids = [none], [none], list[npt.NDArray[np.int64]]()
+        only, few = list[int](), list[int]()
+        others: list[tuple[int, npt.NDArray[np.float32]]] = []
+        for place, row in zip(places, bits.view(np.uint8)):
+            may, ids = self._ids(row)
+            if ids is None:
+                others.append((place, np.take(_SUMMANDS, row, axis=0).reshape(-1)[:vocab_size]))
+            elif not may:
+                barred.append(ids + place * vocab_size)
+            elif 0 < _FEW * len(ids) <= vocab_size:
+                few.append(place)
+                few_ids.append(ids)
+            else:
+                only.append(place)
+                allowed.append(ids + place * vocab_size)
+        padded = np.full((len(few), max(map(len, few_ids), default=0)), -1, np.int64)
+        for row_ids, ids in zip(padded, few_ids):
+            row_ids[: len(ids)] = ids
+        return OnCpu(np.concatenate(barred), only, np.concatenate(allowed), others, few, padded)
+
+    def _ids(self, row: npt.NDArray[np.uint8]) -> tuple[bool, npt.NDArray[np.int64] | None]:
+        """(whether they may be drawn or may not, these tokens); None: they are too many either way."""
+        key = row.tobytes()
+        found = self._kept.get(key)
+        if found is None:
+            may = np.unpackbits(row, count=self._vocab_size, bitorder="little").view(np.bool_)
+            count = int(np.count_nonzero(may))
+            most = _SOME * (self._vocab_size - count) <= self._vocab_size
+            some = most or _SOME * count <= self._vocab_size
+            found = self._kept[key] = (not most, np.flatnonzero(~may if most else may) if some else None)
+            if len(self._kept) > _KEPT_MAX:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return found
 
 
 def _apply_on_cpu(logits: Tensor, masks: OnCpu) -> None:

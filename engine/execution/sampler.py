@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.logprobs import token_logprobs
-from engine.execution.masks import Allowed, Masks, Wanted
+from engine.execution.masks import Allowed, Masks, OnCpu, Wanted
 from engine.execution.penalties import Penalties, PenaltyStep, penalises, penalty_rows
 from engine.types import Request, SamplingParams, Sequence
 from kernels import Kernels
@@ -207,7 +207,8 @@ class Sampler:
         draws = Draws(
             kinds.temperature, kinds.min_p, kinds.top_k, kinds.top_p, draft.at, kinds.kinds, draft.allowed is not None
         )
-        tokens = self._draw(changed, draws)
+        few = None if draft.allowed is None else draft.allowed.result().cpu
+        tokens = self._draw(changed, draws) if few is None or not few.few else self._draw_some(changed, draws, few)
         if batch.penalties is not None:
             assert draft.penalties is not None
             self._penalties.count(tokens, batch.penalties, draft.penalties)
@@ -217,6 +218,20 @@ class Sampler:
         if batch.logprob_rows is not None:
             raw, chosen = logits.index_select(0, batch.logprob_rows), tokens.index_select(0, batch.logprob_rows)
         return tokens, token_logprobs(raw, chosen, max(batch.logprob_counts))
+
+    def _draw_some(self, logits: Tensor, draws: Draws, masks: OnCpu) -> Tensor:
+        """[rows]: of rows in which few tokens may be drawn only these are looked at."""
+        few = set(masks.few)
+        rest = [row for row in range(len(logits)) if row not in few]
+        tokens = torch.empty(len(logits), dtype=torch.int64)
+        if rest:
+            tokens[rest] = self._draw(logits[rest], draws.of(rest))
+        places, ids = torch.tensor(masks.few), torch.from_numpy(masks.few_ids)
+        there = ids.clamp(min=0)
+        values = logits.view(-1)[there + places[:, None] * self._vocab_size].masked_fill_(ids < 0, float("-inf"))
+        drawn = self._draw(values, draws.of(places))
+        tokens[places] = there.gather(1, drawn[:, None])[:, 0]
+        return tokens
 
     def _new_batch(self, sequences: list[Sequence], rows: list[int]) -> Batch:
         params = [seq.request.params for seq in sequences]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from engine import LLM, SamplingParams, StructuredOutputsParams
-from engine.execution.masks import Masks
+from engine.execution.masks import Allowed, Masks
 from engine.execution.sampler import Sampler
 from engine.grammars import GrammarError, Grammars, Words, check
 from engine.tiny.model import PRESETS, cached_model
@@ -89,8 +90,18 @@ def allowed(masks: Masks, seq: Sequence, row: int = 0, banned: list[int] | None 
     """The tokens that are left of a row of logits."""
     logits = torch.zeros(1, VOCAB)
     wanted = [masks.want(0, row, seq, len(seq.token_ids), banned or [])]
-    masks.apply(logits, masks.begin(wanted, dict).result())
-    return set(logits[0].isfinite().nonzero()[:, 0].tolist())
+    return left_by(masks.begin(wanted, dict).result(), masks, logits)[0]
+
+
+def left_by(found: Allowed, masks: Masks, logits: torch.Tensor) -> list[set[int]]:
+    """Of each row; where few are left, the logits of the others stay as they are."""
+    masks.apply(logits, found)
+    left = [set(row.isfinite().nonzero()[:, 0].tolist()) for row in logits]
+    assert found.cpu is not None
+    for place, ids in zip(found.cpu.few, found.cpu.few_ids):
+        assert len(left[place]) == VOCAB
+        left[place] = set(ids.tolist()) - {-1}
+    return left
 
 
 @settings(max_examples=40, deadline=None)
@@ -170,9 +181,7 @@ def test_an_answer_that_cannot_go_on_says_why_and_leaves_the_others_alone(masks:
     found = masks.begin(wanted, dict).result()
     assert list(found.failed) == [0]
     assert "does not match" in found.failed[0]
-    logits = torch.zeros(2, VOCAB)
-    masks.apply(logits, found)
-    assert 0 < int(logits[1].isfinite().sum()) < VOCAB
+    assert 0 < len(left_by(found, masks, torch.zeros(2, VOCAB))[1]) < VOCAB
 
 
 def test_several_threads_make_the_same_masks(grammars: Grammars) -> None:
@@ -213,6 +222,33 @@ def test_free_neighbours_draw_what_they_draw_without(seed: int, constrained: lis
     for i in range(4):
         assert constrained[i] or drawn[0][i] == drawn[1][i]
         assert not constrained[i] or TOKENIZER.decode([drawn[1][i]]).startswith("{")
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6), lengths=st.lists(st.integers(0, 25), min_size=1, max_size=9))
+def test_where_few_may_be_drawn_the_same_is_drawn(seed: int, lengths: list[int]) -> None:
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0}, {"seed": 1, "logit_bias": {7: 2.0}}, {"seed": 2, "top_p": 0.7}, {"seed": 3, "top_k": 2},
+        {"seed": 4, "min_p": 0.3, "repetition_penalty": 1.3},
+    ]  # fmt: skip
+    names = [*LARKS]
+    rows = [
+        sequence(LARKS[name] if i % 4 else None, walk(LARKS[name], seed, length), name=str(i), **kinds[i % len(kinds)])
+        for i, (length, name) in enumerate(zip(lengths, names * 9))
+    ]
+    logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    drawn = []
+    for few in (32, 10**9):
+        with pytest.MonkeyPatch.context() as patch, contextlib.closing(Grammars(lambda: WORDS)) as grammars:
+            patch.setattr("engine.execution.masks._FEW", few)
+            masks = Masks(grammars, VOCAB, CPU, threads=1)
+            sampler = Sampler(VOCAB, CPU, (EOS,), 0, masks=masks)
+            places = list(range(len(rows)))
+            draft = sampler.draft(rows, np.array([len(row.token_ids) for row in rows]), places, len(rows))
+            sampler.begin(draft, dict)
+            drawn.append(sampler.sample(logits.clone(), draft)[0].tolist())
+            masks.close()
+    assert drawn[0] == drawn[1]
 
 
 def test_greedy_constrained_rows_take_the_likeliest_of_what_is_allowed_and_logprobs_are_the_models(
