@@ -2,9 +2,13 @@
 
     python benchmarks/fairness.py --seconds 30 --json fairness.json
 
+    python benchmarks/fairness.py --virtual 6 --seconds 250
+
 The same arrivals for all: four tenants with `--fair` and without it, before --workers engines; and each small tenant
 alone before a quarter of them, which is its share. Real programs over HTTP: `engine serve --simulate` sleeps as long as
 its steps would take, so the figures are those of the router's order where the machine is fast enough for all of them.
+`--virtual N`: N draws on a virtual clock instead, the router's core before the simulator's engines: enough requests
+for a p99, and no noise of a machine.
 """
 
 from __future__ import annotations
@@ -23,6 +27,14 @@ from typing import Any
 import _path  # noqa: F401
 import aiohttp
 
+from options.steps import StepTimes
+from router.decide.config import CoreConfig, QueueConfig
+from router.decide.messages import RouteRequest
+from router.index.protocol import Scope
+from router.shadow.cluster import Cluster, ClusterConfig
+from router.shadow.ours import MODEL, Ours
+from router.shadow.workload import SimRequest, Workload
+
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "live"))
 from programs import ADMIN_KEY, Program, call, until
 
@@ -34,22 +46,85 @@ SPEC = {
     "max_model_len": 16_384,
 }
 SMALL_TOKENS, LONG_TOKENS, ANSWER_TOKENS = 600, 2400, 8
+BLOCK = 16
 SMALL = ("small1", "small2", "small3")
 
 
-def arrivals(seconds: float, load: float, workers: int, seed: int) -> list[tuple[float, str, int]]:
+def arrivals(
+    seconds: float, load: float, workers: int, seed: int, long: int = LONG_TOKENS
+) -> list[tuple[float, str, int]]:
     """(time, tenant, prompt tokens). `load`: of a small tenant, as a part of its share of the workers."""
     rng, found = random.Random(seed), []
     share = workers / 4
     small = load * share / (SMALL_TOKENS * SPEC["prefill_s_per_token"])
     rates = dict.fromkeys(SMALL, (small, SMALL_TOKENS))
-    rates["heavy"] = (10 * small * SMALL_TOKENS / LONG_TOKENS, LONG_TOKENS)
+    rates["heavy"] = (10 * small * SMALL_TOKENS / long, long)
     for tenant, (rate, tokens) in rates.items():
         at_s = rng.expovariate(rate)
         while at_s < seconds:
             found.append((at_s, tenant, tokens))
             at_s += rng.expovariate(rate)
     return sorted(found)
+
+
+class Tenants(Ours):
+    """The router's core, told whose each request is."""
+
+    def __init__(self, queue: QueueConfig, asked: list[tuple[float, str, int]]) -> None:
+        super().__init__(CoreConfig(queue=queue))
+        self._asked = asked
+
+    def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
+        own = {"prompt_tokens": request.prompt_tokens, "output_max": ANSWER_TOKENS, "output_min": ANSWER_TOKENS}
+        routed = RouteRequest(
+            str(request.index), MODEL, Scope(MODEL), request.ids, tenant=self._asked[request.index][1], **own
+        )
+        return self._perform([self.core.route(routed, now)])
+
+
+def play_virtually(
+    asked: list[tuple[float, str, int]], workers: int, queue: QueueConfig, seconds: float
+) -> tuple[dict[str, list[float]], int]:
+    """Times to first tokens of each tenant; prompt tokens of answers that had begun by `seconds`."""
+    ids = iter(range(1, 1 << 62))
+    requests = []
+    for index, (at_s, _, tokens) in enumerate(asked):
+        own = [next(ids) for _ in range(-(-(tokens + ANSWER_TOKENS - 1) // BLOCK))]
+        prompt = own[: -(-tokens // BLOCK)]
+        requests.append(
+            SimRequest(
+                index,
+                index,
+                at_s,
+                tokens,
+                ANSWER_TOKENS,
+                prompt,
+                block=BLOCK,
+                final_ids=own[: (tokens + ANSWER_TOKENS - 1) // BLOCK],
+            )
+        )
+    steps = StepTimes(**{name: value for name, value in SPEC.items() if hasattr(StepTimes, name)})
+    config = ClusterConfig(workers, SPEC["kv_tokens"] // BLOCK, 1.0, steps)
+    result = Cluster(config, Workload("fair", requests, ""), [Tenants(queue, asked)]).run()
+    first: dict[str, list[float]] = {}
+    for index, (_, tenant, _) in enumerate(asked):
+        first.setdefault(tenant, []).append(result.ttft_s[index])
+    return first, sum(one[2] for i, one in enumerate(asked) if result.arrived_s[i] + result.ttft_s[i] <= seconds)
+
+
+def virtual(draws: int, seconds: float, load: float, workers: int, long: int) -> None:
+    """Beside the heavy one, and alone on a share, `draws` times."""
+    queue = QueueConfig(fair=True, wait_s_max=1e9, requests_max=1 << 20)
+    for seed in range(draws):
+        asked = arrivals(seconds, load, workers, seed, long)
+        together, done = play_virtually(asked, workers, queue, seconds)
+        _, plain = play_virtually(asked, workers, QueueConfig(), seconds)
+        alone = {t: play_virtually([a for a in asked if a[1] == t], workers // 4, queue, seconds)[0][t] for t in SMALL}
+        pairs = [(at(together[tenant], 0.99), at(alone[tenant], 0.99)) for tenant in SMALL]
+        pairs.append(tuple(at([s for tenant in SMALL for s in runs[tenant]], 0.99) for runs in (together, alone)))
+        print(f"seed {seed}: TTFT p99 beside / alone", *(f"{a:.2f}/{b:.2f}={a / b:.2f}" for a, b in pairs[:3]),
+              "all small {:.2f}/{:.2f}={:.2f}".format(*pairs[3], pairs[3][0] / pairs[3][1]),
+              f"throughput {done / plain:.3f}", flush=True)  # fmt: skip
 
 
 async def play(url: str, asked: list[tuple[float, str, int]], until_s: float) -> dict[str, Any]:
@@ -132,11 +207,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--load", type=float, default=0.8, help="Of a small tenant, as a part of its share.")
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--long", type=int, default=LONG_TOKENS, help="Tokens of the heavy one's prompts.")
+    parser.add_argument("--virtual", type=int, default=0, metavar="DRAWS")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     assert ADMIN_KEY
-    asked = arrivals(given.seconds, given.load, given.workers, given.seed)
+    if given.virtual:
+        virtual(given.virtual, given.seconds, given.load, given.workers, given.long)
+        return
+    asked = arrivals(given.seconds, given.load, given.workers, given.seed, given.long)
     found = {
         "fair": run("fair", given.workers, asked, given.seconds, "--fair"),
         "first come": run("first come", given.workers, asked, given.seconds),

@@ -87,7 +87,7 @@ class QueueConfig:
     tries: Annotated[Count, "Held requests tried at each first token and each tick."] = 24
     requests_max: Annotated[Count, "Requests held, and of the background as many; more are refused with 429."] = 4096
     wait_s_max: Annotated[Seconds,
-        "Longest wait of a request without a deadline; the cheapest worker then gets it."] = 120.0
+        "Longest wait of a request without a deadline; with `fair` it is then refused, else sent."] = 120.0
     tick_s: Annotated[Seconds, "Between two tries."] = 0.05
 
 

@@ -44,6 +44,7 @@ from router.decide.watchdog import Stillness, Watchdog
 from router.decide.workers import Breaker, CacheView, ServedModel, Worker, WorkerSpec, WorkerState
 from router.index.protocol import PrefixIndex
 
+QUEUE_FULL = "The router's queue is full, or this key waits there with as much as all others could."
 Placed = TypeVar("Placed", bound=Forward | Hold | Refuse)
 
 
@@ -304,8 +305,8 @@ class RouterCore:
         if may_hold and request.priority >= self._behind:
             if self._held.counts[0] or not self._is_idle(choice.target, now):
                 return self._hold(live, choice, now)
-        elif may_hold and self._reorders and choice.wait_s > queue.hold_above_s:
-            return self._hold(live, choice, now)
+        elif may_hold and self._reorders and (choice.wait_s > queue.hold_above_s or (ahead is None and choice.held_s)):
+            return self._hold(live, choice, now)  # or who has just come would pass by those who wait for that worker
         if len(self._held):
             if queue.fair:
                 self._held.sent(self._where(live, choice), choice.charge_s / request.share)
@@ -411,8 +412,8 @@ class RouterCore:
     def _hold(self, live: Live, choice: Chosen, now: float) -> Hold | Refuse:
         request, config = live.request, self.config.queue
         known, where = request.request_id in self._held, self._where(live, choice)
-        if not known and self._held.full(background=where.background):
-            return Refuse(request.request_id, 429, "queue_full", "The router's queue is full.", max(1.0, choice.wait_s))
+        if not known and self._held.full(where):
+            return Refuse(request.request_id, 429, "queue_full", QUEUE_FULL, max(1.0, choice.wait_s))
         wait_s = config.background_wait_s_max if where.background else config.wait_s_max
         deadline_s = request.deadline_s if request.deadline_s is not None else live.arrived_s + wait_s
         self._held.put(
@@ -422,7 +423,7 @@ class RouterCore:
             prefill_s=choice.work_s / choice.target.slow,
             charge_s=choice.charge_s / request.share,
             deadline_s=deadline_s,
-            refuse=request.deadline_s is not None,
+            refuse=request.deadline_s is not None or (config.fair and not where.background),
         )
         if not known:
             self.counters["held"] += 1
@@ -455,6 +456,9 @@ class RouterCore:
         """A held request's deadline came."""
         self._held.drop(live.request.request_id)
         if refuse:
+            if live.request.deadline_s is None:  # to send it now would make all who ask for their share pay for it
+                waited_s = now - live.arrived_s
+                return self._settle(live, Refuse(live.request.request_id, 429, "queue_full", QUEUE_FULL, waited_s))
             message = "The request's deadline passed while it waited in the router."
             return self._settle(live, Refuse(live.request.request_id, 503, "deadline", message, 1.0))
         self.counters["deadline_forwards"] += 1

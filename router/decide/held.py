@@ -123,9 +123,13 @@ class HeldQueue:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._held
 
-    def full(self, *, background: bool) -> bool:
-        """Each of the two has its bound, so that neither keeps the other out."""
-        return self.counts[background] >= self._config.requests_max
+    def full(self, place: Place) -> bool:
+        """Each of the two has its bound, so that neither keeps the other out; and with `fair` no tenant waits with more
+        than are left for all others."""
+        left = self._config.requests_max - self.counts[place.background]
+        if self._config.fair and left > 0:
+            return len(self._lines[place.background].get(place.tenant, ())) >= left
+        return left <= 0
 
     def put(
         self,

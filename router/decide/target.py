@@ -311,6 +311,12 @@ class Target:
             decode_s += shared * (self.sharing_s + self.sharers * context_s)
         return decode_s
 
+    def added_seconds(self, prompt_tokens: int, expected_tokens: float) -> float:
+        """What such an answer adds to the steps of others."""
+        return expected_tokens * (
+            self.decode_request_s + self.decode_context_s * (prompt_tokens + 0.5 * expected_tokens)
+        )
+
     def note_wait(self, waited_s: float, expected_s: float, now: float) -> None:
         """A request got its first token after so long. Where one after the other waits far longer than its prefill
         takes, and then begins just as another ends, always beside as many others: those are the seats."""

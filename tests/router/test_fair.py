@@ -150,6 +150,38 @@ SMALL = dict.fromkeys(("s1", "s2", "s3"), (1.6, 500))
 """0.8 workers of load each: four fifths of a share of four."""
 
 
+def test_who_has_just_come_passes_by_nobody() -> None:
+    """A worker that is nearly free is for those who wait for it: the tenant that asks most often would take it all."""
+    service = ServiceModel(prefill_s_per_token=1e-3, quadratic_tokens=1e12, step_s=0.0, step_tokens=10**6)
+    queue = QueueConfig(fair=True, hold_above_s=0.5)
+    core, _ = make("a", CoreConfig(service=service, learn=LearnConfig(enabled=False), queue=queue))
+    asks = {"prompt_tokens": 2000, "output_max": 1}
+    assert sent_to(core.route(request("big0", None, tenant="big", **asks), 0.0)) == "a"
+    assert isinstance(core.route(request("big1", None, tenant="big", **asks), 0.1), Hold)
+    small = request("small", None, prompt_tokens=500, tenant="small", output_max=1)
+    assert isinstance(core.route(small, 0.2), Hold)
+    assert core.tick(1.0) == []
+    assert isinstance(core.route(request("big2", None, tenant="big", **asks), 1.6), Hold)
+    sent = [one.request_id for one in core.tick(1.6) if isinstance(one, Forward)]
+    assert sent in (["small"], ["big1"]), "whose turn it is"
+    core.check_invariants()
+
+
+def test_a_tenant_that_fills_the_queue_leaves_room_and_is_told_in_the_end() -> None:
+    config = QueueConfig(fair=True, hold_above_s=0.0, requests_max=16, wait_s_max=5.0)
+    core, _ = make("a", CoreConfig(learn=LearnConfig(enabled=False), queue=config))
+    core.route(request("first", None, prompt_tokens=900_000), 0.0)
+    kinds = [type(core.route(request(f"big{n}", None, prompt_tokens=900, tenant="big"), 0.0)) for n in range(20)]
+    assert kinds == [Hold] * 8 + [Refuse] * 12
+    others = [core.route(request(f"o{n}", None, prompt_tokens=9, tenant=f"o{n % 2}"), 1.0) for n in range(20)]
+    assert sum(isinstance(one, Hold) for one in others) == 6, "never all of it"
+    late = core.tick(5.5)
+    assert {type(one) for one in late} == {Refuse}, "what would be sent now would be paid for by all others"
+    assert {(one.status, one.code) for one in late if isinstance(one, Refuse)} == {(429, "queue_full")}
+    assert sorted(one.request_id for one in late) == sorted(f"big{n}" for n in range(8))
+    core.check_invariants()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_ten_times_the_load_beside_three_small_ones(seed: int) -> None:
     """On four workers; each small one alone has one of them, which is its share."""
