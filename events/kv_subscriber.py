@@ -257,9 +257,10 @@ def command(
         state.save(time.monotonic())
 
 
-def main() -> None:
+def main(args: list[str] | None = None) -> None:
+    """Console script; `args` instead of those of the process."""
     try:
-        command(standalone_mode=False)
+        command(args=args, standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

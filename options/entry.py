@@ -37,8 +37,14 @@ def shadowed(names: tuple[str, ...]) -> str | None:
     return None
 
 
-def enter(program: str, module: str, beside: tuple[str, ...]) -> None:
-    """Run `main` of `module`, which needs the packages `beside` it. Ends with a line where something is missing."""
+def kv_subscriber() -> None:
+    """Console script. It needs no extra."""
+    enter("kv_subscriber", "events.kv_subscriber", ("options", "events"), "blockcast")
+
+
+def enter(program: str, module: str, beside: tuple[str, ...], distribution: str | None = None) -> None:
+    """Run `main` of `module`, which needs the packages `beside` it. Ends with a line where something is missing.
+    `distribution`: what to install then, where it is not the extra of this name."""
     problem = shadowed(beside)
     if problem is not None:
         sys.exit(f"{program}: {problem}")
@@ -47,5 +53,5 @@ def enter(program: str, module: str, beside: tuple[str, ...]) -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in (*beside, program):
             raise
-        sys.exit(f"{program}: the package `{error.name}` is missing: install blockcast[{program}]")
+        sys.exit(f"{program}: the package `{error.name}` is missing: install {distribution or f'blockcast[{program}]'}")
     run(sys.argv[1:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,3 +99,16 @@ def test_wrong_addresses_say_so() -> None:
         done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=60)
         assert done.returncode != 0
         assert says in done.stderr
+
+
+def test_a_package_that_another_distribution_overwrote_is_named(tmp_path: Path) -> None:
+    """As an installed command, which begins in our packages."""
+    for name in ("options", "events"):
+        shutil.copytree(SCRIPT.parents[1] / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (tmp_path / "events" / "__init__.py").write_text("x = 1\n")
+    script = "import sys; sys.argv = ['kv_subscriber', 'http://127.0.0.1:9']\n"
+    script += "from options.entry import kv_subscriber; kv_subscriber()"
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("kv_subscriber: the package `events` was overwritten")
+    assert len(done.stderr.splitlines()) == 1

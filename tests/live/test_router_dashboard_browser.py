@@ -16,9 +16,15 @@ from urllib.parse import quote
 import pytest
 from programs import ADMIN_KEY, Program, call, until
 
-pytestmark = [pytest.mark.live, pytest.mark.slow]
+pytestmark = pytest.mark.live
 PAGE = Path(__file__).resolve().parents[2] / "router" / "app" / "dashboard.html"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def looks(width: int, scheme: str) -> list[Any]:
+    """Widths and schemes; all but this one take minutes together and are not part of scripts/test."""
+    every = [(w, s) for w in (390, 1280) for s in ("light", "dark")]
+    return [pytest.param(*one, marks=() if one == (width, scheme) else pytest.mark.slow) for one in every]
 
 
 @contextlib.contextmanager
@@ -26,7 +32,7 @@ def chromium(width: int, scheme: Any, picture: Path) -> Iterator[Any]:
     """A page of so many pixels; at its end it fits its width, is photographed, and has complained of nothing."""
     api = pytest.importorskip("playwright.sync_api")
     if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine")
+        pytest.skip("no Chromium on this machine: apt-get install chromium")
     complaints = []
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -81,8 +87,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(("width", "scheme"), looks(390, "dark"))
 def test_dashboard_in_chromium(url: str, tmp_path: Path, width: int, scheme: Any) -> None:
     with chromium(width, scheme, tmp_path / f"dashboard-{width}-{scheme}.png") as page:
         page.goto(f"{url}/dashboard#{quote(ADMIN_KEY)}")
@@ -184,8 +189,7 @@ def crowd() -> Iterator[str]:
     server.server_close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(("width", "scheme"), looks(1280, "light"))
 def test_five_hundred_workers_with_an_alarm(crowd: str, tmp_path: Path, width: int, scheme: Any) -> None:
     with chromium(width, scheme, tmp_path / f"crowd-{width}-{scheme}.png") as page:
         page.goto(f"{crowd}/dashboard")
