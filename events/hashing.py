@@ -97,7 +97,9 @@ def chain_hashes(
     """`block_hashes` of token ids that are packed already."""
     stride = block_size * _TOKEN_BYTES
     count = _u32(block_size)
-    keys, other = _pack_keys(first_keys), _pack_keys(other_keys)
+    keys = other = b""
+    if first_keys or other_keys:
+        keys, other = _pack_keys(first_keys), _pack_keys(other_keys)
     digest: int = ROOT if parent is None else parent
     names: list[BlockHash] = []
     for start in range(0, len(packed) - stride + 1, stride):

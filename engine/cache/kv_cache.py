@@ -527,7 +527,7 @@ class KVCache:
             if node is None:
                 self._detach(seq, chain)
                 return
-            if computed and any(block is not None and block.pending for block in node.blocks):
+            if computed and [block for block in node.blocks if block is not None and block.pending]:
                 return
             chain.nodes.append(node)
             for g in self._groups:

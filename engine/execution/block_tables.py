@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.types import Chunk, Sequence
+from engine.types import BlockId, Chunk, Sequence
 from kernels.interface import IntArray, KeptTable, PagedKV
 from kernels.transfer import upload
 
@@ -76,16 +76,24 @@ class BlockTables:
         behind = (lengths * self._kv.block_size < ends).nonzero()[0]
         if not len(behind):
             return
+        stride = self._here.shape[0]
+        places: list[int] = []
+        blocks: list[BlockId] = []
         for i, row, length in zip(behind.tolist(), rows[behind].tolist(), lengths[behind].tolist()):
             seq, end = chunks[i].seq, int(ends[i])
             table = seq.block_tables[self._group]
             assert len(table) * self._kv.block_size >= end, (
                 f"{seq.request.request_id}: {len(table)} blocks for {end} tokens"
             )
-            self._here[row, length : len(table)] = table[length:]
+            new_blocks = table[length:]
+            self._here[row, length : len(table)] = new_blocks
             self._known[:, row] = seq.table_changes, len(table)
+            blocks += new_blocks
+            places += range(length * stride + row, len(table) * stride + row, stride)
         if self._there is not None:
-            self._send(self._there, rows[behind], lengths[behind])
+            values = self._kv.block_rows(np.array(blocks, np.int64))
+            at, sent = upload([np.array(places, np.int64), values], self._there.device)
+            self._there.view(-1).index_copy_(0, at.long(), sent)
 
     def kept(self, rows: IntArray) -> KeptTable:
         """The tables in these rows, for kernels that read them on the device."""
@@ -95,14 +103,6 @@ class BlockTables:
     def array(self, ends: IntArray, rows: IntArray) -> IntArray:
         """[chunks, blocks]: a copy; what is past a chunk's context may be anything."""
         return self._here[rows, : -(-int(ends.max()) // self._kv.block_size)]
-
-    def _send(self, there: torch.Tensor, rows: IntArray, starts: IntArray) -> None:
-        """What is known of these rows from these blocks on."""
-        counts = self._known[1, rows] - starts
-        row = np.repeat(rows, counts)
-        block = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts - starts, counts)
-        at, values = upload([block * there.shape[1] + row, self._kv.block_rows(self._here[row, block])], there.device)
-        there.view(-1).index_copy_(0, at.long(), values)
 
     def _extend(self, row_count: int) -> None:
         more = row_count - self._known.shape[1]

@@ -389,7 +389,7 @@ def _in_order(chunks: list[Chunk]) -> tuple[list[Chunk], Order, Ragged]:
     ends = np.array([chunk.end for chunk in chunks], np.int64)
     longer = ends - starts > 1
     if not longer.any():
-        return chunks, range(len(chunks)), Ragged.of(starts, ends)
+        return chunks, range(len(chunks)), Ragged(np.arange(len(chunks) + 1), ends, starts, len(chunks))
     at = longer.argsort(kind="stable")
     order = at.tolist()
     return [chunks[i] for i in order], order, Ragged.of(starts[at], ends[at])

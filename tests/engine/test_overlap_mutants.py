@@ -14,7 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from engine.cache.checkpoints import Checkpoints
 from engine.cache.kv_cache import KVCache
-from engine.execution.block_tables import Seats
+from engine.execution.block_tables import BlockTables, Seats
 from engine.scheduler import Scheduler
 
 _spec = importlib.util.spec_from_file_location("machine", Path(__file__).with_name("test_scheduler_machine.py"))
@@ -48,6 +48,23 @@ def a_table_that_merged_is_not_sent_again(patch: Patch) -> None:
 def a_row_is_another_ones(patch: Patch) -> None:
     real = Seats.of
     patch.setattr(Seats, "of", lambda self, chunks: (real(self, chunks)[0], []))
+
+
+def tables_are_written_up_to_the_token_before(patch: Patch) -> None:
+    real = BlockTables.update
+    patch.setattr(BlockTables, "update", lambda self, chunks, ends, *rest: real(self, chunks, ends - 1, *rest))
+
+
+def a_plan_is_out_until_the_next_is_applied(patch: Patch) -> None:
+    real = Scheduler.apply
+
+    def apply(self: Scheduler, plan: Any, result: Any) -> Any:
+        self._applied -= 1
+        outputs = real(self, plan, result)
+        self._applied += 1
+        return outputs
+
+    patch.setattr(Scheduler, "apply", apply)
 
 
 def what_came_after_a_failure_is_kept(patch: Patch) -> None:
@@ -95,6 +112,8 @@ MUTANTS: list[Callable[[Patch], None]] = [
     ended_sequences_go_at_once,
     a_table_that_merged_is_not_sent_again,
     a_row_is_another_ones,
+    tables_are_written_up_to_the_token_before,
+    a_plan_is_out_until_the_next_is_applied,
     what_came_after_a_failure_is_kept,
     one_checkpoint_at_a_time,
     chunks_stop_at_a_checkpoint_that_is_out,
