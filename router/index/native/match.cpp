@@ -210,7 +210,9 @@ void AnyMatcher::count_tiers(const Holder& holder, const std::vector<u32>& deman
 }  // namespace
 
 void ModelHolders::place(const Holder* holder, bool leaves) {
-    const Standing standing = leaves ? Standing() : standing_of(*holder, pins.count(holder) != 0);
+    Standing& standing = now_;
+    standing.clear();
+    if (!leaves) standing_of(*holder, pins.count(holder) != 0, standing);
     const auto known = standings_.find(holder);
     if (known != standings_.end()) {
         if (!leaves && known->second == standing) return;

@@ -46,6 +46,11 @@ struct Standing {
     bool other = false;
     Seat seat = 0;
     Layout layout;
+    void clear() {
+        length = cut = seat = 0;
+        other = false;
+        layout.clear();
+    }
     bool operator==(const Standing& to) const {
         return std::tie(length, cut, other, seat, layout) == std::tie(to.length, to.cut, to.other, to.seat, to.layout);
     }
@@ -66,6 +71,7 @@ private:
     void stand(const Holder* holder, const Standing& standing, bool on);
 
     std::unordered_map<const Holder*, Standing> standings_;
+    Standing now_;  // of the holder that is placed: every payload asks, and nearly none changes it
 };
 
 struct KeyMemo;
@@ -167,7 +173,7 @@ inline u32 fastest_tier(const Nodes& nodes, u32 id, Seat seat, u32 ordinal) {
 }
 
 // match_planes.cpp: the holders that cut all their blocks to `length`, 64 at a time. `standing_of` says who fits.
-Standing standing_of(const Holder& holder, bool pinned);
+void standing_of(const Holder& holder, bool pinned, Standing& standing);
 void match_planes(const Context& context, u32 length, const Alike& alike, std::vector<Match>& matches);
 
 }  // namespace blockcast

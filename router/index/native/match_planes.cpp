@@ -16,8 +16,7 @@ struct Plane {
     Words held[kViews];
 };
 
-Layout layout_of(const Holder& holder, u64 length) {
-    Layout layout;
+void add_layout(const Holder& holder, u64 length, Layout& layout) {
     for (u32 i = 0; i < holder.groups.size(); ++i) {
         const Group& group = holder.groups[i];
         if (!holder.demands(group)) continue;
@@ -29,7 +28,6 @@ Layout layout_of(const Holder& holder, u64 length) {
         layout.push_back(Demand{i, group.role(), blocks, group.sparse});
     }
     if (holder.groups.empty()) layout.push_back(Demand{0, Role::Full, 0, false});
-    return layout;
 }
 
 class Planes {
@@ -300,8 +298,8 @@ private:
 
 }  // namespace
 
-Standing standing_of(const Holder& holder, bool pinned) {
-    Standing standing;
+// `standing`: a clear one.
+void standing_of(const Holder& holder, bool pinned, Standing& standing) {
     standing.seat = holder.seat;
     standing.cut = pinned ? holder.cut() : 0;
     standing.other = pinned || holder.entries() != 0;
@@ -309,19 +307,18 @@ Standing standing_of(const Holder& holder, bool pinned) {
     bool full = holder.groups.empty();
     for (const Group& group : holder.groups) {
         for (const auto& [own, names] : group.lengths) {
-            if (length != 0 && length != own) return standing;
+            if (length != 0 && length != own) return;
             length = own;
         }
         full = full || (holder.demands(group) && group.role() == Role::Full);
     }
-    if (!full || length == 0) return standing;
+    if (!full || length == 0) return;
     for (const Group& group : holder.groups) {
-        if (holder.demands(group) && group.role() == Role::Chunk && *group.window % length != 0) return standing;
+        if (holder.demands(group) && group.role() == Role::Chunk && *group.window % length != 0) return;
     }
     standing.length = length;
     standing.other = false;
-    standing.layout = layout_of(holder, length);
-    return standing;
+    add_layout(holder, length, standing.layout);
 }
 
 void match_planes(const Context& context, u32 length, const Alike& alike, std::vector<Match>& matches) {
