@@ -174,3 +174,14 @@ def test_words_that_differ_from_the_library_s_are_found_by_the_samples(monkeypat
     refused = plan_words(hf, json.loads(hf.to_str()), ["It's 1234 tests!"])
     assert isinstance(refused, str)
     assert "other ids" in refused
+
+
+@pytest.mark.parametrize(("count", "known"), [(64, True), (65, False)])
+def test_so_many_alternatives_are_known(count: int, known: bool) -> None:
+    """One bit each says with which character they can begin."""
+    pattern = "|".join(f"[a-c]{{{2 + number}}}" for number in reversed(range(count)))
+    rows = words.parts_of(pattern)
+    assert (rows is not None) == known
+    if rows is not None:
+        found = Words([rows], 7, 100).encode("abc" * 30 + "z" + "ab", 0, lambda word: [len(word)])
+        assert found == array("I", [65, 25, 1, 2]).tobytes()
