@@ -10,6 +10,7 @@ Refuses to know load and prices. Invariants: a request has at most one pin; no p
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -309,12 +310,15 @@ class CacheBook:
 
     def memory_seconds(self, prompt: AskedPrompt, target: Target, needed_tokens: float) -> float:
         """How long such a request would wait for room in the KV memory, or make others wait that are preempted for it:
-        as much has to end as it is too much by. What of it runs there already needs no room."""
+        as many whole requests have to end as it is too much by. What of it runs there already needs no room."""
         held = target.held_chunks
         chunk = self._chunk_tokens
         over = needed_tokens - target.room_tokens - chunk * sum(1 for key in prompt.keys(chunk) if key in held)
         capacity = target.capacity_tokens
-        return target.drain_seconds(over / capacity) if capacity is not None and over > 0.0 else 0.0
+        if capacity is None or over <= 0.0:
+            return 0.0
+        running = max(target.requests, 1)
+        return target.drain_seconds(math.ceil(min(over / capacity, 1.0) * running) / running)
 
     def tick(self, now: float) -> None:
         """Release what has outlived its grace."""

@@ -216,6 +216,21 @@ def test_full_memory_is_a_wait_and_what_is_shared_counts_once() -> None:
         assert terms["w1"].memory_s == 0.0
 
 
+def test_room_comes_when_a_request_ends_whole() -> None:
+    """Two long ones run, and the third lacks room for a little more than there is, or for much: it waits for one."""
+    waits = []
+    for length in (5_000, 6_500):
+        core = pool(2, cache_tokens=16_000)
+        for i in range(2):
+            core.route(RouteRequest(f"r{i}", "m", SCOPE, [i] * 6_000, 6_000, worker="w0"), 0.0)
+            core.first_token(f"r{i}", 1.0)
+        decision = core.explain(RouteRequest("x", "m", SCOPE, [77] * length, length), 2.0)
+        terms = {t.worker: t for t in decision.candidates}  # type: ignore[union-attr]
+        waits.append(terms["w0"].memory_s)
+        assert terms["w0"].memory_s == core.tracker.targets["w0"].drain_seconds(0.5)
+    assert waits[0] == waits[1] > 0.0
+
+
 @given(st.lists(st.integers(-5, 10**12), max_size=100))
 def test_expected_lengths_stay_within_reason(said: list[int]) -> None:
     lengths = OutputLengths()
