@@ -303,7 +303,8 @@ async def burst(url: str, model: str, users: int, tokens: int, schema: Any) -> t
         assert len(times[-1]) == tokens, f"{url}: {len(times[-1])} tokens of {tokens}"
     begin_s, end_s = max(some[0] for some in times), max(some[-1] for some in times)
     first_ms = [1e3 * (some[0] - answer.sent_s) for some, answer in zip(times, answers)]
-    return statistics.median(first_ms), sum(at_s > begin_s for some in times for at_s in some) / (end_s - begin_s)
+    rest = sum(at_s > begin_s for some in times for at_s in some)
+    return statistics.median(first_ms), rest / (end_s - begin_s) if rest else 0.0
 
 
 def over_http(options: argparse.Namespace) -> dict[str, dict[str, float]]:
