@@ -13,8 +13,10 @@ import time
 from typing import Any
 
 from options import ConfigError
+from router.decide.messages import Decision, Terms
 from router.edge.exchange import Exchange
 
+TERMS = tuple(name for name in Terms.__struct_fields__ if name != "worker")
 _TRACEPARENT = re.compile(rb"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})\Z")
 
 
@@ -81,15 +83,14 @@ class Tracing:
         def at(moment_s: float) -> int:
             return int(clock_ns + int(moment_s * 1e9))
 
-        span.set_attribute("blockcast.outcome", exchange.outcome)
-        span.set_attribute("blockcast.request_id", exchange.trace_id.decode("latin-1"))
+        about: dict[str, str | int] = {"blockcast.outcome": exchange.outcome}
+        about |= {"blockcast.request_id": exchange.trace_id.decode("latin-1")}
         inside = self._api.set_span_in_context(span)
         route, decision = exchange.route, exchange.decision
         if route is not None:
-            span.set_attribute("gen_ai.request.model", route.model)
-            span.set_attribute("blockcast.prompt_tokens", route.prompt_tokens)
+            about |= {"gen_ai.request.model": route.model, "blockcast.prompt_tokens": route.prompt_tokens}
         if decision is not None:
-            self._decided(exchange, span, inside, at)
+            about |= self._decided(exchange, decision, inside, at)
         if exchange.sent_s is not None:
             answer = self._tracer.start_span("answer", context=inside, start_time=at(exchange.sent_s),
                                              kind=self._api.SpanKind.CLIENT)  # fmt: skip
@@ -97,25 +98,25 @@ class Tracing:
                 answer.add_event("first byte", timestamp=at(exchange.first_byte_s))
             answer.end(at(now))
         if exchange.usage is not None and exchange.usage.cached_tokens is not None:
-            span.set_attribute("blockcast.cached_tokens", exchange.usage.cached_tokens)
+            about["blockcast.cached_tokens"] = exchange.usage.cached_tokens
+        span.set_attributes(about)  # one by one each would take the span's lock
         if not exchange.outcome.startswith("status_2"):
             span.set_status(self._api.StatusCode.ERROR, exchange.outcome)
         span.end(at(now))
 
-    def _decided(self, exchange: Exchange, span: Any, inside: Any, at: Any) -> None:
-        decision = exchange.decision
-        assert decision is not None
+    def _decided(self, exchange: Exchange, decision: Decision, inside: Any, at: Any) -> dict[str, str | int]:
+        """The span of it, with the terms of the price that are not 0; what the request's own span says of it."""
+        terms = decision.terms
+        about = {"blockcast.predicted_ttft_seconds": decision.predicted_ttft_s}
+        about |= {f"blockcast.terms.{name}": value for name in TERMS if (value := getattr(terms, name))}
         decided_s = min(decision.decided_s, exchange.sent_s or decision.decided_s)
-        span.set_attribute("blockcast.worker", decision.worker)
-        span.set_attribute("blockcast.attempts", decision.attempt + 1)
-        span.set_attribute("blockcast.predicted_cached_tokens", decision.predicted_cached_tokens)
-        read = self._tracer.start_span("read and decide", context=inside, start_time=at(exchange.started_s))
-        read.set_attribute("blockcast.predicted_ttft_seconds", decision.predicted_ttft_s)
-        for name in decision.terms.__struct_fields__:
-            value = getattr(decision.terms, name)
-            if isinstance(value, (str, int, float, bool)):
-                read.set_attribute(f"blockcast.terms.{name}", value)
-        read.end(at(decided_s))
+        began_ns = at(exchange.started_s)
+        self._tracer.start_span("read and decide", inside, attributes=about, start_time=began_ns).end(at(decided_s))
+        return {
+            "blockcast.worker": decision.worker,
+            "blockcast.attempts": decision.attempt + 1,
+            "blockcast.predicted_cached_tokens": decision.predicted_cached_tokens,
+        }
 
     def close(self) -> None:
         """Send what waits, a few seconds at most."""
