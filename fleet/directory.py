@@ -109,7 +109,7 @@ class DirectoryActor:
         """Everything, as values that JSON has."""
         with self._lock:
             now = time.time()
-            members = []
+            members, routers = [], self._routers_up()
             for record in sorted(self._state.members.values(), key=lambda one: (one.kind.value, one.slot, one.name)):
                 row: dict[str, Any] = {
                     "name": record.name, "kind": record.kind.value, "slot": record.slot, "revision": record.revision,
@@ -117,7 +117,7 @@ class DirectoryActor:
                     "url": record.launch.url if record.launch else "",
                 }  # fmt: skip
                 if record.kind is Kind.ENGINE:
-                    row |= {"in_flight": self._in_flight(record), **self._load_of(record)}
+                    row |= {"in_flight": self._in_flight(record, routers), **self._load_of(record)}
                 members.append(row)
             waits = [
                 {"kind": kind.value, "slot": slot, "failures": one.count, "retry_in_s": max(0.0, one.retry_s - now)}
@@ -167,8 +167,9 @@ class DirectoryActor:
     def _turn(self, now: float) -> None:
         state = self._state
         self._scale(now)
+        routers = self._routers_up()
         members = [
-            Member(one.name, one.kind, one.slot, one.revision, one.phase, one.since_s, self._in_flight(one))
+            Member(*one.place, self._in_flight(one, routers) if one.phase is Phase.DRAINING else None)
             for one in state.members.values()
         ]
         for action in plan(state.targets, members, self._failures, state.patience, now):
@@ -323,10 +324,12 @@ class DirectoryActor:
         worker = str(record.launch.worker.get("id")) if record.launch else ""
         return [report.rows[worker] for report in self._reports.values() if worker in report.rows]
 
-    def _in_flight(self, record: Record) -> int | None:
-        """Requests that all routers have there; None until each has said so after it was told to drain."""
-        up = [one.name for one in self._state.members.values() if one.kind is Kind.ROUTER and one.phase is Phase.UP]
-        reports = [self._reports.get(name) for name in up]
+    def _routers_up(self) -> list[str]:
+        return [one.name for one in self._state.members.values() if one.kind is Kind.ROUTER and one.phase is Phase.UP]
+
+    def _in_flight(self, record: Record, routers: list[str]) -> int | None:
+        """Requests that all these routers have there; None until each has said so after it was told to drain."""
+        reports = [self._reports.get(name) for name in routers]
         if any(report is None or report.version < record.drain for report in reports):
             return None
         if record.phase is Phase.DRAINING and not record.drain:

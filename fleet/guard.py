@@ -2,8 +2,8 @@
 
 `python guard.py COMMAND...`, with a pipe as stdin that the asking process keeps open. When the pipe closes, however
 that process died, every descendant is killed. When the program ends, what it has left behind is killed, and its status
-is ours. SIGTERM is passed on to it. Killed itself, its program goes along (PDEATHSIG). Ray's workers are nice 15: the
-program is not, where that may be. Linux; the standard library.
+is ours. SIGTERM is passed on to it. Killed itself, its program goes along (PDEATHSIG). Linux; the standard
+library.
 """
 
 from __future__ import annotations
@@ -63,6 +63,15 @@ def follow_parent(every_s: float = 0.5) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def nice_as_parent() -> None:
+    """Take back, for this thread and what it starts, the niceness that Ray gives its workers beside the raylet's."""
+    was, parents = (os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, os.getppid()))
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, min(was, parents))
+    except PermissionError:
+        print(f"niceness stays {was}: RAY_worker_niceness=0 on `ray start` keeps it at {parents}", file=sys.stderr)
+
+
 def dies_with(parent: int) -> None:
     """In the child: be killed when the guard is."""
     LIBC.prctl(PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -70,17 +79,7 @@ def dies_with(parent: int) -> None:
         os._exit(1)
 
 
-def usual_priority() -> None:
-    """No niceness, for this process and its children."""
-    was = os.getpriority(os.PRIO_PROCESS, 0)
-    try:
-        os.setpriority(os.PRIO_PROCESS, 0, min(was, 0))
-    except PermissionError:
-        print(f"runs at niceness {was}: RAY_worker_niceness=0 on `ray start` keeps it from that", file=sys.stderr)
-
-
 def main(command: list[str]) -> int:
-    usual_priority()
     LIBC.prctl(SUBREAPER, 1, 0, 0, 0)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)

@@ -24,7 +24,7 @@ import msgspec
 import ray
 
 from fleet.books import Listed, Row, changes, read_rows
-from fleet.guard import follow_parent
+from fleet.guard import follow_parent, nice_as_parent
 from fleet.plan import Kind
 from fleet.spec import Launch, Spec, launch
 
@@ -53,6 +53,7 @@ class MemberActor:
 
     def __init__(self, spec: bytes, kind: str, slot: int) -> None:
         follow_parent()
+        nice_as_parent()
         self._spec = msgspec.json.decode(spec, type=Spec)
         self._host = ray.util.get_node_ip_address()
         self._launch: Launch = launch(self._spec, Kind(kind), slot, self._host, self._free_ports)

@@ -26,6 +26,11 @@ class Record(msgspec.Struct, kw_only=True):
     drain: int = 0
     """The version of the list that first said so."""
 
+    @property
+    def place(self) -> tuple[str, Kind, int, int, Phase, float]:
+        """The fields of a `plan.Member` but its requests."""
+        return self.name, self.kind, self.slot, self.revision, self.phase, self.since_s
+
 
 class State(msgspec.Struct, kw_only=True):
     """What outlives the actor. Times are of the nodes' clocks, in seconds since 1970."""
