@@ -6,6 +6,7 @@ import json
 import os
 import re
 import secrets
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from fleet.spec import NAME, NAMESPACE, Spec, SpecError, engine_command, read_en
 
 LOOK_S = 0.25
 ASK_S_MAX = 60.0
+ANSWERS_S_MAX = 5.0
 _name = click.option("--name", default="fleet", show_default=True, help="Of the fleet: a cluster may have several.")
 _address = click.option(
     "--address", default="auto", show_default=True, help="Ray's: auto, or HOST:PORT; or set RAY_ADDRESS."
@@ -85,6 +87,12 @@ def _said() -> Iterator[None]:
 
 def _connect(address: str) -> None:
     address = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+    host, _, port = address.rpartition(":")
+    if host and "/" not in host and port.isdecimal():  # Ray itself asks for minutes
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), ANSWERS_S_MAX).close()
+        except (OSError, OverflowError) as error:
+            raise SpecError(f"no Ray at {address}: {error}; `ray start --head` starts one") from None
     try:
         import ray
     except ImportError as error:

@@ -39,6 +39,8 @@ def test_flags_need_no_model_before_them(words: list[str], model: str, flags: tu
         (["roll", "--router-flags", "--queue"], "for --routers only"),
         (["roll", "--routers", "--surge"], "takes neither MODEL nor --surge"),
         (["roll", "m", "--", "--host", "x"], "--host is the fleet's"),
+        (["status", "--address", "127.0.0.1:1"], "no Ray at 127.0.0.1:1: "),
+        (["down", "--address", "[::1]:99999"], "no Ray at [::1]:99999: "),
     ],
 )
 def test_what_cannot_be_is_said_before_ray_is_asked(words: list[str], says: str) -> None:
