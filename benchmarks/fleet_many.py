@@ -121,7 +121,7 @@ def main(workers: int, time_scale: float, seconds: float, talks: int, out: Path 
               "--routers", "1", "--cpus", "0.1", "--router-cpus", "0.1", "--router-port", "0")  # fmt: skip
         up: list[Any] = []
         while len(up) < workers + 1 and time.monotonic() - began_s < seconds:
-            time.sleep(2)
+            time.sleep(15)  # a look costs seconds of CPU
             members = json.loads(fleet("status", "--json"))["members"]
             up = [member for member in members if member["phase"] == "up"]
         took_s = time.monotonic() - began_s

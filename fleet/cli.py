@@ -83,6 +83,8 @@ def _said() -> Iterator[None]:
         yield
     except (SpecError, ValueError, ConnectionError) as error:
         raise click.ClickException(str(error)) from error
+    except TimeoutError as error:
+        raise click.ClickException(f"the directory did not answer within {ASK_S_MAX:g} s: {error}") from error
 
 
 def _connect(address: str) -> None:
@@ -244,7 +246,8 @@ def up(
         router_flags = split_flags("--router-flags", given["router_flags"])
         env = read_env(given["env"], os.environ)
         _connect(given["address"])
-        from fleet.directory import create, has_gpus
+        from fleet.cluster import create, has_gpus
+        from fleet.directory import DirectoryActor
 
         gpus = given["gpus"]
         if gpus is None:
@@ -256,7 +259,7 @@ def up(
         )  # fmt: skip
         patience = Patience(given["start_timeout"], given["drain_timeout"])
         try:
-            directory = create(spec, Target(replicas[0]), Target(routers), patience, bounds)
+            directory = create(DirectoryActor, spec, Target(replicas[0]), Target(routers), patience, bounds)
         except ValueError as error:
             raise SpecError(f"fleet {name!r} runs already: scale, roll, or `fleet down` first") from error
         _finish(directory, given)
@@ -354,7 +357,7 @@ def down(now: bool, timeout: float, name: str, address: str) -> None:
         directory = _directory(name)
         _ask(directory.end, now=now)
         _await(directory, timeout, lambda status: not status["members"])
-        from fleet.directory import forget
+        from fleet.cluster import forget
 
         forget(name, directory)
 

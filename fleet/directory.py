@@ -27,11 +27,12 @@ from ray.util import get_placement_group, placement_group, remove_placement_grou
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fleet.books import Listed, Row
+from fleet.cluster import rooms
 from fleet.guard import follow_parent
 from fleet.member import MemberActor, Report
-from fleet.plan import Failure, Kind, Member, Move, Patience, Phase, Start, Target, failed, lightest, plan
+from fleet.plan import Failure, Kind, Member, Move, Phase, Start, Target, failed, lightest, plan
 from fleet.scaling import Bounds, Load, Scaler
-from fleet.spec import NAMESPACE, Launch, Spec
+from fleet.spec import NAMESPACE, Launch
 from fleet.state import Record, State
 
 log = logging.getLogger("fleet")
@@ -40,6 +41,8 @@ TURN_S_MAX = 0.25
 ASK_S = 1.0
 """Between two looks at a router's load."""
 EVENTS_MAX = 200
+STARTS_A_TURN = 4
+"""Ray takes up to two seconds for one on a busy node, and who asks for the status waits meanwhile."""
 
 
 class DirectoryActor:
@@ -172,11 +175,12 @@ class DirectoryActor:
             Member(*one.place, self._in_flight(one, routers) if one.phase is Phase.DRAINING else None)
             for one in state.members.values()
         ]
+        starts = 0
         for action in plan(state.targets, members, self._failures, state.patience, now):
-            if isinstance(action, Start):
-                self._start(action, now)
-            else:
+            if isinstance(action, Move):
                 self._move(action, now)
+            elif (starts := starts + 1) <= STARTS_A_TURN:
+                self._start(action, now)
         self._tell(now)
         if self._dirty:
             self._save()
@@ -201,7 +205,7 @@ class DirectoryActor:
         )  # fmt: skip
         needs = state.spec.resources(kind)
         placed = [one.node for one in state.members.values() if one.kind is kind]
-        record.node = lightest(_rooms(needs), placed) or ""
+        record.node = lightest(rooms(needs), placed) or ""
         state.members[record.name] = record
         self._note(f"{record.name}: start")
         self._save()
@@ -378,33 +382,5 @@ class DirectoryActor:
         self._advice = advice
 
 
-def create(spec: Spec, engines: Target, routers: Target, patience: Patience, bounds: Bounds | None) -> Any:
-    """A new fleet's directory, on a cluster that this process is connected to. Raises ValueError where there is one."""
-    first = State(spec=spec, engines=engines, routers=routers, patience=patience, bounds=bounds)
-    options = {"name": f"{spec.name}-directory", "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
-    lives = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 16}
-    return ray.remote(DirectoryActor).options(**options, **lives).remote(spec.name, msgspec.json.encode(first))
-
-
-def forget(name: str, directory: Any) -> None:
-    """After the last member has gone."""
-    ray.kill(directory)
-    internal_kv._internal_kv_del(f"fleet/{name}".encode(), namespace=NAMESPACE)
-
-
-def has_gpus() -> bool:
-    """Whether the cluster has any."""
-    return bool(ray.cluster_resources().get("GPU"))
-
-
 def _count(target: Target, count: int) -> Target:
     return Target(count, target.revision, target.surge)
-
-
-def _rooms(needs: dict[str, float]) -> dict[str, float]:
-    """node -> how many members of these needs would fit, were it empty."""
-    return {
-        node["NodeID"]: min(node["Resources"].get(key, 0.0) / need if need else 1e9 for key, need in needs.items())
-        for node in ray.nodes()
-        if node["Alive"]
-    }

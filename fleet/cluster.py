@@ -1,0 +1,42 @@
+"""What Ray says of a cluster, and does with a fleet as a whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import ray
+from ray.experimental import internal_kv
+
+from fleet.plan import Patience, Target
+from fleet.scaling import Bounds
+from fleet.spec import NAMESPACE, Spec
+from fleet.state import State
+
+
+def create(actor: type, spec: Spec, engines: Target, routers: Target, patience: Patience, bounds: Bounds | None) -> Any:
+    """A new fleet's directory, on a cluster that this process is connected to. Raises ValueError where there is one."""
+    first = State(spec=spec, engines=engines, routers=routers, patience=patience, bounds=bounds)
+    options = {"name": f"{spec.name}-directory", "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
+    lives = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 16}
+    return ray.remote(actor).options(**options, **lives).remote(spec.name, msgspec.json.encode(first))
+
+
+def forget(name: str, directory: Any) -> None:
+    """After the last member has gone."""
+    ray.kill(directory)
+    internal_kv._internal_kv_del(f"fleet/{name}".encode(), namespace=NAMESPACE)
+
+
+def has_gpus() -> bool:
+    """Whether the cluster has any."""
+    return bool(ray.cluster_resources().get("GPU"))
+
+
+def rooms(needs: dict[str, float]) -> dict[str, float]:
+    """node -> how many members of these needs would fit, were it empty."""
+    return {
+        node["NodeID"]: min(node["Resources"].get(key, 0.0) / need if need else 1e9 for key, need in needs.items())
+        for node in ray.nodes()
+        if node["Alive"]
+    }
