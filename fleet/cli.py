@@ -10,8 +10,8 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, redirect_stdout
+from typing import IO, Any
 
 import click
 
@@ -77,10 +77,13 @@ def _bounds(count: tuple[int, int | None], given: dict[str, Any]) -> Bounds | No
 
 
 @contextmanager
-def _said() -> Iterator[None]:
-    """What a user did wrong, in one line."""
+def _said() -> Iterator[IO[str]]:
+    """What a user did wrong, in one line. Ray prints what its nodes complain of: stdout, which is handed out, is kept
+    clear of it."""
+    out = sys.stdout
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield out
     except (SpecError, ValueError, ConnectionError) as error:
         raise click.ClickException(str(error)) from error
     except TimeoutError as error:
@@ -231,7 +234,7 @@ def up(
     ray start --head
     fleet up /models/llama --replicas 8 --routers 2 -- --max-num-seqs 64
     """  # fmt: skip
-    with _said():
+    with _said() as out:
         if re.match(NAME, name) is None:
             raise SpecError(f"--name: got {name!r}, expected letters, digits, - and _")
         bounds = _bounds(replicas, given)
@@ -262,7 +265,7 @@ def up(
             directory = create(DirectoryActor, spec, Target(replicas[0]), Target(routers), patience, bounds)
         except ValueError as error:
             raise SpecError(f"fleet {name!r} runs already: scale, roll, or `fleet down` first") from error
-        _finish(directory, given)
+        _finish(directory, given, out)
 
 
 def _without_model(model: str, flags: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
@@ -270,13 +273,13 @@ def _without_model(model: str, flags: tuple[str, ...]) -> tuple[str, tuple[str, 
     return ("", (model, *flags)) if model.startswith("-") else (model, flags)
 
 
-def _finish(directory: Any, given: dict[str, Any]) -> None:
+def _finish(directory: Any, given: dict[str, Any], out: IO[str]) -> None:
     """Wait where that is asked for; routers' addresses on stdout."""
     if given["wait"]:
         status = _await(directory, given["timeout"], lambda status: bool(status["settled"]))
         for member in status["members"]:
             if member["kind"] == "router":
-                click.echo(member["url"])
+                click.echo(member["url"], file=out)
 
 
 @cli.command()
@@ -305,7 +308,7 @@ def status(as_json: bool, events: bool, name: str, address: str) -> None:
 @_of_fleet
 def scale(replicas: tuple[int, int | None] | None, routers: int | None, name: str, **given: Any) -> None:
     """Have REPLICAS workers: a number, or MIN:MAX for autoscaling. Workers that go are drained first."""
-    with _said():
+    with _said() as out:
         bounds = _bounds(replicas, given) if replicas else None
         _connect(given["address"])
         directory = _directory(name)
@@ -314,7 +317,7 @@ def scale(replicas: tuple[int, int | None] | None, routers: int | None, name: st
             there = _ask(directory.status)["targets"]["engine"]["count"]
             count = there if bounds.dry else min(max(there, bounds.low), bounds.high)
         _ask(directory.scale, count, routers, bounds)
-        _finish(directory, given)
+        _finish(directory, given, out)
 
 
 @cli.command()
@@ -329,7 +332,7 @@ def scale(replicas: tuple[int, int | None] | None, routers: int | None, name: st
 @_of_fleet
 def roll(model: str | None, flags: tuple[str, ...], routers: bool, name: str, **given: Any) -> None:
     """Replace the workers one by one: with the same command line, or with MODEL and ENGINE FLAGS instead of it."""
-    with _said():
+    with _said() as out:
         changes: dict[str, Any] = {}
         if routers and (model is not None or given["surge"]):
             raise SpecError("--routers: takes neither MODEL nor --surge, whose port would be another one")
@@ -343,7 +346,7 @@ def roll(model: str | None, flags: tuple[str, ...], routers: bool, name: str, **
         _connect(given["address"])
         directory = _directory(name)
         _ask(directory.roll, Kind.ROUTER if routers else Kind.ENGINE, changes, given["surge"])
-        _finish(directory, given)
+        _finish(directory, given, out)
 
 
 @cli.command()
