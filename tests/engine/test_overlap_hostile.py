@@ -18,10 +18,11 @@ from engine.core import EngineCore
 from engine.execution.prepared import PreparedStep
 from engine.execution.runner import ModelRunner
 from engine.grammars import Grammars, Words
-from engine.models.loader import load_model
+from engine.models.loader import load_model, load_weights
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.tiny.model import PRESETS, cached_model
 from engine.types import Constraint, FinishReason, Request, SamplingParams
+from kernels import select
 from prompts import Tokenizer
 
 CPU = torch.device("cpu")
@@ -49,11 +50,13 @@ class Attacked:
     """A core on a real model, whose next steps can be made to fail while they run."""
 
     def __init__(self, units: int, grammars: Grammars, *, overlap: bool) -> None:
-        model, dtype = load_model(cached_model(PRESETS["tiny"]))
+        folder, dtype = cached_model(PRESETS["tiny"]), torch.float64  # in which no sum's order decides a draw
+        model, _ = load_model(folder)
+        load_weights(model, folder, dtype, CPU)
         spec, ends = model.cache_spec(BLOCK, dtype), tokenizer().eos_token_ids
         self.runner = ModelRunner(
             model, spec, units, device=CPU, dtype=dtype, max_model_len=128, eos_token_ids=tuple(ends),
-            overlap=overlap, grammars=grammars,
+            overlap=overlap, grammars=grammars, kernels=select(CPU, "reference"),
         )  # fmt: skip
         self.runner._buffer.fill_(0xFF)  # a read of what no step wrote is NaN
         self.cache, self.events = KVCache(spec, units, step_tokens_max=48), EventChecker(BLOCK)
