@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,38 @@ def test_a_new_router_takes_over(engines: list[Any], tmp_path: Path, admin: bool
         assert oct(os.stat(path).st_mode & 0o777) == "0o600"
     finally:
         for program in [first, *heirs]:
+            program.close()
+
+
+@pytest.mark.slow
+def test_under_two_hundred_requests_a_second(tmp_path: Path) -> None:
+    """Simulated engines, so that two cores are enough for it; the rate is printed (-s)."""
+    spec = json.dumps({"prefill_s_per_token": 1e-5, "step_s": 0.005, "kv_tokens": 1 << 20})
+    words = ("engine", "serve", "--simulate", spec, "--served-model-name", "m", "--port", "0")
+    programs = [Program(tmp_path / f"engine{number}.log", *words) for number in range(2)]
+    flags = ["--hand-over", str(tmp_path / "hand-over"), "--port", "0", "--policy", "kv"]
+    try:
+        urls = [engine.await_ready().url for engine in programs]
+        first = Program(tmp_path / "first.log", "router", "run", *urls, *flags)
+        programs.append(first.await_ready())
+        until(lambda: call(first.url + "/readyz")[0] == 200, "ready")
+        conversations = [Conversation(number, first.url) for number in range(48)]
+        began_s = time.monotonic()
+
+        def take_over() -> None:
+            programs.append(Program(tmp_path / "heir.log", "router", "run", *urls, *flags).await_ready())
+            assert first.process.wait(60) == 0, first.log()
+
+        asyncio.run(_played(conversations, take_over))
+        rate = sum(one.turns for one in conversations) / (time.monotonic() - began_s)
+        wrong = [turn for one in conversations for turn in one.wrong]
+        print(f"{rate:.0f} requests a second; predicted and reported where they differ: {wrong}")
+        assert [one.faults for one in conversations if one.faults] == [], programs[-1].log()
+        for one in conversations:  # a block that was announced in the very moment may be missed once, and none made up
+            assert len(one.wrong) <= 1, one.wrong
+            assert all(predicted < cached and turn <= one.turns - TURNS_AFTER for turn, predicted, cached in one.wrong)
+    finally:
+        for program in reversed(programs):
             program.close()
 
 
