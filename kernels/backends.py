@@ -41,7 +41,9 @@ def select(device: torch.device | str, backend: str = "auto") -> Kernels:
             )  # fmt: skip
         backend = "cpu" if device.type == "cpu" and HAS_NATIVE else "reference"
         if device.type == "cpu" and not HAS_NATIVE:
-            log.warning("no operations for CPUs in this installation, so it serves several times slower: %s", INSTALL)
+            log.warning(
+                "no operations for CPUs in this installation, so it runs on plain torch, which is slower: %s", INSTALL
+            )
     if backend == "cpu":
         if device.type != "cpu":
             raise ValueError(f"attention backend 'cpu' cannot run on device {device}")
