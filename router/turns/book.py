@@ -201,5 +201,5 @@ def _begins(ids: array[int], past: array[int]) -> bool:
 
 def _likeness(past: Past, outline: Outline | None, common: int, tokens: int) -> int | None:
     if outline is not None and past.outline is not None:
-        return alike(past.outline, outline) or None
+        return alike(past.outline, outline, said=past.session is None) or None
     return common if past.session is not None or common >= _ALIKE_MIN * min(len(past.ids), tokens) else None
