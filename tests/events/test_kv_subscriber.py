@@ -107,6 +107,7 @@ def test_a_package_that_another_distribution_overwrote_is_named(tmp_path: Path) 
         shutil.copytree(SCRIPT.parents[1] / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     (tmp_path / "events" / "__init__.py").write_text("x = 1\n")
     script = "import sys; sys.argv = ['kv_subscriber', 'http://127.0.0.1:9']\n"
+    script += "sys.meta_path[:] = [finder for finder in sys.meta_path if 'ScikitBuild' not in type(finder).__name__]\n"
     script += "from options.entry import kv_subscriber; kv_subscriber()"
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1

@@ -103,7 +103,7 @@ class Session:
             (name, *rest) = words[1:]
             fleet.commands[name].make_context(name, rest)
         elif program == "ray":
-            assert words[1] in ("start", "stop"), words
+            assert words[1] in ("start", "stop", "job"), words
         elif words[:3] == ["kubectl", "apply", "-f"]:
             assert list(yaml.safe_load_all((ROOT / words[3]).read_text()))
         elif program == "curl":

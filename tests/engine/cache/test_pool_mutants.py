@@ -225,15 +225,14 @@ def weak_hashes(patch: Patch) -> None:
 
 
 def host_copy_never_made(patch: Patch) -> None:
-    real = HostTier._store
+    real = HostTier._copy
 
-    def store(self: HostTier, block: Any, node: Node) -> bool:
+    def copy(self: HostTier, own: Any) -> None:
         before = len(self._moves)
-        done = real(self, block, node)
+        real(self, own)
         del self._moves[before:]
-        return done
 
-    patch.setattr(HostTier, "_store", store)
+    patch.setattr(HostTier, "_copy", copy)
 
 
 def host_copy_never_read(patch: Patch) -> None:

@@ -148,7 +148,7 @@ def test_one_without_work_is_ended_and_started_again() -> None:
         for _ in range(2):
             _, made = await helpers.read((PROMPT,), "completion", ids_only, lambda: True)
             assert len(made.result or ()) == 1000
-            helpers.close_idle(helper.used_s + 60.0)
+            helpers.close_idle(helper.used_s + 59.9)
             assert helper.child is not None
             async with helper.lock:
                 helpers.close_idle(helper.used_s + 60.1)
