@@ -136,6 +136,9 @@ class Chooser:
             chosen.cost.ahead = [ahead.get(target.name, 0.0) for target in candidates]
         winner = self._affine(request, few, now) if self._affinity else None
         chosen.winner = self._by_policy(request, few, chosen) if winner is None else winner
+        if order is not None:
+            computed_tokens = request.prompt_tokens - chosen.cost.cached[chosen.winner]
+            order.asked(request.prompt_tokens, computed_tokens, chosen.cost.expected_tokens)
         if explain and pool is not None:
             whole = self._price(request, prompt, candidates, None, now, factor, held_s=held_s, pool=pool)
             whole.cost.beta, whole.winner = chosen.cost.beta, candidates.index(chosen.target)

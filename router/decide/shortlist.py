@@ -1,6 +1,6 @@
 """The few targets of a large pool that may win: a decision costs about the same before 500 workers as before 8.
 
-`LoadOrder` keeps a pool in the order of what a typical request of which nothing is cached would cost on each. Who is
+`LoadOrder` keeps a pool in the order of what a typical request, as those before it were, would cost on each. Who is
 beaten by KEEP others that come before it and have as long a prefix is not priced. Among the priced is then one whose
 price exceeds the least by at most what differs between this request and the typical one:
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 from array import array
 from collections.abc import MutableSequence, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 from router.decide.config import CostConfig
@@ -24,11 +25,35 @@ from router.index.protocol import HolderId
 
 POOL_MIN = 33
 """Smaller pools are priced whole."""
-KEEP = 12
-TYPICAL_TOKENS, TYPICAL_ANSWER = 1024, 256.0
-"""Uncached prompt and answer of the typical request."""
+KEEP = 14
+MEMORY = 256.0
+"""Requests over which the typical one is averaged."""
+DRIFT = 1.5
+"""When it is so many times what the order was made for, or so small a part, the order is made anew."""
 RENEWED = 2
 """Targets placed anew at each decision although nothing was noted of them: time passes, and answers grow."""
+
+
+@dataclass(slots=True)
+class Typical:
+    """The request that targets are compared by, in tokens."""
+
+    prompt: float = 1024.0
+    computed: float = 1024.0
+    """Of the prompt: what is not cached where it goes."""
+    answer: float = 256.0
+
+    def near(self, other: Typical) -> bool:
+        """Whether what is best for the one is good for the other."""
+        return (
+            _near(self.prompt, other.prompt)
+            and _near(self.computed, other.computed)
+            and _near(self.answer, other.answer)
+        )
+
+
+def _near(tokens: float, others: float) -> bool:
+    return tokens <= DRIFT * others + 1.0 and others <= DRIFT * tokens + 1.0
 
 
 class LoadOrder:
@@ -40,6 +65,9 @@ class LoadOrder:
         self.targets = {target.holder: target for target in targets}
         self._turns = list(targets)
         self._turn = 0
+        self.typical, self._mean = Typical(), Typical()
+        """What the order is made for, and what requests are on average."""
+        self._count = 0.0
         self.rebuild(factor)
 
     def rebuild(self, factor: float) -> None:
@@ -57,8 +85,19 @@ class LoadOrder:
         if target.holder in self.targets:
             self._moved.add(target.holder)
 
+    def asked(self, prompt_tokens: int, computed_tokens: int, answer_tokens: float) -> None:
+        """What a request of this pool is, where it goes."""
+        self._count = min(self._count + 1.0, MEMORY)
+        mean, share = self._mean, 1.0 / self._count
+        mean.prompt += share * (prompt_tokens - mean.prompt)
+        mean.computed += share * (computed_tokens - mean.computed)
+        mean.answer += share * (answer_tokens - mean.answer)
+
     def renew(self, factor: float) -> None:
         """Bring the order up to date; call before reading `holders` and the sums."""
+        if not self._mean.near(self.typical):
+            self.typical = replace(self._mean)
+            self.rebuild(factor)
         for holder in self._moved:
             self._place(holder, factor)
         self._moved.clear()
@@ -85,16 +124,18 @@ class LoadOrder:
 
     def _key(self, target: Target, factor: float) -> float:
         """Seconds."""
-        prefill_s = target.prefill_seconds(TYPICAL_TOKENS, 0)
+        prompt, answer = int(self.typical.prompt), self.typical.answer
+        computed = int(self.typical.computed)
+        prefill_s = target.prefill_seconds(prompt, prompt - computed)
         key = target.slow * (target.waiting_s - 0.5 * target.oldest_s + prefill_s) + target.seat_s
         key += self._config.utilisation_weight * target.utilisation_scaled * factor
         if target.sharers:
             key += 0.5 * target.step_now_s
         if target.peer is not None:
             key += self._config.utilisation_weight * target.peer.utilisation
-        if target.capacity_tokens and target.room_tokens < TYPICAL_TOKENS:
-            key += target.drain_seconds((TYPICAL_TOKENS - target.room_tokens) / target.capacity_tokens)
-        return key + self._config.decode_weight * target.decode_seconds(TYPICAL_TOKENS, TYPICAL_ANSWER)
+        if target.capacity_tokens and target.room_tokens < computed:
+            key += target.drain_seconds((computed - target.room_tokens) / target.capacity_tokens)
+        return key + self._config.decode_weight * target.decode_seconds(prompt, answer)
 
     def check_invariants(self) -> None:
         """The order is sorted and whole, the sums are what they sum."""

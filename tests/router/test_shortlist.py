@@ -18,7 +18,7 @@ from router.decide.config import CoreConfig, LearnConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, Forward, RouteRequest
 from router.decide.policy import KvCost
-from router.decide.shortlist import KEEP, TYPICAL_ANSWER, TYPICAL_TOKENS
+from router.decide.shortlist import KEEP
 from router.decide.target import SharedLoad
 from router.decide.workers import ServedModel, WorkerSpec
 from router.index import make_index
@@ -62,9 +62,11 @@ def bound(core: RouterCore, decision: Decision) -> float:
     targets, config = list(core.tracker.targets.values()), core.config.cost
     length, expected = decision.prompt_tokens, decision.terms.output_tokens
     slows = [target.slow for target in targets]
-    typical_s = targets[0].prefill_seconds(TYPICAL_TOKENS, 0)
+    (order,) = core.tracker.orders
+    prompt, answer = int(order.typical.prompt), order.typical.answer
+    typical_s = targets[0].prefill_seconds(prompt, prompt - int(order.typical.computed))
     weighed_s = (1.0 + decision.terms.beta) * targets[0].prefill_seconds(length, 0)
-    differ = [t.decode_seconds(length, expected) - t.decode_seconds(TYPICAL_TOKENS, TYPICAL_ANSWER) for t in targets]
+    differ = [t.decode_seconds(length, expected) - t.decode_seconds(prompt, answer) for t in targets]
     return (
         max(weighed_s, typical_s) * (max(slows) - min(slows))
         + config.decode_weight * (max(differ) - min(differ))
@@ -189,6 +191,7 @@ def test_the_order_follows_loads_peers_and_time() -> None:
         now += 30.0
         core.route(ask(f"late{i}", 1, rng), now)
         order.check_invariants()
+    order.renew(core.tracker.utilisation_factor(now))  # the last one's load too
     fresh = sorted(order._key(target, core.tracker.utilisation_factor(now)) for target in order.targets.values())
     known = [key for key, _ in order._order]
     assert known == pytest.approx(fresh, abs=0.05)
