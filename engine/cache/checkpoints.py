@@ -8,7 +8,8 @@ matters more than how it is kept. Chunks are cut at planned positions:
 - the last boundary of the prompt, where its repetition or continuation will look first;
 - the common point with a request that is waiting; that request waits for it instead of computing the same;
 - where a long chunk of a prefill ends anyway, because the step's budget does;
-- in decode, the last boundary reached: one rolling checkpoint a sequence, the one before is dropped.
+- in decode, the last boundary reached: one rolling checkpoint a sequence. The one before is dropped, unless another
+  sequence has reached it or resumed from it: who came first does not matter, so steps that overlap decide the same.
 
 Who is evicted first: Marconi (MLSys 2025) weighs a state's age against the FLOPs it saves per byte, SGLang keeps its
 states in a pool and an LRU list of their own. Here states and KV compete for the same units under one rule
@@ -52,10 +53,8 @@ class _State:
     """Hash of the prefix at each stop: what waiting requests compare with."""
     saving: dict[int, Block[Node]] = field(default_factory=dict)
     """Checkpoints that steps take which are planned and not committed, by the end of the chunk."""
-    reached: int = 0
-    """End of the last chunk that was committed."""
-    rolling: tuple[Block[Node], int] | None = None
-    """Last checkpoint taken in decode, and its stamp: if that has changed, somebody has used it."""
+    rolling: Block[Node] | None = None
+    """Last checkpoint taken in decode. It is `shared` if another sequence has reached or used it."""
 
 
 class Checkpoints:
@@ -88,6 +87,7 @@ class Checkpoints:
         """
         if source is not None:
             self._pool.acquire(source)
+            source.shared = True
         if source is None or copies:
             own = self._allocate(self._kind)
             assert own is not None, "admitted without room for its state"
@@ -120,11 +120,10 @@ class Checkpoints:
 
     def clip(self, seq: Sequence, end: int) -> int:
         """The end of a chunk that may not run past the next planned checkpoint and, if long, ends on a boundary."""
-        ahead = (stop * self._block_size for stop in self._states[seq].stops)
-        stop = next((stop for stop in ahead if stop > seq.computed), None)
-        if stop is None:
+        stops = self._states[seq].stops
+        if not stops:
             return end
-        end = min(end, stop)
+        end = min(end, stops[0] * self._block_size)
         return end if end - seq.computed < _LONG_CHUNK_TOKENS else end // self._block_size * self._block_size
 
     def reserve(self, seq: Sequence, nodes: list[Node], start: int, end: int) -> None:
@@ -136,7 +135,10 @@ class Checkpoints:
         decoding = end - start == 1 and end > seq.prompt_len
         if not (decoding or blocks in state.shared or end - start >= _LONG_CHUNK_TOKENS // 2):
             return
-        if nodes[blocks - 1].blocks[self._kind] is None and not nodes[blocks - 1].on_host(self._kind):
+        block = nodes[blocks - 1].blocks[self._kind]
+        if block is not None:
+            block.shared = True
+        elif not nodes[blocks - 1].on_host(self._kind):
             self.save(seq, nodes[blocks - 1], end)
 
     def save(self, seq: Sequence, node: Node | None, end: int) -> None:
@@ -151,12 +153,14 @@ class Checkpoints:
 
     def attach(self, seq: Sequence, node: Node, end: int) -> None:
         """Name the checkpoint that a step being committed took at `end`; one that is there already is enough."""
-        block = self._states[seq].saving.get(end)
-        if block is not None and node.blocks[self._kind] is None:
+        block, known = self._states[seq].saving.get(end), node.blocks[self._kind]
+        if known is not None:
+            known.shared = True
+        elif block is not None:
             self._tree.attach(node, block)
 
     def fill(self, plan: StepPlan) -> None:
-        """Add the copies that the chunks of `plan` need."""
+        """Add the copies that the chunks of `plan` need. It is out: the next one may resume from what it takes."""
         for chunk in plan.chunks:
             state = self._states[chunk.seq]
             if state.fresh:
@@ -165,15 +169,16 @@ class Checkpoints:
                     plan.state_resets.append(state.own.unit.index)
                 else:
                     plan.state_restores.append((state.source.unit.index, state.own.unit.index))
+            while state.stops and state.stops[0] * self._block_size <= chunk.end:
+                self._pass_stop(state)
+            if (block := state.saving.get(chunk.end)) is not None:
+                block.out = True
         plan.state_checkpoints, self._copies = self._copies, []
 
     def commit(self, seq: Sequence, start: int, end: int) -> None:
         """The step's compute is done."""
         state = self._states[seq]
         self._unpin(state)
-        state.reached = end
-        while state.stops and state.stops[0] * self._block_size <= end:
-            self._pass_stop(state)
         block = state.saving.pop(end, None)
         if block is None:
             return
@@ -183,16 +188,14 @@ class Checkpoints:
         self._tree.commit(block)
         rolling, state.rolling = state.rolling, None
         decoding = end > seq.prompt_len and end - start == 1
-        if decoding and rolling is not None:
-            old, stamp = rolling
-            if old.stamp == stamp and old.refs == 0 and old.node is not None:
-                self._tree.forget(old, keep=False)
+        if decoding and rolling and not (rolling.shared or rolling.refs) and rolling.node is not None:
+            self._tree.forget(rolling, keep=False)
         before = self._checkpoint_before(block.node)
         if before is not None:
             self._supersede(before)
         self._release(block)
         if decoding:
-            state.rolling = (block, block.stamp)
+            state.rolling = block
 
     def abandon(self, seq: Sequence, end: int) -> None:
         """The step that computed up to `end` failed."""
@@ -266,7 +269,7 @@ class Checkpoints:
             assert state.own.node is None
             assert state.own.unit.index == seq.state_unit
             assert state.stops == sorted(state.shared)
-            assert all(blocks * self._block_size > state.reached for blocks in state.stops)
+            assert all(blocks * self._block_size > seq.computed for blocks in state.stops)
 
     def references(self) -> list[Block[Node]]:
         """Every reference that this class holds, one entry each."""

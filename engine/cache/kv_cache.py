@@ -169,7 +169,7 @@ class KVCache:
         if not self.pool.can_allocate(counts):
             return False
         # With a copy a resumed sequence has two states until its first step is done, unless another holds the source.
-        source = nodes[-1].blocks[-1] if nodes and self._checkpoints is not None and nodes[-1].has(-1) else None
+        source = nodes[-1].blocks[-1] if nodes and self._checkpoints is not None and nodes[-1].resumes(-1) else None
         copies = source is None or source.refs > 0 or self.pool.can_allocate([*counts[:-1], counts[-1] + 1])
         chain = Chain(len(self._groups))
         missing: list[tuple[int, Node, Block[Node]]] = []
@@ -527,7 +527,7 @@ class KVCache:
             if node is None:
                 self._detach(seq, chain)
                 return
-            if computed and [block for block in node.blocks if block is not None and block.pending]:
+            if computed and any(block is not None and block.pending for block in node.blocks[: len(self._groups)]):
                 return
             chain.nodes.append(node)
             for g in self._groups:

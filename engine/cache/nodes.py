@@ -52,6 +52,11 @@ class Node:
         block = self.blocks[kind]
         return block is not None and not block.pending
 
+    def resumes(self, kind: int) -> bool:
+        """Whether the step being planned finds a state here: computed, or by a step that is out."""
+        block = self.blocks[kind]
+        return block is not None and (block.out or not block.pending)
+
     def on_host(self, kind: int) -> bool:
         """Whether the host has one."""
         return self.host is not None and self.host[kind] is not None

@@ -31,7 +31,7 @@ _CLOCK_BITS = 40
 class Block(Generic[NodeT]):
     """One block of a unit. `node` is its place in the prefix tree, None while it is not named there."""
 
-    __slots__ = ("id", "node", "pending", "refs", "stamp", "superseded", "unit", "worth")
+    __slots__ = ("id", "node", "out", "pending", "refs", "shared", "stamp", "superseded", "unit", "worth")
 
     def __init__(self, unit: Unit[NodeT], slot: int, per_unit: int) -> None:
         self.unit = unit
@@ -40,6 +40,10 @@ class Block(Generic[NodeT]):
         self.node: NodeT | None = None
         self.pending = False
         """Named, but its content is computed only in the step being planned: not announced yet."""
+        self.out = False
+        """Of a pending state: the step that takes it is out, so the one being planned finds it there."""
+        self.shared = False
+        """A state that more than one sequence has reached; only `Checkpoints` looks at it."""
         self.superseded = False
         """A state that a deeper one of the same path continues; only `Checkpoints` looks at it."""
         self.worth: int | None = None

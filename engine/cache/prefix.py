@@ -143,7 +143,7 @@ class PrefixTree:
         assert block.node is None
         node.blocks[block.kind] = block
         block.node = node
-        block.pending = True
+        block.pending, block.out, block.shared = True, False, False
         if block.kind == FULL and node.parent is not None:
             node.parent.branches += 1
 

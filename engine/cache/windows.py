@@ -56,9 +56,8 @@ class Windows:
         while count:
             fewer = self.usable(nodes, count)
             if self._state_kind is not None:
-                while (
-                    fewer and not nodes[fewer - 1].has(kind := self._state_kind) and not nodes[fewer - 1].on_host(kind)
-                ):
+                kind = self._state_kind
+                while fewer and not nodes[fewer - 1].resumes(kind) and not nodes[fewer - 1].on_host(kind):
                     fewer -= 1
             if fewer == count:
                 break

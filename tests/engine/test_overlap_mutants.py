@@ -89,12 +89,15 @@ def one_checkpoint_at_a_time(patch: Patch) -> None:
     patch.setattr(Checkpoints, "save", save)
 
 
-def chunks_stop_at_a_checkpoint_that_is_out(patch: Patch) -> None:
-    def clip(self: Checkpoints, seq: Any, end: int) -> int:
-        stops = self._states[seq].stops
-        return min(end, stops[0] * self._block_size) if stops else end
+def a_state_is_resumed_from_in_the_step_that_takes_it(patch: Patch) -> None:
+    real = Checkpoints.reserve
 
-    patch.setattr(Checkpoints, "clip", clip)
+    def reserve(self: Checkpoints, seq: Any, nodes: Any, start: int, end: int) -> None:
+        real(self, seq, nodes, start, end)
+        for block in self._states[seq].saving.values():
+            block.out = True
+
+    patch.setattr(Checkpoints, "reserve", reserve)
 
 
 def the_length_is_not_foreseen(patch: Patch) -> None:
@@ -116,7 +119,7 @@ MUTANTS: list[Callable[[Patch], None]] = [
     a_plan_is_out_until_the_next_is_applied,
     what_came_after_a_failure_is_kept,
     one_checkpoint_at_a_time,
-    chunks_stop_at_a_checkpoint_that_is_out,
+    a_state_is_resumed_from_in_the_step_that_takes_it,
     the_length_is_not_foreseen,
 ]
 
