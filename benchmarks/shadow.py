@@ -15,6 +15,7 @@ before it; then the same clients ask `router run`.
 from __future__ import annotations
 
 import argparse
+import random
 from array import array
 from itertools import count
 from pathlib import Path
@@ -28,8 +29,9 @@ from shadow_live import Traffic, measure
 from router.decide.config import CoreConfig
 from router.shadow.cluster import Result
 from router.shadow.engine import EngineLimits
-from router.shadow.what_if import Engine, Links, Seen, compare
-from router.shadow.workload import Workload
+from router.shadow.seen import Links, Seen
+from router.shadow.what_if import Engine, compare
+from router.shadow.workload import SimRequest, Workload
 
 COLUMNS = {
     "predicted": ("predicted", "{:,.0f}"), "measured": ("measured", "{:,.0f}"), "error": ("error", "{:+.1%}"),
@@ -46,10 +48,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--cache", type=float, default=30.0, help="percent of the working set")
     parser.add_argument("--load", type=float, default=40.0, help="percent of saturation")
     parser.add_argument("--rate", type=float, default=12.0, help="of the generated chats, requests a second")
+    parser.add_argument("--users", type=int, default=16, help="who hold one talk after the other in the third workload")
     parser.add_argument("--slow-worker", type=float, help="worker 0 takes so many times as long as the others")
     parser.add_argument("--policy", action="append", help="of today (default: round_robin and least_requests)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--live", choices=["header", "events", "mirror"], help="a live simulated fleet, fed this way")
+    parser.add_argument("--closed", action="store_true", help="--live: ten users who hold six talks each")
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     parser.add_argument("--calibration", type=Path, default=Path.home() / ".cache/blockcast/routing-calibration.json")
     return parser
@@ -63,7 +67,8 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.live is None:
         rows = simulated(arguments)
     else:
-        rows = measure(Traffic(seed=arguments.seed), feed=arguments.live)
+        closed = {"users": 10, "span_s": 2.0, "talks": 6} if arguments.closed else {}
+        rows = measure(Traffic(seed=arguments.seed, **closed), feed=arguments.live)
     print(markdown(rows, COLUMNS, "what is saved"))
     write_json(arguments.json, {"rows": rows, "machine": host})
 
@@ -73,15 +78,17 @@ def simulated(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     loaded = [read_trace(path, limit=arguments.limit, seed=arguments.seed) for path in arguments.trace] or [
         synthetic("tool_use", seed=arguments.seed, requests_max=arguments.limit),
         chat("chat", Chat(20, 2000, 200, 200, arguments.rate, 0, arguments.limit, 32), seed=arguments.seed),
+        users(arguments.users, arguments.limit, arguments.seed),
     ]
     slow = {} if arguments.slow_worker is None else {0: arguments.slow_worker}
+    played_by = f"{arguments.users} users"
     rows: dict[str, dict[str, float]] = {}
     for workload in loaded:
         keep_answers(workload)
-        limits, blocks = EngineLimits(preempts=True), 1500 if workload.name == "chat" else None
+        limits, blocks = EngineLimits(preempts=True), {"chat": 1500, played_by: 3000}.get(workload.name)
         options, speed = Options(limits=limits, slow_workers=slow, seed=arguments.seed, cache_blocks=blocks), 1.0
         setting = Setting(workload.name, arguments.workers, arguments.cache / 100, arguments.load / 100)
-        if workload.name != "chat":
+        if workload.name not in ("chat", played_by):
             full = Setting(setting.trace, setting.workers, setting.cache_share, 1.0)
             speed = Calibration(arguments.calibration).speed(full, workload, options) * setting.load
         after, _ = run("blockcast", setting, workload, speed, options)
@@ -90,6 +97,31 @@ def simulated(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
             blocks = cluster_config(setting, workload, speed, options).cache_blocks
             rows |= beside(f"{workload.name}, {policy}", workload, today, after, arguments.workers, blocks)
     return rows
+
+
+def users(number: int, requests_max: int, seed: int) -> Workload:
+    """So many users, who hold one conversation after the other and think before each turn for a second, on average."""
+    rng, block, fresh = random.Random(seed), 32, count(1)
+    systems = [[next(fresh) for _ in range(rng.randint(10, 120))] for _ in range(12)]
+    last: list[int | None] = [None] * number
+    turns: list[list[int]] = [[] for _ in range(number)]
+    """user -> the blocks that its conversation has"""
+    left = [0] * number
+    requests: list[SimRequest] = []
+    while len(requests) < requests_max:
+        user = len(requests) % number
+        if not left[user]:
+            left[user], turns[user] = rng.randint(1, 8), list(rng.choice(systems))
+        left[user] -= 1
+        ids = turns[user] + [next(fresh) for _ in range(rng.randint(2, 20))]
+        wait_s, said = rng.expovariate(1.0) + 5.0 * (last[user] is None) * rng.random(), rng.randint(20, 300)
+        tokens, i = len(ids) * block, len(requests)
+        requests.append(SimRequest(i, user, wait_s, tokens, said, ids, last[user], block, list(ids)))
+        last[user], turns[user] = i, ids + [next(fresh) for _ in range(said // block)]
+        requests[-1].final_ids = list(turns[user])
+    workload = Workload(f"{number} users", requests, f"{requests_max} requests, generated with seed {seed}")
+    workload.working_set_blocks = len({b for r in requests for b in r.final_ids})
+    return workload
 
 
 def keep_answers(workload: Workload) -> None:

@@ -26,13 +26,15 @@ SPEC = {
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Users who come when they come, each with one conversation, and think between turns."""
+    """Users who come when they come, each with one conversation (or `talks`, one after the other), and think between
+    turns."""
 
     workers: int = 3
     kv_tokens: int = 16_000
     users: int = 40
     span_s: float = 36.0
     """In which they come."""
+    talks: int = 1
     turns: int = 5
     turn_characters: int = 1200
     answer_tokens: int = 16
@@ -132,18 +134,21 @@ async def play(url: str, traffic: Traffic, *, copies: str | None = None) -> list
         own = random.Random(1000 * traffic.seed + number)
         copied: set[asyncio.Task[Any]] = set()
         await asyncio.sleep(own.random() * traffic.span_s)
-        messages = [{"role": "system", "content": systems[number % len(systems)]}]
-        for turn in range(traffic.turns):
-            messages.append({"role": "user", "content": f"{number}.{turn}: " + cut(text, own, traffic.turn_characters)})
-            body = {"messages": messages, "max_tokens": traffic.answer_tokens, "stream": True}
-            body |= {"temperature": 0.0, "ignore_eos": True, "stream_options": {"include_usage": True}}
-            request = post(CHAT, body)
-            if mirror is not None:
-                copied.add(asyncio.ensure_future(mirror.ask(request)))
-            outcome = Outcome.of(await client.ask(request), traffic.answer_tokens, f"user {number}")
-            outcomes.append(outcome)
-            messages.append({"role": "assistant", "content": outcome.text})
-            await asyncio.sleep(own.expovariate(1.0 / traffic.think_s))
+        for talk in range(traffic.talks):
+            messages = [{"role": "system", "content": systems[(number + talk) % len(systems)]}]
+            for turn in range(traffic.turns):
+                messages.append(
+                    {"role": "user", "content": f"{number}.{talk}.{turn}: " + cut(text, own, traffic.turn_characters)}
+                )
+                body = {"messages": messages, "max_tokens": traffic.answer_tokens, "stream": True}
+                body |= {"temperature": 0.0, "ignore_eos": True, "stream_options": {"include_usage": True}}
+                request = post(CHAT, body)
+                if mirror is not None:
+                    copied.add(asyncio.ensure_future(mirror.ask(request)))
+                outcome = Outcome.of(await client.ask(request), traffic.answer_tokens, f"user {number}")
+                outcomes.append(outcome)
+                messages.append({"role": "assistant", "content": outcome.text})
+                await asyncio.sleep(own.expovariate(1.0 / traffic.think_s))
         await asyncio.gather(*copied)
 
     async with Client(url) as client, Client(copies or url) as mirror:

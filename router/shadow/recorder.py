@@ -22,7 +22,8 @@ from router.decide.messages import Decision, ReportedUsage, RouteRequest
 from router.edge.pass_through import MIRRORED, Passed, as_priced, nowhere
 from router.shadow.config import ShadowConfig
 from router.shadow.log import Line
-from router.shadow.what_if import Engine, Links, Seen
+from router.shadow.seen import Links, Seen
+from router.shadow.what_if import Engine
 
 BLOCK_TOKENS = 16
 """Where no worker tells."""
@@ -192,7 +193,7 @@ class Recorder:
         whole = xxhash.xxh3_64_intdigest(tokens.tobytes())
         ids = array("Q", keys if size % block == 0 else [*keys, whole])
         serial = next(self._serials)
-        seen = Seen(serial, at_s, ids, size, "")
+        seen = Seen(serial, at_s, ids, size, "", user=route.session)
         seen.after = self._links.follow(serial, ids, size // block, lambda earlier: self._begins(tokens, earlier))
         self._ends[serial] = (size, whole)
         if len(self._ends) > self.config.requests_max:

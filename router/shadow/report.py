@@ -112,7 +112,8 @@ def _saved(report: Findings) -> str:
     head = ("", f"today, {kind}", "with router run", "saved", "of today", "today as played, beside measured")
     return (
         f"<h2>What switching gives</h2><p>{found.requests:,} requests of {found.prompt_tokens:,} prompt tokens, after "
-        f"{found.warming:,} that filled the caches.</p>{_table(head, rows)}"
+        f"{found.warming:,} that filled the caches. {found.waited:,} of all waited for the end of another, and do "
+        f"so there too.</p>{_table(head, rows)}"
     )
 
 
@@ -166,11 +167,11 @@ def _notes(report: Findings) -> str:
     return (
         "<h2>How this was found</h2><p>The requests are played twice on engines as fast as yours were seen to be: "
         "where they went, and where router run would have sent them. What was measured is scaled by their ratio. "
-        "Who waits for an answer before asking again is taken to wait for it there too; what begins anew is taken to "
-        "come when it came. Where a fixed number of clients each begin the next talk as soon as one is over, as in a "
-        "load test, faster answers bring the next ones sooner, and the seconds saved are overstated: to the ends of "
-        "answers by 30 % where that was measured, to first tokens by 10 %, tokens by 5 %. The last column of the first "
-        "table says how well the play of today fits what was measured: where it is far off, trust the rest as little."
+        "Who waited for the end of an answer is taken to wait for it there too: the next turn of a conversation, what "
+        "comes under the same session or user after the last was over, and new conversations where they are seen to "
+        "begin as others end, as a fixed number of users bring them. What else begins is taken to come when it came. "
+        "The last column of the first table says how well the play of today fits what was measured: where it is far "
+        "off, trust the rest as little."
         "</p></html>"
     )
 

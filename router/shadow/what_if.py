@@ -9,9 +9,7 @@ long after that answer as it did.
 
 from __future__ import annotations
 
-from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 
@@ -24,31 +22,13 @@ from router.index.protocol import HolderId
 from router.shadow.cluster import Cluster, ClusterConfig, Result, Router
 from router.shadow.engine import EngineLimits
 from router.shadow.ours import Ours
+from router.shadow.seen import Seen, waited_for
 from router.shadow.workload import SimRequest, Workload
 
 FITS, FIT = 3, 0.01
 """Plays of today after which steps are not fitted any more to how long answers took, and how well they fit then."""
 SEATS = 256
 """Sequences that a worker runs at once, where it does not tell."""
-
-
-class Seen(msgspec.Struct):
-    """A request that was answered. Seconds of one clock."""
-
-    serial: int
-    at_s: float
-    ids: array[int]
-    """A digest for each block of the prompt, a partial last one included; equal for equal beginnings."""
-    prompt_tokens: int
-    worker: str
-    cached_tokens: int | None = None
-    """Of the prompt, as its answer or the worker's events said."""
-    first_s: float | None = None
-    """When its first token came; None where that was not seen."""
-    end_s: float | None = None
-    output_tokens: int | None = None
-    after: int | None = None
-    """The request whose conversation it goes on."""
 
 
 class Engine(msgspec.Struct, frozen=True):
@@ -75,6 +55,8 @@ class Comparison(msgspec.Struct):
     requests: int
     warming: int
     """Earlier ones that only filled the caches of both plays."""
+    waited: int
+    """All together, that waited for the end of another one, and do so before `router run` too."""
     prompt_tokens: int
     measured: Sums | None
     """None where no time was seen."""
@@ -155,7 +137,8 @@ def compare(
         "router run": [second.ttft_s[i] for i in kept],
     }
     quantiles = {name: _hundredths(values) for name, values in times.items() if values}
-    return Comparison(len(kept), warming, prompt_tokens, measured, today, ours, saved, steps, quantiles)
+    waited = sum(request.after is not None for request in waiting.requests)
+    return Comparison(len(kept), warming, waited, prompt_tokens, measured, today, ours, saved, steps, quantiles)
 
 
 def _decoding(seen: Sequence[Seen], result: Result) -> float:
@@ -250,26 +233,26 @@ class _Names:
 
 
 def played(seen: Sequence[Seen], block: int, *, waits: bool) -> Workload:
-    """As the simulation takes it. `waits`: who goes on from an answer comes so long after its end as it did; else when
+    """As the simulation takes it. `waits`: who waited for an answer's end comes so long after it as it did; else when
     it did. Lengths of answers that are not known: the mean of those that are."""
     place: Mapping[int, int] = {one.serial: i for i, one in enumerate(seen)}
     told = [one.output_tokens for one in seen if one.output_tokens]
     usual = max(1, round(sum(told) / len(told))) if told else 1
     names = _Names({}, count(1))
+    waited = waited_for(seen) if waits else [None] * len(seen)
     requests: list[SimRequest] = []
-    for i, one in enumerate(seen):
+    for i, (one, last) in enumerate(zip(seen, waited)):
         before = place.get(one.after) if one.after is not None else None
-        parent = None if before is None else seen[before]
-        end_s = parent.end_s if parent is not None else None
-        closed = waits and end_s is not None and end_s <= one.at_s
+        end_s = None if before is None else seen[before].end_s
+        since_s = None if last is None else seen[last].end_s
         request = SimRequest(
             index=i,
             session=i if before is None else requests[before].session,
-            arrival_s=one.at_s - (end_s if closed and end_s is not None else seen[0].at_s),
+            arrival_s=one.at_s - (seen[0].at_s if since_s is None else since_s),
             prompt_tokens=one.prompt_tokens,
             output_tokens=one.output_tokens or usual,
             ids=names.of(one.ids),
-            after=before if closed else None,
+            after=last,
             block=block,
         )
         requests.append(request)
@@ -284,27 +267,3 @@ def played(seen: Sequence[Seen], block: int, *, waits: bool) -> Workload:
         known = request.final_ids or request.ids[: request.full_blocks]
         request.final_ids = known + [next(names.fresh) for _ in range(ends - len(known))]
     return Workload("seen", requests, f"{len(requests)} requests that were seen")
-
-
-class Links:
-    """Which request goes on from which: the last `keep` ones, by the last full block of their prompts."""
-
-    def __init__(self, keep: int) -> None:
-        self._keep = keep
-        self._ends: OrderedDict[int, int] = OrderedDict()
-
-    def follow(self, serial: int, ids: Sequence[int], full: int, begins: Callable[[int], bool]) -> int | None:
-        """The request that this one continues, if any, and remember this one. `begins(earlier)`: whether the prompt
-        has that one's whole prompt before it; blocks alone do not tell what came after the last full one."""
-        found = None
-        for block in reversed(ids):
-            earlier = self._ends.get(block)
-            if earlier is not None and begins(earlier):
-                found = earlier
-                break
-        if full:
-            self._ends[ids[full - 1]] = serial
-            self._ends.move_to_end(ids[full - 1])
-            if len(self._ends) > self._keep:
-                self._ends.popitem(last=False)
-        return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import itertools
+import random
 import sys
 from array import array
 from collections.abc import Iterator
@@ -11,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from router.shadow.what_if import Engine, Links, Seen, compare, learn, played
+from router.shadow.seen import Links, Seen, waited_for
+from router.shadow.what_if import Engine, compare, learn, played
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +28,7 @@ def benchmark() -> Iterator[Any]:
 def test_what_is_predicted_of_two_policies_is_what_switching_gives(benchmark: Any, tmp_path: Path) -> None:
     given = ["--limit", "1500", "--calibration", str(tmp_path / "c.json")]
     rows = benchmark.simulated(benchmark.parser().parse_args(given))
-    assert len(rows) == 12  # two workloads, two policies, tokens and seconds
+    assert len(rows) == 18  # three workloads, two policies, tokens and seconds
     for name, row in rows.items():
         assert row["share"] > 0.05, f"{name}: there is nothing to predict"
         assert abs(row["error"]) < 0.1, (name, row)
@@ -55,6 +58,62 @@ def test_who_waited_for_an_answer_waits_for_it_as_long() -> None:
     assert closed[0].final_ids[:4] == closed[2].ids[:4], "what the next turn shows of the answer is in the cache"
     assert len(closed[0].final_ids) == 4
     assert closed[1].output_tokens == 25, "an answer whose length is not known is as long as the others"
+
+
+Talks = list[tuple[float, float]]
+
+
+def held(users: int, talks: int, rng: random.Random) -> Talks:
+    """Conversations of so many users, one after the other."""
+    found = []
+    for _ in range(users):
+        at = rng.random()
+        for _ in range(talks):
+            length = rng.lognormvariate(0.0, 0.5)
+            found.append((at, at + length))
+            at += length + rng.expovariate(20.0)
+    return sorted(found)
+
+
+def chance(rate: float, number: int, rng: random.Random) -> Talks:
+    begins = itertools.accumulate(rng.expovariate(rate) for _ in range(number))
+    return [(at, at + rng.lognormvariate(0.0, 0.5)) for at in begins]
+
+
+def clock(rate: float, number: int, rng: random.Random) -> Talks:
+    return [(i / rate, i / rate + rng.lognormvariate(0.0, 0.5)) for i in range(number)]
+
+
+def begun_at_will(talks: Talks) -> int:
+    """Conversations of one turn that are taken to begin when they begin."""
+    return waited_for([seen(i, at, [i], end_s=end) for i, (at, end) in enumerate(talks)]).count(None)
+
+
+@pytest.mark.parametrize("users", [1, 4, 16, 40])
+def test_users_who_hold_one_talk_after_the_other_are_known(users: int) -> None:
+    for seed in range(5):
+        assert begun_at_will(held(users, max(12, 40 // users), random.Random(seed))) == users
+
+
+@pytest.mark.parametrize("rate", [2.0, 10.0, 40.0])
+@pytest.mark.parametrize("how", [chance, clock])
+def test_what_begins_by_chance_or_by_the_clock_waits_for_nobody(how: Any, rate: float) -> None:
+    wrong = sum(begun_at_will(how(rate, 800, random.Random(seed))) != 800 for seed in range(20))
+    assert wrong <= 1
+
+
+def test_a_name_under_which_one_thing_comes_after_the_other_is_a_users() -> None:
+    first = seen(1, 0.0, [1], end_s=1.0, user="a")
+    other = seen(2, 0.5, [2], end_s=9.0, user="b")
+    second = seen(3, 1.5, [3], end_s=2.0, user="a")
+    assert waited_for([first, other, second]) == [None, None, 0]
+    busy = seen(4, 1.7, [4], end_s=3.0, user="a")
+    assert waited_for([first, other, second, busy]) == [None] * 4, "a name that several share says nothing"
+    beside = seen(5, 2.5, [1, 5], end_s=4.0, after=7)
+    parent = seen(7, 1.2, [1, 7], end_s=3.0, after=1)
+    assert waited_for([first, parent, beside]) == [None, 0, 0], "beside a turn: after what that one waited for"
+    untold = seen(8, 5.0, [8], user="a")
+    assert waited_for([first, untold, seen(9, 6.0, [9], user="a")]) == [None] * 3, "an end that nobody saw"
 
 
 def test_a_slow_worker_is_found_out() -> None:

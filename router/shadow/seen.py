@@ -1,0 +1,180 @@
+"""A request that was seen, which one it goes on from, and whose end it waited for. Pure.
+
+Owns how users are recognised. A turn waits for the turn before it. Under a session's or user's name one thing comes
+after the other. Without names, a fixed number of users shows in when conversations begin: soon after others are over,
+so that what begins and what ends cancel out (`_in_turn`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, pvariance
+
+import msgspec
+
+PAIRS_MIN = 20
+"""Conversations that began after others were over: fewer prove nothing."""
+GAP_SHARE_MAX = 0.3
+"""Of a conversation's length, from its end to the next one of its user."""
+SPREAD_MAX = 0.5
+"""Of begun less ended in short whiles, as a share of what it is where both come by chance."""
+SPREAD_STEADY_MAX, STEADY = 0.7, 0.6
+"""The same where the number of open conversations hardly varies."""
+CLOCK_SPREAD_MAX = 1.25
+"""Of the gaps, beside that of the times from one user's begin to the next: equal where all take equally long."""
+
+
+class Seen(msgspec.Struct):
+    """A request that was answered. Seconds of one clock."""
+
+    serial: int
+    at_s: float
+    ids: array[int]
+    """A digest for each block of the prompt, a partial last one included; equal for equal beginnings."""
+    prompt_tokens: int
+    worker: str
+    cached_tokens: int | None = None
+    """Of the prompt, as its answer or the worker's events said."""
+    first_s: float | None = None
+    """When its first token came; None where that was not seen."""
+    end_s: float | None = None
+    output_tokens: int | None = None
+    after: int | None = None
+    """The request whose conversation it goes on."""
+    user: str | None = None
+    """The name of its session or user, where the client gave one."""
+
+
+class Links:
+    """Which request goes on from which: the last `keep` ones, by the last full block of their prompts."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._ends: OrderedDict[int, int] = OrderedDict()
+
+    def follow(self, serial: int, ids: Sequence[int], full: int, begins: Callable[[int], bool]) -> int | None:
+        """The request that this one continues, if any, and remember this one. `begins(earlier)`: whether the prompt
+        has that one's whole prompt before it; blocks alone do not tell what came after the last full one."""
+        found = None
+        for block in reversed(ids):
+            earlier = self._ends.get(block)
+            if earlier is not None and begins(earlier):
+                found = earlier
+                break
+        if full:
+            self._ends[ids[full - 1]] = serial
+            self._ends.move_to_end(ids[full - 1])
+            if len(self._ends) > self._keep:
+                self._ends.popitem(last=False)
+        return found
+
+
+def waited_for(seen: Sequence[Seen]) -> list[int | None]:
+    """For each of `seen`, in the order of arrival, the place of the one whose end it waited for; None: it came when it
+    came."""
+    place: Mapping[int, int] = {one.serial: i for i, one in enumerate(seen)}
+    last = _one_at_a_time(seen)
+    found: list[int | None] = []
+    for i, one in enumerate(seen):
+        before = last.get(i, place.get(one.after) if one.after is not None else None)
+        while before is not None and not _ended(seen[before], one):
+            before = found[before]  # beside a turn: after what that one waited for
+        found.append(before)
+    for begun, over in _next_talks(seen, found):
+        found[begun] = over
+    return found
+
+
+def _ended(earlier: Seen, later: Seen) -> bool:
+    return earlier.end_s is not None and earlier.end_s <= later.at_s
+
+
+def _one_at_a_time(seen: Sequence[Seen]) -> dict[int, int]:
+    """place -> that of the last one of the same name, of names under which nothing ever came before an end."""
+    last: dict[str, int] = {}
+    found: dict[str, dict[int, int] | None] = {}
+    for i, one in enumerate(seen):
+        if one.user is None:
+            continue
+        before, pairs = last.get(one.user), found.setdefault(one.user, {})
+        if before is not None and pairs is not None:
+            if _ended(seen[before], one):
+                pairs[i] = before
+            else:
+                found[one.user] = None
+        last[one.user] = i
+    return {i: before for pairs in found.values() if pairs for i, before in pairs.items()}
+
+
+def _next_talks(seen: Sequence[Seen], found: Sequence[int | None]) -> list[tuple[int, int]]:
+    """(first of a conversation, last of the one that its user held before), where users hold one after the other; who
+    ended first is taken to begin first."""
+    root: list[int] = []
+    over: dict[int, int] = {}
+    """first of a conversation -> the one of it that ended last."""
+    for i, before in enumerate(found):
+        root.append(i if before is None else root[before])
+        if seen[i].end_s is None:
+            return []
+        known = over.setdefault(root[i], i)
+        if _end(seen[i]) > _end(seen[known]):
+            over[root[i]] = i
+    ends = deque(sorted(over.values(), key=lambda last: _end(seen[last])))
+    pairs = []
+    for begun in over:  # in the order of arrival
+        if _end(seen[ends[0]]) <= seen[begun].at_s:
+            pairs.append((begun, ends.popleft()))
+    talks = [(seen[begun].at_s, _end(seen[last])) for begun, last in over.items()]
+    return pairs if in_turn(talks, [(_end(seen[last]), seen[begun].at_s) for begun, last in pairs]) else []
+
+
+def _end(one: Seen) -> float:
+    assert one.end_s is not None
+    return one.end_s
+
+
+def in_turn(talks: Sequence[tuple[float, float]], pairs: Sequence[tuple[float, float]]) -> bool:
+    """Whether conversations, (begin, end) each in the order of their begin, are those of a fixed number of users who
+    each begin the next one soon after the last. `pairs`: (end, begin) of an end and the begin that follows it.
+
+    Three things tell users from chance: the gaps between conversations are short; in short whiles as many begin as end
+    (by chance, each of both counts by itself); and ends say more of the next begin than the clock does."""
+    since_s, until_s = _busy(talks)
+    pairs = [(end, begin) for end, begin in pairs if since_s <= end and begin <= until_s]
+    if len(pairs) < PAIRS_MIN:
+        return False
+    length_s = fmean(end - begin for begin, end in talks)
+    gaps = [begin - end for end, begin in pairs]
+    if fmean(gaps) > GAP_SHARE_MAX * length_s:
+        return False
+    starts, users = [begin for begin, _ in talks], max(len(talks) - len(pairs), 1)
+    rounds = [later - begin for begin, later in zip(starts, starts[users:])]
+    if len(rounds) > 1 and pvariance(gaps) > CLOCK_SPREAD_MAX * pvariance(rounds):
+        return False  # they come by the clock
+    while_s = min(max(3.0 * fmean(gaps), length_s / 16), length_s / 3)
+    whiles = int((until_s - since_s) / while_s)
+    if whiles < 4:
+        return False
+    less, events = [0] * whiles, 0
+    for moments, sign in ((starts, 1), ([end for _, end in talks], -1)):
+        for at_s in moments:
+            k = int((at_s - since_s) / while_s)
+            if at_s >= since_s and k < whiles:
+                less[k] += sign
+                events += 1
+    steady = fmean(gaps) / length_s * users**0.5 < STEADY  # a number open by chance varies by its root
+    return pvariance(less) < (SPREAD_STEADY_MAX if steady else SPREAD_MAX) * events / whiles
+
+
+def _busy(talks: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Between the first and the last time that about as many were open as ever were: users come and go."""
+    moments = sorted([(begin, 1) for begin, _ in talks] + [(end, -1) for _, end in talks])
+    number, numbers = 0, []
+    for _, change in moments:
+        number += change
+        numbers.append(number)
+    least = (1.0 - GAP_SHARE_MAX) * max(numbers, default=0)
+    many = [at_s for (at_s, _), number in zip(moments, numbers) if number >= least]
+    return (many[0], many[-1]) if many else (0.0, 0.0)
