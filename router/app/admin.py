@@ -23,7 +23,7 @@ from router.app.dashboard import Dashboard
 from router.app.metrics_page import families, render
 from router.app.openapi import Worker, document
 from router.app.reading import RequestReading
-from router.app.siblings import RELAYED, Report, Siblings, WorkerSums
+from router.app.siblings import RELAYED, Report, Siblings, Standing, WorkerSums
 from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Refuse
@@ -93,6 +93,7 @@ class Admin:
         if weights is not None and siblings is not None:
             weights.drain, weights.running = self._drain_everywhere, self._running_everywhere
             weights.changed = self._changed_everywhere
+            weights.note = siblings.order
         self._knows = False
         self._started = int(time.time())
         self._started_s = now()
@@ -119,6 +120,7 @@ class Admin:
         ]
         if siblings is not None:
             handlers.append(("GET", "/report", lambda *_: Answer(msgspec.json.encode(self.report())), False))
+            handlers.append(("GET", "/standing", lambda *_: Answer(msgspec.json.encode(self.standing())), False))
             handlers.append(("POST", "/stored", self._note_stored, False))
             handlers.append(("POST", "/changed/*", self._note_changed, False))
             self._telling: set[asyncio.Task[None]] = set()
@@ -297,6 +299,11 @@ class Admin:
             except sqlite3.Error as error:
                 raise RequestError(f"--ledger: {error}", param=None, code="ledger", status=500) from None
         return Answer(msgspec.json.encode(body))
+
+    def standing(self) -> Standing:
+        """For a process that is started again, or a router that takes over."""
+        workers = self._core.workers.values()
+        return Standing(self._fleet.named(), [w.worker_id for w in workers if w.state is WorkerState.DRAINING])
 
     async def _pass_on(self, request: HttpRequest) -> None:
         """Have the other processes do what this one did, unless one of them asked for it."""

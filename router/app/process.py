@@ -36,14 +36,13 @@ from router.app.guard import Guard, anybody
 from router.app.hand_over import VERSION, HandOver, Predecessor, Will, http_path
 from router.app.reading import RequestReading
 from router.app.server import TICK_S, RouterApp
-from router.app.siblings import Siblings
+from router.app.siblings import Siblings, Standing
 from router.app.system import Heap, files_short, naming, raise_file_limit, settle_heap
 from router.app.tenants import Tenants, name_of
 from router.app.tracing import Tracing
 from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind
-from router.decide.workers import WorkerState
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
 from router.edge.reasons import Reasons
@@ -161,6 +160,7 @@ class RouterProcess:
         self._tracing = None if endpoint is None else Tracing(endpoint, config.trace_share, version)
         self._fleet: Fleet
         self._others: PeerClient
+        self._weights: Weights
         self._admin: Admin
         self._dashboard: Dashboard
 
@@ -204,8 +204,11 @@ class RouterProcess:
             self._assemble(session, siblings)
             stack.push_async_callback(self._fleet.close)
             if self._predecessor is None:
-                port = await self._addresses.open(None)
+                standing = None if siblings is None else await siblings.standing()
                 self._start_fleet()
+                if standing is not None:
+                    await self._rejoin(standing)
+                port = await self._addresses.open(None)
             else:
                 await self._inherit(self._predecessor, stack)
                 port = await self._addresses.open(self._predecessor)
@@ -223,6 +226,8 @@ class RouterProcess:
             if self._keeping is not None and self._keeping.lasts:
                 stack.push_async_callback(self._keeping.write)
                 stack.callback(self._loop.create_task(self._keep_writing(self._keeping)).cancel)
+            if siblings is not None:
+                stack.callback(self._loop.create_task(self._weights.go_on()).cancel)
             settle_heap()
             self._announce(port)
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -253,6 +258,7 @@ class RouterProcess:
             self._core, prober, self._feed, self._prompts, proxy.perform, config.fleet, now=self._now, peers=others,
             sampled=SampledFeed(session, headers) if config.sampled_mb else None,
         )  # fmt: skip
+        self._weights = Weights(self._core, self._fleet, session, headers, clear=self._feed.emptied_now)
         self._admin = Admin(
             self._core,
             self._fleet,
@@ -271,7 +277,7 @@ class RouterProcess:
             ready_s=config.edge.ready_s,
             reasons=self._reasons,
             keeping=self._keeping,
-            weights=Weights(self._core, self._fleet, session, headers, clear=self._feed.emptied_now),
+            weights=self._weights,
             aliases=self._reading.names.aliases if self._reading.names is not None else {},
         )
         self._dashboard = Dashboard(
@@ -344,10 +350,29 @@ class RouterProcess:
         deadline_s = self._now() + self._config.edge.ready_s
         while (reason := self._admin.not_ready()) is not None and self._now() < deadline_s:
             await asyncio.sleep(0.02)
-        for worker_id in will.drained:
-            await self._fleet.drain(worker_id, on=True)
+        await self._drain_again(will.drained)
         self._others.forget(PREDECESSOR)
         log.info("taking over%s", f"; {reason}" if reason else ": every cache is known")
+
+    async def _rejoin(self, standing: Standing) -> None:
+        """Started again: know what operators told the other processes, before the first request comes here."""
+        told = {flag.worker_id for flag in standing.workers}
+        for flag in self._fleet.named():
+            if flag.worker_id not in told:
+                await self._fleet.remove(flag.worker_id)
+        for flag in standing.workers:
+            self._fleet.watch(flag, origin="operator")
+        deadline_s = self._now() + self._config.edge.ready_s
+        while not self._core.workers.keys() >= {*standing.drained} and self._now() < deadline_s:
+            await asyncio.sleep(0.02)
+        await self._drain_again(standing.drained)
+
+    async def _drain_again(self, drained: list[str]) -> None:
+        for worker_id in drained:
+            if worker_id in self._core.workers:
+                await self._fleet.drain(worker_id, on=True)
+            else:
+                log.warning("worker %s was drained and is not found: it will get work once it comes", worker_id)
 
     async def _hear_former(self, predecessor: Predecessor) -> None:
         """Know what the router that runs has in flight, as it goes on with that."""
@@ -376,14 +401,14 @@ class RouterProcess:
 
     def _will(self) -> tuple[Will, list[Any]]:
         """What an heir is told, and the sockets that it is given."""
-        offered = self._addresses.offered()
+        offered, standing = self._addresses.offered(), self._admin.standing()
         will = Will(
             VERSION,
             self._index.seed,
             self._admin_key,
             [name for name, _ in offered],
-            self._fleet.named(),
-            [worker.worker_id for worker in self._core.workers.values() if worker.state is WorkerState.DRAINING],
+            standing.workers,
+            standing.drained,
             self._tell_heir(),
         )
         return will, [sock for _, sock in offered]

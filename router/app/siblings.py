@@ -18,6 +18,7 @@ import aiohttp
 import msgspec
 
 from router.asking import Unanswered, ask
+from router.fleet.discovery import WorkerFlag
 
 log = logging.getLogger("router")
 
@@ -48,8 +49,21 @@ class Share:
         return f"ipc://{self.folder}/load-{index}"
 
     @property
+    def order(self) -> Path:
+        """Where process 0 notes how far it is with an order that takes long."""
+        return self.folder / "order.json"
+
+    @property
     def others(self) -> list[int]:
         return [index for index in range(self.count) if index != self.index]
+
+
+class Standing(msgspec.Struct):
+    """What operators said since the start; a process that is started again asks another one for it."""
+
+    workers: list[WorkerFlag]
+    """Those that were named one by one."""
+    drained: list[str]
 
 
 class WorkerSums(msgspec.Struct):
@@ -131,10 +145,20 @@ class Siblings:
         """Have every other process do the same."""
         await asyncio.gather(*(self._ask(index, method, path, body) for index in self._share.others))
 
+    async def standing(self) -> Standing | None:
+        """As the first of the others tells that runs; None where none does, as when all are just started."""
+        answer = await self.find("/standing")
+        return None if answer is None else msgspec.json.decode(answer, type=Standing)
+
     async def find(self, path: str) -> bytes | None:
         """What the first of the others answers that knows."""
         answers = await asyncio.gather(*(self._ask(index, "GET", path, quiet=True) for index in self._share.others))
         return next((answer for answer in answers if answer is not None), None)
+
+    @property
+    def order(self) -> Path | None:
+        """Where this process notes how far it is with an order for all; None where another one does such."""
+        return self._share.order if self.first else None
 
     @property
     def first(self) -> bool:
@@ -182,7 +206,8 @@ class Siblings:
         try:
             status, answer = await self._send(index, method, path, body, ANSWER_S_MAX)
         except Unanswered as error:
-            log.warning("process %d does not answer %s: %s", index, method, error)
+            if not (quiet and isinstance(error.__cause__, aiohttp.ClientConnectorError)):
+                log.warning("process %d does not answer %s: %s", index, method, error)
             return None
         if status >= 400 and quiet:
             return None

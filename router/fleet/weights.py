@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlencode
 
@@ -28,6 +29,8 @@ ANSWER_S_MAX = 1800.0
 """Of an engine that loads weights."""
 ANSWER_BYTES_MAX = 1 << 20
 LOOK_S = 0.05
+KNOWN_S_MAX = 60.0
+"""For a process that was started again to find the workers."""
 EMPTY_S_MAX = 0.5
 """Until an emptied cache says so by its events. vLLM says it with its next step only: then its word is believed."""
 
@@ -44,6 +47,16 @@ class WeightsOrder(msgspec.Struct, forbid_unknown_fields=True):
     """Of sleep."""
     drain_s: Annotated[float, Meta(ge=0, le=86_400)] = 600.0
     """For what runs there to end; after it this worker is left as it is, and the others too."""
+
+
+class Begun(msgspec.Struct):
+    """An order that is under way, as it is noted."""
+
+    order: WeightsOrder
+    left: list[str]
+    """The worker whose turn it is, and those after it."""
+    was_drained: bool
+    """That worker, before."""
 
 
 class Outcome(msgspec.Struct):
@@ -76,33 +89,70 @@ class Weights:
         """Requests that a worker has of all processes."""
         self.changed: Callable[[str, bool], Awaitable[None]] = self.look_again
         """In every process: look at the worker now, and forget its cache if it was emptied."""
+        self.note: Path | None = None
+        """Where it stands how far an order is, for who is started again in the middle of it."""
         self.busy = False
 
     async def _running(self, worker_id: str) -> int:
         return sum(self._core.sent_to(worker_id))
 
-    async def roll(self, order: WeightsOrder, workers: list[str]) -> list[Outcome]:
-        """Up to the first that fails, which takes work again."""
+    async def roll(self, order: WeightsOrder, workers: list[str], was_drained: bool | None = None) -> list[Outcome]:
+        """Up to the first that fails, which takes work again. `was_drained`: the first, where that is
+        not to be seen."""
         assert not self.busy
         self.busy = True
         outcomes: list[Outcome] = []
         try:
-            for worker_id in workers:
+            for i, worker_id in enumerate(workers):
                 began_s = time.monotonic()
-                error = await self._one(order, worker_id)
+                worker = self._core.workers.get(worker_id)
+                if was_drained is None:
+                    was_drained = worker is not None and worker.state is WorkerState.DRAINING
+                self._note(Begun(order, workers[i:], was_drained))
+                error = await self._one(order, worker_id, was_drained)
                 outcomes.append(Outcome(worker_id, error is None, round(time.monotonic() - began_s, 3), error))
                 log.info("admin: %s of worker %s: %s", order.do, worker_id, error or "done")
                 if error is not None:
                     break
+                was_drained = None
         finally:
             self.busy = False
+            self._note(None)
         return outcomes
 
-    async def _one(self, order: WeightsOrder, worker_id: str) -> str | None:
+    async def go_on(self) -> None:
+        """With what a process left that died in the middle of an order: its worker gets no work, and nobody else knows
+        how far it was. Each step may be done twice."""
+        if self.note is None or not self.note.exists():
+            return
+        try:
+            begun = msgspec.json.decode(self.note.read_bytes(), type=Begun)
+        except msgspec.MsgspecError as error:
+            log.error("admin: an order was under way whose note cannot be read: %s", error)
+            return
+        log.warning("admin: %s goes on, for workers %s", begun.order.do, ", ".join(begun.left))
+        self.busy = True  # until those are known again
+        end_s = time.monotonic() + KNOWN_S_MAX
+        while not self._core.workers.keys() >= {*begun.left} and time.monotonic() < end_s:
+            await asyncio.sleep(LOOK_S)
+        self.busy = False
+        await self.roll(begun.order, begun.left, begun.was_drained)
+
+    def _note(self, begun: Begun | None) -> None:
+        if self.note is None:
+            return
+        if begun is None:
+            self.note.unlink(missing_ok=True)
+            return
+        new = self.note.with_suffix(".new")
+        new.write_bytes(msgspec.json.encode(begun))
+        new.replace(self.note)
+
+    async def _one(self, order: WeightsOrder, worker_id: str, was_drained: bool) -> str | None:
         worker = self._core.workers.get(worker_id)
         if worker is None:
             return "was removed"
-        was_drained, rests = worker.state is WorkerState.DRAINING, False
+        rests = False
         await self.drain(worker_id, True)
         try:
             end_s = time.monotonic() + order.drain_s

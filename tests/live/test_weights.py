@@ -211,7 +211,7 @@ def test_a_router_rolls_new_weights_out(start: Any, folders: list[Path]) -> None
 def test_processes_change_as_one(start: Any) -> None:
     """Whichever of a router's two processes is told: one order at a time, no work to a worker that sleeps, no process
     that still believes in what was forgotten, and /readyz speaks for both."""
-    spec = json.dumps({"prefill_s_per_token": 1e-5, "kv_tokens": 65_536})
+    spec = json.dumps({"prefill_s_per_token": 1e-5, "kv_tokens": 65_536, "step_s": 0.01})
     flags = ("--simulate", spec, "--enable-sleep-mode", "--served-model-name", "m")
     engines = [start("engine", "serve", *flags) for _ in "ab"]
     router = start("router", "run", *(engine.url for engine in engines), "--processes", "2", "--health-interval", "60")
@@ -250,6 +250,48 @@ def test_processes_change_as_one(start: Any) -> None:
         os.kill(frozen, signal.SIGCONT)
     assert status == 503
     until(lambda: call(router.url + "/readyz")[0] == 200, router.log)
+
+
+def test_a_process_that_dies_in_the_middle_of_an_order_goes_on_with_it(start: Any) -> None:
+    """And knows what operators told the other one meanwhile: who was added, removed, drained."""
+    spec = json.dumps({"prefill_s_per_token": 1e-5, "kv_tokens": 65_536, "step_s": 0.02})
+    engines = [start("engine", "serve", "--simulate", spec, "--served-model-name", "m").url for _ in "abc"]
+    one, two, three = (url.removeprefix("http://") for url in engines)
+    router = start("router", "run", engines[0], engines[2], "--processes", "2")
+    until(lambda: call(router.url + "/readyz")[0] == 200, router.log)
+    assert call(router.url + "/workers", {"url": engines[1]})[0] == 201
+    assert call(f"{router.url}/workers/{three}", method="DELETE")[0] == 200
+
+    def states() -> dict[str, str]:
+        return {row["worker_id"]: row["state"] for row in call(router.url + "/workers")[2]["workers"]}
+
+    until(lambda: all(states() == {one: "up", two: "up"} for _ in range(16)), "both know both")
+    assert call(f"{router.url}/workers/{two}/drain", {})[0] == 200
+    slow = {"model": "m", "prompt": PROMPT, "max_tokens": 400, "ignore_eos": True}
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(call, engines[0] + "/v1/completions", slow)  # what the order may break off
+        through = [pool.submit(call, router.url + "/v1/completions", slow) for _ in "12"]
+        until(lambda: sum(row["decoding"] for row in call(router.url + "/workers")[2]["workers"]), "it runs")
+        order = pool.submit(attempt, router.url + "/weights", {"do": "reset"})
+        until(lambda: states()[one] == "draining", "the order waits for what runs")
+        first = router.children()[0]
+        os.kill(first, signal.SIGKILL)
+        assert order.result() in (None, 503), "who gave the order is told that it broke off"
+        until(lambda: len(router.children()) == 2 and first not in router.children(), "it is started again")
+        until(lambda: "reset goes on" in router.log(), router.log)
+        until(lambda: all(states() == {one: "up", two: "draining"} for _ in range(16)), router.log)
+        assert f"reset of worker {one}: done" in router.log()
+        assert f"reset of worker {two}: done" in router.log()
+        assert running.result()[0] == 200
+        del through  # either ended with its process or did not
+
+
+def attempt(url: str, body: Any) -> int | None:
+    """The status; None where the connection broke."""
+    try:
+        return call(url, body)[0]
+    except OSError:
+        return None
 
 
 def answered(url: str) -> int | None:
