@@ -174,7 +174,8 @@ def test_exactly_top_k_of_equal_logits(draw, rng):
     "given", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-12}, {"top_p": 0.0}, {"min_p": 1.0}]
 )
 def test_only_the_likeliest(draw, rng, given):
-    logits = torch.randn(20, 300).bfloat16().float()
+    rows = 20 if draw is sampling.draw else 4
+    logits = torch.randn(rows, 300).bfloat16().float()
     logits[:, 250] = logits[:, 7] = logits.amax(-1) + (0 if "min_p" in given else 1)
     if "min_p" in given:  # keeps both of two that are equal
         logits[:, 250] -= 1
@@ -182,9 +183,9 @@ def test_only_the_likeliest(draw, rng, given):
     ids = torch.arange(300).expand_as(logits)
     best = torch.where(logits == logits.amax(-1, keepdim=True), ids, 300).amin(-1)
     if "min_p" in given:
-        assert (logits.gather(1, draw(logits, draws_of(20, 300, **given))[:, None])[:, 0] == logits.amax(-1)).all()
+        assert (logits.gather(1, draw(logits, draws_of(rows, 300, **given))[:, None])[:, 0] == logits.amax(-1)).all()
     else:
-        assert torch.equal(draw(logits, draws_of(20, 300, **given)), best)
+        assert torch.equal(draw(logits, draws_of(rows, 300, **given)), best)
 
 
 @pytest.mark.parametrize("given", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5, "min_p": 0.1}])
@@ -206,8 +207,8 @@ def test_a_real_vocabulary(draw, rng, dtype):
     """152k logits, in rows with a gap between them, flat ones and steep ones."""
     vocab = 151_936
     logits = (torch.randn(4, vocab + 64) * torch.tensor([[0.05], [1.0], [3.0], [8.0]])).to(dtype)[:, :vocab]
-    check(draw, logits, random_draws(rng, 4, vocab))
-    check(draw, logits, draws_of(4, vocab, top_p=0.9))
+    check(draw, logits[1:3], random_draws(rng, 2, vocab))  # an interpreted row takes a second
+    check(draw, logits[::3], draws_of(2, vocab, top_p=0.9))
 
 
 def test_rows_do_not_depend_on_their_company(draw, rng):
