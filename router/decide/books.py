@@ -83,9 +83,9 @@ class CacheBook:
         """Of live requests."""
         self._running: dict[str, tuple[Target, Sequence[int], AskedPrompt]] = {}
         """Of live requests: the chunks of their prompts."""
-        self._running_chunks: dict[int, int] = {}
+        self._running_chunks = index.tally()
         """How many of them have each."""
-        self._copies: dict[int, int] = {}
+        self._copies = index.tally()
         """On how many targets they run."""
         self._grace: deque[tuple[float, HolderId, PinId]] = deque()
         """(release, ...) of ended requests, in the order of release."""
@@ -95,6 +95,8 @@ class CacheBook:
     # Targets -----------------------------------------------------------------------------------------------------
     def join(self, target: Target, spec: WorkerSpec) -> None:
         """A target is new, or more is known of its worker."""
+        if target.held_chunks is None:
+            target.held_chunks = self._index.tally()
         tokens = spec.cache_tokens
         target.capacity_tokens = target.seen_tokens if tokens is None else tokens // spec.ranks
         target.refresh()
@@ -275,16 +277,18 @@ class CacheBook:
 
     def _hold(self, target: Target, keys: Sequence[int]) -> None:
         """One request more runs there with these chunks; what several have is in memory once."""
-        _more(self._running_chunks, keys)
-        there = _more(target.held_chunks, keys)
-        _more(self._copies, keys[there:])
+        assert target.held_chunks is not None
+        self._running_chunks.more(keys)
+        there = target.held_chunks.more(keys)
+        self._copies.more(keys, there)
         self._share(target, there)
 
     def _release(self, target: Target, keys: Sequence[int]) -> None:
         """One less."""
-        _less(self._running_chunks, keys)
-        there = _less(target.held_chunks, keys)
-        _less(self._copies, keys[there:])
+        assert target.held_chunks is not None
+        self._running_chunks.less(keys)
+        there = target.held_chunks.less(keys)
+        self._copies.less(keys, there)
         self._share(target, -there)
 
     def _share(self, target: Target, chunks: int) -> None:
@@ -296,24 +300,21 @@ class CacheBook:
         more computes of that serves k others too, so that is the part that is not laid to this one. Where n run for
         `life_s` each, n / life_s come in a second (Little's law); those of HOT_S, or of a life, are shared among the m
         targets on which they run and the one more."""
-        tokens, last = 0, None
-        running = self._running_chunks
-        for key in prompt.keys(self._chunk_tokens) if running else ():
-            if running.get(key, 0) < HOT_RUNNING:
-                break
-            tokens, last = tokens + self._chunk_tokens, key
-        if last is None:
+        keys = prompt.keys(self._chunk_tokens)
+        chunks = self._running_chunks.leading(keys, HOT_RUNNING)
+        if not chunks:
             return 0, 0.0
-        coming = self._running_chunks[last] * max(1.0, HOT_S / life_s)
-        users = coming / (1 + self._copies[last])
-        return tokens, users / (users + 1.0)
+        last = keys[chunks - 1]
+        coming = self._running_chunks.count(last) * max(1.0, HOT_S / life_s)
+        users = coming / (1 + self._copies.count(last))
+        return chunks * self._chunk_tokens, users / (users + 1.0)
 
     def memory_seconds(self, prompt: AskedPrompt, target: Target, needed_tokens: float) -> float:
         """How long such a request would wait for room in the KV memory, or make others wait that are preempted for it:
         as many whole requests have to end as it is too much by. What of it runs there already needs no room."""
-        held = target.held_chunks
-        chunk = self._chunk_tokens
-        over = needed_tokens - target.room_tokens - chunk * sum(1 for key in prompt.keys(chunk) if key in held)
+        held, chunk = target.held_chunks, self._chunk_tokens
+        there = 0 if held is None else held.leading(prompt.keys(chunk), 1)
+        over = needed_tokens - target.room_tokens - chunk * there
         capacity = target.capacity_tokens
         if capacity is None or over <= 0.0:
             return 0.0
@@ -339,46 +340,17 @@ class CacheBook:
         assert set(self._pins) <= live
         assert set(self._running) <= live
         for target, _, _ in self._running.values():
-            beside = sum(count - 1 for count in target.held_chunks.values())
+            assert target.held_chunks is not None
+            beside = sum(count - 1 for count in target.held_chunks.counts().values())
             assert target.shared_tokens == self._chunk_tokens * beside
             if target.ahead is not None:
                 target.ahead.check_invariants(live)
-        assert self._running_chunks == Counter(key for _, keys, _ in self._running.values() for key in keys)
+        running = Counter(key for _, keys, _ in self._running.values() for key in keys)
+        assert self._running_chunks.counts() == running
         holders = {target for target, _, _ in self._running.values()}  # a name may come back
-        assert self._copies == Counter(key for target in holders for key in target.held_chunks)
+        held = [target.held_chunks.counts() for target in holders if target.held_chunks is not None]
+        assert self._copies.counts() == Counter(key for chunks in held for key in chunks)
         self.working_sets.check_invariants()
-
-
-def _more(counts: dict[int, int], keys: Sequence[int]) -> int:
-    """Add one of each key of a prompt; how many were there. A key stands for all of the prompt before it, so those are
-    its first."""
-    low, high = 0, len(keys)
-    while low < high:
-        middle = (low + high) // 2
-        if keys[middle] in counts:
-            low = middle + 1
-        else:
-            high = middle
-    for key in keys[:low]:
-        counts[key] += 1
-    counts.update(dict.fromkeys(keys[low:], 1))
-    return low
-
-
-def _less(counts: dict[int, int], keys: Sequence[int]) -> int:
-    """Take one of each away; how many are still there, the prompt's first again."""
-    low, high = 0, len(keys)
-    while low < high:
-        middle = (low + high) // 2
-        if counts[keys[middle]] > 1:
-            low = middle + 1
-        else:
-            high = middle
-    for key in keys[:low]:
-        counts[key] -= 1
-    for key in keys[low:]:
-        del counts[key]
-    return low
 
 
 class HistoryCache:

@@ -16,7 +16,7 @@ from router.decide.ahead import CacheAhead
 from router.decide.config import ServiceModel
 from router.decide.engine_load import Claim, LoadClaims, Wager
 from router.decide.learn import LoadSpeed, Observation, PoolSpeeds, Taught
-from router.index.protocol import HolderId
+from router.index.protocol import HolderId, Tally
 
 SEATS_PRIOR = 256
 """Of an engine of which that is not known; vLLM's default."""
@@ -156,8 +156,8 @@ class Target:
     """Of its KV cache, where that is known: told by its worker, or seen."""
     seen_tokens: int | None = None
     """Its capacity as its events show it."""
-    held_chunks: dict[int, int] = field(default_factory=dict)
-    """Chunks of running prompts and how many requests have each; `shared_tokens` counts all but one of them."""
+    held_chunks: Tally | None = None
+    """Chunks of running prompts, once the books know the target; `shared_tokens` counts all but one of them."""
     shared_tokens: int = 0
     room_tokens: float = math.inf
     """Of the cache, what running requests leave."""

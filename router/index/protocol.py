@@ -85,6 +85,26 @@ class PreparedPrompt(Protocol):
     def __len__(self) -> int: ...
 
 
+class Tally(Protocol):
+    """How many prompts have each of the keys that `PrefixIndex.chunk_keys` gives. As a key stands for all of the prompt
+    before it, those of a prompt that others have too are its first ones."""
+
+    def more(self, keys: Sequence[int], start: int = 0) -> int:
+        """One prompt more, with its keys from number `start` on; how many of those were there."""
+
+    def less(self, keys: Sequence[int], start: int = 0) -> int:
+        """One less; how many are still there. Raises IndexError where there was none."""
+
+    def count(self, key: int) -> int:
+        """How many prompts have it."""
+
+    def leading(self, keys: Sequence[int], least: int) -> int:
+        """How many of the first of these keys so many prompts have, at the least."""
+
+    def counts(self) -> dict[int, int]:
+        """All keys and how many prompts have each; for tests."""
+
+
 class Ingesting(Protocol):
     """A payload on its way into the index."""
 
@@ -151,6 +171,9 @@ class PrefixIndex(Protocol):
 
         Names are resolved over a slice as a whole; what a later slice spells out waits for it, as over batches.
         """
+
+    def tally(self) -> Tally:
+        """An empty one."""
 
     def prepare(self, token_ids: Sequence[int] | bytes) -> PreparedPrompt:
         """The form of a prompt that is cheapest where several calls are about it. The ids may be borrowed: they must

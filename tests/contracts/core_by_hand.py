@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from reference.tally import NaiveTally
+
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Forward, RouteRequest
@@ -41,6 +43,9 @@ class NaiveIndex:
     def store(self, holder: HolderId, tokens: Sequence[int]) -> None:
         for end in range(1, len(tokens) + 1):
             self.resident[holder].add(tuple(tokens[:end]))
+
+    def tally(self) -> NaiveTally:
+        return NaiveTally()
 
     def prepare(self, token_ids: Sequence[int]) -> Sequence[int]:
         return token_ids

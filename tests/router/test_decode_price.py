@@ -197,7 +197,8 @@ def test_what_an_attempt_booked_is_taken_back() -> None:
             target.shared_tokens,
         )
         assert booked == (0, 0.0, 0, 0, 0)
-        assert not target.held_chunks
+        assert target.held_chunks is not None
+        assert not target.held_chunks.counts()
         assert target.room_tokens == 20_000
 
 

@@ -131,8 +131,18 @@ public:
     }
     Prefixes(const Prefixes&) = delete;
 
-    u64 at(u64 position) {
-        const std::size_t index = position / memo_.unit;
+    u64 at(u64 position) { return numbered(position / memo_.unit); }
+
+    // The key of [0, index * unit).
+    u64 numbered(std::size_t index) {
+        if (index >= memo_.keys.size()) extend_to(index);
+        return memo_.keys[index];
+    }
+
+    u64 unit() const { return memo_.unit; }
+
+private:
+    void extend_to(std::size_t index) {
         while (memo_.keys.size() <= index) {
             const u64 from = (memo_.keys.size() - 1) * memo_.unit;
             // They ascend, and so do the stretches: each item is looked at once.
@@ -141,10 +151,8 @@ public:
             memo_.keys.push_back(digester_.extend(memo_.keys.back(), query_.tokens + from, memo_.unit, from,
                                                   query_.media + passed, query_.media_count - passed));
         }
-        return memo_.keys[index];
     }
 
-private:
     const Query& query_;
     const Digester& digester_;
     KeyMemo own_;

@@ -33,7 +33,7 @@ void add_layout(const Holder& holder, u64 length, Layout& layout) {
 class Planes {
 public:
     Planes(const Context& context, u32 length, const Alike& alike)
-        : c_(context), length_(length), words_((context.seats.count() + 63) / 64), pins_(!context.model.pins.empty()),
+        : c_(context), length_(length), stride_(length / context.prefixes.unit()), words_((context.seats.count() + 63) / 64), pins_(!context.model.pins.empty()),
           layouts_(alike.layouts), pinning_(alike.pinning) {
         pinning_.resize(words_);
         for (auto& [layout, members] : layouts_) members.resize(words_);
@@ -64,19 +64,21 @@ private:
         // A prompt in flight is walked beyond what is resident: off the runs, each search is a far one.
         const u64 ahead = step + Promises::kAhead;
         if (before == 0 && pins_ && ahead * length_ <= c_.limit) {
-            c_.nodes.prefetch(Nodes::hash(c_.prefixes.at(ahead * length_), static_cast<u32>(length_)));
+            c_.nodes.prefetch(Nodes::hash(key(ahead), static_cast<u32>(length_)));
         }
-        const u32 id = c_.nodes.find_after(before, c_.prefixes.at(step * length_), static_cast<u32>(length_));
+        const u32 id = c_.nodes.find_after(before, key(step), static_cast<u32>(length_));
         path_.push_back(id);
         return id;
     }
+
+    u64 key(u64 step) const { return c_.prefixes.numbered(step * stride_); }
 
     // Boundaries of prompts in flight lie scattered: the one some steps ahead is asked for early.
     template <class Of>
     void promise(const Of& promises, u64 step, u64* words) const {
         const u64 ahead = step + Promises::kAhead;
-        if (ahead * length_ <= c_.limit) promises.prefetch(c_.prefixes.at(ahead * length_));
-        promises.each(c_.prefixes.at(step * length_), [&](u32 word, u64 bits) { words[word] |= bits; });
+        if (ahead * length_ <= c_.limit) promises.prefetch(key(ahead));
+        promises.each(key(step), [&](u32 word, u64 bits) { words[word] |= bits; });
     }
 
     // -- full attention alone --------------------------------------------------------------------------------------------
@@ -95,8 +97,13 @@ private:
         Words reach = members, gpu = members, pinned = members, held(words_), held_gpu(words_), held_pinned(words_);
         const u64 steps = c_.limit / length_;
         u64 step = 1, more = 1;
+        const Presence nobody, *before = &nobody;  // who holds the block before, where nobody goes on by a promise alone
+        path_.reserve(steps);
         for (u32 id = 0; step <= steps && more != 0; ++step) {
             id = next_node(id, step);
+            // Held by the same as the one before, as along most of a prompt: everybody's prefix goes on or has ended.
+            if (id != 0 && c_.nodes[id].presence.plainly_equals(*before)) continue;
+            before = id == 0 ? &nobody : &c_.nodes[id].presence;
             for (std::size_t word = 0; word < words_; ++word) held[word] = held_gpu[word] = 0;
             if (id != 0) {
                 c_.nodes[id].presence.each([&](u32 slot, u32 word, u64 bits) {
@@ -109,7 +116,10 @@ private:
                 held_pinned = held;
                 u64 asked = 0;  // who could go on by a promise alone: nobody, along a prefix that is resident
                 for (std::size_t word = 0; word < words_; ++word) asked |= pinned[word] & ~held[word] & pinning_[word];
-                if (asked != 0) promise(c_.boundaries, step, held_pinned.data());
+                if (asked != 0) {
+                    promise(c_.boundaries, step, held_pinned.data());
+                    before = &nobody;
+                }
             }
             more = 0;
             for (std::size_t word = 0; word < words_; ++word) {
@@ -286,6 +296,7 @@ private:
 
     const Context& c_;
     const u64 length_;
+    const u64 stride_;  // of its keys
     const std::size_t words_;
     const bool pins_;
     std::map<Layout, Words> layouts_;  // members by seat

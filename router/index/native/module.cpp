@@ -354,6 +354,17 @@ NB_MODULE(_native, module) {
 
     nb::class_<Dumping>(module, "Dumping").def("step", &Dumping::step);
 
+    nb::class_<Tally>(module, "Tally")
+        .def("more", &Tally::more, nb::arg("keys"), nb::arg("start") = 0)
+        .def("less", &Tally::less, nb::arg("keys"), nb::arg("start") = 0)
+        .def("count", &Tally::count, nb::arg("key"))
+        .def("leading", &Tally::leading, nb::arg("keys"), nb::arg("least"))
+        .def("counts", [](const Tally& tally) {
+            nb::dict counts;
+            tally.each([&](u64 key, u64 count) { counts[nb::int_(key)] = nb::int_(count); });
+            return counts;
+        });
+
     nb::class_<Stats>(module, "IndexStats")
         .def_ro("holders", &Stats::holders)
         .def_ro("entries", &Stats::entries)
@@ -396,6 +407,7 @@ NB_MODULE(_native, module) {
                  return new Ingesting(index, holder, payload, now_s);
              },
              nb::arg("holder"), nb::arg("payload"), nb::arg("now_s") = 0.0, nb::keep_alive<0, 1>())
+        .def("tally", [](const Index&) { return new Tally(); })
         .def("prepare", [](Index&, nb::handle token_ids) { return new Prompt(token_ids); }, nb::arg("token_ids"))
         .def("match", &match, nb::arg("token_ids"), nb::arg("scope"), nb::arg("order") = nb::none(), nb::arg("keep") = 1)
         .def("pin",

@@ -32,6 +32,8 @@ public:
     };
 
     bool empty() const { return word_ == 0; }
+    // Whether both are the same, as far as that is seen at once.
+    bool plainly_equals(const Presence& other) const { return word_ == other.word_; }
     bool is_planes() const { return (word_ & 3) == 2; }
     Planes* planes() const { return reinterpret_cast<Planes*>(word_ & ~u64{3}); }
 

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <map>
+#include <stdexcept>
 #include <vector>
 
 #include "nodes.hpp"
@@ -153,6 +154,85 @@ private:
     static constexpr std::size_t kCutsKept = 2;  // a table that is used again and again is not made again and again
     Pages& pages_;
     std::map<u64, Promises> cuts_;
+};
+
+// How many prompts have each key. Of one thread.
+class Tally {
+public:
+    // One prompt more with these keys from `start` on; how many of them were there.
+    u64 more(const std::vector<u64>& keys, std::size_t start) {
+        u64 there = 0;
+        for (std::size_t i = start; i < keys.size(); ++i) {
+            if (4 * (size_ + 1) > 3 * slots_.size()) resize(2 * slots_.size());
+            Slot& slot = slots_[place(keys[i])];
+            slot.key = keys[i];
+            slot.count++ == 0 ? ++size_ : ++there;
+        }
+        return there;
+    }
+
+    // One less; how many of them are still there. Throws std::out_of_range where there is none.
+    u64 less(const std::vector<u64>& keys, std::size_t start) {
+        u64 there = 0;
+        for (std::size_t i = start; i < keys.size(); ++i) {
+            const std::size_t at = place(keys[i]);
+            if (slots_[at].count == 0) throw std::out_of_range("no prompt has this key");
+            --slots_[at].count == 0 ? erase(at) : static_cast<void>(++there);
+        }
+        if (slots_.size() > kSlotsMin && 16 * size_ < slots_.size()) resize(slots_.size() / 2);
+        return there;
+    }
+
+    u64 count(u64 key) const { return slots_[place(key)].count; }
+    // How many of the first keys are there `least` times.
+    u64 leading(const std::vector<u64>& keys, u64 least) const {
+        std::size_t i = 0;
+        while (i < keys.size() && count(keys[i]) >= least) ++i;
+        return i;
+    }
+    template <class Visit>
+    void each(Visit visit) const {
+        for (const Slot& slot : slots_) {
+            if (slot.count != 0) visit(slot.key, slot.count);
+        }
+    }
+
+private:
+    struct Slot {
+        u64 key = 0, count = 0;  // 0: free
+    };
+    static constexpr std::size_t kSlotsMin = 16;
+
+    // Where the key stands, or would.
+    std::size_t place(u64 key) const {
+        std::size_t at = home(key);
+        while (slots_[at].count != 0 && slots_[at].key != key) at = (at + 1) & (slots_.size() - 1);
+        return at;
+    }
+    std::size_t home(u64 key) const { return (keyed(key) >> 32) & (slots_.size() - 1); }
+
+    // Whoever stands behind a free slot moves up where it can still be found.
+    void erase(std::size_t at) {
+        const std::size_t mask = slots_.size() - 1;
+        for (std::size_t next = (at + 1) & mask; slots_[next].count != 0; next = (next + 1) & mask) {
+            if (((next - home(slots_[next].key)) & mask) < ((next - at) & mask)) continue;
+            slots_[at] = slots_[next];
+            at = next;
+        }
+        slots_[at] = Slot{};
+        --size_;
+    }
+
+    void resize(std::size_t slots) {
+        std::vector<Slot> old(slots);
+        old.swap(slots_);
+        for (const Slot& slot : old) {
+            if (slot.count != 0) slots_[place(slot.key)] = slot;
+        }
+    }
+
+    std::vector<Slot> slots_ = std::vector<Slot>(kSlotsMin);  // a power of two
+    std::size_t size_ = 0;
 };
 
 }  // namespace blockcast

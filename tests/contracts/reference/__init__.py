@@ -20,6 +20,7 @@ from reference.dump import dump_holder, is_dump, load_dump
 from reference.events import check_event
 from reference.holder import Holder
 from reference.match import Pins, cut_of, match_holder
+from reference.tally import NaiveTally
 from router.index.protocol import HolderId, IndexStats, IngestReport, Match, PinId, PreparedPrompt, Scope, Tokens
 
 MALFORMED_KEPT = 16
@@ -126,6 +127,9 @@ class ReferenceIndex:
                     report.malformed.append(fault)
             state.apply(events, report)
         return report
+
+    def tally(self) -> NaiveTally:
+        return NaiveTally()
 
     def prepare(self, token_ids: Sequence[int] | bytes) -> PreparedPrompt:
         return as_token_list(token_ids)

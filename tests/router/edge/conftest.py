@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from reference.tally import NaiveTally
 
 from options import Schema, load
 from router.app.admin import Admin
@@ -59,6 +60,9 @@ class EmptyIndex:
 
     def ingest(self, holder: HolderId, payload: bytes) -> IngestReport:
         return IngestReport()
+
+    def tally(self) -> NaiveTally:
+        return NaiveTally()
 
     def prepare(self, token_ids: Sequence[int]) -> Sequence[int]:
         return token_ids

@@ -1,0 +1,32 @@
+"""How many prompts have each key, as a Counter keeps it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+
+class NaiveTally:
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+
+    def more(self, keys: Sequence[int], start: int = 0) -> int:
+        there = sum(key in self._counts for key in keys[start:])
+        self._counts.update(keys[start:])
+        return there
+
+    def less(self, keys: Sequence[int], start: int = 0) -> int:
+        if any(key not in self._counts for key in keys[start:]):
+            raise IndexError("no prompt has this key")
+        self._counts.subtract(keys[start:])
+        self._counts = +self._counts
+        return sum(key in self._counts for key in keys[start:])
+
+    def count(self, key: int) -> int:
+        return self._counts[key]
+
+    def leading(self, keys: Sequence[int], least: int) -> int:
+        return next((i for i, key in enumerate(keys) if self._counts[key] < least), len(keys))
+
+    def counts(self) -> dict[int, int]:
+        return dict(self._counts)

@@ -1,0 +1,42 @@
+"""How many prompts have each chunk: the native tally beside a Counter."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference.tally import NaiveTally
+
+from router.index import make_index
+
+Order = tuple[bool, int, int]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 120)), max_size=60), st.integers(0, 3))
+def test_it_counts_as_a_counter_does(orders: list[Order], least: int) -> None:
+    index = make_index(seed=1)
+    tally, naive = index.tally(), NaiveTally()
+    held: list[tuple[list[int], int]] = []
+    for adds, conversation, chunks in orders:
+        if adds or not held:
+            keys = [conversation * 1_000_003 + i for i in range(chunks)]
+            held.append((keys, min(conversation, chunks)))
+            assert tally.more(*held[-1]) == naive.more(*held[-1])
+        else:
+            keys, start = held.pop(conversation % len(held))
+            assert tally.less(keys, start) == naive.less(keys, start)
+        assert tally.leading(keys, least) == naive.leading(keys, least)
+        assert tally.counts() == naive.counts()
+    for keys, start in held:
+        tally.less(keys, start)
+    assert tally.counts() == {}
+
+
+def test_what_was_never_counted_cannot_be_taken() -> None:
+    tally = make_index(seed=1).tally()
+    assert tally.more([2**64 - 1, 0]) == 0
+    with pytest.raises(IndexError):
+        tally.less([7])
+    assert tally.counts() == {2**64 - 1: 1, 0: 1}
+    assert tally.count(7) == 0
