@@ -56,7 +56,7 @@ OPEN_PATHS = frozenset(
 )
 """What needs no API key: probes, and what a router asks a worker before it has any."""
 KEEPALIVE_S = 120.0
-"""An idle connection, or one whose first request does not arrive, is closed after so long."""
+"""A connection is closed where no whole head of a request has come for so long, neither the first nor the next."""
 DEATH_GRACE_S = 1.0
 """Between the core's death and the end of the process: for the last answers to leave."""
 
@@ -156,6 +156,19 @@ def _http_error(request: web.Request, error: web.HTTPException) -> RequestError:
     return RequestError(error.text or error.reason, param=None, status=error.status)
 
 
+def make_runner(app: web.Application, *, log_requests: bool) -> web.AppRunner:
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=logging.getLogger("engine.access") if log_requests else None,
+        shutdown_timeout=1.0,
+        keepalive_timeout=KEEPALIVE_S,
+        auto_decompress=False,
+        max_line_size=16384,
+        max_field_size=16384,
+    )
+
+
 class Server:
     """One engine serving; `run` returns the exit status."""
 
@@ -196,16 +209,7 @@ class Server:
         except (EngineDead, TokenizerError) as error:
             return _fail(str(error))
         state = ServerState(self._config, client, info, tokenizer, self._engine_config.tokenizer or info.model_path)
-        runner = web.AppRunner(
-            build_app(state),
-            handler_cancellation=True,
-            access_log=logging.getLogger("engine.access") if self._config.log_requests else None,
-            shutdown_timeout=1.0,
-            keepalive_timeout=KEEPALIVE_S,
-            auto_decompress=False,
-            max_line_size=16384,
-            max_field_size=16384,
-        )
+        runner = make_runner(build_app(state), log_requests=self._config.log_requests)
         await runner.setup()
         await web.SockSite(runner, listener, backlog=2048, ssl_context=self._tls).start()
         announce(self._engine_config, self._config, state, listener)
