@@ -19,7 +19,7 @@ from prompts.errors import RequestError, bad_value, show
 
 Json = Any
 Message = dict[str, Any]
-_INDEX = re.compile(r"\[[^\]]*\]")
+_INDEX = re.compile(r"\[[^\[\]]*\]")
 
 # What a client may ask. Every number has two ends and every text a longest length, so that nothing that passes here can
 # overflow, or cost more than a request of its size may, further inside. Bounds that depend on the model (token ids,

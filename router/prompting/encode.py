@@ -32,7 +32,7 @@ ASKED_FIELDS = (
     "add_special_tokens",
 )  # fmt: skip
 """Not `chat_template`: a client's own is a program, and running it is for the worker to refuse, not for us to ask."""
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\Z)', re.DOTALL)
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]]
 
 

@@ -25,7 +25,7 @@ TOOL_WORDS = 2
 _ROLES = {"system": 0, "developer": 0, "user": 1, "assistant": 2, "tool": 3}
 _ROLE, THINKS, BILLED, CALLS = 7, 8, 16, 32
 _THINKING_FIELDS = frozenset(("reasoning_content", "reasoning", "thinking"))
-_THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+_SPACE = re.compile(r"\s*")
 _BILLING_LINE = re.compile(rf"^{BILLING_LINE}[^\n]*\n?", re.MULTILINE)
 _TAIL = 0.1
 """A message may begin so much of the prompt earlier or later than its characters say."""
@@ -113,7 +113,7 @@ def _message(message: Mapping[str, Any]) -> tuple[int, int, int, int, int]:
     bare_text = _BILLING_LINE.sub("", text) if BILLING_LINE in text else text
     kind |= BILLED if bare_text is not text else 0
     if "<think>" in bare_text:
-        bare_text, thinks = _THOUGHT.sub("", bare_text), True
+        bare_text, thinks = _without_thoughts(bare_text), True
     bare_rest = {name: value for name, value in rest.items() if name not in _THINKING_FIELDS}
     if thinks or len(bare_rest) < len(rest):
         kind |= THINKS
@@ -137,6 +137,16 @@ def _text(content: Any) -> tuple[str, bool]:
             text = text if isinstance(text, str) else _sorted.encode(part).decode()
             texts.append("" if text.startswith(BILLING_LINE) else text)
     return "".join(texts), thinks
+
+
+def _without_thoughts(text: str) -> str:
+    """A pattern would look to the end of the text for the end of each thought that has none."""
+    kept, at = [], 0
+    while (start := text.find("<think>", at)) >= 0 and (end := text.find("</think>", start)) >= 0:
+        kept.append(text[at:start])
+        space = _SPACE.match(text, end + len("</think>"))
+        at = space.end() if space is not None else len(text)
+    return "".join((*kept, text[at:]))
 
 
 def _parsed_calls(calls: Any) -> Any:
