@@ -69,7 +69,13 @@ class ChangeWeights(msgspec.Struct, tag="change", array_like=True, frozen=True):
     """Of reload: a checkpoint's folder; None: the one that was loaded last."""
 
 
-Command = Add | Abort | ResetPrefixCache | ChangeWeights
+class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True):
+    """Answered between two steps: does the core go on?"""
+
+    call_id: int
+
+
+Command = Add | Abort | ResetPrefixCache | ChangeWeights | Ping
 
 
 # core -> HTTP

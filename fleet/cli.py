@@ -83,7 +83,11 @@ def _said() -> Iterator[IO[str]]:
     out = sys.stdout
     try:
         with redirect_stdout(sys.stderr):
-            yield out
+            try:
+                yield out
+            finally:
+                if "ray" in sys.modules:  # its threads print as long as it is connected
+                    sys.modules["ray"].shutdown()
     except (SpecError, ValueError, ConnectionError) as error:
         raise click.ClickException(str(error)) from error
     except TimeoutError as error:
@@ -149,9 +153,12 @@ def _show(status: dict[str, Any]) -> None:
             f"  {member['in_flight']} in flight, queue {member['queue_s']:.2f} s" if member["kind"] == "engine" else ""
         )
         where = f"{member['url'] or '-':32} node {member['node'][:8] or '-'}"
+        load += f"  DOES NOT ANSWER for {member['silent_s']:.0f} s" if member["silent_s"] else ""
         click.echo(
             f"  {member['name']:24} {member['phase']:9} r{member['revision']} {member['seconds']:7.0f} s  {where}{load}"
         )
+    for kind, count in status["hung"].items():
+        click.echo(f"  {kind}s that did not answer and were killed: {count}")
     for one in status["failures"]:
         retry = f"again in {one['retry_in_s']:.0f} s" if one["retry_in_s"] else "started again"
         click.echo(f"  {one['kind']} {one['slot']} failed {one['failures']} times in a row, {retry}")
@@ -221,6 +228,15 @@ def cli() -> None:
 @click.option(
     "--stop-timeout", type=float, default=60.0, show_default=True, metavar="SECONDS", help="From SIGTERM to SIGKILL."
 )
+@click.option(
+    "--hang-timeout",
+    type=click.FloatRange(min=0),
+    default=120.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="A program that serves and does not answer its health address for so long is killed and started anew; longer "
+    "than an engine's longest step. 0: never.",
+)
 @_with(_autoscaling)
 @_wait
 @_seconds
@@ -258,7 +274,8 @@ def up(
         spec = Spec(
             name=name, engine=command, vllm=vllm, router=router_flags, env=env, cpus=given["cpus"], gpus=gpus,
             router_cpus=given["router_cpus"], router_host=given["router_host"], router_port=given["router_port"],
-            stop_s_max=given["stop_timeout"], admin_key=env.get("ROUTER_ADMIN_API_KEY") or secrets.token_hex(16),
+            stop_s_max=given["stop_timeout"], hang_s_max=given["hang_timeout"],
+            admin_key=env.get("ROUTER_ADMIN_API_KEY") or secrets.token_hex(16),
         )  # fmt: skip
         patience = Patience(given["start_timeout"], given["drain_timeout"])
         try:

@@ -4,8 +4,8 @@ A detached actor that Ray starts anew, on another node if need be; what is wante
 own store before it is acted on, so a new life finds its members again by their names. While it is away nothing is
 started or stopped, and routers go on with the workers that they know.
 
-Nothing of a request passes here: a member is asked when it is up and when it has ended (two calls that wait, no
-polling), a router once a second for its load, and at once when the list has changed.
+Nothing of a request passes here: a member is asked for its news (a call that waits until there are some), a router
+once a second for its load, and at once when the list has changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from fleet.books import Listed, Row
 from fleet.cluster import rooms
 from fleet.guard import follow_parent
-from fleet.member import MemberActor, Report
+from fleet.member import MemberActor, News, Report
 from fleet.plan import Failure, Kind, Member, Move, Phase, Start, Target, failed, lightest, plan
 from fleet.scaling import Bounds, Load, Scaler
 from fleet.spec import NAMESPACE, Launch
@@ -59,6 +59,8 @@ class DirectoryActor:
         self._failures: dict[tuple[Kind, int], Failure] = {}
         self._reports: dict[str, Report] = {}
         """By router."""
+        self._silent_s: dict[str, float] = {}
+        """Who does not answer, since when."""
         self._asked_s: dict[str, float] = {}
         self._asking: set[str] = set()
         self._version, self._listed, self._peers = 1, list[Listed](), list[str]()
@@ -118,6 +120,7 @@ class DirectoryActor:
                     "name": record.name, "kind": record.kind.value, "slot": record.slot, "revision": record.revision,
                     "phase": record.phase.value, "seconds": now - record.since_s, "node": record.node,
                     "url": record.launch.url if record.launch else "",
+                    "silent_s": now - self._silent_s.get(record.name, now),
                 }  # fmt: skip
                 if record.kind is Kind.ENGINE:
                     row |= {"in_flight": self._in_flight(record, routers), **self._load_of(record)}
@@ -129,6 +132,7 @@ class DirectoryActor:
             state = self._state
             return {
                 "name": state.spec.name, "settled": self._settled(), "members": members, "failures": waits,
+                "hung": state.hung,
                 "targets": {kind.value: msgspec.to_builtins(one) for kind, one in state.targets.items()},
                 "autoscaling": msgspec.to_builtins(state.bounds), "advice": self._advice,
                 "events": [[at, text] for at, text in self._events],
@@ -209,6 +213,7 @@ class DirectoryActor:
         state.members[record.name] = record
         self._note(f"{record.name}: start")
         self._save()
+        workers = [one.settings for one in self._list() if not one.draining] if kind is Kind.ROUTER else []
         group = placement_group(
             [needs], strategy="STRICT_PACK", name=record.name, lifetime="detached",
             _soft_target_node_id=record.node or None,
@@ -220,7 +225,7 @@ class DirectoryActor:
                 num_cpus=needs["CPU"], num_gpus=needs.get("GPU", 0.0),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
             )
-            .remote(msgspec.json.encode(state.spec), kind.value, action.slot)
+            .remote(msgspec.json.encode(state.spec), kind.value, action.slot, workers)
         )  # fmt: skip
         self._watch(record, actor)
 
@@ -237,22 +242,44 @@ class DirectoryActor:
 
     def _watch(self, record: Record, actor: Any) -> None:
         self._actors[record.name] = actor
-        self._await(actor.ready.remote(), lambda value, _: self._up(record, value))
-        self._await(
-            actor.ended.remote(),
-            lambda value, error: self._gone(record, value or f"lost: {error}"),
-        )
+        self._ask_news(record, News())
+
+    def _ask_news(self, record: Record, known: News) -> None:
+        """Of a member, for as long as it is one."""
+        if record.name in self._actors:
+            call = self._actors[record.name].news.remote(known)
+            self._await(call, lambda news, error: self._take_news(record, known, news, error))
+
+    def _take_news(self, record: Record, known: News, news: News | None, error: Exception | None) -> None:
+        if record.name not in self._state.members:
+            return
+        if news is None:
+            self._gone(record, f"lost: {error}")
+            return
+        if news.launch is not None and known.launch is None:
+            self._up(record, news, news.launch)
+        if news.silent != known.silent:
+            self._note(f"{record.name}: {'does not answer' if news.silent else 'answers again'}")
+            self._silent_s.pop(record.name, None)
+            if news.silent:
+                self._silent_s[record.name] = time.time()
+        if news.hung and not known.hung:
+            kind = record.kind.value
+            self._state.hung[kind] = self._state.hung.get(kind, 0) + 1
+            self._note(f"{record.name}: killed, it did not answer for {self._state.spec.hang_s_max:g} s")
+        if news.ended is not None:
+            self._gone(record, news.ended)
+        else:
+            self._ask_news(record, news)
 
     def _await(self, ref: Any, take: Callable[[Any, Exception | None], None]) -> None:
         self._waiting[ref] = take
 
-    def _up(self, record: Record, value: dict[str, Any] | None) -> None:
-        if value is None or record.name not in self._state.members:
-            return  # it ended: that is told besides
-        record.launch, record.node = msgspec.convert(value["launch"], Launch), value["node"]
+    def _up(self, record: Record, news: News, launch: Launch) -> None:
+        record.launch, record.node = launch, news.node
         if record.phase is Phase.STARTING:
             record.phase, record.since_s, record.up_s = Phase.UP, time.time(), time.time()
-            self._note(f"{record.name}: up at {record.launch.url}, process {value['pid']}")
+            self._note(f"{record.name}: up at {record.launch.url}, process {news.pid}")
 
     def _move(self, action: Move, now: float) -> None:
         record = self._state.members[action.name]
@@ -279,6 +306,7 @@ class DirectoryActor:
             self._fails(record)
         self._note(f"{record.name}: gone: {why.strip()[:2000]}")
         self._reports.pop(record.name, None)
+        self._silent_s.pop(record.name, None)
         actor = self._actors.pop(record.name, None)
         if actor is not None:
             ray.kill(actor)
@@ -291,12 +319,7 @@ class DirectoryActor:
 
     def _tell(self, now: float) -> None:
         """Every router that is up: at once what has changed, and once a second."""
-        members = self._state.members.values()
-        listed = [
-            Listed(one.launch.worker, one.phase is not Phase.UP)
-            for one in members
-            if one.kind is Kind.ENGINE and one.launch is not None
-        ]
+        members, listed = self._state.members.values(), self._list()
         routers = [one for one in members if one.kind is Kind.ROUTER and one.launch is not None]
         peers = [one.launch.peer for one in routers if one.launch is not None]
         if (listed, peers) != (self._listed, self._peers):
@@ -313,6 +336,14 @@ class DirectoryActor:
                 self._asked_s[name] = now
                 call = self._actors[name].sync.remote(self._version, self._listed, self._peers)
                 self._await(call, partial(self._told, name))
+
+    def _list(self) -> list[Listed]:
+        """The workers that routers are to know."""
+        return [
+            Listed(one.launch.worker, one.phase is not Phase.UP)
+            for one in self._state.members.values()
+            if one.kind is Kind.ENGINE and one.launch is not None
+        ]
 
     def _told(self, name: str, report: Report | None, error: Exception | None) -> None:
         self._asking.discard(name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -45,6 +45,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """Of router 0; the next has the next. 0: the system chooses."""
     stop_s_max: float = 60.0
     """From being told to end to being killed."""
+    hang_s_max: float = 120.0
+    """A program that is up and does not answer for so long is killed. 0: never."""
     admin_key: str = ""
 
     def resources(self, kind: Kind) -> dict[str, float]:
@@ -54,6 +56,10 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         return {"CPU": self.cpus, **({"GPU": float(self.gpus)} if self.gpus else {})}
 
 
+Worker = dict[str, str | int]
+"""As routers take it, by `POST /workers` or on their command line."""
+
+
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """One program, addresses and all."""
 
@@ -61,7 +67,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     health: str
     """Answers 200 once it serves."""
-    worker: dict[str, str | int] = {}
+    worker: Worker = {}
     """What routers are told of it."""
     admin: str = ""
     peer: str = ""
@@ -72,20 +78,21 @@ Ports = Callable[[int], int]
 """The first of so many free ports in a row on this node."""
 
 
-def launch(spec: Spec, kind: Kind, slot: int, host: str, ports: Ports) -> Launch:
-    """The program of a slot on the node `host`."""
+def launch(spec: Spec, kind: Kind, slot: int, host: str, ports: Ports, workers: Sequence[Worker] = ()) -> Launch:
+    """The program of a slot on the node `host`. `workers`: what a router knows from its start."""
     where = f"[{host}]" if ":" in host else host
     if kind is Kind.ROUTER:
         port = spec.router_port + slot if spec.router_port else ports(1)
         admin, peer, listen = f"127.0.0.1:{ports(1)}", f"tcp://{where}:{ports(1)}", spec.router_host or host
         addresses = ["--host", listen, "--port", str(port), "--admin", admin, "--peer-bind", peer]
-        command = [sys.executable, "-m", "router", "run", *addresses, *spec.router]
+        known = [",".join(f"{key}={value}" for key, value in worker.items()) for worker in workers]
+        command = [sys.executable, "-m", "router", "run", *known, *addresses, *spec.router]
         scheme = "https" if any(flag.partition("=")[0] == "--tls-cert" for flag in spec.router) else "http"
         url = f"{scheme}://{'127.0.0.1' if listen == '127.0.0.1' else where}:{port}"
         return Launch(command=command, url=url, health=f"{url}/livez", admin=f"{scheme}://{admin}", peer=peer)
     port = ports(1)
     url = f"http://{where}:{port}"
-    worker: dict[str, str | int] = {"url": url, "id": f"{where}:{port}", "send_key": 1}
+    worker: Worker = {"url": url, "id": f"{where}:{port}", "send_key": 1}
     command = [*spec.engine, "--host", host, "--port", str(port)]
     if spec.vllm:
         ranks = data_parallel(spec.engine)

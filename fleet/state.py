@@ -42,6 +42,8 @@ class State(msgspec.Struct, kw_only=True):
     bounds: Bounds | None = None
     members: dict[str, Record] = {}
     serial: int = 0
+    hung: dict[str, int] = {}
+    """By kind: programs that were killed because they did not answer."""
 
     @property
     def targets(self) -> dict[Kind, Target]:

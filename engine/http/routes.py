@@ -69,7 +69,7 @@ async def cancel_response(request: web.Request) -> web.Response:
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 while new requests are taken."""
+    """200 while new requests are taken. `x-core-silent-seconds`: since when the step loop owes an answer."""
     state = request.app[STATE]
     if state.client.dead is not None:
         raise not_running(state.client.dead)
@@ -77,7 +77,7 @@ async def health(request: web.Request) -> web.Response:
         raise unavailable("the server is shutting down")
     if state.asleep:
         raise unavailable(ASLEEP)
-    return web.Response()
+    return web.Response(headers={"x-core-silent-seconds": f"{state.client.silent_s():.1f}"})
 
 
 async def version(request: web.Request) -> web.Response:

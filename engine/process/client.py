@@ -12,6 +12,7 @@ import logging
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Literal, cast
 
@@ -28,6 +29,7 @@ from engine.messages import (
     Done,
     FrameReader,
     Outputs,
+    Ping,
     Ready,
     Report,
     ResetPrefixCache,
@@ -132,6 +134,8 @@ class EngineClient(asyncio.Protocol):
         self._streams: dict[str, OutputStream] = {}
         self._calls_out: dict[int, asyncio.Future[str | None]] = {}
         self._calls = 0
+        self._pinged: tuple[int, float] | None = None
+        """The ping that is not answered yet, and when it was sent."""
         self._ready: asyncio.Future[CoreInfo] = asyncio.get_running_loop().create_future()
         self._closing = False
         self.stats: EngineStats | None = None
@@ -194,6 +198,16 @@ class EngineClient(asyncio.Protocol):
         if error is not None:
             raise ValueError(error)
 
+    def silent_s(self) -> float:
+        """For how many seconds the core has not answered a ping; sends one where none is under way. A core that changes
+        its weights takes its time."""
+        now = time.monotonic()
+        if self._pinged is None and self.dead is None:
+            self._calls += 1
+            self._pinged = self._calls, now
+            self._send(Ping(self._calls))
+        return 0.0 if self._pinged is None or self._calls_out else now - self._pinged[1]
+
     async def _call(self, command: Callable[[int], Command]) -> str | None:
         if self.dead is not None:
             raise EngineDead(self.dead)
@@ -232,6 +246,8 @@ class EngineClient(asyncio.Protocol):
             elif isinstance(report, Ready):
                 self._ready.set_result(report.info)
             elif isinstance(report, Done):
+                if self._pinged is not None and report.call_id == self._pinged[0]:
+                    self._pinged = None
                 future = self._calls_out.get(report.call_id)
                 if future is not None and not future.done():
                     future.set_result(report.error)

@@ -25,7 +25,20 @@ import msgspec
 
 from engine.assembly import Assembled, assemble
 from engine.config import EngineConfig
-from engine.messages import Abort, Add, ChangeWeights, Command, Done, Failed, FrameReader, Outputs, Ready, Report, frame
+from engine.messages import (
+    Abort,
+    Add,
+    ChangeWeights,
+    Command,
+    Done,
+    Failed,
+    FrameReader,
+    Outputs,
+    Ready,
+    Report,
+    ResetPrefixCache,
+    frame,
+)
 from engine.types import FinishReason, RunnerLost, SequenceOutput
 from options.logs import configure_logging
 
@@ -155,7 +168,8 @@ class CoreLoop:
         elif isinstance(command, ChangeWeights):
             self._link.send(Done(command.call_id, self._change(command)))
         else:
-            self._core.reset_prefix_cache()
+            if isinstance(command, ResetPrefixCache):
+                self._core.reset_prefix_cache()
             self._link.send(Done(command.call_id))
 
     def _change(self, change: ChangeWeights) -> str | None:

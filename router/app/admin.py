@@ -402,7 +402,7 @@ class Admin:
     def _known(self, name: str, *starting: str) -> str:
         """The id of the worker called `name`, an id or a URL; also of those that were never reached, if they count."""
         for worker_id, worker in self._core.workers.items():
-            if name in (worker_id, worker.spec.url):
+            if name and name in (worker_id, worker.spec.url):
                 return worker_id
         for worker_id in starting:
             if name in (worker_id, f"http://{worker_id}"):

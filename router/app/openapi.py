@@ -55,7 +55,7 @@ class Responses(_Routed, kw_only=True):
 
 
 class Worker(Struct, forbid_unknown_fields=True):
-    url: str
+    url: str | UnsetType = UNSET
     id: str | UnsetType = UNSET
     events: str | UnsetType = UNSET
     replay: str | UnsetType = UNSET
@@ -65,6 +65,9 @@ class Worker(Struct, forbid_unknown_fields=True):
     seats: _Positive | UnsetType = UNSET
     reannounce: Literal[0, 1] | UnsetType = UNSET
     send_key: Literal[0, 1] | UnsetType = UNSET
+    model: str | UnsetType = UNSET
+    root: str | UnsetType = UNSET
+    block_size: _Positive | UnsetType = UNSET
 
 
 _NAME = "[a-z]([a-z0-9-]{0,61}[a-z0-9])?"

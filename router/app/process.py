@@ -76,6 +76,8 @@ log = logging.getLogger("router")
 
 LOAD_S_MAX = 1.5
 """For the router that is taken over from to say what it has in flight; it says all of it every half second."""
+FIRST_LOOK_S = 5.0
+"""For the workers that were named to answer before the addresses are opened."""
 LEDGER_S = 2.0
 """Between two writes of what API keys used: what a router that is killed forgets."""
 PREDECESSOR = "http://predecessor"
@@ -208,6 +210,7 @@ class RouterProcess:
                 self._start_fleet()
                 if standing is not None:
                     await self._rejoin(standing)
+                await self._first_look()
                 port = await self._addresses.open(None)
             else:
                 await self._inherit(self._predecessor, stack)
@@ -427,6 +430,12 @@ class RouterProcess:
             self._fleet.follow_kubernetes(KubernetesSource.parse(spec))
         if self._config.workers_file is not None:
             self._fleet.follow_file(Path(self._config.workers_file))
+
+    async def _first_look(self) -> None:
+        """Know the workers that were named before the first request comes, which would hear that there are none."""
+        end_s = self._now() + min(FIRST_LOOK_S, self._config.edge.ready_s)
+        while self._fleet.untried() and self._now() < end_s:
+            await asyncio.sleep(0.01)
 
     def _peer_sockets(self) -> PeerSockets:
         return PeerSockets(PeerLoads(self._core.tracker, f"{socket.gethostname()}/{os.getpid()}"))

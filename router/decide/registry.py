@@ -42,6 +42,8 @@ class Registry:
         self.workers: dict[str, Worker] = {}
         self.down: list[Worker] = []
         """Those that are DOWN."""
+        self.reached: frozenset[str] | None = None
+        """Workers that have a URL; None: all."""
         self._targets: dict[str, list[Target]] = {}
         self._pools: dict[tuple[str, str | None], tuple[list[Target], int | None]] = {}
         """(model, role) -> who serves it, and the shortest context of theirs."""
@@ -82,6 +84,8 @@ class Registry:
             if state is not before:
                 self._states[worker_id] = state
                 self.on_state(worker, before)
+        near = frozenset(name for name, worker in self.workers.items() if worker.spec.url)
+        self.reached = None if len(near) == len(self.workers) else near
         self.down = [worker for worker in self.workers.values() if worker.state is WorkerState.DOWN]
         self._pools.clear()
         self._orders.clear()
@@ -146,7 +150,7 @@ class Registry:
         if request.subset is not None:
             pool = [t for t in pool if t.worker_id in request.subset]
             if not pool:
-                message = "None of the endpoints that the gateway allows can take this."
+                message = "None of the endpoints that the gateway allows, or that requests are sent to, can take this."
                 return Refuse(request.request_id, 503, "no_worker", message, 1.0)
         if tried:
             pool = [t for t in pool if t.worker_id not in tried]

@@ -80,6 +80,7 @@ class Proxy(Carrier):
         """Ask the core for a worker and do what it says."""
         if exchange.done:
             return
+        route.subset = self.core.registry.reached
         exchange.asks(route)
         exchange.route = route
         exchange.in_core = True
@@ -122,7 +123,7 @@ class Proxy(Carrier):
         if self.upstream is not None:
             return self.upstream
         worker = self.core.workers.get(worker_id)
-        if worker is None:
+        if worker is None or not worker.spec.url:
             return None
         known = self._endpoints.get(worker_id)
         if known is None or known[0] != worker.spec.url:

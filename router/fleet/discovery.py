@@ -47,6 +47,7 @@ class WorkerFlag:
     """One worker as an operator names it. What is given here is not asked for."""
 
     url: str
+    """Empty: others send it its requests, and ask here where to."""
     worker_id: str
     events: tuple[str, ...] = ()
     """PUB endpoints, one a data-parallel rank; empty: discover them."""
@@ -62,6 +63,11 @@ class WorkerFlag:
     """`reannounce=1`: stores may repeat what is held already (EventSource.reannounces)."""
     keyed: bool = True
     """It is sent the workers' API key: the operator named it when the router started, or said `send_key=1`."""
+    model: str = ""
+    """What it serves; told where nobody can be asked."""
+    root: str = ""
+    """The folder, or name on a hub, of the model's tokenizer."""
+    block_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +98,15 @@ _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _ENDPOINT = re.compile(r"tcp://[^\s;,]+:\d{1,5}|(ipc|inproc)://[^\s;,]+")
 _ID = re.compile(r"[!-~\u00a1-\U0010ffff]{1,255}")
 """It stands in headers and metrics."""
-_KEYS = ("url", "events", "replay", "topic", "id", "roles", "cache_tokens", "seats", "reannounce", "send_key")
+_KEYS = ("url", "events", "replay", "topic", "id", "roles", "cache_tokens", "seats", "reannounce", "send_key",
+         "model", "root", "block_size")  # fmt: skip
+"""The last three instead of `url`."""
 
 
 def parse_worker_flag(text: str) -> WorkerFlag:
     """`http://host:8000`, or
-    `url=...,events=tcp://...;tcp://...,replay=...,topic=...,id=...,roles=a;b,cache_tokens=N,seats=N,reannounce=1`.
+    `url=...,events=tcp://...;tcp://...,replay=...,topic=...,id=...,roles=a;b,cache_tokens=N,seats=N,reannounce=1`;
+    `model=...,root=...,block_size=N` instead of `url` for one that is sent its requests by others.
 
     Several ranks are separated by `;`. Raises ConfigError naming the part that is wrong.
     """
@@ -120,9 +129,14 @@ def worker_flag(values: Mapping[str, str]) -> WorkerFlag:
     unknown = next((key for key in values if key not in _KEYS), None)
     if unknown is not None:
         raise ConfigError(f"worker: {unknown!r} is no key, expected {', '.join(_KEYS)}")
-    if "url" not in values:
-        raise ConfigError("worker: url= is missing")
-    url = normalise_url(values["url"])
+    apart = {"model", "root", "block_size"} & values.keys()
+    if apart and "url" in values:
+        raise ConfigError(f"worker: {min(apart)}= and url=: expected one of them, a worker with a URL is asked")
+    needed = ("model", "events", "id") if apart else ("url",)
+    missing = next((key for key in needed if not values.get(key)), None)
+    if missing is not None:
+        raise ConfigError(f"worker: {missing}= is missing")
+    url = "" if apart else normalise_url(values["url"])
     events, replay = values.get("events", ""), values.get("replay", "")
     endpoints = () if events in ("", "none") else tuple(events.split(";"))
     replays = tuple(replay.split(";")) if replay else ()
@@ -131,8 +145,10 @@ def worker_flag(values: Mapping[str, str]) -> WorkerFlag:
             raise ConfigError(f"worker: endpoint {endpoint!r}, expected one like tcp://host:5557")
     if replays and len(replays) != len(endpoints):
         raise ConfigError(f"worker: {len(replays)} replay endpoints for {len(endpoints)} event endpoints")
-    capacity, seats = values.get("cache_tokens"), values.get("seats")
-    for key, value in (("cache_tokens", capacity), ("seats", seats)):
+    if apart and not endpoints:
+        raise ConfigError(f"worker: events={events!r}, expected an endpoint where there is no url=")
+    capacity, seats, block_size = (values.get(key) for key in ("cache_tokens", "seats", "block_size"))
+    for key, value in (("cache_tokens", capacity), ("seats", seats), ("block_size", block_size)):
         if value is not None and not number(value):
             raise ConfigError(f"worker: {key}={value!r}, expected a positive number")
     for key in ("reannounce", "send_key"):
@@ -153,6 +169,9 @@ def worker_flag(values: Mapping[str, str]) -> WorkerFlag:
         seats=int(seats) if seats is not None else None,
         reannounces=values.get("reannounce") == "1",
         keyed=values.get("send_key", "1") == "1",
+        model=values.get("model", ""),
+        root=values.get("root", ""),
+        block_size=int(block_size) if block_size is not None else None,
     )
 
 
@@ -239,7 +258,9 @@ class Prober:
         self._headers = headers or {}
 
     async def healthy(self, flag: WorkerFlag) -> str | None:
-        """None where `/health` answers 200; else why not."""
+        """None where `/health` answers 200; else why not. Without a URL whoever named it takes it back."""
+        if not flag.url:
+            return None
         try:
             status, _ = await self._get(flag, "/health")
         except Unanswered as error:
@@ -248,6 +269,12 @@ class Prober:
 
     async def probe(self, flag: WorkerFlag, known: WorkerFacts | None = None) -> WorkerFacts:
         """Everything about a worker: models, event sources, capacity. `known`: what an earlier probe found."""
+        if not flag.url:
+            roots = {flag.model: flag.root} if flag.root else {}
+            sources = await self.sources(flag)
+            return WorkerFacts(
+                True, "", (ServedModel(flag.model, flag.model),), sources, flag.cache_tokens, flag.block_size, roots
+            )
         try:
             status, body = await self._get(flag, "/v1/models")
             if status != 200:
@@ -293,6 +320,8 @@ class Prober:
 
     async def _metrics(self, flag: WorkerFlag) -> str:
         """The worker's `/metrics`; empty where there are none that can be read."""
+        if not flag.url:
+            return ""
         try:
             status, body = await self._get(flag, "/metrics", METRICS_BYTES_MAX)
         except Unanswered:

@@ -226,6 +226,10 @@ class Fleet:
         """Workers that were never reached: id -> why not."""
         return {key: m.waits_for for key, m in self._members.items() if key not in self._core.workers}
 
+    def untried(self) -> bool:
+        """Whether there are workers whose first answer, or the lack of one, is awaited."""
+        return any(one.facts is None and not one.failures and not one.problem for one in self._members.values())
+
     # Where workers come from --------------------------------------------------------------------------------------
 
     def follow_file(self, path: Path) -> None:

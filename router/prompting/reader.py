@@ -116,7 +116,7 @@ class PromptReader:
             return
         if folder is None:
             self.problems[model] = "the worker names no local folder; give --tokenizer PATH"
-        if self.remote is not None and await self.remote.learn(model, worker.url, keyed=worker.keyed):
+        if self.remote is not None and worker.url and await self.remote.learn(model, worker.url, keyed=worker.keyed):
             reason = self.problems[model].partition("; give")[0]
             self.problems[model] = f"{reason}; workers are asked (/tokenize), give --tokenizer PATH to save the way"
 
@@ -126,7 +126,7 @@ class PromptReader:
         tokenizer = self._tokenizers[model]
         template, parsed = tokenizer.chat_template, parse_routing("/v1/chat/completions", _REASONED)
         asked = question(parsed, model)
-        if self.remote is None or template is None or asked is None:
+        if self.remote is None or template is None or asked is None or not worker.url:
             return
         found = {}
         for way in (False, True):

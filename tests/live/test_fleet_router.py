@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +15,7 @@ from typing import Any
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-from harness.programs import Program, await_true, call, ours
+from harness.programs import Program, await_true, call, free_port, ours
 
 from fleet.books import Listed, changes, read_rows
 
@@ -65,3 +70,39 @@ def test_a_router_is_told_of_the_others(urls: tuple[str, str]) -> None:
     assert call(f"{router}/peers", {"peers": []}, "PUT") == (200, {"peers": []})
     for wrong in ({"peers": "x"}, {"peers": ["x"]}, {}, {"peers": [], "more": 1}):
         assert call(f"{router}/peers", wrong, "PUT")[0] == 400, wrong
+
+
+def test_a_router_knows_from_its_first_answer_on_who_was_named(tmp_path: Path) -> None:
+    """A worker that takes its time to answer the first question, and one that refuses."""
+    port, asked = free_port(), {"messages": [{"role": "user", "content": "is anybody there?"}], "max_tokens": 1}
+    with Program(ours("engine", "serve", "--port", "0", "--simulate", SPEC), tmp_path / "engine.log") as engine:
+        worker = engine.await_line()
+        os.kill(engine.pid, signal.SIGSTOP)
+        threading.Timer(1.5, os.kill, (engine.pid, signal.SIGCONT)).start()
+        command = ours("router", "run", worker, "http://127.0.0.1:9", "--port", str(port))
+        with Program(command, tmp_path / "router.log"):
+            url = f"http://127.0.0.1:{port}/v1/chat/completions"
+            assert await_true(lambda: call(url, asked)[0], 60) == 200
+
+
+def test_an_engine_says_that_its_step_loop_stands_still(tmp_path: Path) -> None:
+    def silent_s() -> float:
+        with urllib.request.urlopen(f"{url}/health") as answer:
+            return float(answer.headers["x-core-silent-seconds"])
+
+    slow = '{"prefill_s_per_token": 0.0002, "step_s": 0.7, "kv_tokens": 40000}'
+    with Program(ours("engine", "serve", "--port", "0", "--simulate", slow), tmp_path / "engine.log") as engine:
+        url = engine.await_line()
+        (core,) = map(int, Path(f"/proc/{engine.pid}/task/{engine.pid}/children").read_text().split())
+        asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
+        thread = threading.Thread(target=call, args=(f"{url}/v1/chat/completions", asked))
+        thread.start()
+        seen = []
+        while thread.is_alive():
+            seen.append(silent_s())
+            time.sleep(0.1)
+        assert 0.3 < max(seen) < 3, "a step is waited for, and no longer"
+        os.kill(core, signal.SIGSTOP)
+        assert await_true(lambda: silent_s() > 3, 30)
+        os.kill(core, signal.SIGCONT)
+        assert await_true(lambda: silent_s() == 0, 30)

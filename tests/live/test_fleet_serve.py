@@ -1,13 +1,14 @@
 """The plug-in for Ray Serve inside a real application: `pytest -m slow tests/live/test_fleet_serve.py`.
 
-Two replicas, each with an engine beside it, and a router. Conversations through Serve's own handle: each turn goes
-where the one before it is cached; a router that is gone is done without.
+Two replicas, each with an engine beside it or, without any HTTP, in it, and a router. Conversations through Serve's own
+handle: each turn goes where the one before it is cached; a router that is gone is done without.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 from harness.programs import ADMIN_KEY, Program, await_true, call, ours
+
+from engine import LLM, SamplingParams
+from engine.tiny.tokenizer import cached_tokenizer
 
 ray = pytest.importorskip("ray")
 serve = pytest.importorskip("ray.serve")
@@ -45,24 +49,55 @@ class Engine:
         self._program.stop()
 
 
-@pytest.fixture(scope="module")
-def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
-    with Program(ours("router", "run", "--port", "0"), tmp_path_factory.mktemp("router") / "log") as program:
-        program.await_line()
-        yield program
+class Within:
+    """A replica that speaks through Serve's handle alone, with an engine in it: told of as by Ray's `LLMServer`."""
+
+    def __init__(self) -> None:
+        events = {"enable_kv_cache_events": True, "endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"}
+        self._llm = LLM(simulate=SPEC, kv_events_config=events)
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        (source,) = self._llm.info.event_sources
+        ends = {"endpoint": source.endpoint, "replay_endpoint": source.replay_endpoint or ""}
+        told = {key: value.replace("*", "127.0.0.1") for key, value in ends.items()}
+        return {"kv_event_metadata": {**told, "block_size": self._llm.info.block_size, "dp_rank": 0}}
+
+    def __call__(self, body: dict[str, Any]) -> dict[str, Any]:
+        (answer,) = self._llm.chat(body["messages"], SamplingParams(max_tokens=8, temperature=0), use_tqdm=False)
+        usage = {"prompt_tokens": len(answer.prompt_token_ids),
+                 "prompt_tokens_details": {"cached_tokens": answer.num_cached_tokens}}  # fmt: skip
+        choice = {"message": {"role": "assistant", "content": answer.outputs[0].text}}
+        return {"engine": os.getpid(), "usage": usage, "choices": [choice]}
 
 
 @pytest.fixture(scope="module")
-def handle(router: Program, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from ray.serve.config import RequestRouterConfig
-
+def cluster() -> Iterator[None]:
     root = Path(__file__).resolve().parents[2]
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    paths = os.pathsep.join([str(root), str(root / "scripts")])
+    paths = os.pathsep.join([str(root), str(root / "scripts"), str(root / "tests" / "live")])
     ray.init(address="local", num_cpus=8, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths}})
     try:
+        serve.start(proxy_location="Disabled")  # its way in is the handle
+        yield
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module", params=["over HTTP", "through handles alone"])
+def application(
+    request: pytest.FixtureRequest, cluster: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Any, Program, str]]:
+    """(a handle, the router, the model's name)."""
+    from ray.serve.config import RequestRouterConfig
+
+    folder = tmp_path_factory.mktemp("serve")
+    http = request.param == "over HTTP"
+    with Program(ours("router", "run", "--port", "0"), folder / "log") as router:
         kwargs = {"router": router.await_line(), "admin_key": ADMIN_KEY, "timeout_s": 5.0}
-        deployment = serve.deployment(Engine).options(
+        if not http:
+            kwargs |= {"model": "within", "tokenizer": str(cached_tokenizer())}
+        deployment = serve.deployment(Engine if http else Within).options(
             num_replicas=2,
             max_ongoing_requests=64,
             request_router_config=RequestRouterConfig(
@@ -71,11 +106,9 @@ def handle(router: Program, tmp_path_factory: pytest.TempPathFactory) -> Iterato
                 request_routing_stats_period_s=0.5,
             ),
         )
-        serve.start(proxy_location="Disabled")  # its way in is the handle
-        yield serve.run(deployment.bind(str(tmp_path_factory.mktemp("engines"))), route_prefix=None)
-        serve.shutdown()
-    finally:
-        ray.shutdown()
+        bound = deployment.bind(str(folder)) if http else deployment.bind()
+        yield serve.run(bound, route_prefix=None), router, "" if http else "within"
+        serve.delete("default")
 
 
 def chat(handle: Any, messages: list[dict[str, str]]) -> dict[str, Any]:
@@ -89,7 +122,16 @@ def rows(router: Program) -> list[dict[str, Any]]:
     return [row for row in page["workers"] if row["state"] == "up"]
 
 
-def test_conversations_stay_where_they_are_cached(handle: Any, router: Program) -> None:
+def predicted(router: Program, messages: list[dict[str, str]]) -> int:
+    """Of the worker that the router would choose."""
+    status, page = call(f"{router.await_line()}/route", {"messages": messages})
+    assert status == 200, page
+    return int(page["predicted_cached_tokens"])
+
+
+def test_conversations_stay_where_they_are_cached(application: tuple[Any, Program, str]) -> None:
+    handle, router, model = application
+
     def both() -> bool:
         chat(handle, [{"role": "user", "content": "hello"}])
         return len(rows(router)) == 2
@@ -100,10 +142,14 @@ def test_conversations_stay_where_they_are_cached(handle: Any, router: Program) 
         messages, own, last = [], set(), 0
         for turn in range(4):
             messages.append({"role": "user", "content": f"talk {talk} turn {turn}: " + "and then what? " * 60})
+            if model:
+                time.sleep(0.3)  # the events of the last turn have come
+                foreseen = predicted(router, messages)
             answer = chat(handle, messages)
             usage = answer["usage"]
             cached = usage["prompt_tokens_details"]["cached_tokens"]
             assert cached >= last // 16 * 16, (talk, turn, usage)
+            assert not model or foreseen == cached, (talk, turn)
             last = usage["prompt_tokens"]
             own.add(answer["engine"])
             messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
@@ -112,7 +158,17 @@ def test_conversations_stay_where_they_are_cached(handle: Any, router: Program) 
     assert len(engines) == 2, "all went to one engine"
 
 
-def test_it_goes_on_without_the_router(handle: Any, router: Program) -> None:
+def test_who_asks_the_router_for_a_replica_without_http_is_refused(application: tuple[Any, Program, str]) -> None:
+    _, router, model = application
+    if model:
+        status, page = call(
+            f"{router.await_line()}/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}
+        )
+        assert status == 503, page
+
+
+def test_it_goes_on_without_the_router(application: tuple[Any, Program, str]) -> None:
+    handle, router, _ = application
     router.stop()
     for _ in range(3):
         assert chat(handle, [{"role": "user", "content": "still there?"}])["choices"]

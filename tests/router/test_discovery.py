@@ -41,9 +41,25 @@ def test_everything_can_be_given() -> None:
     assert not parse_worker_flag("url=http://a:1,reannounce=0").reannounces
 
 
+def test_a_worker_without_an_address_is_told_whole() -> None:
+    flag = parse_worker_flag("model=qwen,root=/m/qwen,events=tcp://a:2,replay=tcp://a:3,block_size=16,id=replica")
+    assert (flag.url, flag.model, flag.root, flag.block_size) == ("", "qwen", "/m/qwen", 16)
+    facts, _ = probe({}, "model=qwen,root=/m/qwen,events=tcp://a:2,replay=tcp://a:3,block_size=16,id=replica")
+    assert facts.alive
+    assert facts.models == (ServedModel("qwen", "qwen"),)
+    assert (facts.sources[0].endpoint, facts.sources[0].replay_endpoint) == ("tcp://a:2", "tcp://a:3")
+    assert (facts.block_size, facts.roots) == (16, {"qwen": "/m/qwen"})
+
+
 @pytest.mark.parametrize(
     ("text", "names"),
     [
+        ("model=m,url=http://a", "model= and url="),
+        ("model=m,events=tcp://a:1", "id= is missing"),
+        ("model=m,id=w", "events= is missing"),
+        ("block_size=16,events=tcp://a:1,id=w", "model= is missing"),
+        ("model=m,events=none,id=w", "events='none'"),
+        ("model=m,events=tcp://a:1,id=w,block_size=0", "block_size='0'"),
         ("url=http://a:1,evnts=tcp://a:2", "evnts"),
         ("events=tcp://a:2", "url="),
         ("url=ftp://a", "ftp://a"),

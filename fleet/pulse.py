@@ -1,0 +1,38 @@
+"""Whether a program still goes on: what its health address has answered lately. Pure.
+
+Only time that was waited for an answer counts, and of one look no more than it can take: where whoever looks was itself
+stopped for an hour, its program is not blamed for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CORE_S_MAX = 5.0
+"""An engine whose step loop owes an answer for longer does not answer, though its HTTP process does."""
+SAID = 2
+"""Looks without an answer in a row until that is said."""
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """After some looks."""
+
+    silent_s: float = 0.0
+    missed: int = 0
+    """Looks in a row without an answer."""
+
+    def looked(self, answered: bool, took_s: float, took_s_max: float) -> Pulse:
+        """After one more: with the pause before it, it took so long."""
+        if answered:
+            return Pulse()
+        return Pulse(self.silent_s + min(max(took_s, 0.0), took_s_max), self.missed + 1)
+
+    @property
+    def is_silent(self) -> bool:
+        """Worth saying."""
+        return self.missed >= SAID
+
+    def hangs(self, patience_s: float) -> bool:
+        """Whether to end it; never with a patience of 0."""
+        return 0 < patience_s <= self.silent_s and self.is_silent

@@ -1,0 +1,141 @@
+"""A short life of a fleet on one raylet: up, `kill -9`, a program that hangs beside one that is busy, a router that
+comes back, scale, down. `scripts/fleet_faults` is the long one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+from harness.programs import await_true, call
+
+ray = pytest.importorskip("ray", reason="the extra `ray` is not installed: no fleet on Ray is tried")
+pytestmark = [pytest.mark.live, pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
+ROOT = Path(__file__).resolve().parents[2]
+SLOW = json.dumps({"prefill_s_per_token": 2e-4, "step_s": 1.5, "kv_tokens": 40_000})
+"""Steps that are as long as a third of the patience."""
+HANG_S = 5
+
+
+class Short:
+    """`fleet` on a cluster of its own."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self.started: set[int] = set()
+
+    def __call__(self, *words: str) -> str:
+        command = [sys.executable, "-m", "fleet", words[0], "--address", self._address, *words[1:]]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, check=False)
+        assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def status(self) -> dict[str, Any]:
+        directory = ray.get_actor("fleet-directory", namespace="blockcast")
+        found: dict[str, Any] = ray.get(directory.status.remote(), timeout=60)
+        return found
+
+    def until(self, done: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+        assert await_true(lambda: done(self.status()), 120, 0.2), json.dumps(self.status(), indent=1)
+        return self.status()
+
+    def pids(self, kind: str) -> dict[str, int]:
+        """Member -> its program. As the guard's first child."""
+        found = {}
+        for member in self.status()["members"]:
+            if member["kind"] == kind and member["phase"] == "up":
+                port = f"--port\0{member['url'].rpartition(':')[2]}\0".encode()
+                found[member["name"]] = min(
+                    pid for pid, words in processes() if port in words and b"guard" not in words
+                )
+        self.started.update(found.values())
+        return found
+
+
+def processes() -> Iterator[tuple[int, bytes]]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            yield int(folder.name), (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Short]:
+    from ray.cluster_utils import Cluster
+
+    settings = {"RAY_raylet_start_wait_time_s": "120", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
+                "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "PYTHONPATH": str(ROOT)}  # fmt: skip
+    before = {key: os.environ.get(key) for key in settings}
+    os.environ |= settings
+    folder, cluster = mkdtemp(prefix="bcray"), Cluster()  # pytest's own folder is too long for Ray's sockets
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        cluster.add_node(num_cpus=4, include_dashboard=False, temp_dir=folder)
+        ray.init(address=cluster.address, namespace="blockcast", log_to_driver=False, logging_level="error")
+        yield Short(cluster.address)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        signal.signal(signal.SIGTERM, handler)
+        shutil.rmtree(folder, ignore_errors=True)
+        for key, value in before.items():
+            os.environ.pop(key) if value is None else os.environ.__setitem__(key, value)
+
+
+def chat(url: str, text: str) -> int:
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 3}
+    return call(f"{url}/v1/chat/completions", body, timeout_s=60)[0]
+
+
+def test_a_life(fleet: Short) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    more = ("--cpus", "0.5", "--router-cpus", "0.5", "--router-host", "127.0.0.1", "--router-port", str(port),
+            "--hang-timeout", str(HANG_S), "--replicas", "2", "--timeout", "180")  # fmt: skip
+    router = fleet("up", "--simulate", SLOW, *more).strip()
+    assert router == f"http://127.0.0.1:{port}"
+    engines, (front,) = fleet.pids("engine"), fleet.pids("router").values()
+    end = threading.Event()
+
+    def keep_busy() -> None:
+        while not end.is_set():
+            chat(router, "is it so?")
+
+    threads = [threading.Thread(target=keep_busy) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        dead, hung = engines
+        os.kill(engines[dead], signal.SIGKILL)
+        os.kill(engines[hung], signal.SIGSTOP)
+        status = fleet.until(lambda status: status["hung"].get("engine") == 1 and status["settled"])
+        assert not {dead, hung} & {member["name"] for member in status["members"]}, "both were replaced"
+        assert any(f"{hung}: does not answer" in text for _, text in status["events"])
+        assert not Path(f"/proc/{engines[hung]}").exists()
+
+        os.kill(front, signal.SIGKILL)
+        answer = await_true(lambda: chat(router, "is anybody there?"), 120, 0.01)
+        assert answer == 200, "a router that comes back knows its workers from its first answer on"
+    finally:
+        end.set()
+        for thread in threads:
+            thread.join()
+    assert fleet.until(lambda status: status["settled"])["hung"] == {"engine": 1}, "who is busy does not hang"
+    assert "engines that did not answer and were killed: 1" in fleet("status")
+    fleet("scale", "1", "--timeout", "120")
+    assert len(fleet.pids("engine") | fleet.pids("router")) == 2
+    fleet("down", "--timeout", "120")
+    assert not [pid for pid in fleet.started if Path(f"/proc/{pid}").exists()], "a program outlives its fleet"
