@@ -11,6 +11,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import msgspec
 
@@ -23,7 +24,7 @@ from router.decide.core import RouterCore
 from router.decide.messages import RouteRequest
 from router.edge.stored import StoredResponses
 from router.http.request import HttpRequest
-from router.index.protocol import Scope
+from router.index.protocol import PromptMemory, Scope
 from router.prompting.encode import cut, is_light
 from router.prompting.known import LENGTH_MIN, Known, KnownBodies, Mark
 from router.prompting.outline import Outline
@@ -67,6 +68,7 @@ class Asked:
         "body_bytes",
         "deadline_ms",
         "drawn",
+        "like",
         "lora",
         "model",
         "outline",
@@ -92,6 +94,8 @@ class Asked:
         """Where the prompt is priced with ids that were sampled, which the encoder would not choose."""
         self.drawn: Callable[[int], Outline | None] | None = None
         """Makes it, where not all of them were read now."""
+        self.like: PromptMemory | None = None
+        """Of a prompt that its known beginning begins."""
         self.model = model
         self.base = base
         self.lora = lora
@@ -259,13 +263,21 @@ class RequestReading:
         if asked.base != known.model or served is None or asked.tokens_max != served.max_model_len:
             return None
         asked.drawn = returned.outline
+        asked.like = cast("PromptMemory | None", known.memory)
         return asked, read
 
-    def keep(self, asked: Asked, read: PromptRead) -> None:
-        """A prompt was read: its beginning may come back."""
-        if read.known is not None:
-            read.known.model = asked.base
-            self.known.keep(read.known, read.instead)
+    def keep(self, asked: Asked, read: PromptRead, route: RouteRequest) -> None:
+        """A prompt was read, and the core was asked: its beginning may come back."""
+        known = read.known
+        if known is None:
+            return
+        known.model = asked.base
+        prompt = self._core.book.asked(route.request_id)
+        memory = None if prompt is None else self._core.index.remember(prompt.ids)
+        if memory is not None:
+            shared = known.ids.itemsize * len(known.ids) if route.token_ids is known.ids else 0
+            known.memory, known.memory_bytes = memory, memory.nbytes - shared
+        self.known.keep(known, read.instead)
 
     def _is_json(self, request: HttpRequest, path: str | None) -> bool:
         return _kind(request, path) != "other" or request.pieces[0][:1] in _JSON_STARTS
@@ -287,6 +299,7 @@ class RequestReading:
             scope=self._scope(asked.base, parsed.cache_salt, asked.lora),
             token_ids=token_ids,
             prompt_tokens=prompt_tokens,
+            like=asked.like,
             output_max=1 if parsed.kind == "other" else parsed.output_max,  # of others, what is computed is the prompt
             output_min=min(parsed.output_min, room),
             stream=parsed.stream,

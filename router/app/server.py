@@ -218,7 +218,6 @@ class RouterApp:
 
     def _place(self, exchange: Exchange, tenant: str, asked: Asked, read: PromptRead) -> None:
         """Hand a request whose prompt was read to the core."""
-        self._reading.keep(asked, read)
         if asked.model != asked.parsed.model and asked.parsed.model is not None:
             self.rename(exchange.request, asked.model)
         if tenant == MIRROR:
@@ -240,6 +239,7 @@ class RouterApp:
                 route.share = self._tenants.shares.get(tenant, 1.0)
             copied = exchange.request.pieces
             self._proxy.route(exchange, route)
+            self._reading.keep(asked, read, route)
             if self._mirror is not None and tenant != MIRROR:
                 new = self._reading.mirror(asked)
                 if new is not None:

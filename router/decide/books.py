@@ -21,7 +21,7 @@ from router.decide.shortlist import KEEP, LoadOrder
 from router.decide.target import Target
 from router.decide.workers import CacheView, WorkerSpec
 from router.decide.working_set import WorkingSets
-from router.index.protocol import HolderId, Match, PinId, PrefixIndex, PreparedPrompt, Scope
+from router.index.protocol import HolderId, Match, PinId, PrefixIndex, PreparedPrompt, PromptMemory, Scope
 
 HOT_RUNNING = 2
 """So many running requests with one beginning make it hot."""
@@ -149,9 +149,9 @@ class CacheBook:
                 self._index.unpin(pinned[1])
 
     # A request's life --------------------------------------------------------------------------------------------
-    def ask(self, ids: Sequence[int], scope: Scope, tokens: int) -> AskedPrompt:
-        """Prepare a prompt of so many tokens for the questions below."""
-        return AskedPrompt(self._index, self._index.prepare(ids), scope, tokens)
+    def ask(self, ids: Sequence[int], scope: Scope, tokens: int, like: PromptMemory | None = None) -> AskedPrompt:
+        """Prepare a prompt of so many tokens for the questions below. `like`: of one that may begin alike."""
+        return AskedPrompt(self._index, self._index.prepare(ids, like), scope, tokens)
 
     def shortlist(self, prompt: AskedPrompt, order: LoadOrder) -> tuple[list[Target], dict[HolderId, Match]] | None:
         """Those of the order that KEEP others do not beat in load and prefix, and what they match; None where a prefix

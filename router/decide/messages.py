@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from router.index.protocol import Scope
+from router.index.protocol import PromptMemory, Scope
 
 
 @dataclass(slots=True)
@@ -26,6 +26,8 @@ class RouteRequest:
     """The prompt; None where it could not be tokenised here: then only load decides."""
     prompt_tokens: int
     """len(token_ids), or an estimate where they are None."""
+    like: PromptMemory | None = None
+    """Of a prompt that may begin as this one does."""
     output_max: int = 0
     """Most tokens that may be generated; 0 where the client does not say. A bound, never an expectation."""
     output_min: int = 0

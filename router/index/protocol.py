@@ -85,6 +85,14 @@ class PreparedPrompt(Protocol):
     def __len__(self) -> int: ...
 
 
+class PromptMemory(Protocol):
+    """What was computed of a prompt, for others that begin like it. Never changed; the ids are borrowed."""
+
+    @property
+    def nbytes(self) -> int:
+        """That it takes, with 4 for each of the ids."""
+
+
 class Tally(Protocol):
     """How many prompts have each of the keys that `PrefixIndex.chunk_keys` gives. As a key stands for all of the prompt
     before it, those of a prompt that others have too are its first ones."""
@@ -175,9 +183,13 @@ class PrefixIndex(Protocol):
     def tally(self) -> Tally:
         """An empty one."""
 
-    def prepare(self, token_ids: Sequence[int] | bytes) -> PreparedPrompt:
+    def prepare(self, token_ids: Sequence[int] | bytes, like: PromptMemory | None = None) -> PreparedPrompt:
         """The form of a prompt that is cheapest where several calls are about it. The ids may be borrowed: they must
-        not change meanwhile. Raises ValueError as `match` does."""
+        not change meanwhile. `like`: of a prompt that may begin alike; as far as its ids are found to be the same,
+        nothing is computed again. Raises ValueError as `match` does."""
+
+    def remember(self, prompt: PreparedPrompt) -> PromptMemory | None:
+        """What calls have computed of it so far. None where its ids were copied."""
 
     def match(
         self, token_ids: Tokens, scope: Scope, order: Sequence[HolderId] | None = None, keep: int = 1

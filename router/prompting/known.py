@@ -64,8 +64,13 @@ class Known(Struct):
     """The furthest last."""
     body: bytes
     ids: array[int]
+    """Of the whole prompt, or up to its last mark at the least."""
     back: int = 1
     """Messages at the end of a body that are not taken for known, as they may change."""
+    memory: object = None
+    """The index's, of a prompt that it begins."""
+    memory_bytes: int = 0
+    """That this takes besides `ids`."""
     model: str = ""
     """Whose tokenizer and template it was read with."""
 
@@ -73,7 +78,7 @@ class Known(Struct):
     def cost(self) -> int:
         """Bytes that it takes, about."""
         size = len(self.body) + self.ids.itemsize * (len(self.ids) + len(self.words)) + _MARK_BYTES * len(self.marks)
-        return size + 1000 + sum(len(str(message.get("content"))) for message in self.opening)
+        return size + self.memory_bytes + 1000 + sum(len(str(message.get("content"))) for message in self.opening)
 
 
 class KnownBodies:

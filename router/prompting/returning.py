@@ -144,7 +144,8 @@ def learn(parsed: RoutingRequest, body: bytes, prompt: ReadPrompt, tokenizer: To
             told, heads = rest.told, rest.heads
     if not marks:
         return None
-    words, known_ids = drawn.messages[: WORDS * marks[-1].count], array(ID_TYPE, ids[: marks[-1].ids])
+    words = drawn.messages[: WORDS * marks[-1].count]
+    known_ids = ids if isinstance(ids, array) else array(ID_TYPE, ids)
     return Known(kind, start, told, heads, messages[: first + 1], words, marks, body, known_ids)
 
 
@@ -176,8 +177,9 @@ def learn_more(returned: Returned, body: bytes, tokenizer: Tokenizer) -> Known |
     after = WORDS * (rest.heads + 1)
     words = known.words[: WORDS * mark.count] + drawn.messages[after : after + WORDS * fresh]
     marks = [one for one in known.marks if one.end <= mark.end][1 - MARKS_MAX :] + [made]
-    ids = returned.ids[: made.ids]
-    return msgspec.structs.replace(known, words=words, marks=marks, back=back, body=body, ids=ids)
+    return msgspec.structs.replace(
+        known, words=words, marks=marks, back=back, body=body, ids=returned.ids, memory=None, memory_bytes=0
+    )
 
 
 def _depends(parsed: RoutingRequest) -> bool:

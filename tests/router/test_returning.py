@@ -179,7 +179,7 @@ def check_same(returned: returning.Returned, parsed: RoutingRequest, ids: Any) -
 
 def check_known(known: Known, prompt: Any) -> None:
     mark = known.marks[-1]
-    assert list(known.ids) == list(prompt.ids[: mark.ids])
+    assert list(known.ids[: mark.ids]) == list(prompt.ids[: mark.ids])
     assert [mark.before, mark.last] == prompt.chat.messages[mark.count - 2 : mark.count]
     assert [one.end for one in known.marks] == sorted({one.end for one in known.marks})
 

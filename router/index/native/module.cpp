@@ -35,6 +35,18 @@ public:
 
     const u32* data() const { return data_; }
     std::size_t size() const { return size_; }
+    // Of whom they are borrowed; null where they were copied.
+    PyObject* owner() const { return owned_.empty() ? borrowed_.view.obj : nullptr; }
+
+    // How many of the first ones are the same.
+    std::size_t shared(const Ids& other) const {
+        constexpr std::size_t kAtOnce = 512;
+        const std::size_t most = std::min(size_, other.size_);
+        std::size_t same = 0;
+        while (same + kAtOnce <= most && std::memcmp(data_ + same, other.data_ + same, kAtOnce * sizeof(u32)) == 0) same += kAtOnce;
+        while (same < most && data_[same] == other.data_[same]) ++same;
+        return same;
+    }
 
 private:
     void own() {
@@ -126,6 +138,18 @@ struct Prompt {
     const Ids ids;
     std::mutex mutex;
     KeyMemo memo;  // under the mutex
+};
+
+// A prompt that may begin another one, with what was computed of it. Never changed.
+struct Memory {
+    explicit Memory(Prompt& prompt) : ids(prompt.ids.owner()) {
+        const nb::gil_scoped_release released;
+        const std::lock_guard alone(prompt.mutex);
+        memo = prompt.memo;
+    }
+    std::size_t bytes() const { return memo.keys.capacity() * sizeof(u64) + ids.size() * sizeof(u32); }
+    const Ids ids;
+    KeyMemo memo;
 };
 
 // What a call was given: a Prompt, which it then has for itself as long as it works, or ids of any form.
@@ -328,6 +352,8 @@ NB_MODULE(_native, module) {
 
     nb::class_<Prompt>(module, "Prompt").def("__len__", [](const Prompt& prompt) { return prompt.ids.size(); });
 
+    nb::class_<Memory>(module, "PromptMemory").def_prop_ro("nbytes", &Memory::bytes);
+
     nb::class_<Report>(module, "IngestReport")
         .def_ro("stored", &Report::stored)
         .def_ro("removed", &Report::removed)
@@ -408,7 +434,16 @@ NB_MODULE(_native, module) {
              },
              nb::arg("holder"), nb::arg("payload"), nb::arg("now_s") = 0.0, nb::keep_alive<0, 1>())
         .def("tally", [](const Index&) { return new Tally(); })
-        .def("prepare", [](Index&, nb::handle token_ids) { return new Prompt(token_ids); }, nb::arg("token_ids"))
+        .def("prepare",
+             [](Index&, nb::handle token_ids, const Memory* like) {
+                 auto prompt = std::make_unique<Prompt>(token_ids);
+                 if (like != nullptr) prompt->memo.resume(like->memo, prompt->ids.shared(like->ids), prompt->ids.size());
+                 return prompt.release();
+             },
+             nb::arg("token_ids"), nb::arg("like") = nb::none())
+        .def("remember",
+             [](Index&, Prompt& prompt) { return prompt.ids.owner() == nullptr ? nullptr : new Memory(prompt); },
+             nb::arg("prompt"))
         .def("match", &match, nb::arg("token_ids"), nb::arg("scope"), nb::arg("order") = nb::none(), nb::arg("keep") = 1)
         .def("pin",
              [](Index& index, u64 holder, nb::handle token_ids, nb::handle of) {

@@ -21,7 +21,17 @@ from reference.events import check_event
 from reference.holder import Holder
 from reference.match import Pins, cut_of, match_holder
 from reference.tally import NaiveTally
-from router.index.protocol import HolderId, IndexStats, IngestReport, Match, PinId, PreparedPrompt, Scope, Tokens
+from router.index.protocol import (
+    HolderId,
+    IndexStats,
+    IngestReport,
+    Match,
+    PinId,
+    PreparedPrompt,
+    PromptMemory,
+    Scope,
+    Tokens,
+)
 
 MALFORMED_KEPT = 16
 
@@ -131,8 +141,11 @@ class ReferenceIndex:
     def tally(self) -> NaiveTally:
         return NaiveTally()
 
-    def prepare(self, token_ids: Sequence[int] | bytes) -> PreparedPrompt:
+    def prepare(self, token_ids: Sequence[int] | bytes, like: PromptMemory | None = None) -> PreparedPrompt:
         return as_token_list(token_ids)
+
+    def remember(self, prompt: PreparedPrompt) -> PromptMemory | None:
+        return None
 
     def match(
         self, token_ids: Tokens, scope: Scope, order: Sequence[HolderId] | None = None, keep: int = 1

@@ -64,8 +64,11 @@ class EmptyIndex:
     def tally(self) -> NaiveTally:
         return NaiveTally()
 
-    def prepare(self, token_ids: Sequence[int]) -> Sequence[int]:
+    def prepare(self, token_ids: Sequence[int], like: None = None) -> Sequence[int]:
         return token_ids
+
+    def remember(self, prompt: Sequence[int]) -> None:
+        return None
 
     def chunk_keys(self, token_ids: Sequence[int], scope: Scope, chunk_tokens: int) -> list[int]:
         return [hash((scope, *token_ids[:end])) for end in range(chunk_tokens, len(token_ids), chunk_tokens)]

@@ -1,0 +1,69 @@
+"""What is remembered of one prompt changes nothing of what is said of another, however alike they are."""
+
+from __future__ import annotations
+
+from array import array
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from events.codec import encode_batch
+from events.types import BlockStored, EventBatch
+from router.index import make_index
+from router.index.protocol import Scope
+
+SCOPES = (Scope("m"), Scope("m", "salt"), Scope("m", None, "lora"), Scope("m", media=((20, "image"),)))
+LONG = tuple(i * 7919 % 101 for i in range(1600))
+lengths = st.one_of(st.integers(0, 40), st.integers(500, 540), st.integers(0, 1600))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    first=lengths, second=lengths, changed=st.one_of(st.none(), lengths), before=st.sampled_from(SCOPES),
+    after=st.sampled_from(SCOPES), chunks=st.lists(st.sampled_from((1, 2, 3, 16, 64)), min_size=1, max_size=3),
+)  # fmt: skip
+def test_it_is_as_if_nothing_was_remembered(
+    first: int, second: int, changed: int | None, before: Scope, after: Scope, chunks: list[int]
+) -> None:
+    """`changed`: the place of a token that is another one in the second prompt."""
+    index = make_index(seed=3)
+    holder = index.add_holder("a", "m")
+    stored = BlockStored(list(range(75)), None, list(LONG[:1200]), 16, None, "GPU", None)
+    index.ingest(holder, encode_batch(EventBatch(0.0, [stored])))
+    ids, other = array("I", LONG[:first]), array("I", LONG[:second])
+    if changed is not None and changed < second:
+        other[changed] += 1
+    prompt = index.prepare(ids)
+    for chunk in chunks:
+        index.chunk_keys(prompt, before, chunk)
+    index.match(prompt, before)
+    memory = index.remember(prompt)
+    assert memory is not None
+    assert memory.nbytes <= 4 * first + 8 * (first + 1)
+    for chunk in reversed(chunks):
+        like = index.prepare(other, memory)
+        assert index.chunk_keys(like, after, chunk) == index.chunk_keys(other, after, chunk)
+        found, plain = index.match(like, after), index.match(index.prepare(other), after)
+        assert [(m.holder, m.tokens, m.pinned_tokens) for m in found] == [
+            (m.holder, m.tokens, m.pinned_tokens) for m in plain
+        ]
+        index.unpin(index.pin(holder, like, after))
+    assert index.chunk_keys(prompt, before, 16) == index.chunk_keys(ids, before, 16)
+    assert index.stats().pins == 0
+
+
+def test_ids_that_were_copied_are_not_remembered() -> None:
+    index = make_index(seed=3)
+    assert index.remember(index.prepare([1, 2, 3])) is None
+    assert index.remember(index.prepare(array("I"))) is not None
+
+
+def test_the_ids_outlive_whoever_had_them() -> None:
+    index = make_index(seed=3)
+    prompt = index.prepare(array("I", LONG))
+    keys = index.chunk_keys(prompt, SCOPES[0], 16)
+    memory = index.remember(prompt)
+    del prompt
+    again = index.prepare(array("I", [*LONG, 1]), memory)
+    del memory
+    assert index.chunk_keys(again, SCOPES[0], 16)[: len(keys)] == keys
