@@ -84,7 +84,7 @@ class Reasons:
     def _drawn(self, read: Read) -> bool:
         """Whether its conversation, with those that it started, is one of the share."""
         name = read.session.parent or read.session.name or _beginning(read.parsed)
-        return zlib.crc32(name.encode("utf-8", "replace")) < self._share * 2**32
+        return _crc(name) < self._share * 2**32
 
     def outlined(self, session: str | None) -> int:
         """How many messages of the session's next prompt are known."""
@@ -176,11 +176,13 @@ class Reasons:
         block = worker.spec.block_size if worker is not None else None
         core = self._core
         short: Sequence[int] = ()
+        begins: int | None = None
         if route.session is None:
+            begins = begins_with(read.parsed)
             short = short_keys(core.index, ids, route.scope, core.config.working_set.chunk_tokens)
         return AskedTurn(
             name, ids, route.scope, keys, _outliner(read), decision.worker, block or BLOCK_TOKENS, route.session,
-            route.parent, route.final, sum(len(ids) for _, _, ids in read.spans), short,
+            route.parent, route.final, sum(len(ids) for _, _, ids in read.spans), short, begins,
         )  # fmt: skip
 
     def _facts(self, prompt: Tokens, route: RouteRequest) -> Facts:
@@ -203,6 +205,15 @@ class Reasons:
             return worker is not None and worker.spec.cache_view is CacheView.HISTORY
 
         return Facts(gone, self._emptied.get, text, guessed)
+
+
+def begins_with(parsed: RoutingRequest) -> int | None:
+    """A digest of what its user said first; None of what is no chat."""
+    return None if parsed.messages is None else _crc(_beginning(parsed))
+
+
+def _crc(name: str) -> int:
+    return zlib.crc32(name.encode("utf-8", "replace"))
 
 
 def _beginning(parsed: RoutingRequest) -> str:

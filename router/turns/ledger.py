@@ -41,12 +41,16 @@ class AskedTurn:
     """Of `ids`: as they were sampled, where the encoder would choose others."""
     short: Sequence[int] = ()
     """Digests of its first chunk's beginnings, where its session has no name."""
+    begins: int | None = None
+    """Digest of what its user said first, where its session has no name: conversations with one system prompt may have
+    all their chunks in common."""
 
     @property
     def found_by(self) -> list[int]:
         """Of which prompts it may be a continuation, the shortest first. Of prompts that merely begin alike the short
         ones tell too little: they are not looked for by these."""
-        return [*self.short, *self.keys]
+        begins = () if self.begins is None else (self.begins,)
+        return [*self.short, *self.keys, *begins]
 
 
 @dataclass(slots=True)
@@ -101,7 +105,10 @@ class Ledger:
         turn = self._turn(asked)
         why = self._why(asked, turn, decision, facts, now, wall)
         outline, session = turn.outline, asked.session
-        keys = () if session is not None else marks(asked.keys) or tuple(asked.short[-1:])
+        keys: tuple[int, ...] = ()
+        if session is None:
+            keys = marks(asked.keys) or tuple(asked.short[-1:])
+            keys += () if asked.begins is None else (asked.begins,)
         past = Past(asked.scope, asked.ids, outline, asked.target, now, session, keys)
         if len(asked.ids) >= asked.block:  # of less nothing can be cached
             self.book.put(past, instead=turn.past)

@@ -21,6 +21,7 @@ from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Forward, ReportedUsage, RouteRequest
 from router.decide.workers import ServedModel, WorkerSpec
+from router.edge.reasons import begins_with
 from router.index import make_index
 from router.index.protocol import Scope
 from router.prompting.outline import Outline, difference, outline
@@ -112,6 +113,7 @@ class Fleet:
             route.request_id, ids, route.scope, keys, lambda after: outline(parsed, after), worker, BLOCK,
             route.session, route.parent, route.final, 0,
             short_keys(self.core.index, ids, route.scope, CHUNK) if route.session is None else (),
+            begins_with(parsed) if route.session is None else None,
         )  # fmt: skip
 
     def facts(self, route: RouteRequest) -> Facts:
@@ -442,7 +444,7 @@ def test_a_body_of_another_api_is_outlined_as_the_chat_it_stands_for(path: str) 
     assert difference(old, new, 0.6) == ("edited", 2)
 
 
-@pytest.mark.parametrize(("repeats", "words"), [(8, 12), (200, 300)])
+@pytest.mark.parametrize(("repeats", "words"), [(8, 12), (200, 300), (80, 4), (200, 4)])
 def test_a_conversation_without_a_name_goes_on(tokenizer: Tokenizer, repeats: int, words: int) -> None:
     """From less than a chunk to more than one, and beyond, beside others that begin with the same system prompt: that
     alone makes nobody's turn an edited one of somebody else's."""
@@ -460,3 +462,4 @@ def test_a_conversation_without_a_name_goes_on(tokenizer: Tokenizer, repeats: in
             assert reasons == ["new_text" if turn else "new_session"], (turn, why)
             lengths.add(why.prompt_tokens > CHUNK)
     assert lengths == ({False, True} if repeats == 8 else {True})
+    # In the third and fourth case all first turns end in the chunk in which the system prompt does.
