@@ -28,8 +28,13 @@ RANKS_MAX = 1024
 GROUPS_MAX = 256
 GROUP_INDEX_MAX = 1 << 16
 BLOCK_TOKENS_MAX = 1 << 24
+OBJECTS_MAX = 32_768
+"""Lists and objects of an answer: 4,096 models of vLLM's have three each."""
 LINE_CHARS_MAX = 8192
-"""Of the one line of metrics that is read."""
+"""Of a line of metrics that is read."""
+SLICE_BYTES = 64 << 10
+KEPT_BYTES_MAX = 256 << 10
+"""Of all lines of metrics that are read: 256 ranks with vLLM's of 800 bytes."""
 _PORT = re.compile(r"tcp://\S{1,512}:([0-9]{1,5})|(?:ipc|inproc)://\S{1,512}")
 REQUESTS_MAX = 10**6
 """That an engine has at once."""
@@ -39,6 +44,10 @@ _LOAD_KINDS = {
     "sglang:num_running_reqs": "running", "sglang:num_queue_reqs": "waiting", "sglang:token_usage": "usage",
 }  # fmt: skip
 _LOAD = re.compile(rf"^({'|'.join(_LOAD_KINDS)})(\{{[^\n]{{0,{LINE_CHARS_MAX}}}\}})?[ \t]+(\S{{1,64}})", re.MULTILINE)
+_WANTED = re.compile(
+    rf"^(?:{'|'.join(_LOAD_KINDS)}|[a-zA-Z0-9_:]{{0,64}}cache_config_info)[{{ \t][^\n]{{0,{LINE_CHARS_MAX}}}".encode(),
+    re.MULTILINE,
+)
 _LABEL = re.compile(r'(?<!\w)(\w+)="([^"]*)"')
 
 
@@ -87,6 +96,7 @@ def read_engine(body: bytes) -> str:
 
 def read_sources(body: bytes, url: str) -> tuple[EventSource, ...]:
     """Streams of `GET /kv_event_sources`. Raises DecodeError."""
+    _count_objects(body, "/kv_event_sources")
     try:
         sources = parse_sources(body, url)
     except RecursionError:
@@ -149,6 +159,22 @@ def read_block_size(metrics: str) -> int | None:
     return next((size for size in sorted(sizes, reverse=True) if 0 < size <= BLOCK_TOKENS_MAX), None)
 
 
+def wanted_lines(page: bytes) -> Iterator[bytes]:
+    """The lines of a metrics page that anything here reads, for each SLICE_BYTES of it, so that others have turns."""
+    at = kept = 0
+    while at < len(page) and kept < KEPT_BYTES_MAX:
+        end = len(page) if at + SLICE_BYTES >= len(page) else page.rfind(b"\n", at, at + SLICE_BYTES) + 1
+        lines = b""
+        if not end:  # one line, which nothing here reads
+            end = page.find(b"\n", at) + 1 or len(page)
+        else:
+            lines = b"\n".join(_WANTED.findall(page, at, end))
+            if len(lines) > KEPT_BYTES_MAX - kept:
+                end, lines = len(page), lines[: KEPT_BYTES_MAX - kept].rpartition(b"\n")[0]
+        at, kept = end, kept + len(lines) + 1
+        yield lines
+
+
 def _cache_configs(metrics: str) -> Iterator[dict[str, str]]:
     """The labels of each `cache_config_info`, one a rank at most."""
     found = 0
@@ -197,6 +223,7 @@ def _cards(body: bytes) -> list[dict[str, Any]]:
 
 
 def _object(body: bytes, what: str) -> dict[str, Any]:
+    _count_objects(body, what)
     try:
         value = msgspec.json.decode(body)
     except (ValueError, RecursionError) as error:
@@ -204,6 +231,12 @@ def _object(body: bytes, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DecodeError(f"{what}: got {type(value).__name__}, expected an object")
     return value
+
+
+def _count_objects(body: bytes, what: str) -> None:
+    """A megabyte of empty lists takes a tenth of a second to build, and every client waits for it."""
+    if (count := body.count(b"[") + body.count(b"{")) > OBJECTS_MAX:
+        raise DecodeError(f"{what}: {count} lists and objects, more than {OBJECTS_MAX}")
 
 
 def _is_name(value: Any) -> TypeGuard[str]:

@@ -34,6 +34,7 @@ from router.fleet.answers import (
     read_roots,
     read_server_info,
     read_sources,
+    wanted_lines,
 )
 
 BODY_BYTES_MAX = 1 << 20
@@ -319,14 +320,18 @@ class Prober:
         return read_loads(await self._metrics(flag), ranks)
 
     async def _metrics(self, flag: WorkerFlag) -> str:
-        """The worker's `/metrics`; empty where there are none that can be read."""
+        """The lines of the worker's `/metrics` that are read; empty where there are none."""
         if not flag.url:
             return ""
         try:
             status, body = await self._get(flag, "/metrics", METRICS_BYTES_MAX)
         except Unanswered:
             return ""
-        return body.decode("utf-8", "replace") if status == 200 else ""
+        kept = []
+        for lines in wanted_lines(body if status == 200 else b""):
+            kept.append(lines)
+            await asyncio.sleep(0)
+        return b"\n".join(kept).decode("utf-8", "replace")
 
     async def _capacity(self, flag: WorkerFlag) -> int | None:
         status, body = await self._get(flag, "/server_info")

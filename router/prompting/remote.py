@@ -21,6 +21,8 @@ log = logging.getLogger("router")
 ANSWER_S_MAX = 2.0
 ANSWER_BYTES_MAX = 16 << 20
 """A million ids of ten digits and more."""
+ID_BYTES, TEMPLATE_BYTES = 16, 1 << 16
+"""A prompt has no more tokens than bytes, those of its template apart: an answer of more would cost more than was sent."""
 
 
 class _Answer(msgspec.Struct):
@@ -86,7 +88,7 @@ class RemoteTokenizer:
         try:
             status, answer = await ask(
                 self._session, f"{url}/tokenize", method="POST", headers=headers, data=question,
-                seconds=ANSWER_S_MAX, bytes_max=ANSWER_BYTES_MAX,
+                seconds=ANSWER_S_MAX, bytes_max=min(ANSWER_BYTES_MAX, ID_BYTES * (len(question) + TEMPLATE_BYTES)),
             )  # fmt: skip
             if status == 200:
                 ids = msgspec.json.decode(answer, type=_Answer).tokens

@@ -12,7 +12,16 @@ from aiohttp import web
 from events.types import DecodeError
 from options import ConfigError
 from router.decide.workers import CacheView, ServedModel
-from router.fleet.answers import read_block_size, read_cache_capacity, read_host_capacity, read_models, read_sources
+from router.fleet.answers import (
+    MODELS_MAX,
+    OBJECTS_MAX,
+    read_block_size,
+    read_cache_capacity,
+    read_host_capacity,
+    read_models,
+    read_server_info,
+    read_sources,
+)
 from router.fleet.discovery import (
     Prober,
     WorkerFacts,
@@ -27,6 +36,19 @@ def test_a_plain_url_is_enough() -> None:
     flag = parse_worker_flag("gpu1:8000/")
     assert (flag.url, flag.worker_id) == ("http://gpu1:8000", "gpu1:8000")
     assert parse_worker_flag("http://[::1]:8000").worker_id == "[::1]:8000"
+
+
+@pytest.mark.parametrize("item", [b"[]", b"{}", b'{"id":[]}'])
+def test_more_lists_and_objects_than_a_list_of_models_has_are_not_built(item: bytes) -> None:
+    assert 3 * MODELS_MAX < OBJECTS_MAX
+    items = b"[" + b",".join([item] * OBJECTS_MAX) + b"]"
+    for read, body in (
+        (read_models, b'{"data":%b}' % items),
+        (read_server_info, b'{"x":%b}' % items),
+        (lambda body: read_sources(body, "http://a:1"), items),
+    ):
+        with pytest.raises(DecodeError, match="lists and objects"):
+            read(body)
 
 
 def test_everything_can_be_given() -> None:
@@ -275,7 +297,7 @@ def test_a_bad_minute_of_the_sources_changes_nothing() -> None:
         facts, _ = probe({"/v1/models": MODELS, "/kv_event_sources": (status, "no")}, known=known)
         assert facts.alive
         assert (facts.sources == known.sources) is kept, status
-    with pytest.raises(DecodeError, match="deep"):
+    with pytest.raises(DecodeError, match=r"deep|lists"):
         read_sources(b"[" * 100_000, "http://h:1")
 
 

@@ -21,7 +21,7 @@ from router.decide.core import RouterCore
 from router.decide.engine_load import DOUBTS, Claim, EngineLoad, LoadClaims
 from router.decide.messages import Decision, RouteRequest
 from router.decide.workers import ServedModel, WorkerSpec
-from router.fleet.answers import read_loads
+from router.fleet.answers import KEPT_BYTES_MAX, SLICE_BYTES, read_cache_capacity, read_loads, wanted_lines
 from router.index import make_index
 from router.index.protocol import Scope
 
@@ -63,6 +63,33 @@ def test_any_page_is_read(text: str, ranks: int) -> None:
     for page in (text, VLLM.replace("7.0", text), VLLM.replace("engine", text)):
         for load in read_loads(page, ranks):
             assert load is None or (0 <= load.running <= 4e6 and 0 <= load.waiting <= 4e6)
+
+
+LINES = [
+    *VLLM.splitlines(), "", "x" * 300, "vllm:num_requests_running", 'sglang:token_usage{a="b"} 0.5',
+    'vllm:cache_config_info{block_size="16",num_gpu_blocks="9"} 1', '# cache_config_info{block_size="1"}',
+    'vllm:num_requests_running{a="' + "y" * 9000 + '"} 5', "z" * 70_000, '\u00e9 cache_config_info{block_size="2"',
+]  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(LINES), max_size=60), st.integers(1, 3))
+def test_the_lines_that_are_kept_say_what_the_page_says(lines: list[str], ranks: int) -> None:
+    page = "\n".join(lines)
+    kept = b"\n".join(wanted_lines(page.encode())).decode()
+    assert read_loads(kept, ranks) == read_loads(page, ranks)
+    assert read_cache_capacity(kept) == read_cache_capacity(page)
+
+
+@pytest.mark.parametrize("line", ["\n", "v\n", "vllm:num_requests_running 1\n", *(line + "\n" for line in LINES[-4:])])
+def test_a_page_of_four_megabytes_is_read_in_slices_and_little_is_kept(line: str) -> None:
+    page = (line * (4_000_000 // len(line))).encode()
+    slices = list(wanted_lines(page))
+    assert sum(map(len, slices)) <= KEPT_BYTES_MAX
+    assert (
+        len(slices) >= len(page) // SLICE_BYTES
+        or sum(map(len, slices)) > KEPT_BYTES_MAX // 2
+        or len(line) > SLICE_BYTES
+    )
 
 
 def hear(

@@ -32,16 +32,19 @@ ANSWERS = {
     "garbage": b'{"tokens": "many"}',
     "beyond 32 bits": b'{"tokens": [1, 4294967296]}',
     "negative": b'{"tokens": [-1]}',
+    "more than was asked": b'{"tokens": [%b1]}' % (b"1," * 600_000),
     "endless": b'{"tokens": [%b1]}' % (b"1," * 40_000),
 }
 
 
 @pytest.mark.parametrize(
-    "how", ["answers", "404", "garbage", "beyond 32 bits", "negative", "endless", "elsewhere", "hangs"]
+    "how",
+    ["answers", "404", "garbage", "beyond 32 bits", "negative", "endless", "more than was asked", "elsewhere", "hangs"],
 )
 def test_prompts_are_read_by_a_worker_that_can(edge: Any, make_post: Any, how: str, monkeypatch: Any) -> None:
     monkeypatch.setattr("router.prompting.remote.ANSWER_S_MAX", 0.2)
-    monkeypatch.setattr("router.prompting.remote.ANSWER_BYTES_MAX", 10_000)
+    if how == "endless":
+        monkeypatch.setattr("router.prompting.remote.ANSWER_BYTES_MAX", 10_000)
     able = True
 
     async def script(request: Any, reader: Any, writer: Any) -> None:
