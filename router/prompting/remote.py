@@ -22,7 +22,7 @@ ANSWER_S_MAX = 2.0
 ANSWER_BYTES_MAX = 16 << 20
 """A million ids of ten digits and more."""
 ID_BYTES, TEMPLATE_BYTES = 16, 1 << 16
-"""A prompt has no more tokens than bytes, those of its template apart: an answer of more would cost more than was sent."""
+"""A prompt has no more tokens than bytes, its template's apart: an answer of more would cost more than was sent."""
 
 
 class _Answer(msgspec.Struct):
