@@ -47,6 +47,8 @@ SPEC = {
 }
 SMALL_TOKENS, LONG_TOKENS, ANSWER_TOKENS = 600, 2400, 8
 BLOCK = 16
+Times = dict[str, list[float]]
+"""tenant -> seconds"""
 SMALL = ("small1", "small2", "small3")
 
 
@@ -84,8 +86,8 @@ class Tenants(Ours):
 
 def play_virtually(
     asked: list[tuple[float, str, int]], workers: int, queue: QueueConfig, seconds: float
-) -> tuple[dict[str, list[float]], int]:
-    """Times to first tokens of each tenant; prompt tokens of answers that had begun by `seconds`."""
+) -> tuple[Times, Times, int]:
+    """Times to first tokens of each tenant, and to the ends; prompt tokens of answers that had begun by `seconds`."""
     ids = iter(range(1, 1 << 62))
     requests = []
     for index, (at_s, _, tokens) in enumerate(asked):
@@ -106,10 +108,12 @@ def play_virtually(
     steps = StepTimes(**{name: value for name, value in SPEC.items() if hasattr(StepTimes, name)})
     config = ClusterConfig(workers, SPEC["kv_tokens"] // BLOCK, 1.0, steps)
     result = Cluster(config, Workload("fair", requests, ""), [Tenants(queue, asked)]).run()
-    first: dict[str, list[float]] = {}
+    first: Times = {}
+    whole: Times = {}
     for index, (_, tenant, _) in enumerate(asked):
         first.setdefault(tenant, []).append(result.ttft_s[index])
-    return first, sum(one[2] for i, one in enumerate(asked) if result.arrived_s[i] + result.ttft_s[i] <= seconds)
+        whole.setdefault(tenant, []).append(result.e2e_s[index])
+    return first, whole, sum(one[2] for i, one in enumerate(asked) if result.arrived_s[i] + result.ttft_s[i] <= seconds)
 
 
 def virtual(draws: int, seconds: float, load: float, workers: int, long: int) -> None:
@@ -117,14 +121,17 @@ def virtual(draws: int, seconds: float, load: float, workers: int, long: int) ->
     queue = QueueConfig(fair=True, wait_s_max=1e9, requests_max=1 << 20)
     for seed in range(draws):
         asked = arrivals(seconds, load, workers, seed, long)
-        together, done = play_virtually(asked, workers, queue, seconds)
-        _, plain = play_virtually(asked, workers, QueueConfig(), seconds)
-        alone = {t: play_virtually([a for a in asked if a[1] == t], workers // 4, queue, seconds)[0][t] for t in SMALL}
-        pairs = [(at(together[tenant], 0.99), at(alone[tenant], 0.99)) for tenant in SMALL]
-        pairs.append(tuple(at([s for tenant in SMALL for s in runs[tenant]], 0.99) for runs in (together, alone)))
-        print(f"seed {seed}: TTFT p99 beside / alone", *(f"{a:.2f}/{b:.2f}={a / b:.2f}" for a, b in pairs[:3]),
-              "all small {:.2f}/{:.2f}={:.2f}".format(*pairs[3], pairs[3][0] / pairs[3][1]),
-              f"throughput {done / plain:.3f}", flush=True)  # fmt: skip
+        *together, done = play_virtually(asked, workers, queue, seconds)
+        *_, plain = play_virtually(asked, workers, QueueConfig(), seconds)
+        own = [[one for one in asked if one[1] == tenant] for tenant in SMALL]
+        alone = [play_virtually(part, workers // 4, queue, seconds)[:2] for part in own]
+        print(f"seed {seed}: throughput {done / plain:.3f}")
+        for k, figure in enumerate(("TTFT", "end")):
+            pairs = [(at(together[k][tenant], 0.99), at(alone[i][k][tenant], 0.99)) for i, tenant in enumerate(SMALL)]
+            all_alone = [s for i, tenant in enumerate(SMALL) for s in alone[i][k][tenant]]
+            pairs.append((at([s for tenant in SMALL for s in together[k][tenant]], 0.99), at(all_alone, 0.99)))
+            told = [f"{name} {a:.2f}/{b:.2f}={a / b:.2f}" for name, (a, b) in zip((*SMALL, "all small"), pairs)]
+            print(f"  p99 of {figure}, beside / alone:", *told, flush=True)
 
 
 async def play(url: str, asked: list[tuple[float, str, int]], until_s: float) -> dict[str, Any]:
@@ -211,7 +218,9 @@ def main() -> None:
     parser.add_argument("--virtual", type=int, default=0, metavar="DRAWS")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--step-tokens", type=int, default=8192, help="The engines' budget of a step.")
     given = parser.parse_args()
+    SPEC["step_tokens"] = given.step_tokens
     assert ADMIN_KEY
     if given.virtual:
         virtual(given.virtual, given.seconds, given.load, given.workers, given.long)
