@@ -65,13 +65,16 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
     name, folder = model_files(config)
     if config.simulate is None:
         from engine.loading import load
+        from engine.models import HfConfig
+
+        HfConfig.read(folder)
     else:
         from engine.simulation.executor import load
+    if tokenizer is None:  # what is wrong with small files is said before the weights are read, which may take minutes
+        tokenizer = Tokenizer.load(config.tokenizer or folder, cache_bytes=0)
     executor = load(config, folder)
     grammars = None
     try:
-        if tokenizer is None:
-            tokenizer = Tokenizer.load(config.tokenizer or folder, cache_bytes=0)
         eos_token_ids = tokenizer.eos_token_ids
         unconstrained = executor.unconstrained or why_not(tokenizer)
         if unconstrained is None:

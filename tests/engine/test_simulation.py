@@ -27,7 +27,7 @@ from engine.types import Request, SamplingParams
 from events.config import KVEventsConfig
 from options import ConfigError
 from options.steps import StepTimes
-from prompts import Tokenizer
+from prompts import Tokenizer, TokenizerError
 
 SPEC = {"prefill_s_per_token": 1e-4, "step_s": 0.01, "decode_request_s": 5e-5, "kv_tokens": 4096}
 CACHE = CacheSpec(16, (GroupSpec(FULL_ATTENTION, (0,), 1, 128, 2),))
@@ -276,3 +276,13 @@ def test_sizes_are_those_that_were_given() -> None:
     assembled = assemble(EngineConfig(simulate="h100:qwen3-8b", num_gpu_blocks_override=77, kv_events=events))
     assert assembled.info.num_blocks == 77
     assembled.close()
+
+
+def test_a_missing_tokenizer_is_said_before_weights_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any) -> None:
+        raise AssertionError("loading a large model takes minutes")
+
+    monkeypatch.setattr("engine.loading.load", load)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(TokenizerError, match=r"no tokenizer\.json"):
+        assemble(EngineConfig(model=str(tmp_path)))
