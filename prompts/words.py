@@ -64,19 +64,21 @@ class WordEncoder:
     """Encodes ASCII text of one tokenizer. Thread-safe."""
 
     def __init__(
-        self, hf: HfTokenizer, steps: Sequence[Sequence[Row]], added: re.Pattern[str], pairs: Pairs | None = None
+        self, hf: HfTokenizer, steps: Sequence[Sequence[Row]], added: re.Pattern[str] | None, pairs: Pairs | None = None
     ) -> None:
         """`pairs`: of which new words are made; None leaves that to the library."""
         self._model = hf.model
         self._ids_of = hf.token_to_id
         self.words = Words(steps, secrets.randbits(64), WORDS_MAX, pairs)
         self._added = added
-        """Finds every added token."""
+        """Finds every added token that a text may have; None where there is none."""
 
     def encode(self, text: str, special: str = "") -> bytes | None:
         """Ids of `text` as the bytes of an array; None where the library must be asked. `text` begins with the added
-        token `special` and has no other."""
-        if len(text) > TEXT_MAX or not text.isascii() or self._added.search(text, len(special)) is not None:
+        token `special` and has no other of those at which texts are cut."""
+        if len(text) > TEXT_MAX or not text.isascii():
+            return None
+        if self._added is not None and self._added.search(text, len(special)) is not None:
             return None
         ids = self.words.encode(text, len(special), self._learn)
         if ids is None or not special:
@@ -99,8 +101,11 @@ _BYTE_LEVEL_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{
 """What `ByteLevel` cuts by where it is told to."""
 
 
-def plan_words(hf: HfTokenizer, spec: dict[str, Any], samples: Sequence[str]) -> WordEncoder | str:
-    """The encoder of a tokenizer whose tokenizer.json is `spec`, or why there is none: a doubt is a no."""
+def plan_words(
+    hf: HfTokenizer, spec: dict[str, Any], samples: Sequence[str], cuts: frozenset[str] = frozenset()
+) -> WordEncoder | str:
+    """The encoder of a tokenizer whose tokenizer.json is `spec`, or why there is none: a doubt is a no. `cuts`: added
+    tokens at which texts are cut before, so that they have none of them but at their beginning."""
     if not _FOUND:
         return "prompts._words was not compiled"
     if (spec.get("model") or {}).get("type") != "BPE":
@@ -122,8 +127,8 @@ def plan_words(hf: HfTokenizer, spec: dict[str, Any], samples: Sequence[str]) ->
         if rows is None:
             return f"its pattern uses what is not known here: {pattern[:60]!r}"
         steps.append(rows)
-    contents = [token["content"] for token in spec["added_tokens"] if token["content"]]
-    added = re.compile("|".join(re.escape(content) for content in contents) or r"(?!)")
+    contents = [token["content"] for token in spec["added_tokens"] if token["content"] not in {*cuts, ""}]
+    added = re.compile("|".join(re.escape(content) for content in contents)) if contents else None
     encoder = WordEncoder(hf, steps, added, _pairs(spec["model"]))
     for sample in samples:
         ids = encoder.encode(sample)

@@ -175,13 +175,9 @@ def extended(known: Outline, new: Outline) -> Outline:
 # How a conversation differs from the one before ----------------------------------------------------------------------
 
 
-def alike(old: Outline, new: Outline, *, said: bool = False) -> int:
-    """Messages that both have, in whatever place: none in conversations that have nothing to do with each other. With
+def contents(outline: Outline, *, said: bool = False) -> set[int]:
+    """Its messages, in whatever place: conversations that have nothing to do with each other have none in common. With
     `said` without system prompts, which many conversations share."""
-    return len(_contents(old, said) & _contents(new, said))
-
-
-def _contents(outline: Outline, said: bool) -> set[int]:
     words = outline.messages
     return {bare for bare, kind in zip(words[2::WORDS], words[3::WORDS], strict=True) if not said or kind & _ROLE}
 

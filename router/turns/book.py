@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from router.index.protocol import PrefixIndex, Scope
-from router.prompting.outline import Outline, alike
+from router.prompting.outline import Outline, contents
 
 BRANCHES_MAX = 4
 """Conversations that go on under one session's name: agents ask for titles and summaries in between."""
@@ -86,9 +86,10 @@ class TurnBook:
     ) -> tuple[Past, int] | None:
         """(the prompt that this one most likely goes on from, tokens that both begin with); None for what is new."""
         best, found = (-1, -1), None
+        own = None if outline is None else contents(outline, said=session is None)
         for past in self._candidates(session, parent, keys):
             common = shared(past.ids, ids)
-            likeness = _likeness(past, outline, common, len(ids))
+            likeness = _likeness(past, own, common, len(ids))
             if likeness is not None and (likeness, common) > best:
                 best, found = (likeness, common), (past, common)
         return found
@@ -199,7 +200,8 @@ def _begins(ids: array[int], past: array[int]) -> bool:
     return past.tobytes().startswith(memoryview(ids).cast("B")[: count * past.itemsize])
 
 
-def _likeness(past: Past, outline: Outline | None, common: int, tokens: int) -> int | None:
-    if outline is not None and past.outline is not None:
-        return alike(past.outline, outline, said=past.session is None) or None
+def _likeness(past: Past, own: set[int] | None, common: int, tokens: int) -> int | None:
+    """`own`: the messages of the prompt that it may have come before."""
+    if own is not None and past.outline is not None:
+        return len(contents(past.outline, said=past.session is None) & own) or None
     return common if past.session is not None or common >= _ALIKE_MIN * min(len(past.ids), tokens) else None
