@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from events.frames import request_frames
+from events.frames import HANDSHAKE_MS_MAX, request_frames
 from events.stream import StreamState
 from events.stream_types import Apply, Instruction, StreamConfig
 
@@ -132,6 +132,7 @@ class Subscription:
         self.socket.linger = 0
         self.socket.rcvhwm = QUEUED_MAX
         self.socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS_MAX)
         self.socket.subscribe(topic or "")
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import zmq
 
 from events.config import KVEventsConfig, rank_endpoint, should_bind
-from events.frames import SNAPSHOT_SEQ, parse_request, reply_frames
+from events.frames import ASKED_BYTES_MAX, HANDSHAKE_MS_MAX, SNAPSHOT_SEQ, parse_request, reply_frames
 from events.replies import Reply, replay_reply, snapshot_reply
 from events.resident import ResidentSet
 from events.ring import Ring, RingEntry
@@ -295,6 +295,8 @@ class EventPublisher:
 
 def _attach(socket: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
     """Bind or connect; the address others can be told (a system-chosen port filled in, wildcards kept)."""
+    socket.setsockopt(zmq.MAXMSGSIZE, ASKED_BYTES_MAX)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS_MAX)
     if "[" in endpoint or "::" in endpoint:
         socket.setsockopt(zmq.IPV6, 1)
     if not bind:

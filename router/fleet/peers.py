@@ -18,6 +18,7 @@ from typing import Annotated
 import msgspec
 import zmq
 
+from events.frames import HANDSHAKE_MS_MAX
 from prompts.errors import RequestError
 from router.decide.target import SharedLoad
 from router.decide.tracker import LoadTracker
@@ -231,7 +232,8 @@ class PeerSockets:
             socket.setsockopt(zmq.IPV6, 1)
             socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._sub.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+            socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS_MAX)
+            socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         self._sub.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
         self._sub.subscribe(TOPIC)
         self.address: str | None = None

@@ -1,0 +1,100 @@
+"""Who speaks to a port of ours and is no publisher, follower or peer: the connection ends before it has cost much."""
+
+from __future__ import annotations
+
+import importlib
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+import zmq
+
+from events.config import KVEventsConfig
+from events.feed_sockets import MESSAGE_BYTES_MAX, Subscription
+from events.frames import ASKED_BYTES_MAX
+from events.publisher import EventPublisher
+from router.fleet import peers
+
+GREETING = b"\xff" + b"\0" * 7 + b"\x01\x7f\x03\x00NULL" + b"\0" * 48
+
+
+@contextmanager
+def _publisher(which: str) -> Iterator[str]:
+    config = KVEventsConfig(enable_kv_cache_events=True, endpoint="tcp://*:0", replay_endpoint="tcp://*:0")
+    publisher = EventPublisher(config)
+    try:
+        source = publisher.source()
+        yield str(source.replay_endpoint if which == "replay" else source.endpoint)
+    finally:
+        publisher.close()
+
+
+@contextmanager
+def _bound_feed() -> Iterator[str]:
+    context: zmq.Context[Any] = zmq.Context()
+    bound = Subscription(context, None, bind=True)
+    bound.open("tcp://127.0.0.1:*")
+    try:
+        yield cast(bytes, bound.socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+    finally:
+        bound.close()
+        context.term()
+
+
+@contextmanager
+def _peer() -> Iterator[str]:
+    mine = peers.PeerSockets(cast(Any, None))
+    mine.bind("tcp://127.0.0.1:*")
+    try:
+        yield str(mine.address)
+    finally:
+        mine.close()
+
+
+PORTS: dict[str, tuple[Callable[[], Any], bytes, int]] = {
+    "events": (lambda: _publisher("events"), b"SUB", ASKED_BYTES_MAX),
+    "replays": (lambda: _publisher("replay"), b"DEALER", ASKED_BYTES_MAX),
+    "bound feed": (_bound_feed, b"PUB", MESSAGE_BYTES_MAX),
+    "peers": (_peer, b"SUB", peers.MESSAGE_BYTES_MAX),
+}
+"""What listens, what connects to it, and how many bytes its message may have."""
+
+
+def _connect(endpoint: str) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2])))
+    client.settimeout(20)
+    return client
+
+
+def _ended(client: socket.socket) -> bool:
+    try:
+        while client.recv(65536):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize("sent", [b"", GREETING[:10], GREETING])
+@pytest.mark.parametrize("name", PORTS)
+def test_who_does_not_say_what_it_is_has_its_connection_closed(
+    name: str, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("events.publisher", "events.feed_sockets", "router.fleet.peers"):
+        monkeypatch.setattr(importlib.import_module(module), "HANDSHAKE_MS_MAX", 200)
+    with PORTS[name][0]() as endpoint, _connect(endpoint) as client:
+        client.sendall(sent)
+        assert _ended(client)
+
+
+@pytest.mark.parametrize("name", PORTS)
+def test_a_message_that_is_too_long_ends_its_connection_before_it_has_come(name: str) -> None:
+    listens, kind, bytes_max = PORTS[name]
+    ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", len(kind)) + kind
+    with listens() as endpoint, _connect(endpoint) as client:
+        client.sendall(GREETING + b"\x04" + bytes([len(ready)]) + ready)
+        client.sendall(b"\x02" + struct.pack(">Q", bytes_max + 1) + b"\x01begun")
+        assert _ended(client)
