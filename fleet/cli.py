@@ -124,7 +124,10 @@ def _directory(name: str) -> Any:
 def _ask(method: Any, *args: Any, **more: Any) -> Any:
     import ray
 
-    return ray.get(method.remote(*args, **more), timeout=ASK_S_MAX)
+    try:
+        return ray.get(method.remote(*args, **more), timeout=ASK_S_MAX)
+    except ray.exceptions.ActorDiedError:
+        raise SpecError("the fleet was ended meanwhile (`fleet down`)") from None
 
 
 def _await(directory: Any, seconds: float, done: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:

@@ -377,7 +377,9 @@ class DirectoryActor:
                 "busy": max((row.busy for row in rows), default=0.0)}  # fmt: skip
 
     def _settled(self) -> bool:
-        """All that is wanted is up, of the right revision, and known to every router."""
+        """All that is wanted is up, of the right revision, answers, and is known to every router."""
+        if self._silent_s:
+            return False
         members = list(self._state.members.values())
         for kind, target in self._state.targets.items():
             own = [one for one in members if one.kind is kind]

@@ -78,6 +78,8 @@ LOAD_S_MAX = 1.5
 """For the router that is taken over from to say what it has in flight; it says all of it every half second."""
 FIRST_LOOK_S = 5.0
 """For the workers that were named to answer before the addresses are opened."""
+OTHERS_S = 1.0
+"""For the others once one has."""
 LEDGER_S = 2.0
 """Between two writes of what API keys used: what a router that is killed forgets."""
 PREDECESSOR = "http://predecessor"
@@ -432,9 +434,12 @@ class RouterProcess:
             self._fleet.follow_file(Path(self._config.workers_file))
 
     async def _first_look(self) -> None:
-        """Know the workers that were named before the first request comes, which would hear that there are none."""
+        """Know the workers that were named before the first request comes, which would hear that there are none. Once
+        somebody is known, those who don't answer are not waited for."""
         end_s = self._now() + min(FIRST_LOOK_S, self._config.edge.ready_s)
         while self._fleet.untried() and self._now() < end_s:
+            if self._core.workers:
+                end_s = min(end_s, self._now() + OTHERS_S)
             await asyncio.sleep(0.01)
 
     def _peer_sockets(self) -> PeerSockets:

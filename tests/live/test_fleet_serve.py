@@ -21,10 +21,13 @@ from harness.programs import ADMIN_KEY, Program, await_true, call, ours
 from engine import LLM, SamplingParams
 from engine.tiny.tokenizer import cached_tokenizer
 
+os.environ["RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S"] = "5"
+"""On a busy machine Serve leaves out replicas that take 0.1 s to say how many requests they have."""
 ray = pytest.importorskip("ray")
 serve = pytest.importorskip("ray.serve")
 
 pytestmark = [pytest.mark.slow, pytest.mark.live, pytest.mark.timeout(900), pytest.mark.filterwarnings("default")]
+OPENINGS = ("why", "when", "where", "who", "what", "how")
 SPEC = '{"prefill_s_per_token": 0.0002, "kv_tokens": 40000}'
 
 
@@ -141,7 +144,9 @@ def test_conversations_stay_where_they_are_cached(application: tuple[Any, Progra
     for talk in range(6):
         messages, own, last = [], set(), 0
         for turn in range(4):
-            messages.append({"role": "user", "content": f"talk {talk} turn {turn}: " + "and then what? " * 60})
+            messages.append(
+                {"role": "user", "content": f"{talk} {OPENINGS[talk]}, turn {turn}: " + "and then what? " * 60}
+            )
             if model:
                 time.sleep(0.3)  # the events of the last turn have come
                 foreseen = predicted(router, messages)
@@ -155,7 +160,7 @@ def test_conversations_stay_where_they_are_cached(application: tuple[Any, Progra
             messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
         assert len(own) == 1, f"talk {talk} moved"
         engines |= own
-    assert len(engines) == 2, "all went to one engine"
+    assert len(engines) == 2, "conversations that share nothing are spread"
 
 
 def test_who_asks_the_router_for_a_replica_without_http_is_refused(application: tuple[Any, Program, str]) -> None:

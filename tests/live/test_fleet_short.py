@@ -24,9 +24,9 @@ from harness.programs import await_true, call
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed: no fleet on Ray is tried")
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
 ROOT = Path(__file__).resolve().parents[2]
-SLOW = json.dumps({"prefill_s_per_token": 2e-4, "step_s": 1.5, "kv_tokens": 40_000})
-"""Steps that are as long as a third of the patience."""
-HANG_S = 5
+SLOW = json.dumps({"prefill_s_per_token": 2e-4, "step_s": 1.0, "kv_tokens": 40_000})
+"""Steps that are as long as a quarter of the patience."""
+HANG_S = 4
 
 
 class Short:
@@ -114,27 +114,25 @@ def test_a_life(fleet: Short) -> None:
         while not end.is_set():
             chat(router, "is it so?")
 
-    threads = [threading.Thread(target=keep_busy) for _ in range(4)]
+    threads = [threading.Thread(target=keep_busy) for _ in range(2)]
     for thread in threads:
         thread.start()
     try:
         dead, hung = engines
-        os.kill(engines[dead], signal.SIGKILL)
         os.kill(engines[hung], signal.SIGSTOP)
+        os.kill(front, signal.SIGKILL)
+        answer = await_true(lambda: chat(router, "is anybody there?"), 120, 0.01)
+        assert answer == 200, "a router that comes back knows its workers from its first answer on"
+        os.kill(engines[dead], signal.SIGKILL)
         status = fleet.until(lambda status: status["hung"].get("engine") == 1 and status["settled"])
         assert not {dead, hung} & {member["name"] for member in status["members"]}, "both were replaced"
         assert any(f"{hung}: does not answer" in text for _, text in status["events"])
         assert not Path(f"/proc/{engines[hung]}").exists()
-
-        os.kill(front, signal.SIGKILL)
-        answer = await_true(lambda: chat(router, "is anybody there?"), 120, 0.01)
-        assert answer == 200, "a router that comes back knows its workers from its first answer on"
     finally:
         end.set()
         for thread in threads:
             thread.join()
     assert fleet.until(lambda status: status["settled"])["hung"] == {"engine": 1}, "who is busy does not hang"
-    assert "engines that did not answer and were killed: 1" in fleet("status")
     fleet("scale", "1", "--timeout", "120")
     assert len(fleet.pids("engine") | fleet.pids("router")) == 2
     fleet("down", "--timeout", "120")
