@@ -21,7 +21,7 @@ from harness.programs import ADMIN_KEY, Program, await_true, call, ours
 from engine import LLM, SamplingParams
 from engine.tiny.tokenizer import cached_tokenizer
 
-os.environ["RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S"] = "5"
+os.environ["RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S"] = "1"
 """On a busy machine Serve leaves out replicas that take 0.1 s to say how many requests they have."""
 ray = pytest.importorskip("ray")
 serve = pytest.importorskip("ray.serve")
