@@ -44,13 +44,15 @@ class _Analysis:
         self._tree = tree
         self._lists = {"messages"}
         """Names of all messages, or of all but the first."""
+        self._cut_at: int | None = None
+        """From this node of the template's body on, `messages` may be all but the first."""
 
     def cut(self) -> None:
         tree = self._tree
         for assign in tree.find_all(nodes.Assign):
             if isinstance(assign.target, nodes.Name) and self._is_list(assign.node):
                 if assign.target.name == "messages":
-                    raise _Doubt
+                    self._cut_from(assign)
                 self._lists.add(assign.target.name)
         loops = [i for i, node in enumerate(tree.body) if isinstance(node, nodes.For) and self._is_list(node.iter)]
         if len(loops) != 1:
@@ -60,9 +62,13 @@ class _Analysis:
         assert isinstance(loop, nodes.For)
         if loop.test is not None or loop.else_ or loop.recursive or not isinstance(loop.target, nodes.Name):
             raise _Doubt
-        whole = isinstance(loop.iter, nodes.Name) and loop.iter.name == "messages"
+        whole = isinstance(loop.iter, nodes.Name) and loop.iter.name == "messages" and self._cut_at is None
         for node in (*tree.body[:at], *tree.body[at + 1 :]):
             self._check(node, of_message=False)
+        if self._cut_at is not None:  # from there on, the first is another one
+            after = [*tree.body[self._cut_at + 1 :], *tree.find_all(nodes.Macro)]
+            if at <= self._cut_at or any(_asks_first(node) for node in after):
+                raise _Doubt
         for node in loop.body:
             self._check(node, of_message=True, whole=whole)
         tree.body = [*_silent(tree.body[:at]), *tree.body[at:]]
@@ -72,6 +78,19 @@ class _Analysis:
         assert tree.environment is not None
         tree.set_environment(tree.environment)
         loop.set_lineno(loop.lineno)
+
+    def _cut_from(self, assign: nodes.Assign) -> None:
+        """`messages` becomes all but its first: once, at the end of a branch, where nothing is left to look at it."""
+        for number, node in enumerate(self._tree.body):
+            branches = (
+                (node.body, node.else_, *(other.body for other in node.elif_)) if isinstance(node, nodes.If) else ()
+            )
+            if node is assign or any(branch and branch[-1] is assign for branch in branches):
+                if self._cut_at is not None or not isinstance(assign.node, nodes.Getitem):
+                    break
+                self._cut_at = number
+                return
+        raise _Doubt
 
     def _is_list(self, node: nodes.Node) -> bool:
         if isinstance(node, nodes.Name):
@@ -150,6 +169,15 @@ class _Analysis:
 
 def _is_name(node: nodes.Node, name: str) -> bool:
     return isinstance(node, nodes.Name) and node.name == name and node.ctx == "load"
+
+
+def _asks_first(node: nodes.Node) -> bool:
+    """Whether it looks at one of `messages` by its number, or at all but the first of them."""
+    return any(
+        _is_name(item.node, "messages")
+        for item in (node, *node.find_all(nodes.Getitem))
+        if isinstance(item, nodes.Getitem)
+    )
 
 
 def _is_const(node: nodes.Node, value: int) -> bool:

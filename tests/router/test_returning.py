@@ -39,11 +39,29 @@ NEIGHBOURS = """\
 """A message's text hangs on the messages beside it, on its place and on the first one."""
 
 
-@pytest.fixture(scope="module", params=["tiny", "chatml", "neighbours"])
+SLICED = """\
+{%- set intro = '' %}
+{%- if messages[0]['role'] == 'system' %}
+{%- set intro = messages[0]['content'] | trim %}
+{%- set messages = messages[1:] %}
+{%- endif %}
+{{- '<|im_start|>system\\n' ~ intro ~ (tools | tojson if tools else '') ~ '<|im_end|>\\n' }}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + ('!' if loop.index0 % 2 else '?') + (intro if loop.first else '') + '\\n' }}
+{{- message.content | trim ~ '<|im_end|>' ~ ('' if loop.last else '\\n') }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+"""As Llama 3 and Gemma: `messages` becomes all but the first, where that is the system's."""
+
+
+@pytest.fixture(scope="module", params=["tiny", "chatml", "neighbours", "sliced"])
 def tokenizer(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder, 1024, 1 << 20)
-    template = {"tiny": None, "chatml": chat_templates.CHATML, "neighbours": NEIGHBOURS}[request.param]
+    template = {"tiny": None, "chatml": chat_templates.CHATML, "neighbours": NEIGHBOURS, "sliced": SLICED}[
+        request.param
+    ]
     return Tokenizer.load(folder, template)
 
 
@@ -255,7 +273,19 @@ def test_only_templates_whose_text_can_be_cut_have_a_rest() -> None:
         assert not has("{% set ns = namespace(x=0) %}" + whole.replace("BODY", body)), body
     for end in ("{{ messages[-1].role }}", "{{ strftime_now('%d') }}", "{% for m in messages %}{% endfor %}"):
         assert not has(whole.replace("END", end)), end
-    for template in ("QWEN3", "LLAMA3", "MISTRAL", "GEMMA", "EXOTIC"):
+    sliced = "{% if messages[0].role == 'system' %}X{% set messages = messages[1:] %}{% endif %}"
+    assert has(sliced + whole)
+    assert has(chat_templates.GEMMA)
+    for changed in (
+        sliced + whole.replace("BODY", "{{ messages[0].content }}"), sliced + whole.replace("END", "{{ messages[0] }}"),
+        sliced + whole.replace("BODY", "{{ messages[loop.index0 + 1] }}"), whole + sliced, sliced + sliced + whole,
+        sliced.replace("{% endif", "{{ messages[0] }}{% endif") + whole,
+        "{% for x in y %}" + sliced + "{% endfor %}" + whole,
+        "{% macro a() %}{{ messages[0] }}{% endmacro %}" + sliced + whole, sliced.replace("[1:]", "[2:]") + whole,
+        "{% macro a() %}" + sliced + "{% endmacro %}" + whole, sliced.replace("[1:]", "") + whole,
+    ):  # fmt: skip
+        assert not has(changed), changed
+    for template in ("QWEN3", "LLAMA3", "MISTRAL", "EXOTIC"):
         assert not has(getattr(chat_templates, template)), template
 
 

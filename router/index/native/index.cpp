@@ -176,8 +176,9 @@ u64 Index::pin(u64 id, const Tokens& prompt, const ScopeView& scope) {
     const u64 cut = holder->cut();
     Pin pin{holder, holder->seat, cut, {}, std::nullopt};
     Prefixes prefixes(asked, digester_, cut);
-    pin.boundaries.reserve(prompt.count / cut);
-    for (u64 end = cut; end <= prompt.count; end += cut) pin.boundaries.push_back(prefixes.at(end));
+    const u64 count = prompt.count / cut, stride = cut / prefixes.unit();
+    pin.boundaries.resize(count);
+    for (u64 i = 0; i < count; ++i) pin.boundaries[i] = prefixes.numbered((i + 1) * stride);
     const u64 last = prompt.count == 0 ? 0 : (prompt.count - 1) / cut;
     if (last > 0) pin.checkpoint = pin.boundaries[last - 1];
     promise(pin);
