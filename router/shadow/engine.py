@@ -52,6 +52,10 @@ class Cache:
         self.on_move: Callable[[list[int], bool], None] | None = None
         """Blocks, and whether they go to the host."""
 
+    def has(self, block: int) -> bool:
+        """Whether it is resident, whatever is before it."""
+        return block in self.used or block in self.idle or block in self.host
+
     def match(self, ids: list[int], limit: int) -> int:
         """Blocks of the longest resident prefix, at most `limit`."""
         used, idle, host = self.used, self.idle, self.host

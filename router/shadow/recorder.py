@@ -31,6 +31,8 @@ OPEN_MAX = 2_000
 """Requests whose worker is looked for at a time."""
 LOOK_S, LOOK_SHARE = 0.02, 0.1
 """Between two looks for one: at least, and as a part of its age."""
+SETTLED_S = 3.0
+"""After which no cache will grow by a copied request's prompt that has not."""
 
 Note = Callable[[str, Any, RouteRequest, Decision, ReportedUsage | None, int], None]
 
@@ -100,8 +102,12 @@ class Recorder:
                 left.append(one)
                 continue
             worker = self._grown(one)
+            holder = self._holder(one) if not one.ended and now - one.seen.at_s > SETTLED_S else None
             if worker is not None:
                 self._found(one, worker, now)
+            elif holder is not None:
+                one.seen.worker = holder
+                self._keep(one.seen)
             elif now - one.seen.at_s > self.config.placed_s:
                 self.counts["unplaced"] += 1
             else:
@@ -151,6 +157,14 @@ class Recorder:
         most = max(grown for grown, _ in found)
         best = [worker for grown, worker in found if grown == most]
         return best[0] if len(best) == 1 else None
+
+    def _holder(self, one: Open) -> str | None:
+        """The only worker that had the whole prompt when its copy came: all of it from before, or its answer had begun
+        by then. How much was cached is not known."""
+        targets = self.core.tracker.targets
+        full = [name for name, tokens in one.held.items() if tokens >= one.goal > 0 and name in targets]
+        workers = {targets[name].worker_id for name in full}
+        return workers.pop() if len(workers) == 1 else None
 
     def _found(self, one: Open, worker: str, now: float) -> None:
         decision = nowhere(one.route.request_id)

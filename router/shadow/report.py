@@ -21,6 +21,10 @@ from router.turns.why import GROUPS
 PARTS = {"workload": ("workload", "capacity"), "routing": ("routing",), "index": ("index",)}
 """part -> groups of reasons."""
 COLOURS = {"workload": "#b36b00", "routing": "#b3261e", "index": "#5b4bb3"}
+PLAYED = (
+    "<p>As the play of today has it: the caches of that time are not known, nor whether an index would have been "
+    "right. Workload: what no worker had any more, and what a session's prompt has otherwise than the one before.</p>"
+)
 WIDTH, HEIGHT = 640, 180
 
 
@@ -47,12 +51,15 @@ class Findings(msgspec.Struct):
     seen: int
     """Requests in the window."""
     lost: dict[str, int] = {}
-    """part -> tokens that were computed although they need not have been; filled in here."""
+    """part -> tokens that were computed although they need not have been; filled in here. Of a log: as
+    it was played."""
     lost_s: dict[str, float] = {}
     """part -> seconds of prefill that took, where a worker's speed is known."""
 
     def __post_init__(self) -> None:
         self.lost = lost(self.tokens)
+        if not self.tokens and self.comparison is not None:
+            self.lost = self.comparison.lost
         rate = prefill_rate(self.comparison)
         self.lost_s = {} if rate is None else {part: tokens * rate for part, tokens in self.lost.items()}
 
@@ -134,9 +141,10 @@ def _lost(report: Findings) -> str:
         if prompt
     ]
     return (
-        "<h2>Why prompts were computed</h2>" + _table(("whose doing", "tokens", "prefill"), rows)
+        "<h2>Why prompts were computed</h2>" + ("" if report.tokens else PLAYED)
+        + _table(("whose doing", "tokens", "prefill"), rows)
         + (_table((f"of {prompt:,} prompt tokens", "tokens", "share"), reused) if reused else "")
-        + _table(("reason", "whose doing", "tokens", "requests"), reasons)
+        + (_table(("reason", "whose doing", "tokens", "requests"), reasons) if reasons else "")
     )  # fmt: skip
 
 

@@ -66,6 +66,8 @@ class Comparison(msgspec.Struct):
     """As played."""
     saved: Sums
     """What switching gives: of what was measured, where it was."""
+    lost: dict[str, int]
+    """workload, routing -> tokens that need not have been computed, as today was played."""
     steps: dict[str, StepTimes]
     """worker -> what its steps were found to take."""
     quantiles: dict[str, list[float]] = {}
@@ -78,13 +80,55 @@ class Comparison(msgspec.Struct):
 
 
 class Placed(Router):
-    """Each request where it went."""
+    """Each request where it went, and what of it was where when it came."""
 
     def __init__(self, places: Sequence[int]) -> None:
         self._places = places
+        self._once: set[int] = set()
+        """Blocks that some cache has had."""
+        self.elsewhere: dict[int, int] = {}
+        """request -> blocks that another worker had besides those of its own."""
+        self.had: dict[int, int] = {}
+        """request -> blocks that any worker had at any time."""
+        self.gone: dict[int, int] = {}
+        """request -> of those, what none has any more."""
 
     def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
-        return [(request.index, self._places[request.index])]
+        ids, limit = request.ids, (request.prompt_tokens - 1) // request.block
+        place = self._places[request.index]
+        here = best = self.cluster.workers[place].cache.match(ids, limit)
+        if here < limit:
+            for worker in self.cluster.workers:
+                if worker.cache.has(ids[here]):
+                    best = max(best, worker.cache.match(ids, limit))
+        had = best
+        while had < limit and ids[had] in self._once:
+            had += 1
+        self.elsewhere[request.index], self.gone[request.index] = best - here, had - best
+        self.had[request.index] = had
+        return [(request.index, place)]
+
+    def stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None:
+        self._once.update(ids)
+
+
+def _lost(placed: Placed, seen: Sequence[Seen], kept: Iterable[int], block: int) -> dict[str, int]:
+    """part -> tokens that were computed although they need not have been, as the play of today has it. Workload: what
+    no worker had any more, and what a session's next prompt has otherwise than the one before."""
+    changed = dict.fromkeys(range(len(seen)), 0)
+    last: dict[str, Seen] = {}
+    for i, one in enumerate(seen):
+        before = None if one.user is None else last.get(one.user)
+        if before is not None and one.after != before.serial and before.ids[:1] == one.ids[:1]:
+            limit = min(before.prompt_tokens // block, (one.prompt_tokens - 1) // block)
+            changed[i] = max(limit - placed.had[i], 0)
+        if one.user is not None:
+            last[one.user] = one
+    kept = list(kept)
+    return {
+        "workload": block * sum(placed.gone[i] + changed[i] for i in kept),
+        "routing": block * sum(placed.elsewhere[i] for i in kept),
+    }
 
 
 def compare(
@@ -108,13 +152,15 @@ def compare(
         each=[(steps[engine.name], room) for engine, room in zip(engines, rooms)],
         limits=EngineLimits(min(engine.seats or SEATS for engine in engines), preempts=True),
     )
-    placed = Placed([number[s.worker] for s in seen])
+    places = [number[s.worker] for s in seen]
+    placed = Placed(places)
     first = Cluster(cluster, workload, [placed]).run()
     for _ in range(FITS):
         longer = _decoding(seen, first)
         if abs(longer - 1.0) < FIT:
             break
         cluster = replace(cluster, each=[(_decodes(service, longer), room) for service, room in cluster.each])
+        placed = Placed(places)
         first = Cluster(cluster, workload, [placed]).run()
     steps = {engine.name: service for engine, (service, _) in zip(engines, cluster.each)}
     second = Cluster(cluster, waiting, [Ours(config or CoreConfig())]).run()
@@ -138,7 +184,8 @@ def compare(
     }
     quantiles = {name: _hundredths(values) for name, values in times.items() if values}
     waited = sum(request.after is not None for request in waiting.requests)
-    return Comparison(len(kept), warming, waited, prompt_tokens, measured, today, ours, saved, steps, quantiles)
+    lost = _lost(placed, seen, kept, block)
+    return Comparison(len(kept), warming, waited, prompt_tokens, measured, today, ours, saved, lost, steps, quantiles)
 
 
 def _decoding(seen: Sequence[Seen], result: Result) -> float:

@@ -129,6 +129,12 @@ def test_copies_are_answered_with_nothing_and_placed_by_events(start: Any, engin
     told = shadowed(shadow, 4)
     assert told["lost"]["routing"] > 0
     assert told["balancer"] is None
+    late = {"messages": [{"role": "user", "content": "whose copy comes too late? " * 40}], "max_tokens": 8}
+    assert call(balancer.url + CHAT, late)[0] == 200
+    held = lambda: call(f"{url}/route", late)[2]["predicted_cached_tokens"]  # noqa: E731
+    until(lambda: held() > 0, "its worker's events are here")
+    assert call(url + CHAT, late)[0] == 204
+    assert "unplaced" not in shadowed(shadow, 5)["requests"]
 
 
 def test_a_log_of_bodies_is_enough(start: Any, engines: list[str], tmp_path: Path) -> None:
@@ -142,9 +148,14 @@ def test_a_log_of_bodies_is_enough(start: Any, engines: list[str], tmp_path: Pat
     log.write_text("\n".join(lines))
     shadow = start("shadow", "--log", str(log), "--report", str(report), "--warm-share", "0", *engines)
     assert shadow.process.wait(60) == 0, shadow.log()
-    found = json.loads(report.read_text())["comparison"]
+    told = json.loads(report.read_text())
+    found = told["comparison"]
     assert found["requests"] == 12
     assert found["saved"]["computed_tokens"] > 0
+    assert told["lost"] == found["lost"]
+    assert told["lost"]["routing"] > 0, "the second worker was sent what the first one had"
+    assert told["lost"]["workload"] == 0
+    assert told["lost_s"].keys() == told["lost"].keys()
 
 
 def test_a_line_that_cannot_be_read_is_named(start: Any, engines: list[str], tmp_path: Path) -> None:

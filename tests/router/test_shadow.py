@@ -130,6 +130,23 @@ def test_a_slow_worker_is_found_out() -> None:
     assert found["b"].prefill_s(2000, 0) / found["a"].prefill_s(2000, 0) == pytest.approx(2.0, rel=0.15)
 
 
+def test_what_was_lost_is_split_by_whose_doing_it_is() -> None:
+    """Two workers of nine blocks: one turn goes where its conversation is not, one comes back when all but two blocks
+    of it are evicted, and one was changed after its first block."""
+    talk, other = [1, 2, 3, 4, 5, 6], [21, 22, 23, 24, 25, 26, 27]
+    asked = [
+        seen(0, 0.0, talk, worker="a", user="s", output_tokens=1),
+        seen(1, 10.0, [*talk, 7], worker="b", user="s", after=0, output_tokens=1),
+        seen(2, 20.0, other, worker="a", output_tokens=1),
+        seen(3, 30.0, other, worker="b", output_tokens=1),
+        seen(4, 40.0, [*talk, 8], worker="a", user="t", output_tokens=1),
+        seen(5, 50.0, [1, 91, 92, 93, 94, 95, 96], worker="a", user="t", output_tokens=1),
+    ]
+    found = compare(asked, [Engine("a", 128), Engine("b", 128)], 16)
+    assert found.lost["routing"] == 16 * (6 + 6), "the talk's second turn, and the other one's second time"
+    assert found.lost["workload"] == 16 * (4 + 5), "what was evicted; what was changed"
+
+
 def test_nothing_is_compared_where_all_only_fill_caches() -> None:
     with pytest.raises(ValueError, match="1 requests were seen, of which 1 only fill the caches"):
         compare([seen(0, 0.0, [1])], [Engine("a")], 16, warming=1)
