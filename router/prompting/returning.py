@@ -95,7 +95,7 @@ def may_return(kind: Kind | None, size: int) -> bool:
 
 def go_on(known: Known, mark: Mark, body: bytes, tokenizer: Tokenizer, tokens_max: int | None) -> Returned | None:
     """What a body that has this beginning asks for. None where the whole must be read."""
-    if mark.objects + body.count(b"[", mark.end) + body.count(b"{", mark.end) > OBJECTS_MAX:
+    if mark.objects > OBJECTS_MAX - NEW_OBJECTS_MAX:
         return None
     rest = _read(known.kind, known.start, mark.end, body, tokenizer)
     if rest is None or (rest.told, rest.heads) != (known.told, known.heads):
