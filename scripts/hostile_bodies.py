@@ -83,6 +83,7 @@ BODIES: dict[str, Kind] = {
     "one space": _content(" "),
     "words": _content("many different words make a text "),
     "special tokens": _content("<|im_start|>"),
+    "thoughts without an end": _content("<think>"),
     "no ASCII": _content("é漢🙂"),
     "escapes": _content("\n"),
     "surrogates": _content("🙂"),

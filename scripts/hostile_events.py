@@ -153,6 +153,8 @@ PAGES: dict[str, dict[str, bytes]] = {
             "no end": b"HTTP/1.1 200 OK\r\ncontent-length: 500\r\n\r\n{",
         }.items()
     },
+    "metrics of 4 MB of empty lines": {"/metrics": b"\n" * 4_000_000},
+    "a megabyte of empty lists": {"/v1/models": b'{"data":[' + b"[]," * 340_000 + b"[]]}"},
     "a model that is a lone surrogate": {"/v1/models": _CARD % (b"\\ud800", b"\\ud800", b"5")},
     "a model of 1 MB": {"/v1/models": _CARD % (b"m" * 1_000_000, b"r", b"5")},
     "a root of another user": {"/v1/models": _CARD % (b"home", b"~nosuchuser/x", b"5")},

@@ -151,8 +151,8 @@ async def _broken_off(world: World, name: str, answer: bytes, steps: list[Steps]
 
 
 async def bodies(world: World) -> None:
-    sizes = (10**6,) if world.short else (10**6, 10**7, 6 * 10**7)
-    kinds = {f"body: {name}, {size // 10**6} MB": (*BODIES[name], size) for name in BODIES for size in sizes}
+    sizes = (63_000, 10**6) if world.short else (63_000, 10**6, 10**7, 6 * 10**7)
+    kinds = {f"body: {name}, {size / 1e6:g} MB": (*BODIES[name], size) for name in BODIES for size in sizes}
     for name, (path, make, size) in named(kinds, world, 8):
         request = post(path, make(size))
         async with world.attack(name) as entry, Client(world.url, patience_s=BODY_S_MAX) as client:

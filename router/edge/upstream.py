@@ -18,8 +18,8 @@ from router.http.response import HeadParser
 
 JOIN_BYTES_MAX = 64 * 1024
 """Up to this size a copy is cheaper than a vectored write."""
-TURN_BYTES = 64 * 1024
-"""Of one read that is handed over before others get their turn, where a byte may cost much: chunks of a byte or two."""
+TURN_BYTES = 16 * 1024
+"""Of one read that is handed over before others get their turn, where a byte may cost much: 2,700 chunks of a byte."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
