@@ -174,7 +174,7 @@ class ImaginaryDevice:
         from kernels.triton.backend import TritonKernels
 
         ops = TritonKernels.__new__(TritonKernels)
-        ops.device, ops._interpreted, ops._processors = torch.device("meta"), False, 132
+        ops.device, ops._processors, ops._finders = torch.device("meta"), 132, {}
         ops.draw = lambda logits, draws: torch.empty(logits.shape[0], dtype=torch.int64, device="meta")  # type: ignore[method-assign]
         ops.penalise = ops.count_drawn = lambda *given: None  # type: ignore[method-assign, assignment]
         return ops
@@ -183,7 +183,8 @@ class ImaginaryDevice:
 def dispatch_on_one_element() -> None:
     """What decode steps do on `meta` whose shapes are found by Python code."""
     one, other, at = torch.zeros(1), torch.zeros(1), torch.zeros(1, dtype=torch.int64)
-    select, copy = torch.index_select, torch.Tensor.index_copy_
+    square, empty = torch.zeros(1, 1), torch.empty
+    select, copy, product = torch.index_select, torch.Tensor.index_copy_, torch.nn.functional.linear
 
     def index_select(given: torch.Tensor, dim: int, index: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
         select(one, 0, at, out=other)
@@ -193,6 +194,11 @@ def dispatch_on_one_element() -> None:
         copy(one, 0, at, other)
         return given
 
+    def linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        product(square, square)
+        return empty(*given.shape[:-1], len(weight), dtype=given.dtype, device=given.device)
+
+    torch.nn.functional.linear = linear  # type: ignore[assignment]
     torch.index_select = index_select  # type: ignore[assignment]
     torch.Tensor.index_copy_ = index_copy_  # type: ignore[method-assign, assignment]
 

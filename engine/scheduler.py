@@ -224,8 +224,9 @@ class Scheduler:
         self._applied += 1
         self.cache.commit(plan.chunks, self._ended)
         outputs: list[SequenceOutput] = []
-        failed, all_logprobs = result.failed, result.logprobs
-        for index, (entry, chunk, token) in enumerate(zip(entries, plan.chunks, result.sampled)):  # the hot loop
+        failed, all_logprobs, index = result.failed, result.logprobs, -1
+        for entry, chunk, token in zip(entries, plan.chunks, result.sampled):  # the hot loop
+            index += 1
             if entry.ended:
                 self._end(entry)
                 continue

@@ -17,6 +17,8 @@ from torch import Tensor
 
 LOGIT_MAX = 3.3895313892515355e38
 """The largest bf16: what +inf counts as."""
+SPAN = 512
+"""Weights that are summed up before any running sum is made."""
 CANDIDATES = 256
 """What is kept of a row is looked for among so many likeliest tokens first."""
 
@@ -121,7 +123,21 @@ def _draw_cut(values: Tensor, peak: Tensor, draws: Draws) -> Tensor:
 
 
 def _passed(weights: Tensor, at: Tensor) -> Tensor:
-    """[rows]: where the running sum of the weights [rows, n] passes `at` of it all."""
-    running = weights.cumsum(-1, dtype=torch.float64)
+    """[rows]: where the running sum of the weights [rows, n] passes `at` of it all; one that weighs something.
+
+    Running sums are of spans, then of one span's weights: an fp64 for every weight would be as slow as all the rest.
+    """
+    count = weights.shape[1]
+    whole = count // SPAN * SPAN
+    sums = weights[:, :whole].unflatten(1, (-1, SPAN)).sum(-1, dtype=torch.float64)
+    running = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)], 1).cumsum_(1)
     target = at.double()[:, None] * running[:, -1:]
-    return torch.searchsorted(running, target, right=True)[:, 0].clamp_(max=weights.shape[1] - 1)
+    span = torch.searchsorted(running, target, right=True).clamp_(max=running.shape[1] - 1)
+    before = torch.where(span > 0, running.gather(1, (span - 1).clamp_(min=0)), 0.0)
+    places = span * SPAN + torch.arange(SPAN, device=weights.device)
+    inside = weights.gather(1, places.clamp(max=count - 1)).double().masked_fill_(places >= count, 0.0).cumsum_(1)
+    last = torch.searchsorted(
+        inside, inside[:, -1:].contiguous()
+    )  # sums in another order may leave a target behind them all
+    found = torch.searchsorted(inside, target - before, right=True).minimum(last)
+    return (span * SPAN + found)[:, 0].clamp_(max=count - 1)

@@ -30,9 +30,9 @@ class Seats:
 
     def of(self, chunks: list[Chunk]) -> tuple[IntArray, list[int]]:
         """([chunks]: the row of each chunk's sequence, those rows that are new to it). Who is not there loses his."""
-        sequences = [chunk.seq for chunk in chunks]
-        if sequences == self._sequences:  # sequences are compared by identity
+        if self.hold(chunks):
             return self._rows, []
+        sequences = [chunk.seq for chunk in chunks]
         held, self._sequences = self._held, sequences
         self._held = {seq: held.pop(seq) for seq in sequences if seq in held}
         self._free += held.values()
@@ -46,6 +46,10 @@ class Seats:
                 new.append(self._held[seq])
         self._rows = np.array([self._held[seq] for seq in sequences], np.int64)
         return self._rows, new
+
+    def hold(self, chunks: list[Chunk]) -> bool:
+        """Whether these are the sequences of the last step, in its order. They are compared by identity."""
+        return len(chunks) == len(self._sequences) and [chunk.seq for chunk in chunks] == self._sequences
 
     def clear(self) -> None:
         """Nothing that is kept may be trusted: a step has failed."""
@@ -65,6 +69,7 @@ class BlockTables:
         self._there = None if device is None else torch.zeros(blocks_max, ROWS, dtype=torch.int32, device=device)
         self._known = np.zeros((2, ROWS), np.int64)
         """Of the sequence in each row when its table was written: its `table_changes`, its blocks."""
+        self._version = 0
 
     def update(self, chunks: list[Chunk], ends: IntArray, rows: IntArray, new: list[int], row_count: int) -> None:
         """Write what the tables of the chunks' sequences, which end at `ends`, gained; all of those in `new` rows."""
@@ -72,33 +77,38 @@ class BlockTables:
         self._known[1, new] = 0
         changes, lengths = self._known[:, rows]
         now = np.array([chunk.seq.table_changes for chunk in chunks])
-        lengths[changes != now] = 0
+        anew = changes != now
+        if new or anew.any():
+            lengths[anew] = 0
+            self._version += 1
         behind = (lengths * self._kv.block_size < ends).nonzero()[0]
         if not len(behind):
             return
         stride = self._here.shape[0]
         places: list[int] = []
-        blocks: list[BlockId] = []
+        """In a table [blocks, rows]."""
+        new_blocks: list[BlockId] = []
+        written: list[int] = []
         for i, row, length in zip(behind.tolist(), rows[behind].tolist(), lengths[behind].tolist()):
-            seq, end = chunks[i].seq, int(ends[i])
-            table = seq.block_tables[self._group]
-            assert len(table) * self._kv.block_size >= end, (
-                f"{seq.request.request_id}: {len(table)} blocks for {end} tokens"
-            )
-            new_blocks = table[length:]
-            self._here[row, length : len(table)] = new_blocks
-            self._known[:, row] = seq.table_changes, len(table)
-            blocks += new_blocks
+            table = chunks[i].seq.block_tables[self._group]
+            new_blocks += table[length:]
+            written.append(len(table))
             places += range(length * stride + row, len(table) * stride + row, stride)
+        short = (np.array(written) * self._kv.block_size < ends[behind]).nonzero()[0]
+        assert not len(short), f"{chunks[behind[short[0]]].seq.request.request_id}: fewer blocks than tokens"
+        at, blocks = np.array(places, np.int64), np.array(new_blocks, np.int64)
+        index, row_of = np.divmod(at, stride)
+        self._here[row_of, index] = blocks
+        self._known[0, rows] = now
+        self._known[1, rows[behind]] = written
         if self._there is not None:
-            values = self._kv.block_rows(np.array(blocks, np.int64))
-            at, sent = upload([np.array(places, np.int64), values], self._there.device)
-            self._there.view(-1).index_copy_(0, at.long(), sent)
+            there, sent = upload([at, self._kv.block_rows(blocks)], self._there.device)
+            self._there.view(-1).index_copy_(0, there.long(), sent)
 
     def kept(self, rows: IntArray) -> KeptTable:
         """The tables in these rows, for kernels that read them on the device."""
         assert self._there is not None
-        return KeptTable(self._here, self._there, rows)
+        return KeptTable(self._here, self._there, rows, self._version)
 
     def array(self, ends: IntArray, rows: IntArray) -> IntArray:
         """[chunks, blocks]: a copy; what is past a chunk's context may be anything."""

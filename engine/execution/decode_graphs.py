@@ -11,6 +11,7 @@ Invariant: rows past the batch are padding with no slot, no context and no state
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,10 @@ log = logging.getLogger(__name__)
 
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16), *range(288, 513, 32))
 """Batch sizes that are recorded: padding costs less than one step in eight, but for the smallest."""
+
+SHARED_SIZE_MIN = 8
+"""Batches from this size on have a second recording, for sequences that begin alike, made ahead; smaller ones one that
+is made when it is first needed: what they save is little."""
 
 Replay = Callable[[], object]
 Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
@@ -91,7 +96,8 @@ class DecodeGraphs:
         self._kv, self._states, self._ropes = kv, states, ropes
         self._blocks_max = blocks_max
         self._capture = capture
-        self._recorded: dict[int, _Recorded | None] = {}
+        self._recorded: dict[tuple[int, bool], _Recorded | None] = {}
+        """By size, and whether what the sequences begin with alike is attended to once."""
 
     def forward(
         self,
@@ -103,12 +109,14 @@ class DecodeGraphs:
     ) -> Tensor | None:
         """Hidden states of a batch of decoding sequences; None for one that must be computed as usual."""
         count = batch.decode_count
-        size = next((size for size in SIZES if size >= count), None)
-        if size is None or count != len(batch.context_lens):
+        if count > SIZES[-1] or count != len(batch.context_lens):
             return None
-        if size not in self._recorded:
-            self._recorded[size] = self._record(size)
-        recorded = self._recorded[size]
+        size = SIZES[bisect_left(SIZES, count)]
+        plans, windows = self._plans, self._model.windows
+        shared = any(plans.shares(batch, *given) for given in zip(tables, self._kv, windows, strict=True))
+        if (size, shared) not in self._recorded:
+            self._recorded[size, shared] = self._record(size, shared=shared)
+        recorded = self._recorded[size, shared]
         if recorded is None:
             return None
         recorded.inputs[0, :count].copy_(token_ids)
@@ -123,10 +131,11 @@ class DecodeGraphs:
     def record(self, count_max: int) -> None:
         """Record now what batches of up to so many sequences will need. Largest first: the others share its memory."""
         for size in reversed([size for i, size in enumerate(SIZES) if i == 0 or SIZES[i - 1] < count_max]):
-            if size not in self._recorded:
-                self._recorded[size] = self._record(size)
+            for shared in (False, True) if size >= SHARED_SIZE_MIN else (False,):
+                if (size, shared) not in self._recorded:
+                    self._recorded[size, shared] = self._record(size, shared=shared)
 
-    def _record(self, size: int) -> _Recorded | None:
+    def _record(self, size: int, *, shared: bool = False) -> _Recorded | None:
         device = self._ops.device
         inputs = torch.zeros(2, size, dtype=torch.int64, device=device)
         token_ids, positions = inputs
@@ -136,7 +145,7 @@ class DecodeGraphs:
             rotary=[],
             kv=self._kv,
             plans=[
-                self._plans.fixed_decode_plan(size, self._blocks_max, kv, window)
+                self._plans.fixed_decode_plan(size, self._blocks_max, kv, window, shared=shared)
                 for kv, window in zip(self._kv, windows, strict=True)
             ],
             states=self._states,

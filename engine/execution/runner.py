@@ -116,7 +116,8 @@ class ModelRunner:
         self._worker = ThreadPoolExecutor(1, "step") if overlap and self._fixed is None else None
         self._seats = Seats()
         self._company: Company | None = None
-        """Of the last step."""
+        self._batch: Ragged | None = None
+        """Of the last step, both."""
         blocks_max = -(-max_model_len // spec.block_size)
         self._tables = [
             BlockTables(g, kv, blocks_max, None if self._fixed is None else device) for g, kv in enumerate(self._kv)
@@ -191,16 +192,21 @@ class ModelRunner:
 
     def _prepare(self, plan: StepPlan) -> PreparedStep:
         """All that the host decides and sends up."""
-        chunks, order, batch = _in_order(plan.chunks)
-        company, new = self._company_of(chunks)
+        follows = self._following(plan.chunks)
+        chunks, order, batch = follows or _in_order(plan.chunks)
+        company, new = self._company_of(chunks, known=follows is not None)
+        self._batch = batch
         ends, rows = batch.context_lens, company.rows
         self._sampler.forget(new)
         for tables in self._tables:
             tables.update(chunks, ends, rows, new, self._seats.count)
         scored = [i for i, chunk in enumerate(chunks) if is_scored(chunk)] if company.scores else []
-        token_ids, fed = self._inputs(chunks, batch.token_count, company)
-        wanted, starts = self._wanted_rows(chunks, batch.query_starts, scored)
-        drawn: Order = [i for i, chunk in enumerate(chunks) if chunk.samples]
+        token_ids, fed = self._inputs(chunks, batch.token_count, company, all_fed=follows is not None)
+        wanted, starts = None, batch.query_starts
+        drawn: Order = range(len(chunks))
+        if follows is None:
+            wanted, starts = self._wanted_rows(chunks, batch.query_starts, scored)
+            drawn = [i for i, chunk in enumerate(chunks) if chunk.samples]
         sequences, drawn_ends, drawn_rows = company.sequences, ends, company.row_list
         if len(drawn) < len(chunks):
             sequences, drawn_rows = [sequences[i] for i in drawn], [drawn_rows[i] for i in drawn]
@@ -229,20 +235,32 @@ class ModelRunner:
             else company.there if len(drawn) == len(rows) else to_device(rows[drawn], self.device),
         )  # fmt: skip
 
-    def _company_of(self, chunks: list[Chunk]) -> tuple[Company, list[int]]:
+    def _company_of(self, chunks: list[Chunk], *, known: bool) -> tuple[Company, list[int]]:
         """And the rows that are new to their sequences. `Seats` gives the same array while the same ones come."""
+        if known and self._company is not None:
+            return self._company, []
         rows, new = self._seats.of(chunks)
         if self._company is None or self._company.rows is not rows:
             self._company = Company.of(chunks, rows, self.device)
         return self._company, new
 
+    def _following(self, chunks: list[Chunk]) -> tuple[list[Chunk], Order, Ragged] | None:
+        """As `_in_order`, where every chunk is what the same chunk of the step before draws: nobody is looked at."""
+        before = self._batch
+        if before is None or not chunks or False in [chunk.fed for chunk in chunks] or not self._seats.hold(chunks):
+            return None
+        count, starts = len(chunks), before.context_lens
+        assert (chunks[0].start, chunks[-1].start) == (starts[0], starts[-1])
+        query_starts = before.query_starts if before.decode_count == count else np.arange(count + 1)
+        return chunks, range(count), Ragged(query_starts, starts + 1, starts, count)
+
     def _inputs(
-        self, chunks: list[Chunk], token_count: int, company: Company
+        self, chunks: list[Chunk], token_count: int, company: Company, *, all_fed: bool
     ) -> tuple[Tensor, tuple[Tensor | None, Tensor] | None]:
         """The tokens that are known, and `PreparedStep.fed`."""
-        fed = [i for i, chunk in enumerate(chunks) if chunk.fed]  # alone, so these are places among the tokens too
-        if fed and len(fed) == token_count:
+        if all_fed:
             return torch.empty(token_count, dtype=torch.int64, device=self.device), (None, company.there)
+        fed = [i for i, chunk in enumerate(chunks) if chunk.fed]  # alone, so these are places among the tokens too
         tokens: list[int] = []
         for chunk in chunks:
             tokens += (0,) if chunk.fed else chunk.seq.token_ids[chunk.start : chunk.end]

@@ -38,6 +38,9 @@ from kernels.transfer import to_device
 _GOLDEN, _FIRST, _SECOND = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _11, _27, _30, _31 = map(np.uint64, (11, 27, 30, 31))
 
+_AHEAD = 16
+"""Steps whose random numbers are made at once."""
+
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     """One number in [0, 1) for each (seed, position)."""
@@ -94,6 +97,8 @@ class Batch:
     """Of the drawn rows, mixed."""
     draws: Draws
     """But for the numbers in [0, 1), which are each step's own."""
+    ahead: tuple[IntArray, Tensor] | None = None
+    """(positions, [steps, rows] of these numbers): row i is of the step that is at i more than these positions."""
 
 
 @dataclass(slots=True)
@@ -157,13 +162,7 @@ class Sampler:
             batch = self._batch = self._new_batch(list(sequences), list(rows))
             self._banned = ([], None)
         positions = ends - batch.prompt_lens
-        at = batch.draws.at
-        if len(batch.drawn) == len(sequences):
-            at = to_device(uniforms_at(batch.seeds, positions.astype(np.uint64)), self._device)
-        elif len(batch.drawn):
-            numbers = np.zeros(len(sequences))
-            numbers[batch.drawn] = uniforms_at(batch.seeds, positions[batch.drawn].astype(np.uint64))
-            at = to_device(numbers, self._device)
+        at = self._numbers(batch, positions) if len(batch.drawn) else batch.draws.at
         banned = [i for i, (row, least, _) in enumerate(batch.least) if positions[row] < least]
         if banned != self._banned[0]:
             places = to_device(np.concatenate([batch.least[i][2] for i in banned]), self._device) if banned else None
@@ -181,6 +180,20 @@ class Sampler:
             banned = self._ends(seq.request.params) if positions[i] < seq.request.params.min_tokens else []
             wanted.append(self._masks.want(i, batch.rows[i], seq, int(ends[i]), banned))
         return wanted
+
+    def _numbers(self, batch: Batch, positions: IntArray) -> Tensor:
+        """[rows] fp64 in [0, 1), 0 for those that are greedy. Of a batch that comes again some are made ahead."""
+        if batch.ahead is not None:
+            first, numbers = batch.ahead
+            step = int(positions[0] - first[0])
+            if 0 <= step < len(numbers) and (positions - first == step).all():
+                return numbers[step, : len(positions)]
+        steps = np.arange(1 if batch.ahead is None else _AHEAD)
+        # Rows of a multiple of 16 bytes: kernels are compiled anew for pointers that are aligned otherwise.
+        here = np.zeros((len(steps), -(-len(positions) // 2) * 2))
+        here[:, batch.drawn] = uniforms_at(batch.seeds, (positions[batch.drawn] + steps[:, None]).astype(np.uint64))
+        batch.ahead = positions, to_device(here, self._device)
+        return batch.ahead[1][0, : len(positions)]
 
     def begin(self, draft: Draft, drawn: Callable[[], Mapping[int, int]]) -> None:
         """Make what constrained rows may draw, on a thread. `drawn`: row -> the token of the step before."""

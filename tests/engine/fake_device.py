@@ -16,6 +16,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 
 from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
@@ -23,6 +24,8 @@ from engine.execution.block_tables import BlockTables, Seats
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.types import Chunk, Request, SamplingParams, SequenceOutput, StepPlan, StepResult, TokenLogprobs, Way
 from events import CPU, GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kernels.interface import IntArray, KeptTable, Ragged
+from kernels.shared import PrefixFinder
 
 VOCABULARY = 5
 EOS = 4
@@ -94,6 +97,9 @@ class FakeDevice:
         self._seats = Seats()
         layout = SimpleNamespace(block_size=block_size)
         self._tables = [BlockTables(group, layout, 500, None) for group in range(len(windows))]  # type: ignore[arg-type]
+        self._finder = PrefixFinder(1)
+        self.shared_tokens = 0
+        """Of prefixes that could be attended to once."""
         self._queue: deque[Sent] = deque()
         self._last: dict[str, int] = {}
         """Request -> the token found for it last."""
@@ -107,6 +113,7 @@ class FakeDevice:
         for table in self._tables:
             table.update(plan.chunks, ends, rows, new, self._seats.count)
             tables.append(table.array(ends, rows).tolist())
+        self._check_shared(plan.chunks, tables, rows)
         chunks = [
             (copy(c), c.seq.token_ids[: c.end], [table[i] for table in tables], c.seq.state_unit)
             for i, c in enumerate(plan.chunks)
@@ -115,6 +122,20 @@ class FakeDevice:
         self.fail_next = False
         self._queue.append(sent)
         return partial(self._result, sent)
+
+    def _check_shared(self, chunks: list[Chunk], tables: list[list[list[int]]], rows: IntArray) -> None:
+        """What sequences are found to begin with alike is in the tables of all, and nothing of it is written to."""
+        order = sorted(range(len(chunks)), key=lambda i: chunks[i].end - chunks[i].start > 1)
+        batch = Ragged.of([chunks[i].start for i in order], [chunks[i].end for i in order])
+        if order != list(range(len(chunks))):
+            rows = rows[order]
+        kept = KeptTable(self._tables[0]._here, torch.zeros(0), rows, self._tables[0]._version)
+        found = self._finder.find(batch, kept, self.block_size, 1)
+        for members, tokens in zip(*(found.members, found.tokens) if found else ([], [])):
+            here = [order[i] for i in members]
+            assert len({tuple(tables[0][i][: tokens // self.block_size]) for i in here}) == 1, "not shared"
+            assert all(tokens <= chunks[i].start for i in here), "still being written"
+            self.shared_tokens += tokens
 
     def _result(self, sent: Sent) -> StepResult:
         self.on_execute(sent.plan)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels import sampling, select
-from kernels.sampling import Draws, Kinds
+from kernels.sampling import SPAN, Draws, Kinds, _passed
 from kernels.triton import backend as triton_ops
 
 Draw = Callable[[torch.Tensor, Draws], torch.Tensor]
@@ -217,3 +217,18 @@ def test_rows_do_not_depend_on_their_company(draw, rng):
     together = draw(logits, draws)
     order = torch.randperm(9)[:4]
     assert torch.equal(draw(logits[order], draws.of(order)), together[order])
+
+
+def test_spans_draw_what_one_running_sum_draws() -> None:
+    """At the edges of spans, with most weights 0, and where a target lies at the end of everything."""
+    torch.manual_seed(seed := random.randrange(2**32))
+    print("seed", seed)
+    for count in (1, 5, SPAN - 1, SPAN, SPAN + 1, 3 * SPAN, 5000):
+        weights = torch.rand(64, count) ** 8
+        weights[1::2] *= torch.rand(32, count) < 0.02
+        weights[:, torch.randint(count, (1,))] = 1.0
+        at = torch.rand(64, dtype=torch.float64)
+        at[:8], at[8:16] = 0.0, 1.0 - 2.0**-53
+        running = weights.double().cumsum(-1)
+        wanted = torch.searchsorted(running, at[:, None] * running[:, -1:], right=True)[:, 0]
+        assert torch.equal(_passed(weights, at), wanted)
