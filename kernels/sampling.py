@@ -129,7 +129,7 @@ def _passed(weights: Tensor, at: Tensor) -> Tensor:
     """
     count = weights.shape[1]
     whole = count // SPAN * SPAN
-    sums = weights[:, :whole].unflatten(1, (-1, SPAN)).sum(-1, dtype=torch.float64)
+    sums = weights[:, :whole].view(len(weights), whole // SPAN, SPAN).sum(-1, dtype=torch.float64)
     running = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)], 1).cumsum_(1)
     target = at.double()[:, None] * running[:, -1:]
     span = torch.searchsorted(running, target, right=True).clamp_(max=running.shape[1] - 1)
