@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from array import array
+from types import SimpleNamespace
+from typing import Any, cast
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from events.codec import encode_batch
 from events.types import BlockStored, EventBatch
+from router.app.reading import RequestReading
+from router.decide.config import CoreConfig
+from router.decide.core import RouterCore
+from router.decide.messages import RouteRequest
+from router.decide.workers import ServedModel, WorkerSpec
 from router.index import make_index
 from router.index.protocol import Scope
+from router.prompting.known import Known, KnownBodies, Mark
+from router.prompting.reader import PromptRead
 
 SCOPES = (Scope("m"), Scope("m", "salt"), Scope("m", None, "lora"), Scope("m", media=((20, "image"),)))
 LONG = tuple(i * 7919 % 101 for i in range(1600))
@@ -67,3 +76,23 @@ def test_the_ids_outlive_whoever_had_them() -> None:
     again = index.prepare(array("I", [*LONG, 1]), memory)
     del memory
     assert index.chunk_keys(again, SCOPES[0], 16)[: len(keys)] == keys
+
+
+def test_a_known_beginning_is_kept_with_it() -> None:
+    """Counted with the beginning's bytes; its ids once, where they are the beginning's own."""
+    core = RouterCore(make_index(), CoreConfig())
+    core.add_worker(WorkerSpec("a", "http://a", models=(ServedModel("m", "m", max_model_len=100_000),)), 0.0)
+    reading = RequestReading(core, cast(Any, None), cast(Any, None), known=KnownBodies(1 << 20))
+    for number, borrowed in enumerate((True, False)):
+        ids = array("I", LONG)
+        body = b'{"messages": [%b]}' % (b"x" * (9000 + number))
+        known = Known("chat", 0, b"", 0, [], array("I"), [Mark(9000, 3, 0, 0, 0, {}, {})], body, ids)
+        route = RouteRequest(f"r{number}", "m", SCOPES[0], ids if borrowed else array("I", LONG), len(LONG))
+        core.route(route, 0.0)
+        before = known.cost
+        reading.keep(cast(Any, SimpleNamespace(base="m")), PromptRead(ids, 0.0, known), route)
+        assert known.memory is not None
+        keys = len(LONG) // 16 + 1
+        assert known.cost - before == 8 * keys + (0 if borrowed else 4 * len(LONG))
+        assert reading.known.find("chat", body) == (known, known.marks[0])
+        reading.known.check_invariants()
