@@ -99,6 +99,10 @@ class Check:
     async def findings(self) -> AsyncIterator[Finding]:
         """One step after the other."""
         self._facts = await self._prober.probe(self._flag)
+        if await self._is_router():
+            why = "is a router, whose events are none of its own: name the workers behind it, one by one"
+            yield Finding("address", False, f"{self._flag.url} {why}")
+            return
         yield self._address()
         if not self._facts.alive:
             return
@@ -138,7 +142,23 @@ class Check:
             return Finding("address", True, f"serves {names}" + (f" ({facts.engine})" if facts.engine else ""))
         if "answers 401" in facts.reason or "answers 403" in facts.reason:
             return Finding("key", False, f"{facts.reason}: give the worker's key, --worker-api-key")
-        return Finding("address", False, f"{facts.reason}: is {self._flag.url} the address of its OpenAI API?")
+        hint = f"is {self._flag.url} the address of its OpenAI API?"
+        if "certificate" in facts.reason:
+            hint = "name who has signed it, --worker-tls-ca FILE"
+        elif "disconnected" in facts.reason and self._flag.url.startswith("http://"):
+            hint = "does it speak HTTPS? Then name it with https://"
+        return Finding("address", False, f"{facts.reason}: {hint}")
+
+    async def _is_router(self) -> bool:
+        """As ours tells by its /health."""
+        try:
+            _, answer = await ask(
+                self._session, self._flag.url + "/health", seconds=ANSWER_S_MAX, bytes_max=ANSWER_BYTES_MAX
+            )
+            told = json.loads(answer or b"null")
+        except (Unanswered, ValueError, RecursionError):
+            return False
+        return isinstance(told, dict) and "workers_up" in told
 
     async def _rendered(self, step: str, path: str, fields: dict[str, Any]) -> Finding:
         """The same request, read here and by the worker."""

@@ -177,7 +177,8 @@ def worker_flag(values: Mapping[str, str]) -> WorkerFlag:
 
 
 def normalise_url(url: str) -> str:
-    """An address as given by hand becomes `http://host:port` without a trailing slash. Raises ConfigError."""
+    """An address as given by hand becomes `http://host:port` without a trailing slash, and without the `/v1` that clients
+    of OpenAI's API are given. Raises ConfigError."""
     text = url if "://" in url else f"http://{url}"
     try:
         parts = urlsplit(text)
@@ -192,7 +193,7 @@ def normalise_url(url: str) -> str:
         raise ConfigError(f"worker url: got {url!r}: nothing can have that address, expected http://host:port")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     where = host if port is None else f"{host}:{port}"
-    return f"{parts.scheme}://{where}{parts.path.rstrip('/')}"
+    return f"{parts.scheme}://{where}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
 def _is_host(host: str) -> bool:

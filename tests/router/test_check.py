@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from prompts.tokenizer import Tokenizer
 from router.commands import check
 from router.commands.check import Finding, check_all
 from router.fleet.discovery import parse_worker_flag
+from router.picker.certificate import self_signed
 from router.prompting.encode import prompt_ids
 
 BLOCK = 16
@@ -77,6 +79,9 @@ class Worker:
             cards.append({"id": "tuned", "parent": "m"})
         return web.json_response({"data": cards})
 
+    async def health(self, request: web.Request) -> web.Response:
+        return web.json_response({"workers_up": 2}) if self.fault == "a router" else web.Response()
+
     async def sources(self, request: web.Request) -> web.Response:
         if self.fault == "events off":
             raise web.HTTPNotFound
@@ -110,14 +115,23 @@ class Worker:
         app = web.Application()
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/kv_event_sources", self.sources)
+        app.router.add_get("/health", self.health)
         app.router.add_post("/tokenize", self.tokenize)
         app.router.add_post("/v1/completions", self.complete)
         runner = web.AppRunner(app)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        tls = None
+        if self.fault in ("HTTPS", "a certificate"):
+            certificate, key = self_signed("localhost")
+            tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            for name, pem in (("certificate", certificate), ("key", key)):
+                (self.folder / f"{name}.pem").write_bytes(pem)
+            tls.load_cert_chain(self.folder / "certificate.pem", self.folder / "key.pem")
+        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
         await site.start()
         try:
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+            scheme = "https" if self.fault == "a certificate" else "http"
+            yield f"{scheme}://127.0.0.1:{runner.addresses[0][1]}"
         finally:
             await runner.cleanup()
             for publisher in self.publishers:
@@ -149,6 +163,9 @@ PLANTED = {
     # fault: (the step that must name it, words that must be in it)
     "nobody": ("address", "is http://127.0.0.1"),
     "key": ("key", "--worker-api-key"),
+    "a router": ("address", "name the workers behind it"),
+    "HTTPS": ("address", "does it speak HTTPS?"),
+    "a certificate": ("address", "--worker-tls-ca"),
     "events off": ("events", "publishes none"),
     "wrong address": ("events", "nobody listens"),
     "another worker's": ("events", "said nothing"),

@@ -39,6 +39,7 @@ def test_what_cannot_be_an_address_is_refused(url: str) -> None:
         ("vllm_worker_1:80", "http://vllm_worker_1:80"),
         ("https://a.b.example./base/", "https://a.b.example./base"),
         ("http://10.0.0.1:1", "http://10.0.0.1:1"),
+        ("http://10.0.0.1:1/v1/", "http://10.0.0.1:1"),
         ("http://[fe80::1]:1/", "http://[fe80::1]:1"),
         ("http://bücher.example:1", "http://bücher.example:1"),
         ("pod-0.svc.cluster.local:8000", "http://pod-0.svc.cluster.local:8000"),
