@@ -177,8 +177,8 @@ def worker_flag(values: Mapping[str, str]) -> WorkerFlag:
 
 
 def normalise_url(url: str) -> str:
-    """An address as given by hand becomes `http://host:port` without a trailing slash, and without the `/v1` that clients
-    of OpenAI's API are given. Raises ConfigError."""
+    """An address as given by hand becomes `http://host:port` without a trailing slash, and without the `/v1` that
+    clients of OpenAI's API are given. Raises ConfigError."""
     text = url if "://" in url else f"http://{url}"
     try:
         parts = urlsplit(text)
