@@ -295,18 +295,19 @@ class CacheBook:
         target.shared_tokens += self._chunk_tokens * chunks
         target.room_tokens += self._chunk_tokens * chunks
 
-    def hot(self, prompt: AskedPrompt, life_s: float) -> tuple[int, float]:
+    def hot(self, prompt: AskedPrompt, life_s: float, beta: float = 0.0) -> tuple[int, float]:
         """(tokens of its beginning that HOT_RUNNING or more running requests have too, k / (k + 1)): what one target
         more computes of that serves k others too, so that is the part that is not laid to this one. Where n run for
         `life_s` each, n / life_s come in a second (Little's law); those of HOT_S, or of a life, are shared among the m
-        targets on which they run and the one more."""
+        targets on which they run and the one more. While prefill queues everywhere (`beta`) a copy delays all who wait,
+        and is worth that for more of them only."""
         keys = prompt.keys(self._chunk_tokens)
         chunks = self._running_chunks.leading(keys, HOT_RUNNING)
         if not chunks:
             return 0, 0.0
         last = keys[chunks - 1]
         coming = self._running_chunks.count(last) * max(1.0, HOT_S / life_s)
-        users = coming / (1 + self._copies.count(last))
+        users = coming / (1 + self._copies.count(last)) / (1.0 + beta) ** 2
         return chunks * self._chunk_tokens, users / (users + 1.0)
 
     def memory_seconds(self, prompt: AskedPrompt, target: Target, needed_tokens: float) -> float:

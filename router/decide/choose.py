@@ -141,7 +141,8 @@ class Chooser:
             order.asked(request.prompt_tokens, computed_tokens, chosen.cost.expected_tokens)
         if explain and pool is not None:
             whole = self._price(request, prompt, candidates, None, now, factor, held_s=held_s, pool=pool)
-            whole.cost.beta, whole.winner = chosen.cost.beta, candidates.index(chosen.target)
+            whole.cost.beta, whole.cost.hot_share = chosen.cost.beta, chosen.cost.hot_share
+            whole.winner = candidates.index(chosen.target)
             return whole
         return chosen
 
@@ -188,7 +189,8 @@ class Chooser:
                 steps_s += target.step_now_s
                 if target.room_tokens < needed:
                     cost.memory[i] = self._book.memory_seconds(prompt, target, needed)
-            cost.hot_tokens, cost.hot_share = self._book.hot(prompt, expected_tokens * steps_s / len(targets))
+            life_s = expected_tokens * steps_s / len(targets)
+            cost.hot_tokens, cost.hot_share = self._book.hot(prompt, life_s, cost.beta)
             if self._book.working_sets.crowded(prompt.tokens, now):
                 cost.crowding = self._crowding(request, prompt, targets, cached)
         return Chosen(cost, 0, prompt, resident)

@@ -25,7 +25,7 @@ from router.index.protocol import HolderId
 
 POOL_MIN = 33
 """Smaller pools are priced whole."""
-KEEP = 14
+KEEP = 13
 MEMORY = 256.0
 """Requests over which the typical one is averaged."""
 DRIFT = 1.5

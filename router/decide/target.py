@@ -18,6 +18,8 @@ from router.decide.engine_load import Claim, LoadClaims, Wager
 from router.decide.learn import LoadSpeed, Observation, PoolSpeeds, Taught
 from router.index.protocol import HolderId, Tally
 
+_JOINED_TOKENS, _JOINED_STEPS = 4.0, 16
+"""An interval of so many steps' tokens, or of so many steps, is not made longer."""
 SEATS_PRIOR = 256
 """Of an engine of which that is not known; vLLM's default."""
 LEFT_PRIOR = 256.0
@@ -404,7 +406,8 @@ class Target:
 
 @dataclass(slots=True)
 class Interval:
-    """First tokens of one engine step, before they are learned from."""
+    """First tokens of one engine step, or of several where a step may have begun a prompt that the next one ended:
+    before they are learned from."""
 
     start_s: float
     end_s: float
@@ -415,6 +418,9 @@ class Interval:
     usable: bool
     steps_before: float = 0.0
     """Who comes while others decode waits for half a step, on average, before its own."""
+    step_s: float = 0.0
+    """When its last step began, about."""
+    steps: int = 1
     load_s: float = 0.0
     """By the configured rates, of all its requests."""
     fetch_s: float = 0.0
@@ -422,13 +428,26 @@ class Interval:
     taught: Taught | None = None
     """What was learned from it, once it was."""
 
+    def joins(self, routed_s: float, since_s: float, step_tokens: int) -> bool:
+        """Whether what was routed then, and was turned to then, may have begun in its last step: a step takes of the next
+        prompt what its budget leaves. What the two steps did is known only together; of many tokens it is a small part."""
+        room = self.uncached_tokens < _JOINED_TOKENS * step_tokens and self.steps < _JOINED_STEPS
+        return room and routed_s <= self.step_s and since_s <= self.end_s
+
+    def join(self, decode_requests: float, decode_context: float) -> None:
+        """Another step belongs to it, beside so many decodes; it began when the last one ended."""
+        self.step_s, count = self.end_s, self.steps + 1
+        self.decode_requests += (decode_requests - self.decode_requests) / count
+        self.decode_context += (decode_context - self.decode_context) / count
+        self.steps = count
+
     def seen(self, step_tokens: int) -> Observation:
         """What it teaches of a worker whose steps have so many prefill tokens."""
         return Observation(
             elapsed_s=self.end_s - self.start_s - self.fetch_s,
             uncached_tokens=self.uncached_tokens,
             quadratic=self.quadratic,
-            steps=max(1.0, self.uncached_tokens / step_tokens) + self.steps_before,
+            steps=max(float(self.steps), self.uncached_tokens / step_tokens) + self.steps_before,
             decode_requests=self.decode_requests,
             decode_context=self.decode_context,
         )

@@ -285,7 +285,13 @@ class LoadTracker:
         uncached = flight.prompt_tokens - flight.cached_tokens
         quadratic = float(flight.prompt_tokens**2 - flight.cached_tokens**2)
         interval = target.open_interval
-        if interval is not None and now - interval.end_s <= _MERGE_S:
+        since = target.head_since_s if target.peer is None else max(target.head_since_s, target.peer.head_since_s)
+        merges = interval is not None and now - interval.end_s <= _MERGE_S
+        if interval is not None and not merges:
+            merges = oldest and interval.joins(flight.routed_s, since, target.service.step_tokens)
+            if merges:
+                interval.join(target.decode_requests, target.context_tokens)
+        if interval is not None and merges:
             interval.end_s = now
             interval.uncached_tokens += uncached
             interval.quadratic += quadratic
@@ -294,17 +300,18 @@ class LoadTracker:
             flight.interval = interval
             return
         self.learn_pending(target)
-        since = target.head_since_s if target.peer is None else max(target.head_since_s, target.peer.head_since_s)
-        joined = target.decode_requests > 0 and flight.routed_s > since
+        waits = 0.5 if target.decode_requests > 0 and flight.routed_s > since else 0.0
+        start_s = max(since, flight.routed_s)
         flight.interval = target.open_interval = Interval(
-            start_s=max(since, flight.routed_s),
+            start_s=start_s,
             end_s=now,
             uncached_tokens=uncached,
             quadratic=quadratic,
             decode_requests=target.decode_requests,
             decode_context=target.context_tokens,
             usable=oldest and alone,
-            steps_before=0.5 if joined else 0.0,
+            steps_before=waits,
+            step_s=start_s + (now - start_s) * waits / (1.0 + waits),
             load_s=flight.load_s,
         )
 

@@ -181,6 +181,35 @@ def test_learning_from_first_tokens_of_a_queue() -> None:
     assert target.service.prefill_s_per_token == pytest.approx(4e-4, rel=0.15)
 
 
+def test_a_prompt_begun_in_what_a_step_has_left_is_no_fast_one() -> None:
+    """A step of 4,096 tokens takes five cached prompts in and most of one that is not, the next step the rest of it:
+    alone, the first step says that five short ones take 0.4 s, the second that a long one takes 0.05 s."""
+    tracker, target = make(learn=True)
+    truth = ServiceModel(prefill_s_per_token=1e-4, step_s=0.01)
+    now, count = 0.0, 0
+    for _ in range(60):
+        tracker.route("first", target, prompt_tokens=4050, cached_tokens=0, stream=True, now=now)
+        names = [str(count + i) for i in range(6)]
+        count += 6
+        for i, name in enumerate(names):  # while the first is computed
+            cached = 0 if i == 5 else 3968
+            tracker.route(name, target, prompt_tokens=4050, cached_tokens=cached, stream=True, now=now + 0.05)
+        now += truth.step_s + 4050 * truth.prefill_s_per_token
+        tracker.first_token("first", now)
+        now += truth.step_s + 4096 * truth.prefill_s_per_token
+        for name in names[:5]:
+            tracker.first_token(name, now)
+        now += truth.step_s + (5 * 82 + 4050 - 4096) * truth.prefill_s_per_token
+        tracker.first_token(names[5], now)
+        for name in ("first", *names):
+            tracker.end(name, now)
+        now += 1.0
+    learned = target.service
+    taken_s = learned.prefill_s_per_token * (4050 + 4050**2 / (2 * learned.quadratic_tokens)) + learned.step_s
+    assert taken_s == pytest.approx(0.415, rel=0.1)
+    assert learned.prefill_s_per_token * 82 + learned.step_s < 0.05
+
+
 def test_the_engines_own_figure_corrects_what_a_wrong_prediction_taught() -> None:
     """Two thirds of the prompts are predicted to be cached by nine tenths and are not (events lost, a history that
     guesses): with the reported figures the rate is learned as if the prediction had been right."""
