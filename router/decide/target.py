@@ -429,8 +429,8 @@ class Interval:
     """What was learned from it, once it was."""
 
     def joins(self, routed_s: float, since_s: float, step_tokens: int) -> bool:
-        """Whether what was routed then, and was turned to then, may have begun in its last step: a step takes of the next
-        prompt what its budget leaves. What the two steps did is known only together; of many tokens it is a small part."""
+        """Whether what was routed then, and was turned to then, may have begun in its last step: a step takes of the
+        next prompt what its budget leaves. What the two steps did is known together; of many tokens it is little."""
         room = self.uncached_tokens < _JOINED_TOKENS * step_tokens and self.steps < _JOINED_STEPS
         return room and routed_s <= self.step_s and since_s <= self.end_s
 
