@@ -52,6 +52,8 @@ class Operation:
     is_open: bool = False
     """Needs no API key."""
     status: int = 200
+    part_status: int | None = None
+    """Of an answer like it that tells what was not done."""
     text_type: str = "text/plain"
     may_lack_body: bool = False
 
@@ -104,7 +106,11 @@ def _describe(
     described: dict[str, Any] = {
         "summary": operation.summary,
         "operationId": operation.method + operation.path.replace("/", "_").replace("{", "").replace("}", ""),
-        "responses": {str(operation.status): done, **{str(status): error for status in statuses}},
+        "responses": {
+            str(operation.status): done,
+            **({str(operation.part_status): done} if operation.part_status else {}),
+            **{str(status): error for status in statuses},
+        },
     }
     if bodies := _bodies(operation):
         forms = [schema_of[body] for body in bodies]

@@ -13,6 +13,7 @@ import schemathesis
 
 CONTEXT_TOKENS = 768
 """Of the engine that is asked."""
+VOCABULARY = 2048
 _BODY_BYTES_MAX = CONTEXT_TOKENS - 128
 """No tokenizer of ours makes more tokens of a text than it has bytes."""
 _COMPLETION_TOKENS = 16
@@ -36,8 +37,14 @@ def contradicts(path: str, body: dict[str, Any]) -> bool:
         or (bool(body.get("stream_options")) and not body.get("stream"))
         or (body.get("top_logprobs") is not None and not body.get("logprobs"))
         or (bool(body.get("continue_final_message")) and bool(body.get("add_generation_prompt")))
+        or any(key.isdecimal() and int(key) >= VOCABULARY for key in _object(body, "logit_bias"))
         or (path.startswith("/v1/messages") and not any(map(_says, _turns(body))))
     )
+
+
+def _object(body: dict[str, Any], name: str) -> dict[str, Any]:
+    value = body.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _room(body: dict[str, Any]) -> int:

@@ -137,7 +137,8 @@ _OPERATIONS = (
     Operation("delete", "/workers/{worker_id}", "Remove a worker", None, _Object),
     Operation("post", "/workers/{worker_id}/drain", "Give a worker no new requests, or some again", Switch, _Object,
               may_lack_body=True),
-    Operation("post", "/weights", "Have workers sleep, wake up, load weights or forget", WeightsOrder, _Object),
+    Operation("post", "/weights", "Have workers sleep, wake up, load weights or forget", WeightsOrder, _Object,
+              part_status=502),
     Operation("get", "/dashboard", "The live page", None, str, text_type="text/html"),
 )  # fmt: skip
 
