@@ -139,7 +139,8 @@ class Admin:
         states = [worker.state for worker in self._core.workers.values()]
         up = sum(state is WorkerState.UP for state in states)
         status = "draining" if self.draining else "ok" if up else "no worker is up"
-        body: dict[str, Any] = {"status": status, "workers": len(states), "workers_up": up}
+        named = len(states) + len(self._fleet.starting())
+        body: dict[str, Any] = {"status": status, "workers": named, "workers_up": up}
         if (fault := self._feed_fault()) is not None:
             body["events"] = fault  # requests are still sent on, by what was known before
         return Answer(msgspec.json.encode(body), 200 if status == "ok" else 503)

@@ -6,6 +6,7 @@ know load and caches beyond creating a target and a holder for each worker or da
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from router.decide.books import CacheBook
@@ -226,7 +227,9 @@ class Registry:
         if request.role is not None and all(request.role not in w.spec.roles for w in serving):
             return Refuse(request.request_id, 404, "unknown_role", f"No worker has the role {request.role!r}.")
         of_model = f" of model {request.model!r}" if request.model else ""
-        return Refuse(request.request_id, 503, "no_worker", f"No worker{of_model} is up.", 1.0)
+        states = Counter(worker.state.value for worker in (serving if request.model else self.workers.values()))
+        told = ", ".join(f"{number} {state}" for state, number in sorted(states.items())) or "none was found yet"
+        return Refuse(request.request_id, 503, "no_worker", f"No worker{of_model} is up: {told}.", 1.0)
 
     def _refuse_pinned(self, request: RouteRequest) -> Refuse:
         worker_id = request.worker or ""
