@@ -182,6 +182,7 @@ class TritonKernels:
         block_m = power_of_two(SHARED_SEQUENCES * group, 16)
         block_n, warps, stages = decode_tile(block_d, q.element_size())
         if block_m * block_d >= 1 << 13:  # what is summed up fills the registers of eight warps
+            block_m = max(block_m, 64)  # products of fewer rows spill
             _, block_n, _, stages = prefill_tile(block_d, q.element_size())
             warps = 8
         attention_kernels.shared_attention[(len(shared.first), kv.num_kv_heads, shared.splits)](
