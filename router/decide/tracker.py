@@ -252,7 +252,7 @@ class LoadTracker:
     # Utilisation -------------------------------------------------------------------------------------------------
     def utilisation_factor(self, now: float) -> float:
         """U of a target at `now` = its `utilisation_scaled` * this (plus what peers told)."""
-        return math.exp(-(now - self._epoch(now)) / self.cost.utilisation_window_s)
+        return math.exp(-max(now - self._epoch(now), 0.0) / self.cost.utilisation_window_s)
 
     def utilisation(self, target: Target, now: float) -> float:
         """U, other routers' share included."""

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from engine.tiny.tokenizer import write_tokenizer
+
 pytestmark = pytest.mark.live
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -160,6 +162,7 @@ def test_a_wrong_model_is_one_clear_line(start_engine: Any, tmp_path: Path) -> N
     assert "no such folder" in line
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"architectures": ["FooForCausalLM"]}')
+    write_tokenizer(tmp_path / "model", 512, 512)
     engine = start_engine(str(tmp_path / "model"), wait=False)
     assert engine.process.wait(60) == 1
     assert "FooForCausalLM" in engine.log()
