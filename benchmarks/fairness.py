@@ -187,7 +187,9 @@ def run(name: str, workers: int, asked: list[tuple[float, str, int]], seconds: f
             for number in range(workers):
                 words = (
                     "--simulate",
-                    json.dumps(SPEC),
+                    json.dumps({name: value for name, value in SPEC.items() if name != "step_tokens"}),
+                    "--max-num-batched-tokens",
+                    str(SPEC["step_tokens"]),
                     "--served-model-name",
                     "m",
                     "--port",
