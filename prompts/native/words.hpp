@@ -141,6 +141,7 @@ private:
 
 constexpr u64 kGolden = 0x9E3779B97F4A7C15ull;
 constexpr std::size_t kWordMax = 64;  // longer words hardly come back, and the work for a pair's grows with its square
+constexpr std::size_t kLongMax = 4096;  // characters of longer words in a text: the library's model holds the GIL
 
 // What pairs of ids become, the lowest rank first.
 class BytePairs {

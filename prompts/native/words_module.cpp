@@ -53,9 +53,9 @@ public:
         pairs_.emplace(chars, left, right, made);
     }
 
-    // Of the ASCII text from `start` on: its ids as bytes; None where a pattern matches nothing. `learn(word)` tells the ids
-    // of a word that is long, or for which there are no pairs. Under the GIL, which that may give away: the table may then
-    // be another one.
+    // Of the ASCII text from `start` on: its ids as bytes; None where a pattern matches nothing, and where long words have
+    // more than kLongMax characters. `learn(word)` tells the ids of a word that is long, or for which there are no pairs.
+    // Under the GIL, which that may give away: the table may then be another one.
     nb::object encode(nb::str text, std::size_t start, nb::callable learn) {
         Py_ssize_t size = 0;
         const char* data = PyUnicode_AsUTF8AndSize(text.ptr(), &size);
@@ -65,6 +65,9 @@ public:
         const std::string_view whole(data + start, static_cast<std::size_t>(size) - start);
         std::vector<Word> words;
         if (!cut(steps_, whole, words)) return nb::none();
+        std::size_t long_ones = 0;
+        for (const Word& at : words) long_ones += at.end - at.start > kWordMax ? at.end - at.start : 0;
+        if (long_ones > kLongMax) return nb::none();
         Ids ids(whole.size());
         for (const Word& at : words) {
             const std::size_t count = at.end - at.start;

@@ -37,7 +37,7 @@ from router.app.hand_over import VERSION, HandOver, Predecessor, Will, http_path
 from router.app.reading import RequestReading
 from router.app.server import TICK_S, RouterApp
 from router.app.siblings import Siblings, Standing
-from router.app.system import Heap, files_short, naming, raise_file_limit, settle_heap
+from router.app.system import Heap, collect_old, files_short, naming, raise_file_limit, settle_heap
 from router.app.tenants import Tenants, name_of
 from router.app.tracing import Tracing
 from router.counters import Metrics
@@ -513,6 +513,7 @@ class RouterProcess:
         self._addresses.each(lambda listener: self._guarded("listener", listener.sweep, now))
         if self._picker is not None:
             self._guarded("picker", self._picker.beat, now)
+        collect_old(idle=not self._proxy.exchanges)
 
     async def _keep_writing(self, keeping: Bookkeeping) -> None:
         while True:

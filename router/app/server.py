@@ -80,6 +80,7 @@ class RouterApp:
         self._kind = kind
         self.limits = config.limits
         self.budget = proxy.budget
+        self.turns = proxy.turns
         self._proxy = proxy
         self._reading = reading
         self._tenants = tenants

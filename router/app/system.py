@@ -21,6 +21,11 @@ _TRIM_THRESHOLD, _TOP_BYTES = -1, 8 << 20
 FILES_A_STREAM, FILES_BESIDES = 4, 200
 """Descriptors (benchmarks/fan_in.py); a replay or a data-parallel rank takes as many again."""
 TRIM_S, TRIM_S_MAX, WORTH_BYTES = 5.0, 320.0, 4 << 20
+YOUNG_MAX, LOOKS_TILL_OLD = 2_000, 5
+"""Objects that came, beyond those that went, until the collector looks at them; how often until it looks at all of
+those once more. A look at 50,000 took 20 to 60 ms."""
+OLD_IDLE, OLD_BUSY = 25, 100
+"""Second looks until it looks at all that has come since the start, some 10,000 objects each."""
 
 
 class Heap:
@@ -68,13 +73,18 @@ def resident_bytes() -> int:
 
 
 def settle_heap() -> None:
-    """Take what start-up made out of the garbage collector's sight, and let it look less often.
-
-    Requests leave no cycles behind, so what it would look for hardly exists.
-    """
+    """Take what start-up made out of the garbage collector's sight, and let it look at little at a time: nobody waits
+    for a look of more than a few milliseconds. What is older is `collect_old`'s."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
+    gc.set_threshold(YOUNG_MAX, LOOKS_TILL_OLD, 2**31 - 1)
+
+
+def collect_old(*, idle: bool) -> None:
+    """Call often. Looks at everything, which takes long where there is much: hardly ever, as nearly all garbage is
+    found young, and best while nobody waits."""
+    if gc.get_count()[2] >= (OLD_IDLE if idle else OLD_BUSY):
+        gc.collect()
 
 
 def raise_file_limit() -> int:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from router.http.response import HeadParser
+from router.http.turns import LoopTurns
 
 JOIN_BYTES_MAX = 64 * 1024
 """Up to this size a copy is cheaper than a vectored write."""
@@ -72,7 +74,10 @@ class UpstreamUser(Protocol):
 class UpstreamConnection(asyncio.Protocol):
     """One TCP connection to a worker. Its callbacks are a boundary: what raises behind one ends its user's request."""
 
-    __slots__ = ("_paused", "_pool", "_rest", "_socket", "heads", "idle_since_s", "target", "transport", "user", "uses")
+    __slots__ = (
+        "_ended", "_full", "_paused", "_pool", "_rest", "_sends", "_socket", "_unsent", "heads", "idle_since_s",
+        "target", "transport", "user", "uses",
+    )  # fmt: skip
 
     def __init__(self, pool: UpstreamPool, target: Endpoint) -> None:
         self._pool = pool
@@ -88,6 +93,14 @@ class UpstreamConnection(asyncio.Protocol):
         """Of a long read; meanwhile nothing more is read."""
         self._paused = False
         """By the user."""
+        self._unsent: deque[bytes] = deque()
+        """Of a long body."""
+        self._full = False
+        """What was written waits for the worker to read it."""
+        self._sends = False
+        """`_send_on` will be called."""
+        self._ended = ""
+        """Why the connection was lost."""
         self.idle_since_s = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -101,11 +114,15 @@ class UpstreamConnection(asyncio.Protocol):
         if user is None:
             self.close()  # a worker speaks only when asked: what comes now could be taken for the next answer
             return
+        if self._rest:  # a transport that is paused may still hand over what it has decrypted
+            self._rest += data
+            return
         try:
-            if len(data) > TURN_BYTES and user.in_turns and self.transport is not None:
+            if len(data) > TURN_BYTES and user.in_turns:
                 self._rest = data[TURN_BYTES:]
-                self.transport.pause_reading()
-                asyncio.get_running_loop().call_soon(self._next_turn)
+                if self.transport is not None:
+                    self.transport.pause_reading()
+                self._pool.turns.wait(self._next_turn)
                 data = data[:TURN_BYTES]
             user.upstream_data(data)
         except Exception as error:  # noqa: BLE001  a boundary
@@ -117,35 +134,65 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self._rest = b""
         self.data_received(data)
-        if not self._rest and not self._paused:
+        if self._rest:
+            return
+        if self.transport is None:
+            self._end()
+        elif not self._paused:
             self.resume_reading()
 
     def eof_received(self) -> bool:
         return False
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        rest, self._rest = self._rest, b""
-        if rest and self.user is not None:
-            self.transport = None  # so that it is handed over at once
-            self.data_received(rest)
         self.transport = None
+        self._unsent.clear()
         self._pool.forget(self)
+        self._ended = str(exc) if exc else "closed by the worker"
+        if not self._rest:  # else its user gets that first, in its turns
+            self._end()
+
+    def _end(self) -> None:
         user, self.user = self.user, None
         if user is None:
             return
         try:
-            user.upstream_lost(str(exc) if exc else "closed by the worker")
+            user.upstream_lost(self._ended)
         except Exception as error:  # noqa: BLE001  a boundary
             user.crash(error)
 
     def send(self, head: bytes, body: tuple[bytes, ...]) -> None:
-        """Write one request, whose body is in pieces; none is copied where it is long."""
+        """Write one request, whose body is in pieces; none is copied where it is long, and each has a turn."""
         assert self.transport is not None
         self.uses += 1
         if len(body) == 1 and len(body[0]) <= JOIN_BYTES_MAX:
             self.transport.write(head + body[0])
-        else:
-            self.transport.writelines((head, *body))
+            return
+        self.transport.writelines((head, body[0]))
+        self._unsent.extend(body[1:])
+        self._send_later()
+
+    def _send_later(self) -> None:
+        if self._unsent and not self._sends and not self._full:
+            self._sends = True
+            self._pool.turns.wait(self._send_on)
+
+    def _send_on(self) -> None:
+        self._sends = False
+        try:
+            if self.transport is not None and self._unsent and not self._full:
+                self.transport.write(self._unsent.popleft())
+                self._send_later()
+        except Exception as error:  # noqa: BLE001  a boundary
+            if self.user is not None:
+                self.user.crash(error)
+
+    def pause_writing(self) -> None:
+        self._full = True
+
+    def resume_writing(self) -> None:
+        self._full = False
+        self._send_later()
 
     def plain_socket(self) -> int:
         """Its number, for reading past the connection; -1 where it is encrypted or closing, or more was read."""
@@ -153,8 +200,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def has_more(self) -> bool:
-        """More was read than its user was given."""
-        return bool(self._rest)
+        """More was read than its user was given, or it was answered before all was sent."""
+        return bool(self._rest or self._unsent)
 
     def pause_reading(self) -> None:
         self._paused = True
@@ -163,17 +210,16 @@ class UpstreamConnection(asyncio.Protocol):
 
     def resume_reading(self) -> None:
         self._paused = False
-        if self.transport is None or self.transport.is_closing():
-            return
         if self._rest:
-            asyncio.get_running_loop().call_soon(self._next_turn)
-        else:
+            self._pool.turns.wait(self._next_turn)
+        elif self.transport is not None and not self.transport.is_closing():
             self.transport.resume_reading()
 
     def close(self) -> None:
         """Give up the connection, and with it whatever the worker is still computing for it."""
         self.user = None
         self._rest = b""
+        self._unsent.clear()
         if self.transport is not None:
             self.transport.abort()
 
@@ -197,6 +243,7 @@ class UpstreamPool:
         self._tls = tls if tls is not None else ssl.create_default_context()
         self.opened = 0
         """Connections made since the start."""
+        self.turns = LoopTurns()
 
     def take(self, target: Endpoint) -> UpstreamConnection | None:
         """The newest idle connection, now the caller's, or None."""

@@ -20,6 +20,7 @@ from router.http.answers import JSON, Header, answer_head, error_headers, refusa
 from router.http.budget import SMALL_BYTES, Budget
 from router.http.config import ClientTimeouts, HttpLimits
 from router.http.request import BadRequest, HttpRequest, RequestParser
+from router.http.turns import LoopTurns
 
 WRITE_BUFFER_BYTES = 256 * 1024
 """Answer bytes that wait for a slow client before its worker is not read any more."""
@@ -31,6 +32,8 @@ AHEAD_BYTES_MAX = 64 * 1024
 """Sent ahead of an answer; with more, what a client sends waits in the kernel's buffer."""
 TURN_REQUESTS = 16
 """Answered at once before others get their turn."""
+LONG_READ_BYTES = 64 * 1024
+"""After a read of so much of a body others get their turn: a loop reads on as long as bytes come."""
 
 
 class Work(Protocol):
@@ -73,6 +76,7 @@ class Client(Protocol):
 class Application(Protocol):
     limits: HttpLimits
     budget: Budget
+    turns: LoopTurns
 
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
         """Who sent `request`, of which only the head need be there. Raises RequestError where it will not be served."""
@@ -155,7 +159,7 @@ class ClientConnection(asyncio.Protocol):
             self.crash(error)
             return
         if not self._busy:
-            self._step()
+            self._step(len(data))
 
     def eof_received(self) -> bool:
         return False  # a client that stops sending is taken to be gone: see connection_lost
@@ -294,8 +298,8 @@ class ClientConnection(asyncio.Protocol):
 
     # Inside -------------------------------------------------------------------------------------------------------
 
-    def _step(self) -> None:
-        """Hand over complete requests until one is answered later."""
+    def _step(self, received: int = 0) -> None:
+        """Hand over complete requests until one is answered later. `received`: bytes of the read that this is for."""
         self._stepping = True
         try:
             for _ in range(TURN_REQUESTS):
@@ -303,13 +307,11 @@ class ClientConnection(asyncio.Protocol):
                     break
                 request = self._parser.next()
                 if request is None:
-                    self._wait_for_more()
-                    if self._parser.more:
-                        asyncio.get_running_loop().call_soon(self._go_on)
+                    self._wait_for_more(received)
                     break
                 self._begin(request)
             else:
-                asyncio.get_running_loop().call_soon(self._go_on)
+                self._app.turns.wait(self._go_on)
         except BadRequest as bad:
             self._reject(RequestError(bad.message, param=None, code="bad_http", status=bad.status))
         except RequestError as refused:
@@ -361,7 +363,7 @@ class ClientConnection(asyncio.Protocol):
             self._app.budget.change(self._party, self._held, kept)
             self._held = kept
 
-    def _wait_for_more(self) -> None:
+    def _wait_for_more(self, received: int) -> None:
         """Of a request that has begun. Raises RequestError where there is no use in waiting."""
         begun = self._parser.begun()
         if begun is not None:
@@ -369,10 +371,12 @@ class ClientConnection(asyncio.Protocol):
             self._admit(begun)
         self._hold()
         transport = self._transport
-        if self._parser.more and not self._paused_reading:
-            self._paused_reading = True
-            transport.pause_reading()
-        elif self._paused_reading and not self._parser.more:
+        if self._parser.more or received >= LONG_READ_BYTES:
+            self._app.turns.wait(self._go_on)
+            if not self._paused_reading:
+                self._paused_reading = True
+                transport.pause_reading()
+        elif self._paused_reading:
             self._paused_reading = False
             transport.resume_reading()
         if self._parser.take_continue():

@@ -144,6 +144,29 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.encode("x" * (words.TEXT_MAX + 1)) is None
 
 
+@pytest.mark.parametrize("name", PATTERNS)
+def test_long_words_are_the_library_s_which_lets_others_run_meanwhile(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, asked = encoder(name), 0
+
+    def learn(word: str) -> list[int]:
+        nonlocal asked
+        asked += len(word)
+        return [0]
+
+    monkeypatch.setattr(made, "_learn", learn)
+    texts = [
+        "".join(item * (63_000 // len(item)))
+        for item in ("a", " ", "\n", "-", "A", " a" * 50 + "b" * 99, "b" * 65 + " ")
+    ]
+    for text in [*texts, "a" * 4097, ("a" * 1000 + " ") * 4]:
+        asked = 0
+        made.encode(text)
+        assert asked <= 4096, (text[:80], asked)
+    assert asked in (4000, 4003), "a few long words are found here"
+
+
 @pytest.mark.parametrize(
     "pattern",
     [r"\p{Greek}+", r"a++", r"a?+", r"a{1,2}+", r"[a&&b]", r"[[:alpha:]]+", r"(a)", r"(?<n>a)", r"^a", r"a$", r"\ba",

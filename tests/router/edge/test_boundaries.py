@@ -15,12 +15,16 @@ import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.tokenizer import Tokenizer
+from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.edge.exchange import Exchange
 from router.edge.progress import Progress
 from router.edge.proxy import Proxy
-from router.edge.upstream import TURN_BYTES, Endpoint, UpstreamConnection, UpstreamPool
-from router.http.connection import ClientConnection
+from router.edge.upstream import JOIN_BYTES_MAX, TURN_BYTES, Endpoint, UpstreamConnection, UpstreamPool
+from router.http.budget import Budget
+from router.http.config import HttpLimits
+from router.http.connection import LONG_READ_BYTES, ClientConnection
+from router.http.turns import AT_ONCE, LoopTurns
 
 CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
 ERRORS = [AssertionError("no"), RecursionError("deep"), MemoryError(), KeyError("gone")]
@@ -369,9 +373,19 @@ class Reader:
 class Transport:
     def __init__(self) -> None:
         self.reads, self.aborted = True, False
+        self.written: list[bytes] = []
 
     def get_extra_info(self, _: str) -> None:
         return None
+
+    def set_write_buffer_limits(self, high: int) -> None:
+        assert high
+
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
+
+    def writelines(self, parts: tuple[bytes, ...]) -> None:
+        self.written += parts
 
     def is_closing(self) -> bool:
         return self.aborted
@@ -410,7 +424,7 @@ def test_a_long_read_leaves_turns_to_others() -> None:
             await asyncio.sleep(0)
         assert b"".join(reader.got) == LONG
         assert max(map(len, reader.got)) == TURN_BYTES
-        assert reader.events[:9] == ["data", "others"] * 4 + ["data"]
+        assert all(reader.events[i] == "others" for i, event in enumerate(reader.events[:-1], 1) if event == "data")
 
     reading(scenario)
 
@@ -440,18 +454,138 @@ def test_a_client_that_is_slow_in_the_middle_of_a_long_read_loses_nothing() -> N
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_a_worker_that_leaves_in_the_middle_of_a_long_read_is_heard_to_the_end(paused: bool) -> None:
+def test_a_worker_that_leaves_in_the_middle_of_a_long_read_is_heard_to_the_end_in_turns(paused: bool) -> None:
     async def scenario(pool: Any, connection: Any, reader: Any, transport: Any) -> None:
         connection.data_received(LONG)
         if paused:
             connection.pause_reading()
         connection.connection_lost(None)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert (len(reader.got) == 1) == paused
+        connection.resume_reading()
+        for _ in range(20):
+            await asyncio.sleep(0)
         assert b"".join(reader.got) == LONG
-        assert reader.events == ["data", "data", "lost"]
-        await asyncio.sleep(0)
-        assert len(reader.got) == 2
+        assert reader.events == ["data"] * 5 + ["lost"]
+        assert max(map(len, reader.got)) == TURN_BYTES
 
     reading(scenario)
+
+
+def test_a_worker_that_leaves_is_gone_for_whoever_gave_it_up_meanwhile() -> None:
+    async def scenario(pool: Any, connection: Any, reader: Any, transport: Any) -> None:
+        connection.data_received(LONG)
+        connection.connection_lost(None)
+        connection.close()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert reader.events == ["data"]
+
+    reading(scenario)
+
+
+# Turns of long bodies -------------------------------------------------------------------------------------------------
+
+
+def test_long_bodies_are_sent_in_turns() -> None:
+    """A loop writes on as long as a worker reads: what it is given at once keeps all others waiting."""
+
+    async def run() -> None:
+        pool = UpstreamPool()
+        pieces = tuple(b"%d" % i * JOIN_BYTES_MAX for i in range(9))
+        transports = [Transport() for _ in range(3 * AT_ONCE)]
+        connections = []
+        for transport in transports:
+            connection = UpstreamConnection(pool, Endpoint.parse("http://127.0.0.1:1"))
+            connection.connection_made(transport)  # type: ignore[arg-type]
+            connection.send(b"head", pieces)
+            connections.append(connection)
+        slow, early = connections[0], connections[1]
+        slow.pause_writing()
+        sent, turns = 0, 0
+        while any(t.written != [b"head", *pieces] for t in transports[1:]):
+            now = sum(len(t.written) for t in transports)
+            assert now - sent <= (AT_ONCE if turns else 2 * len(transports))
+            sent, turns = now, turns + 1
+            await asyncio.sleep(0)
+        assert len(transports[0].written) <= 2
+        pool.release(early, 0.0)
+        assert not transports[1].aborted
+        pool.release(slow, 0.0)
+        assert transports[0].aborted, "answered before it was asked all"
+        slow.resume_writing()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(transports[0].written) <= 2
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_reads_slowly_is_sent_all_in_the_end() -> None:
+    async def scenario(pool: Any, connection: Any, reader: Any, transport: Any) -> None:
+        pieces = tuple(b"%d" % i * JOIN_BYTES_MAX for i in range(9))
+        connection.send(b"head", pieces)
+        while transport.written != [b"head", *pieces]:
+            connection.pause_writing()
+            before = len(transport.written)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert len(transport.written) == before
+            connection.resume_writing()
+            for _ in range(2):
+                await asyncio.sleep(0)
+
+    reading(scenario)
+
+
+class App:
+    """What a client's connection is to know of."""
+
+    def __init__(self) -> None:
+        self.limits, self.budget, self.turns = HttpLimits(), Budget(HttpLimits(), Metrics()), LoopTurns()
+        self.taken: list[int] = []
+
+    def admit(self, connection: Any, request: Any) -> str:
+        return "somebody"
+
+    def handle(self, connection: Any, request: Any) -> None:
+        self.taken.append(request.body_bytes)
+
+    def crashed(self, where: str, error: Exception) -> None:
+        raise error
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_long_bodies_are_read_in_turns(chunked: bool) -> None:
+    """A loop reads on as long as bytes come: of many clients some are read in each of its turns, all in the end."""
+    clients, size, reads = 3 * AT_ONCE, 4 * LONG_READ_BYTES, 5
+
+    async def run() -> None:
+        app, at_once = App(), 0
+        part = b"%x\r\n%b\r\n" % (size, bytes(size)) if chunked else bytes(size)
+        framing = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % (reads * size)
+        waiting: dict[Any, Any] = {}
+        for _ in range(clients):
+            connection, transport = ClientConnection(app, set()), Transport()  # type: ignore[arg-type]
+            connection.connection_made(transport)  # type: ignore[arg-type]
+            connection.data_received(b"POST / HTTP/1.1\r\nHost: r\r\n%b\r\n\r\n" % framing)
+            waiting[connection] = (transport, [*[part] * reads, *[b"0\r\n\r\n"] * chunked])
+        for turn in range(10_000):
+            at_once = 0
+            for connection, (transport, left) in list(waiting.items()):
+                while left and transport.reads:  # as the loop does
+                    at_once += len(left[0])
+                    connection.data_received(left.pop(0))
+                if not left:
+                    waiting.pop(connection)
+            assert at_once <= (AT_ONCE if turn else clients) * (len(part) + 5)
+            if len(app.taken) == clients:
+                break
+            await asyncio.sleep(0)
+        assert app.taken == [reads * size] * clients
+
+    asyncio.run(run())
 
 
 def test_what_was_read_beyond_an_answer_is_nobodys() -> None:

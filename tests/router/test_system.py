@@ -1,0 +1,41 @@
+"""What a process asks of Python: nobody waits for a look of the garbage collector."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+COLLECTOR = """
+import gc
+from router.app.system import collect_old, settle_heap
+settle_heap()
+looked = []
+gc.callbacks.append(lambda phase, info: looked.append(
+    sum(len(gc.get_objects(generation)) for generation in range(info["generation"] + 1)) if phase == "start" else 0))
+kept = []
+for i in range(500_000):
+    kept.append([i])
+    if i % 1000 == 0:
+        collect_old(idle=False)
+busy = max(looked)
+looked.clear()
+collect_old(idle=True)
+idle = max(looked)
+looked.clear()
+while not looked or max(looked) < 500_000:
+    kept.append([])
+    collect_old(idle=False)
+print(busy, idle, len(kept))
+"""
+
+
+def test_what_the_garbage_collector_looks_at_at_once_is_bounded() -> None:
+    """500,000 objects that stay: beside requests it looks at some 12,000 of them; at all while nobody waits, or once
+    they have become very many."""
+    done = subprocess.run([sys.executable, "-c", COLLECTOR], capture_output=True, text=True, cwd=ROOT, check=True)
+    busy, idle, many = map(int, done.stdout.split())
+    assert busy <= 15_000
+    assert idle > 500_000
+    assert 1_500_000 < many < 3_000_000
