@@ -168,7 +168,12 @@ class ClientConnection(asyncio.Protocol):
         self._transport = None
         self._registry.discard(self)
         self._drop_work()
-        if self._held:
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._parser.forget_some():
+            self._app.turns.wait(self._forget)
+        elif self._held:
             self._app.budget.change(self._party, self._held, 0)
             self._held = 0
 

@@ -160,6 +160,13 @@ class RequestParser:
         self._pieces, self._read, self._read_bytes, self._body = [], [], 0, bytearray()
         self._request = self._chunks = None
 
+    def forget_some(self) -> bool:
+        """Of a client that left: let go of a piece of what it sent, as the system takes long to take many back. Whether
+        there are more."""
+        if self._pieces:
+            self._pieces.pop()
+        return bool(self._pieces)
+
     def feed(self, data: bytes) -> None:
         """Bytes from the client. They are read by `next`."""
         if self._ended:

@@ -178,7 +178,7 @@ private:
             case Field::BlockHashes: names(); break;
             case Field::Parent:
                 stored_.has_parent = !reader_.take_nil();
-                if (stored_.has_parent) stored_.parent = name();
+                if (stored_.has_parent) told(&(stored_.parent = name()), 1);
                 break;
             case Field::TokenIds: tokens(); break;
             case Field::BlockSize: block_size(); break;
@@ -217,16 +217,20 @@ private:
         return reader_.integer().bits;
     }
 
-    void names() {
+    void told(const u64* names, std::size_t count) const {
+        if (names_read_.told != nullptr) names_read_.told(names_read_.whom, names, count);
+    }
+
+    [[gnu::noinline]] void names() {
         const std::size_t count = bounded(reader_.array(), kNamesMax);
         batch_.names.resize(stored_.names.begin);
         for (std::size_t i = 0; i < count; ++i) batch_.names.push_back(name());
         stored_.names.count = count;
-        if (names_read_.told != nullptr) names_read_.told(names_read_.whom, batch_.names.data() + stored_.names.begin, count);
+        told(batch_.names.data() + stored_.names.begin, count);
         seen_names_ = true;
     }
 
-    void tokens() {
+    [[gnu::noinline]] void tokens() {
         const std::size_t count = bounded(reader_.array(), kTokensMax);
         batch_.tokens.resize(stored_.tokens.begin + count);
         u32* out = batch_.tokens.data() + stored_.tokens.begin;
@@ -253,7 +257,7 @@ private:
         return static_cast<u32>(value.bits);
     }
 
-    void block_size() {
+    [[gnu::noinline]] void block_size() {
         const Reader::Int value = reader_.integer();
         if (value.negative || value.bits > kBlockSizeMax) {
             throw Mismatch("is " + std::to_string(static_cast<std::int64_t>(value.bits)) +
@@ -263,7 +267,7 @@ private:
         seen_size_ = true;
     }
 
-    void extra_keys() {
+    [[gnu::noinline]] void extra_keys() {
         raw_extras_.clear();
         if (reader_.take_nil()) return;
         const std::size_t blocks = reader_.array();

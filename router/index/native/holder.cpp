@@ -66,6 +66,7 @@ u32 Holder::ordinal(const std::optional<std::int64_t>& key) {
     if (const std::optional<u32> known = find_ordinal(key)) return *known;
     // More groups than slots can tell apart: nobody has so many; the last one takes the rest.
     if (groups.size() == kGroupsMax) return kGroupsMax - 1;
+    ++shape_;
     groups.emplace_back().key = key;
     return static_cast<u32>(groups.size() - 1);
 }
@@ -130,6 +131,7 @@ void Holder::count_length(u32 slot, u32 length, int by) {
 
 void Holder::adjust_length(u32 slot, u32 length, int by) {
     if (!groups[slot / kTiers].count(length, by)) return;
+    ++shape_;
     u64& users = model->lengths[length];
     by > 0 ? ++users : --users;
     if (users == 0) model->lengths.erase(length);
@@ -139,6 +141,7 @@ void Holder::adjust_length(u32 slot, u32 length, int by) {
 
 void Holder::forget_blocks() {
     ++changes_;
+    ++shape_;
     settle();
     parking_.clear();
     for (Group& group : groups) {

@@ -239,6 +239,7 @@ public:
     Model* const model;
     Seat seat;
     bool reannounces = false;
+    mutable u64 placed = ~u64{0};  // its shape when its model last looked where it stands
     std::vector<Group> groups;  // by ordinal; slot = ordinal * kTiers + tier
 
     // `first`: of the slices of its payload.
@@ -269,6 +270,8 @@ public:
 
     // While this is the same, it holds the same names.
     u64 changes() const { return changes_; }
+    // While this is the same, it is matched the same way (Standing).
+    u64 shape() const { return shape_; }
     // The names of one part of the table, visit(name, node id, slot, copies); false where that was the last part.
     template <class Visit>
     bool each_name(std::size_t part, Visit visit) const {
@@ -350,7 +353,7 @@ private:
     Taught taught_;
     std::vector<Place> places_;    // per name of the batch, where its run has been resolved
     std::vector<bool> resolved_;   // per stored event of the batch
-    u64 full_stores_ = 0, batch_ = 0, entries_ = 0, changes_ = 0;
+    u64 full_stores_ = 0, batch_ = 0, entries_ = 0, changes_ = 0, shape_ = 0;
     // Names that `add` has put into a slot anew and that `groups` and `entries_` do not count yet; 0 between events.
     u64 fresh_ = 0;
     u32 fresh_slot_ = 0, fresh_length_ = 0;

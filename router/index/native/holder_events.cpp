@@ -191,14 +191,17 @@ u64 Holder::start_digest(const Text& salt, const Text& lora) const { return dige
 u32 Holder::hear(const Stored& event) {
     const u32 at = ordinal(event.group);
     Group& group = groups[at];
-    group.heard = true;
     const bool other_kind = event.kind && !event.kind->empty() && group.kind != event.kind;
     const bool other_window = event.window && group.window != event.window;
-    if (other_kind) group.kind = std::string(*event.kind);
-    if (other_window) group.window = event.window;
-    if (other_kind || other_window) group.reclassify();
-    group.block_size = event.block_size;
-    if (group.teaches()) ++full_stores_;
+    if (!group.heard || other_kind || other_window || group.block_size != event.block_size) {
+        ++shape_;
+        group.heard = true;
+        if (other_kind) group.kind = std::string(*event.kind);
+        if (other_window) group.window = event.window;
+        if (other_kind || other_window) group.reclassify();
+        group.block_size = event.block_size;
+    }
+    if (group.teaches() && ++full_stores_ == kSilentAfterStores) ++shape_;
     return at;
 }
 
@@ -209,7 +212,10 @@ void Holder::store(const Batch& batch, std::size_t run, Report& report) {
     if (!event.group) guest = home(homes(), batch.names.data() + event.names.begin, event.names.count);
     const u32 ordinal = guest ? *guest : hear(event);
     const u32 slot = ordinal * kTiers + event.tier;
-    if (!guest && !event.dense()) groups[ordinal].sparse = true;
+    if (!guest && !groups[ordinal].sparse && !event.dense()) {
+        ++shape_;
+        groups[ordinal].sparse = true;
+    }
     if (!has_room(ordinal, event.block_size, event.names.count)) {
         report.refused += event.names.count;
         return;
@@ -356,6 +362,7 @@ void Holder::load(const Digests& digests, Report& report) {
         report.malformed.push_back("BlockDigests.fingerprint is of another seed: this index cannot use it");
         return;
     }
+    ++shape_;
     const u32 at = ordinal(digests.group);
     Group& group = groups[at];
     group.heard = group.heard || digests.heard;

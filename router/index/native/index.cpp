@@ -99,7 +99,7 @@ bool Index::step(Ingest& ingest) {
     departed_.now_s = ingest.now_s;
     holder->apply(batch_, first, turn, report);
     if (holder->seat != seat) move_pins(*holder);
-    place(holder);
+    if (holder->shape() != holder->placed) place(holder);
     seats_.settle_some();
     return !ingest.cursor.done;
 }
@@ -225,7 +225,10 @@ void Index::release(const Pin& pin) {
     place(pin.holder);
 }
 
-void Index::place(const Holder* holder) { static_cast<ModelHolders*>(holder->model)->place(holder); }
+void Index::place(const Holder* holder) {
+    static_cast<ModelHolders*>(holder->model)->place(holder);
+    holder->placed = holder->shape();
+}
 
 Stats Index::stats() const {
     const std::shared_lock lock(mutex_);

@@ -2,6 +2,8 @@
 // Every read checks the end of the buffer and throws Truncated; nesting is skipped without recursion.
 #pragma once
 
+#include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <string_view>
 
@@ -18,8 +20,23 @@ struct Mismatch : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+inline bool is_ascii(std::string_view text) {
+    u64 all = 0, eight;
+    if (text.size() < sizeof(eight)) {
+        for (const char c : text) all |= static_cast<u8>(c);
+        return all < 0x80;
+    }
+    for (std::size_t at = 0;; at += sizeof(eight)) {
+        at = std::min(at, text.size() - sizeof(eight));
+        std::memcpy(&eight, text.data() + at, sizeof(eight));
+        all |= eight;
+        if (at + sizeof(eight) == text.size()) return (all & 0x8080808080808080) == 0;
+    }
+}
+
 // Well-formed UTF-8 (RFC 3629): no surrogates, nothing longer than it must be, nothing above U+10FFFF.
 inline bool is_utf8(std::string_view text) {
+    if (is_ascii(text)) return true;
     const auto byte = [&](std::size_t i) { return static_cast<u8>(text[i]); };
     for (std::size_t at = 0; at < text.size();) {
         const u8 head = byte(at);
@@ -102,9 +119,9 @@ public:
     }
 
     std::string_view str() {
+        if (at_ != end_ && *at_ >> 5 == 5) return ++at_, raw(at_[-1] & 0x1f);  // up to 31 bytes, as all names of fields
         if (peek() != Type::Str) throw Mismatch("expected a str");
         const u8 tag = *at_;
-        if (tag <= 0xbf) return ++at_, raw(tag & 0x1f);
         return raw(big_endian(tag == 0xd9 ? 1 : tag == 0xda ? 2 : 4));
     }
 
@@ -244,7 +261,11 @@ private:
     u64 big_endian(std::size_t bytes) {
         need(1 + bytes);
         u64 value = 0;
-        for (std::size_t i = 1; i <= bytes; ++i) value = value << 8 | at_[i];
+        if (left() > sizeof(value)) {
+            value = __builtin_bswap64(word(at_ + 1)) >> (64 - 8 * bytes);
+        } else {
+            for (std::size_t i = 1; i <= bytes; ++i) value = value << 8 | at_[i];
+        }
         at_ += 1 + bytes;
         return value;
     }

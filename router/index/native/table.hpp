@@ -123,7 +123,7 @@ public:
     template <class Equal>
     Entry* find(const Spot& spot, Equal equal) const {
         Entry* entry = find_in_segment(spot, equal);
-        return entry == nullptr && !spilled_.empty() ? find_spilled(equal) : entry;
+        return entry == nullptr && spills_ ? find_spilled(equal) : entry;
     }
 
     template <class Equal>
@@ -173,6 +173,7 @@ public:
             const u32 pages = segments_[number].size / kPerPage;
             if (pages == kPagesMax && segments_[number].depth == kDepthMax) {
                 spilled_.push_back(entry);
+                spills_ = true;
                 ++size_;
                 return;
             }
@@ -185,7 +186,7 @@ public:
 
     // Removes an entry that `find` returned. Pointers into the table are invalid afterwards.
     void erase(Entry* entry) {
-        if (!spilled_.empty() && entry >= spilled_.data() && entry < spilled_.data() + spilled_.size()) {
+        if (spills_ && entry >= spilled_.data() && entry < spilled_.data() + spilled_.size()) {
             *entry = spilled_.back();
             spilled_.pop_back();
             --size_;
@@ -244,6 +245,7 @@ private:
         std::swap(directory_, other.directory_);
         std::swap(segments_, other.segments_);
         std::swap(spilled_, other.spilled_);
+        std::swap(spills_, other.spills_);
         std::swap(depth_, other.depth_);
         std::swap(size_, other.size_);
     }
@@ -369,12 +371,14 @@ private:
         for (std::size_t i = span / 2; i < span; ++i) directory_[first + i] = second;
     }
 
+    // What every search looks at comes first: one line of the cache.
     Pages* pages_;
+    u32 depth_ = 0;
+    bool spills_ = false;  // something has stood in the list
     std::vector<u32> directory_;
     std::vector<Segment> segments_;
-    mutable std::vector<Entry> spilled_;
-    u32 depth_ = 0;
     std::size_t size_ = 0;
+    mutable std::vector<Entry> spilled_;
 };
 
 }  // namespace blockcast

@@ -24,6 +24,7 @@ from router.edge.upstream import JOIN_BYTES_MAX, TURN_BYTES, Endpoint, UpstreamC
 from router.http.budget import Budget
 from router.http.config import HttpLimits
 from router.http.connection import LONG_READ_BYTES, ClientConnection
+from router.http.request import PIECE_BYTES
 from router.http.turns import AT_ONCE, LoopTurns
 
 CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
@@ -600,3 +601,30 @@ def test_what_was_read_beyond_an_answer_is_nobodys() -> None:
         assert len(reader.got) == 1
 
     reading(scenario)
+
+
+def test_clients_that_leave_in_the_middle_of_long_bodies_are_forgotten_in_turns() -> None:
+    """The system takes a tenth of a millisecond to take a megabyte back. It counts as kept until then."""
+
+    async def run() -> None:
+        app, connections = App(), []
+        for _ in range(3 * AT_ONCE):
+            connection = ClientConnection(app, set())  # type: ignore[arg-type]
+            connection.connection_made(Transport())  # type: ignore[arg-type]
+            connection.data_received(b"POST / HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n" % (9 * PIECE_BYTES))
+            for _ in range(8):
+                connection.data_received(bytes(PIECE_BYTES))
+            connections.append(connection)
+        metrics = app.budget._metrics
+        assert metrics.held_bytes >= len(connections) * 8 * PIECE_BYTES
+        pieces = 8 * len(connections)
+        for connection in connections:
+            connection.connection_lost(None)
+        while metrics.held_bytes:
+            left = sum(len(connection._parser._pieces) for connection in connections)
+            assert pieces - left <= max(AT_ONCE, len(connections) * (pieces == 8 * len(connections)))
+            pieces = left
+            await asyncio.sleep(0)
+        app.budget.check_invariants()
+
+    asyncio.run(run())
