@@ -28,7 +28,9 @@ HOT_RUNNING = 2
 BLOCK_TOKENS = 16
 """Of an engine that does not tell; vLLM's on a GPU."""
 HOT_S = 10.0
-"""A copy of it is good for so long at least."""
+"""A copy of it is good for so long."""
+LIFE_S_MIN = 1e-3
+"""Of a request, where nothing is said."""
 CHUNK_TOKENS = 64
 """Histories are kept in chunks of so many tokens."""
 
@@ -295,19 +297,24 @@ class CacheBook:
         target.shared_tokens += self._chunk_tokens * chunks
         target.room_tokens += self._chunk_tokens * chunks
 
-    def hot(self, prompt: AskedPrompt, life_s: float, beta: float = 0.0) -> tuple[int, float]:
+    def hot(
+        self, prompt: AskedPrompt, life_s: float, delay: float = 1.0, fair_requests: float = 0.0
+    ) -> tuple[int, float]:
         """(tokens of its beginning that HOT_RUNNING or more running requests have too, k / (k + 1)): what one target
         more computes of that serves k others too, so that is the part that is not laid to this one. Where n run for
-        `life_s` each, n / life_s come in a second (Little's law); those of HOT_S, or of a life, are shared among the m
-        targets on which they run and the one more. While prefill queues everywhere (`beta`) a copy delays all who wait,
-        and is worth that for more of them only."""
+        `life_s` each, n / life_s come in a second (Little's law); those of HOT_S are shared among the m targets on
+        which they run and the one more. The busier all are (work makes others wait `delay` times as long), the more a
+        copy has to serve. And the less of what a target runs in the mean (`fair_requests`) is this beginning where it
+        is, the less it is what loads them: what does will pass, or go elsewhere."""
         keys = prompt.keys(self._chunk_tokens)
         chunks = self._running_chunks.leading(keys, HOT_RUNNING)
         if not chunks:
             return 0, 0.0
         last = keys[chunks - 1]
-        coming = self._running_chunks.count(last) * max(1.0, HOT_S / life_s)
-        users = coming / (1 + self._copies.count(last)) / (1.0 + beta) ** 2
+        running, copies = self._running_chunks.count(last), self._copies.count(last)
+        users = running * HOT_S / max(life_s, LIFE_S_MIN) / (1 + copies) / delay**2
+        if running < copies * fair_requests:
+            users *= math.sqrt(running / (copies * fair_requests))
         return chunks * self._chunk_tokens, users / (users + 1.0)
 
     def memory_seconds(self, prompt: AskedPrompt, target: Target, needed_tokens: float) -> float:

@@ -184,13 +184,17 @@ class Chooser:
         )
         if prompt is not None:
             cost.evicted = evicted
-            needed, steps_s = prompt.tokens + 0.5 * expected_tokens, 0.0
+            needed, steps_s, alone_s, requests = prompt.tokens + 0.5 * expected_tokens, 0.0, 0.0, 0.0
             for i, target in enumerate(targets):
                 steps_s += target.step_now_s
+                alone_s += target.alone_s
+                requests += target.requests
                 if target.room_tokens < needed:
                     cost.memory[i] = self._book.memory_seconds(prompt, target, needed)
             life_s = expected_tokens * steps_s / len(targets)
-            cost.hot_tokens, cost.hot_share = self._book.hot(prompt, life_s, cost.beta)
+            delay = (1.0 + cost.beta) * max(1.0, steps_s / alone_s)
+            fair = requests / len(targets) if pool is None else pool.requests / len(pool.targets)
+            cost.hot_tokens, cost.hot_share = self._book.hot(prompt, life_s, delay, fair)
             if self._book.working_sets.crowded(prompt.tokens, now):
                 cost.crowding = self._crowding(request, prompt, targets, cached)
         return Chosen(cost, 0, prompt, resident)

@@ -78,7 +78,7 @@ class LoadOrder:
         self.holders = cast("MutableSequence[HolderId]", array("Q", [holder for _, holder in self._order]))
         self._keys = {holder: key for key, holder in self._order}
         self._parts = {holder: _parts(target) for holder, target in self.targets.items()}
-        self.work, self.arrivals, self.peers = (sum(column) for column in zip(*self._parts.values()))
+        self.work, self.arrivals, self.peers, self.requests = (sum(column) for column in zip(*self._parts.values()))
 
     def note(self, target: Target) -> None:
         """Its load changed."""
@@ -111,6 +111,7 @@ class LoadOrder:
         self.work += parts[0] - before[0]
         self.arrivals += parts[1] - before[1]
         self.peers += parts[2] - before[2]
+        self.requests += parts[3] - before[3]
         self._parts[holder] = parts
         key = self._key(target, factor)
         if key == old:
@@ -141,11 +142,13 @@ class LoadOrder:
         """The order is sorted and whole, the sums are what they sum."""
         assert self._order == sorted((key, holder) for holder, key in self._keys.items())
         assert list(self.holders) == [holder for _, holder in self._order]
-        for total, column in zip((self.work, self.arrivals, self.peers), zip(*self._parts.values())):
+        sums = (self.work, self.arrivals, self.peers, self.requests)
+        for total, column in zip(sums, zip(*self._parts.values())):
             assert abs(total - sum(column)) <= 1e-6 * (1.0 + sum(column))
 
 
-def _parts(target: Target) -> tuple[float, float, float]:
+def _parts(target: Target) -> tuple[float, float, float, float]:
     """What it adds to the sums."""
     peer = target.peer
-    return target.utilisation_scaled, target.arrivals_scaled, peer.utilisation if peer is not None else 0.0
+    utilisation = peer.utilisation if peer is not None else 0.0
+    return target.utilisation_scaled, target.arrivals_scaled, utilisation, target.requests

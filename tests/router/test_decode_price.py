@@ -105,6 +105,9 @@ def test_what_has_ended_is_not_hot() -> None:
     send(core, RouteRequest("d", "m", SCOPE, [7] * 3000, 3000, worker="w1"), 0.0)
     assert core.book.hot(prompt, 10.0) == (2816, (4 / 3) / (4 / 3 + 1))
     assert core.book.hot(prompt, 1.0) == (2816, (40 / 3) / (40 / 3 + 1)), "ten times as many come while a copy is good"
+    assert core.book.hot(prompt, 10.0, 2.0) == (2816, (1 / 3) / (1 / 3 + 1)), "work makes others wait twice as long"
+    assert core.book.hot(prompt, 10.0, 1.0, 2.0) == core.book.hot(prompt, 10.0), "it is all that runs there"
+    assert core.book.hot(prompt, 10.0, 1.0, 8.0) == (2816, (2 / 3) / (2 / 3 + 1)), "it is a quarter of what runs there"
     core.check_invariants()
     core.aborted("d", 0.5)
     core.failed("a", FailureKind.OVERLOADED, 1.0)

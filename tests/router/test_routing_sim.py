@@ -305,16 +305,16 @@ def test_the_real_core_runs_in_the_simulation_and_leaks_nothing(sim: Any, queue:
     assert CoreConfig().policy == "kv"
 
 
-def sessions(sim: Any, *, rate: float, seconds: float, system_tokens: int) -> Any:
-    """Sessions of four turns under one system prompt, each turn some seconds after the answer before it."""
+def sessions(sim: Any, *, rate: float, seconds: float, system_tokens: int, prompts: int = 1) -> Any:
+    """Sessions of four turns under one of so many system prompts, each turn some seconds after the answer before it."""
     rng, block = random.Random(1), 32
     requests: list[Any] = []
     fresh = itertools.count(1)
-    system = [next(fresh) for _ in range(system_tokens // block)]
+    systems = [[next(fresh) for _ in range(system_tokens // block)] for _ in range(prompts)]
     at, number = 0.0, 0
     while at < seconds:
         at, number = at + rng.expovariate(rate), number + 1
-        ids, before = list(system), None
+        ids, before = list(rng.choice(systems) if prompts > 1 else systems[0]), None
         for own in (576, 192, 192, 192):
             ids = ids + [next(fresh) for _ in range(own // block)]
             said = max(block, round(rng.expovariate(0.01)))
@@ -328,7 +328,8 @@ def sessions(sim: Any, *, rate: float, seconds: float, system_tokens: int) -> An
     return sim.workload.Workload("sessions", requests, "")
 
 
-def test_a_new_worker_gets_its_share_of_new_sessions_and_nobody_waits_longer(sim: Any) -> None:
+@pytest.mark.parametrize("prompts", [1, 4, 16])
+def test_a_new_worker_gets_its_share_of_new_sessions_and_nobody_waits_longer(sim: Any, prompts: int) -> None:
     """A ninth worker joins eight warm ones after two minutes; a minute later it has a ninth of what begins, within a
     fifth. TTFT by half minutes is at no time above what it was before, by more than those half minutes differ."""
     joins_s, end_s = 120.0, 300.0
@@ -343,7 +344,7 @@ def test_a_new_worker_gets_its_share_of_new_sessions_and_nobody_waits_longer(sim
         def join(self) -> None:
             self.holders[8] = self.core.add_worker(self.spec, self.cluster.now).holders[0]
 
-    workload = sessions(sim, rate=6.0, seconds=end_s, system_tokens=2016)
+    workload = sessions(sim, rate=6.0, seconds=end_s, system_tokens=2016, prompts=prompts)
     config = sim.cluster.ClusterConfig(
         workers=9, cache_blocks=6000, speed=1.0, service=sim.runs.StepTimes(),
         limits=sim.engine.EngineLimits(256, preempts=True),
