@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.decide.config import CoreConfig, LearnConfig
+from router.decide.config import CoreConfig, LearnConfig, ServiceModel
 from router.decide.core import RouterCore
 from router.decide.lengths import TOKENS_MAX, TOKENS_PRIOR, OutputLengths
 from router.decide.messages import FailureKind, Forward, ReportedUsage, RouteRequest
@@ -114,6 +114,17 @@ def test_what_has_ended_is_not_hot() -> None:
     core.aborted("a", 1.0)
     core.finished("b", None, 1.0)
     assert core.book.hot(prompt, 10.0) == (0, 0.0)
+    core.check_invariants()
+
+
+def test_engines_that_are_said_to_decode_in_no_time_are_priced_too() -> None:
+    service = ServiceModel(step_s=0.0, decode_request_s=0.0, decode_context_s=0.0)
+    core = RouterCore(make_index(seed=1), CoreConfig(service=service, learn=LearnConfig(enabled=False)))
+    for name in ("w0", "w1"):
+        core.add_worker(WorkerSpec(name, f"http://{name}", models=(ServedModel("m", "m"),)), 0.0)
+    for i in range(4):
+        send(core, ask(f"r{i}", i), 0.0)
+        core.first_token(f"r{i}", 0.1)
     core.check_invariants()
 
 
