@@ -129,7 +129,10 @@ def plan_words(
         steps.append(rows)
     contents = [token["content"] for token in spec["added_tokens"] if token["content"] not in {*cuts, ""}]
     added = re.compile("|".join(re.escape(content) for content in contents)) if contents else None
-    encoder = WordEncoder(hf, steps, added, _pairs(spec["model"]))
+    try:
+        encoder = WordEncoder(hf, steps, added, _pairs(spec["model"]))
+    except ValueError as error:
+        return f"its pattern is not for words: {error}"
     for sample in samples:
         ids = encoder.encode(sample)
         plain = hf.encode_batch_fast([sample], add_special_tokens=False)[0].ids
@@ -216,7 +219,7 @@ def ascii_pattern(pattern: str) -> str | None:
 
 _ACCEPT, _SET, _EITHER, _LOOK = range(4)
 _ASCII = (1 << 128) - 1
-_MANY, _BRANCHES_MAX = 1 << 40, 64
+_MANY = 1 << 31
 
 
 def _chars(text: str) -> int:
@@ -259,13 +262,15 @@ def parts_of(pattern: str) -> list[Row] | None:
                     after = add(_EITHER, after, branches=[before(inner, after, folds), after])
                 else:
                     raise KeyError(op)
-            elif op is sre.BRANCH and len(value[1]) <= _BRANCHES_MAX:
+            elif op is sre.BRANCH:
                 after = add(_EITHER, after, branches=[before(branch, after, folds) for branch in value[1]])
             elif op is sre.SUBPATTERN and not value[2]:
                 after = before(value[3], after, folds or bool(value[1] & re.IGNORECASE))
             elif op in (sre.ASSERT, sre.ASSERT_NOT) and value[0] == 1:
-                sought = before(value[1], 0, folds)
-                after = add(_LOOK, after, wanted=op is sre.ASSERT, branches=[sought])
+                chars = _set_of(*value[1][0], folds) if len(value[1]) == 1 else None
+                if chars is None:
+                    raise KeyError(op)
+                after = add(_LOOK, after, chars=chars, wanted=op is sre.ASSERT)
             else:
                 raise KeyError(op)
         return after

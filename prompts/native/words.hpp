@@ -1,4 +1,4 @@
-// ASCII text to ids by its words: cut by regular expressions (backtracking, first alternative first), looked up in a table,
+// ASCII text to ids by its words: cut by regular expressions (first alternative first), looked up in a table,
 // put together by byte pairs where they are new. Refuses to know Python, patterns as text, and files of tokenizers.
 #pragma once
 
@@ -6,8 +6,12 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <map>
+#include <set>
+#include <stdexcept>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace blockcast {
@@ -20,97 +24,97 @@ using u64 = std::uint64_t;
 struct Part {
     enum Kind : u32 { Accept, Set, Either, Look };
     Kind kind = Accept;
-    std::array<bool, 128> chars{};  // Set: which
+    std::array<bool, 128> chars{};  // Set: which; Look: what the next character may be
     u64 least = 1, most = 1;        // Set: how many of them, as many as can be
-    bool wanted = true;             // Look: whether it has to match here
-    std::vector<u32> branches;      // Either: in the order in which they are tried; Look: what is looked for
+    bool wanted = true;             // Look: whether it has to be one of those here; the end is none
+    std::vector<u32> branches;      // Either: in the order in which they are tried
     u32 next = 0;
 };
 
-// Parts are numbered; 0 is Accept, the last one is where to begin. It recurses as deep as the pattern, not the text, which
-// is ASCII.
+// A deterministic automaton that finds what backtracking would: its states are the ways that are still open, the one that
+// would be tried first in front, and what matches ends those behind it. Parts are numbered; 0 is Accept, the last one is
+// where to begin. The text is ASCII.
 class Pattern {
 public:
     static constexpr std::size_t kNone = ~std::size_t{0};
-    explicit Pattern(std::vector<Part> parts) : parts_(std::move(parts)) { foresee(); }
+    static constexpr std::size_t kStatesMax = 1 << 12;
+
+    // Throws std::length_error where it takes more than kStatesMax states.
+    explicit Pattern(const std::vector<Part>& parts) : parts_(parts) {
+        std::map<Ways, u32> numbers{{Ways{}, kDead}};
+        std::vector<Ways> states{Ways{}};
+        const auto number = [&](Ways&& ways) {
+            const auto [at, fresh] = numbers.try_emplace(ways, static_cast<u32>(states.size()));
+            if (fresh) states.push_back(std::move(ways));
+            if (states.size() > kStatesMax) throw std::length_error("a pattern with too many states");
+            return at->second;
+        };
+        first_ = number(Ways{{static_cast<u32>(parts_.size() - 1), 0}});
+        std::map<std::vector<bool>, std::vector<std::size_t>> alike;  // characters that no part tells from each other
+        for (std::size_t c = 0; c <= kEnd; ++c) {
+            std::vector<bool> in{c == kEnd};
+            for (const Part& part : parts_) in.push_back(c < kEnd && part.chars[c]);
+            alike[in].push_back(c);
+        }
+        for (std::size_t state = 0; state < states.size(); ++state) {
+            steps_.resize((state + 1) * kWidth);
+            for (const auto& [in, chars] : alike) {
+                Ways after;
+                std::set<std::pair<u32, u64>> seen;
+                bool matches = false;
+                const Ways ways = states[state];
+                for (const auto& [part, count] : ways) follow(part, count, chars[0], after, seen, matches);
+                const u32 step = number(std::move(after)) << 1 | u32{matches};
+                for (const std::size_t c : chars) steps_[state * kWidth + c] = step;
+            }
+        }
+        parts_.clear();
+    }
 
     // The end of its match at `at`, or kNone.
     std::size_t match(std::string_view text, std::size_t at) const {
-        return run(text, static_cast<u32>(parts_.size() - 1), at);
+        std::size_t found = kNone;
+        for (u32 state = first_; state != kDead; ++at) {
+            const u32 step = steps_[state * kWidth + (at < text.size() ? static_cast<unsigned char>(text[at]) : kEnd)];
+            if (step & 1) found = at;
+            state = step >> 1;
+        }
+        return found;
     }
 
 private:
-    static constexpr std::size_t kEnd = 128;  // in the place of a character: there is none
+    using Ways = std::vector<std::pair<u32, u64>>;  // (part, how many characters it has taken)
+    static constexpr std::size_t kEnd = 128;        // in the place of a character: there is none
+    static constexpr std::size_t kWidth = kEnd + 1;
+    static constexpr u32 kDead = 0;
 
-    // With which characters a match of each part can begin: at least those with which it does.
-    void foresee() {
-        for (const Part& part : parts_) {  // those behind a part stand before it
-            std::array<bool, kEnd + 1> begins{};
-            const auto join = [&](u32 other) {
-                for (std::size_t c = 0; c <= kEnd; ++c) begins[c] = begins[c] || begins_[other][c];
-            };
-            if (part.kind == Part::Accept) begins.fill(true);
-            if (part.kind == Part::Set) std::copy(part.chars.begin(), part.chars.end(), begins.begin());
-            if (part.kind == Part::Look || (part.kind == Part::Set && part.least == 0)) join(part.next);
-            std::array<u64, kEnd + 1> viable{};
-            if (part.kind == Part::Either) {
-                for (std::size_t i = 0; i < part.branches.size(); ++i) {
-                    join(part.branches[i]);
-                    for (std::size_t c = 0; c <= kEnd; ++c) viable[c] |= u64{begins_[part.branches[i]][c]} << i;
-                }
+    // Takes the character `c` by way of this part, or matches before it. It recurses as deep as the pattern.
+    void follow(u32 number, u64 count, std::size_t c, Ways& after, std::set<std::pair<u32, u64>>& seen, bool& matches) const {
+        if (matches || !seen.emplace(number, count).second) return;
+        const Part& part = parts_[number];
+        const bool in = c < kEnd && part.chars[c];
+        switch (part.kind) {
+        case Part::Accept: matches = true; return;
+        case Part::Set:
+            if (in && count < part.most) {
+                const std::pair<u32, u64> way{number, part.most < kMany ? count + 1 : std::min(count + 1, part.least)};
+                if (std::find(after.begin(), after.end(), way) == after.end()) after.push_back(way);
             }
-            begins_.push_back(begins);
-            viable_.push_back(viable);
+            if (count >= part.least) follow(part.next, 0, c, after, seen, matches);
+            return;
+        case Part::Either:
+            for (const u32 branch : part.branches) follow(branch, 0, c, after, seen, matches);
+            return;
+        case Part::Look:
+            if (in == part.wanted) follow(part.next, 0, c, after, seen, matches);
+            return;
         }
     }
 
-    bool can_begin(std::string_view text, u32 number, std::size_t at) const {
-        return begins_[number][at < text.size() ? static_cast<unsigned char>(text[at]) : kEnd];
-    }
-
-    std::size_t run(std::string_view text, u32 number, std::size_t at) const {
-        for (;;) {
-            const Part& part = parts_[number];
-            switch (part.kind) {
-            case Part::Accept: return at;
-            case Part::Set: {
-                const std::size_t stop = part.most < text.size() - at ? at + part.most : text.size();
-                std::size_t end = at;
-                while (end < stop && part.chars[static_cast<unsigned char>(text[end])]) ++end;
-                if (end - at < part.least) return kNone;
-                const std::size_t first = at + part.least;
-                if (parts_[part.next].kind != Part::Accept) {
-                    for (; end > first; --end) {
-                        if (!can_begin(text, part.next, end)) continue;
-                        if (const std::size_t found = run(text, part.next, end); found != kNone) return found;
-                    }
-                }
-                at = end;
-                break;
-            }
-            case Part::Either: {
-                u64 viable = viable_[number][at < text.size() ? static_cast<unsigned char>(text[at]) : kEnd];
-                if (viable == 0) return kNone;
-                for (; (viable & (viable - 1)) != 0; viable &= viable - 1) {
-                    const std::size_t found = run(text, part.branches[first_of(viable)], at);
-                    if (found != kNone) return found;
-                }
-                number = part.branches[first_of(viable)];
-                continue;
-            }
-            case Part::Look:
-                if ((run(text, part.branches[0], at) != kNone) != part.wanted) return kNone;
-                break;
-            }
-            number = part.next;
-        }
-    }
-
-    static std::size_t first_of(u64 bits) { return static_cast<std::size_t>(__builtin_ctzll(bits)); }
-
-    std::vector<Part> parts_;
-    std::vector<std::array<bool, kEnd + 1>> begins_;  // by part
-    std::vector<std::array<u64, kEnd + 1>> viable_;   // by part, Either: by the next character, who may match
+    static constexpr u64 kMany = u64{1} << 31;  // as in prompts/words.py: without an end
+    std::vector<Part> parts_;   // while it is built
+    std::vector<u32> steps_;    // by state and next character: twice the next state, and whether it matches before
+    u32 first_;
 };
 
 inline u64 fold(u64 a, u64 b) {

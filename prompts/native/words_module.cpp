@@ -29,8 +29,8 @@ Pattern pattern_of(const std::vector<Row>& rows) {
         part.next = next;
         bool right = kind <= Part::Look && (kind == Part::Accept) == parts.empty() && (next < parts.size() || parts.empty());
         for (const u32 branch : branches) right = right && branch < parts.size();
-        right = right && (kind != Part::Either || (!branches.empty() && branches.size() <= 64));
-        right = right && (kind != Part::Look || branches.size() == 1);
+        right = right && (kind == Part::Either) == !branches.empty();
+        right = right && (kind != Part::Look || branches.empty());
         if (!right) throw nb::value_error("a pattern's parts stand before those that lead to them; the first accepts");
         parts.push_back(part);
     }

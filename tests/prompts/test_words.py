@@ -199,12 +199,23 @@ def test_words_that_differ_from_the_library_s_are_found_by_the_samples(monkeypat
     assert "other ids" in refused
 
 
-@pytest.mark.parametrize(("count", "known"), [(64, True), (65, False)])
-def test_so_many_alternatives_are_known(count: int, known: bool) -> None:
-    """One bit each says with which character they can begin."""
-    pattern = "|".join(f"[a-c]{{{2 + number}}}" for number in reversed(range(count)))
-    rows = words.parts_of(pattern)
-    assert (rows is not None) == known
-    if rows is not None:
-        found = Words([rows], 7, 100).encode("abc" * 30 + "z" + "ab", 0, lambda word: [len(word)])
-        assert found == array("I", [65, 25, 1, 2]).tobytes()
+def test_a_pattern_with_many_alternatives_is_known() -> None:
+    rows = words.parts_of("|".join(f"[a-c]{{{2 + number}}}" for number in reversed(range(65))))
+    assert rows is not None
+    found = Words([rows], 7, 100).encode("abc" * 30 + "z" + "ab", 0, lambda word: [len(word)])
+    assert found == array("I", [66, 24, 1, 2]).tobytes()
+
+
+def test_a_pattern_with_too_many_states_is_refused() -> None:
+    hf = tokenizer("qwen")
+    split = {"type": "Split", "pattern": {"Regex": r"\p{N}{1,5000}"}, "behavior": "Isolated", "invert": False}
+    spec = json.loads(hf.to_str())
+    spec["pre_tokenizer"]["pretokenizers"].insert(0, split)
+    refused = plan_words(hf, spec, [])
+    assert isinstance(refused, str)
+    assert "too many states" in refused
+
+
+@pytest.mark.parametrize("pattern", [r"a(?=bc)", r"a(?=b*)", r"a(?!b|cd)", r"a(?=)"])
+def test_what_looks_further_than_a_character_is_refused(pattern: str) -> None:
+    assert words.parts_of(pattern) is None
