@@ -267,7 +267,8 @@ def parts_of(pattern: str) -> list[Row] | None:
             elif op is sre.SUBPATTERN and not value[2]:
                 after = before(value[3], after, folds or bool(value[1] & re.IGNORECASE))
             elif op in (sre.ASSERT, sre.ASSERT_NOT) and value[0] == 1:
-                chars = _set_of(*value[1][0], folds) if len(value[1]) == 1 else None
+                inner = list(value[1])
+                chars = _set_of(inner[0][0], inner[0][1], folds) if len(inner) == 1 else None
                 if chars is None:
                     raise KeyError(op)
                 after = add(_LOOK, after, chars=chars, wanted=op is sre.ASSERT)
