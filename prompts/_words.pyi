@@ -3,6 +3,8 @@ from collections.abc import Callable, Sequence
 Pairs = tuple[list[int], list[int], list[int], list[int]]
 Row = tuple[int, int, int, int, int, bool, list[int], int]
 
+def count_openings(text: bytes, end: int = ...) -> int: ...
+
 class Words:
     def __init__(
         self, steps: Sequence[Sequence[Row]], seed: int, words_max: int, pairs: Pairs | None = None

@@ -121,7 +121,7 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
         if isinstance(of, jinja2.nodes.Name) and of.name == "loop" and node.attr in _LOOP_ATTRIBUTES:
             self._short(of, frame, f".{node.attr}", "type({of}) is LoopContext")
         elif isinstance(of, jinja2.nodes.Name) and node.attr not in _DICT_ATTRIBUTES:
-            self._short(of, frame, f"[{node.attr!r}]", f"type({{of}}) is dict and {node.attr!r} in {{of}}")
+            self._item(of, frame, node.attr)
         else:
             super().visit_Getattr(node, frame)
             return
@@ -130,12 +130,20 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
 
     def visit_Getitem(self, node: jinja2.nodes.Getitem, frame: jinja2.compiler.Frame) -> None:
         of, key = node.node, node.arg
-        if not (isinstance(of, jinja2.nodes.Name) and isinstance(key, jinja2.nodes.Const) and type(key.value) is str):
+        name = key.value if isinstance(key, jinja2.nodes.Const) else None
+        if not isinstance(of, jinja2.nodes.Name) or type(name) is not str or name in _DICT_ATTRIBUTES:
             super().visit_Getitem(node, frame)
             return
-        self._short(of, frame, f"[{key.value!r}]", f"type({{of}}) is dict and {key.value!r} in {{of}}")
+        self._item(of, frame, name)
         super().visit_Getitem(node, frame)
         self.write(")")
+
+    def _item(self, of: jinja2.nodes.Name, frame: jinja2.compiler.Frame, name: str) -> None:
+        """The item of a dictionary, or that it has none; the general way and a bracket follow."""
+        is_dict = "type({of}) is dict"
+        self._short(of, frame, f"[{name!r}]", f"{is_dict} and {name!r} in {{of}}")
+        reference = frame.symbols.ref(of.name)
+        self.write(f"undefined(obj={reference}, name={name!r}) if {is_dict.replace('{of}', reference)} else ")
 
     def _short(self, of: jinja2.nodes.Name, frame: jinja2.compiler.Frame, item: str, condition: str) -> None:
         """Write `(of<item> if <condition> else `; the general way and a bracket follow."""

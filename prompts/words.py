@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import sys
 from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,13 @@ except ImportError:  # before Python 3.11
 
 try:
     from prompts._words import Words
+    from prompts._words import count_openings as count_openings
 except ImportError:
     _FOUND = False
+
+    def count_openings(text: bytes, end: int = sys.maxsize) -> int:
+        """Of `[` and `{` before `end`: no JSON text has more lists and objects."""
+        return text.count(b"[", 0, end) + text.count(b"{", 0, end)
 else:
     _FOUND = True
 

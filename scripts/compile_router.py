@@ -19,21 +19,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("http", "sharing", "decide", "edge", "picker", "app", "prompting", "turns")
 """What runs for every request or chunk."""
+PROMPTS = ("messages", "prefixes", "segments", "tokenizer")
+"""Of `prompts`, which the engine has too: what runs for every prompt."""
 NOT_COMPILED = re.compile(r"\((?:msgspec\.)?Struct\b|^import click$|\bAsync(?:Iterator|Generator)\[", re.MULTILINE)
 
 
 def modules() -> list[str]:
-    """The files to compile: all of these rooms but msgspec structs, which msgspec builds in C, the command line,
-    asynchronous generators, which mypyc does not know, and configurations, whose annotations are read
+    """The files to compile: what reads prompts, and all of these rooms but msgspec structs, which msgspec builds in C,
+    the command line, asynchronous generators, which mypyc does not know, and configurations, whose annotations are read
     (router/*/config.py; mypyc keeps none)."""
-    files = [ROOT / "router" / "counters.py"]
+    files = [ROOT / "router" / "counters.py", *(ROOT / "prompts" / f"{name}.py" for name in PROMPTS)]
     files += [file for room in ROOMS for file in sorted((ROOT / "router" / room).glob("*.py"))]
     files = [file for file in files if file.name != "config.py" and not NOT_COMPILED.search(file.read_text())]
     return [str(file.relative_to(ROOT)) for file in files]
 
 
 def compile_modules(out: Path, *, optimise: str = "2") -> int:
-    """Build the modules into `out`/router; how many were built."""
+    """Build the modules into `out`/router and `out`/prompts; how many were built."""
     try:
         from mypyc.build import mypycify
         from setuptools import Distribution

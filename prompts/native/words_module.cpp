@@ -38,6 +38,23 @@ Pattern pattern_of(const std::vector<Row>& rows) {
     return Pattern(parts);
 }
 
+// Of `[` and `{`, which differ in one bit: eight bytes at a time.
+std::size_t count_openings(nb::bytes text, std::size_t end) {
+    const char* data = text.c_str();
+    end = std::min(end, text.size());
+    constexpr u64 kOnes = ~u64{0} / 255;
+    std::size_t found = 0, at = 0;
+    for (; at + 8 <= end; at += 8) {
+        u64 piece;
+        std::memcpy(&piece, data + at, 8);
+        const u64 other = (piece & 0xDF * kOnes) ^ '[' * kOnes;  // a byte of zeros where there is one
+        const u64 none = ((other & 0x7F * kOnes) + 0x7F * kOnes) | other;
+        found += 8 - static_cast<std::size_t>(__builtin_popcountll(none & 0x80 * kOnes));
+    }
+    for (; at < end; ++at) found += (data[at] & 0xDF) == '[';
+    return found;
+}
+
 class Words {
 public:
     // `pairs`: (ids of characters, and of each merge by rank: left, right, what they become).
@@ -102,6 +119,7 @@ private:
 NB_MODULE(_words, module) {
     module.doc() = "Short text to ids by its words. Use prompts.words.";
     nb::set_leak_warnings(false);
+    module.def("count_openings", &count_openings, nb::arg("text"), nb::arg("end") = ~std::size_t{0});
     nb::class_<Words>(module, "Words")
         .def(nb::init<const std::vector<std::vector<Row>>&, u64, std::size_t, const std::optional<Words::Pairs>&>(),
              nb::arg("steps"), nb::arg("seed"), nb::arg("words_max"), nb::arg("pairs") = nb::none())

@@ -16,6 +16,7 @@ from prompts.errors import RequestError
 from prompts.routing import RoutingRequest, chat_of, check_object
 from prompts.schemas import decode_json
 from prompts.tokenizer import Tokenizer
+from prompts.words import count_openings
 
 TOKENS_MAX = 2**21
 """Of a prompt for a model that does not tell how many it takes."""
@@ -56,15 +57,15 @@ _envelopes = msgspec.json.Decoder(_Envelope)
 
 def is_light(body: bytes) -> bool:
     """Whether decoding and rendering a body keeps nobody waiting."""
-    return len(body) <= LIGHT_BYTES and body.count(b"{") + body.count(b"[") <= LIGHT_OBJECTS
+    return len(body) <= LIGHT_BYTES and count_openings(body) <= LIGHT_OBJECTS
 
 
 def is_within_bounds(body: bytes) -> bool:
     """Whether a body of valid JSON has few enough values to be built: counted, before anything is."""
-    if len(body) <= VALUES_MAX and body.count(b"{") + body.count(b"[") <= OBJECTS_MAX:
+    if len(body) <= VALUES_MAX and count_openings(body) <= OBJECTS_MAX:
         return True  # whatever of that stands in strings
     bare = _STRING.sub(b"", body)
-    objects = bare.count(b"{") + bare.count(b"[")
+    objects = count_openings(bare)
     return objects <= OBJECTS_MAX and objects + bare.count(b",") <= VALUES_MAX
 
 

@@ -22,6 +22,7 @@ from prompts.routing import Kind, RoutingRequest, chat_of, read_routing
 from prompts.schemas import Message
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer
+from prompts.words import count_openings
 from router.prompting.encode import CHARS_A_TOKEN, OBJECTS_MAX, TOKENS_MAX, ReadPrompt
 from router.prompting.known import LENGTH_MAX, LENGTH_MIN, MARKS_MAX, Known, Mark
 from router.prompting.outline import WORDS, Outline, outline
@@ -193,7 +194,7 @@ def _read(kind: Kind, start: int, end: int, body: bytes, tokenizer: Tokenizer) -
     if start + len(body) - end > NEW_BYTES_MAX or template is None:
         return None
     data = b"%b%b%b" % (body[: start + 1], _STANDIN_JSON, body[end:])
-    if data.count(b"[") + data.count(b"{") > NEW_OBJECTS_MAX:
+    if count_openings(data) > NEW_OBJECTS_MAX:
         return None
     try:
         parsed = read_routing(kind, data)
@@ -243,7 +244,7 @@ def _mark(
         return None
     if array(ID_TYPE, ids[kept:]) != array(ID_TYPE, found):
         return None
-    objects = body.count(b"[", 0, end) + body.count(b"{", 0, end)
+    objects = count_openings(body, end)
     return Mark(end, count, kept, chars - len(after), objects, messages[0], messages[1])
 
 

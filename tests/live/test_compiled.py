@@ -14,14 +14,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILE = ROOT / "scripts" / "compile_router.py"
-TESTS = ("edge", "test_core.py", "test_policy.py")
+TESTS = ("edge", "test_core.py", "test_policy.py", "test_returning.py")
 
 RUN = """
 import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
 sys.path.insert(0, HOME)
-import router.decide.core, router.edge.exchange, router.app.metrics_page
-found = {module.__file__ for module in (router.decide.core, router.edge.exchange, router.app.metrics_page)}
+import prompts.segments, router.decide.core, router.edge.exchange, router.app.metrics_page
+modules = (prompts.segments, router.decide.core, router.edge.exchange, router.app.metrics_page)
+found = {module.__file__ for module in modules}
 assert not [file for file in found if not file.startswith(HOME) or file.endswith(".py")], found
 import pytest
 # What earlier tests left to the garbage collector is looked at where the sources are tested.
@@ -35,9 +36,9 @@ pytestmark = [pytest.mark.live, pytest.mark.begins_first, pytest.mark.timeout(90
 def test_the_compiled_router_passes_the_tests_of_its_sources(tmp_path: Path) -> None:
     home = tmp_path / "home"
     rubbish = shutil.ignore_patterns("__pycache__")
-    for name in ("router", "prompts", "events", "options"):
+    for name in ("router", "prompts", "events", "options", "engine"):
         shutil.copytree(ROOT / name, home / name, ignore=rubbish)
-    for name in ("tests/router", "tests/contracts", "tests/golden", "docs", "scripts/harness"):
+    for name in ("tests/router", "tests/prompts", "tests/contracts", "tests/golden", "docs", "scripts/harness"):
         shutil.copytree(ROOT / name, home / name, ignore=rubbish)
     shutil.copy(ROOT / "pyproject.toml", home)
     shutil.copy(ROOT / "tests" / "conftest.py", home / "tests")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from prompts import words
-from prompts._words import Words
+from prompts._words import Words, count_openings
 from prompts.segments import SegmentPlan, plan_segments
 from prompts.words import WordEncoder, ascii_pattern, plan_words
 
@@ -219,3 +219,12 @@ def test_a_pattern_with_too_many_states_is_refused() -> None:
 @pytest.mark.parametrize("pattern", [r"a(?=bc)", r"a(?=b*)", r"a(?!b|cd)", r"a(?=)"])
 def test_what_looks_further_than_a_character_is_refused(pattern: str) -> None:
     assert words.parts_of(pattern) is None
+
+
+@given(
+    text=st.one_of(st.binary(max_size=40), st.text("[{z;\x7b\x5b\x1b\x3b", max_size=40).map(str.encode)),
+    end=st.one_of(st.none(), st.integers(0, 50)),
+)
+def test_lists_and_objects_are_counted(text: bytes, end: int | None) -> None:
+    got = count_openings(text) if end is None else count_openings(text, end)
+    assert got == text[:end].count(b"[") + text[:end].count(b"{")
