@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import cast
 
 from engine.cache.kv_cache import KVCache
+from engine.decoding import Company, Entry
 from engine.types import (
     Chunk,
     FinishReason,
@@ -26,7 +28,6 @@ from engine.types import (
     SequenceOutput,
     StepPlan,
     StepResult,
-    TokenLogprobs,
 )
 
 _COMPARED_MAX = 32
@@ -74,32 +75,6 @@ class SchedulerTotals:
     finished: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """A request's place in the order, and when it next needs more than a token."""
-
-    seq: Sequence
-    name: str
-    """Of its request."""
-    order: tuple[int, float, int]
-    stops: frozenset[int]
-    """Tokens that end it."""
-    length_max: int
-    """Tokens, prompt and output together, at which it ends."""
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    reported: bool = False
-    """Its first output, which carries the facts about the prompt, has been made."""
-    last: int = 0
-    """Which was the last plan with it, of all that were made: it is out until that one is applied."""
-    ended: bool = False
-    """Aborted or finished while a plan with it is out: it goes when the last of these is applied."""
-    plain_until: int = 0
-    """Decodes of positions before this one need no memory, finish no block and do not end it: nobody is asked."""
-
-    def __lt__(self, other: _Entry) -> bool:
-        return self.order < other.order
-
-
 class _MustWait(Exception):
     """The next step cannot be planned before those that are out are applied: somebody would have to be preempted."""
 
@@ -108,7 +83,7 @@ class Scheduler:
     """Pure: requests and results in, plans and outputs out.
 
     Plans are applied (or failed) in their order; one may be made while another is out, which is how steps overlap. It
-    takes for granted that no sequence stops by itself meanwhile: one that does (`_Entry.ended`) is computed once more
+    takes for granted that no sequence stops by itself meanwhile: one that does (`Entry.ended`) is computed once more
     in vain, and nothing of that gets a name, an event or an output. Nobody is preempted while a plan is out.
     """
 
@@ -118,15 +93,19 @@ class Scheduler:
         self.totals = SchedulerTotals()
         self.token_limit = min(config.max_model_len, cache.token_capacity)
         """The longest sequence, prompt and output together, that can ever be held."""
-        self._entries: dict[str, _Entry] = {}
-        self._waiting: list[_Entry] = []
-        self._running: list[_Entry] = []
+        self._entries: dict[str, Entry] = {}
+        self._waiting: list[Entry] = []
+        self._running: list[Entry] = []
         self._arrivals = 0
-        self._arrived: list[_Entry] = []
+        self._arrived: list[Entry] = []
         self._planned = self._applied = 0
         """Plans that were made, and those of them that were applied or failed."""
-        self._out: deque[tuple[StepPlan, list[_Entry], list[_Entry]]] = deque()
-        """(plan, those that it has chunks of, those that it only loads from host memory for)."""
+        self._out: deque[tuple[StepPlan, list[Entry], list[Entry], Company | None]] = deque()
+        """(plan, those that it has chunks of, those that it only loads from host memory for, who decode together)."""
+        self._decoding: list[Entry] = []
+        """Those of the last plan, where all that run decode in it."""
+        self._company: Company | None = None
+        """Of the last plan."""
         self._ended: set[Sequence] = set()
         """Of the entries that have ended and are not gone."""
         self._spare_blocks = max(1, cache.pool.blocks_per_unit[0] * len(cache.pool.units) // 100)
@@ -172,7 +151,7 @@ class Scheduler:
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.config.eos_token_ids)
         length_max = self.token_limit if params.max_tokens is None else prompt_len + params.max_tokens
         order = request.priority, now, self._arrivals
-        entry = _Entry(seq, request.request_id, order, stops, min(self.token_limit, length_max))
+        entry = Entry(seq, request.request_id, order, stops, min(self.token_limit, length_max))
         self._arrivals += 1
         self._entries[request.request_id] = entry
         self._arrived.append(entry)
@@ -198,6 +177,9 @@ class Scheduler:
         """
         assert len(self._out) < 2, "schedule() with two plans out"
         self._compare_arrivals()
+        if self._company is not None and (chunks := self._go_on(self._company)) is not None:
+            return self._send(chunks, self._company.entries, [], self._company)
+        self._company = None
         preemptions = self.totals.preemptions
         try:
             planned, budget = self._continue_running()
@@ -205,24 +187,68 @@ class Scheduler:
             return None
         if self.totals.preemptions == preemptions:
             self._admit(planned, budget)
-        plan = StepPlan(chunks=list(planned.values()))
         assert planned or self._running or not self._waiting, "requests wait, and nothing runs that they could wait for"
-        if planned:
-            loading = self._loading(planned)
-            self.cache.fill(plan)
-            self._planned = number = self._planned + 1
-            for entry in (entries := [*planned, *loading]):
-                entry.last = number
-            self._out.append((plan, entries[: len(planned)], loading))
+        if not planned:
+            return StepPlan(chunks=[])
+        entries, chunks = list(planned), list(planned.values())
+        before, self._decoding = self._decoding, entries if self._all_decode(chunks) else []
+        plan = self._send(chunks, entries, self._loading(planned))
+        if before and before == self._decoding:
+            self._company = Company(entries)
         return plan
+
+    def _send(
+        self, chunks: list[Chunk], entries: list[Entry], loading: list[Entry], company: Company | None = None
+    ) -> StepPlan:
+        """A plan that is out from now on."""
+        plan = StepPlan(chunks=chunks, follows=company is not None and chunks[0].fed)
+        self.cache.fill(plan)
+        self._planned = number = self._planned + 1
+        for entry in entries:
+            entry.last = number
+        for entry in loading:
+            entry.last = number
+        self._out.append((plan, entries, loading, company))
+        return plan
+
+    def _all_decode(self, chunks: list[Chunk]) -> bool:
+        """Whether everybody who runs decodes."""
+        return len(chunks) == len(self._running) and all(c.samples and c.end - c.start == 1 for c in chunks)
+
+    def _go_on(self, company: Company) -> list[Chunk] | None:
+        """A decode of everybody again, as planning one by one would find it; None where that may find something else.
+
+        None changes nothing but what it would change too: some have memory for their next token.
+        """
+        loads = self.cache.loads
+        full = len(self._running) >= self.config.max_num_seqs
+        if self._ended or loads or (self._waiting and not full) or self._running != company.entries:
+            return None
+        fed = bool(self._out)
+        asking = company.asking()
+        for entry in map(company.entries.__getitem__, asking):
+            start = entry.seq.computed
+            if start == entry.length_max - 1 or not self.cache.grow(entry.seq, start + 1):
+                return None
+        if loads is not None:
+            loads.begin(beside_decodes=True)
+        chunks = company.chunks(fed=fed, block_size=self.cache.block_size)
+        for index in asking:
+            self.cache.reserve(chunks[index].seq, chunks[index].end)
+        return chunks
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Take in what the oldest plan computed: commits its blocks, appends tokens, ends what is finished."""
-        oldest, entries, loading = self._out.popleft()
+        oldest, entries, loading, company = self._out.popleft()
         assert plan is oldest
         assert len(result.sampled) == len(plan.chunks)
         self._applied += 1
         self.cache.commit(plan.chunks, self._ended)
+        if company is not None and not self._ended and not result.failed and not result.logprobs:
+            together = company.outputs(cast("list[int]", result.sampled))
+            if together is not None:
+                self.totals.generated_tokens += len(together)
+                return together
         outputs: list[SequenceOutput] = []
         failed, all_logprobs, index = result.failed, result.logprobs, -1
         for entry, chunk, token in zip(entries, plan.chunks, result.sampled):  # the hot loop
@@ -260,13 +286,15 @@ class Scheduler:
         Nor was the one after it, if there is one: those that it alone has wait again.
         """
         plans, self._out, self._applied = self._out, deque(), self._planned
-        oldest, entries, _ = plans[0]
+        oldest, entries, _, _ = plans[0]
         assert plan is oldest
         for _ in plans:
             self.cache.abandon()
         outputs: list[SequenceOutput] = []
-        starts = {entry: chunk.start for other, more, _ in list(plans)[1:] for entry, chunk in zip(more, other.chunks)}
-        for _, _, loading in plans:
+        starts = {
+            entry: chunk.start for other, more, _, _ in list(plans)[1:] for entry, chunk in zip(more, other.chunks)
+        }
+        for _, _, loading, _ in plans:
             for entry in loading:
                 starts.setdefault(entry, entry.seq.computed)
         for entry in sorted(starts.keys() - set(entries), reverse=True):
@@ -298,12 +326,12 @@ class Scheduler:
                 for seq in prefills:
                     self.cache.plan_common(seq, entry.seq)
 
-    def _continue_running(self) -> tuple[dict[_Entry, Chunk], int]:
+    def _continue_running(self) -> tuple[dict[Entry, Chunk], int]:
         """Chunks for running sequences, decodes before prefills; and what is left of the budget."""
         size = self.cache.block_size
-        chunks: dict[_Entry, Chunk] = {}
-        prefills: list[_Entry] = []
-        asking: list[_Entry] = []
+        chunks: dict[Entry, Chunk] = {}
+        prefills: list[Entry] = []
+        asking: list[Entry] = []
         loads = self.cache.loads
         for entry in list(self._running):
             seq = entry.seq
@@ -316,7 +344,7 @@ class Scheduler:
                 prefills.append(entry)
             elif self._grow(entry, start + 1, chunks):
                 chunks[entry] = Chunk(seq, start, start + 1, True, start == known)
-                entry.plain_until = min((start // size + 1) * size, entry.length_max) - 1
+                entry.decodes(start, size)
                 asking.append(entry)
         budget = self.config.max_num_batched_tokens - len(chunks)
         if loads is not None:
@@ -335,7 +363,7 @@ class Scheduler:
                 self.cache.reserve(entry.seq, chunks[entry].end)
         return chunks, budget
 
-    def _grow(self, entry: _Entry, end: int, chunks: dict[_Entry, Chunk]) -> bool:
+    def _grow(self, entry: Entry, end: int, chunks: dict[Entry, Chunk]) -> bool:
         """Find memory for `entry` up to `end`, preempting from the end of the order; False if it went itself.
 
         Raises _MustWait.
@@ -353,7 +381,8 @@ class Scheduler:
             if victim is entry:
                 return False
 
-    def _preempt(self, entry: _Entry) -> None:
+    def _preempt(self, entry: Entry) -> None:
+        self._company = None
         self._running.remove(entry)
         self.cache.release(entry.seq)
         entry.seq.preemptions += 1
@@ -362,14 +391,14 @@ class Scheduler:
         self.totals.preemptions += 1
         insort(self._waiting, entry)
 
-    def _loading(self, planned: dict[_Entry, Chunk]) -> list[_Entry]:
+    def _loading(self, planned: dict[Entry, Chunk]) -> list[Entry]:
         """Whom the plan brings blocks back for, of those that it computes nothing of."""
         if self.cache.loads is None or not self.cache.loads.planned:
             return []
         seqs = {load[0] for load in self.cache.loads.planned if load is not None}
         return [entry for entry in self._running if entry.seq in seqs and entry not in planned]
 
-    def _put_back(self, entry: _Entry, start: int) -> None:
+    def _put_back(self, entry: Entry, start: int) -> None:
         """Of a step from `start` that was planned and never computed: as if it had not been, if it was the first."""
         seq = entry.seq
         first = not seq.preemptions and start == seq.cached_tokens
@@ -385,7 +414,7 @@ class Scheduler:
         self.totals.host_hit_tokens += times * seq.host_tokens
         self.totals.prompt_tokens += times * seq.prompt_len
 
-    def _admit(self, planned: dict[_Entry, Chunk], budget: int) -> None:
+    def _admit(self, planned: dict[Entry, Chunk], budget: int) -> None:
         """Start waiting requests, in order, while budget, seats and memory last.
 
         Passed over, for now, is only who would compute what a running sequence is about to compute anyway.
@@ -431,24 +460,24 @@ class Scheduler:
 
     # ------------------------------------------------------------------ applying
 
-    def _report_prompt(self, entry: _Entry, output: SequenceOutput) -> None:
+    def _report_prompt(self, entry: Entry, output: SequenceOutput) -> None:
         """Put the facts about the prompt into a request's first output."""
         entry.reported = True
         output.cached_tokens = entry.seq.cached_tokens
         if entry.seq.request.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *entry.prompt_logprobs]
 
-    def _give_up(self, entry: _Entry, message: str) -> SequenceOutput:
+    def _give_up(self, entry: Entry, message: str) -> SequenceOutput:
         """End a request whose answer cannot go on."""
         self._end(entry)
         return self._failed(entry, message)
 
-    def _failed(self, entry: _Entry, message: str) -> SequenceOutput:
+    def _failed(self, entry: Entry, message: str) -> SequenceOutput:
         """Forget it; its last output."""
         del self._entries[entry.name]
         return SequenceOutput(request_id=entry.name, token_ids=[], finish_reason=FinishReason.ERROR, error=message)
 
-    def _finish(self, entry: _Entry, token: int, output: SequenceOutput, was_ended: bool) -> None:
+    def _finish(self, entry: Entry, token: int, output: SequenceOutput, was_ended: bool) -> None:
         """End a request if its last token does so: a token to stop at comes before the length."""
         params = entry.seq.request.params
         if token in entry.stops and entry.seq.output_len >= params.min_tokens:
@@ -463,7 +492,7 @@ class Scheduler:
         del self._entries[entry.name]
         self.totals.finished += 1
 
-    def _end(self, entry: _Entry) -> None:
+    def _end(self, entry: Entry) -> None:
         """Take a request out, once no plan with it is out."""
         if entry.last > self._applied:
             entry.ended, entry.plain_until = True, 0
@@ -473,7 +502,7 @@ class Scheduler:
         else:
             self._remove(entry)
 
-    def _remove(self, entry: _Entry) -> None:
+    def _remove(self, entry: Entry) -> None:
         """Take a request out of the queue it is in and give its blocks back."""
         self._ended.discard(entry.seq)
         if entry.seq in self.cache:
@@ -494,7 +523,7 @@ class Scheduler:
         for entry in self._running:
             assert entry.seq in self.cache
             assert (entry.seq in self._ended) == entry.ended
-            out = sum(entry in (*entries, *loading) for _, entries, loading in self._out)
+            out = sum(entry in (*entries, *loading) for _, entries, loading, _ in self._out)
             assert (entry.last > self._applied) == (out > 0)
             assert 0 <= entry.seq.computed < len(entry.seq.token_ids) + out + entry.ended
             assert entry.plain_until < len(entry.seq.block_tables[0]) * self.cache.block_size

@@ -212,6 +212,10 @@ class StepPlan:
     """(source sequence state, destination checkpoint), copied after the step's compute."""
     block_moves: list[Move] = field(default_factory=list)
     """Of compactions, and to and from host memory: done in this order, before everything else."""
+    follows: bool = False
+    """Each chunk is fed by the same chunk of the plan before."""
+    table_changes: int | None = None
+    """How often `Sequence.table_changes` was counted up, of all sequences; None: not known."""
 
     @property
     def token_count(self) -> int:

@@ -92,6 +92,8 @@ class KVCache:
         if host_units:
             self.host = self.tree.host = HostTier(host_units, per_unit, state_kind, self.tree, self._moves, self._order)
         self.loads = None if self.host is None else Loads(self.host, self.tree, spec.sizes(), load_bytes_max)
+        self._table_changes = 0
+        """Of all sequences."""
         self._planning = StepOut()
         self._out: deque[StepOut] = deque()
         self._distrusted: list[Block[Node]] = []
@@ -175,7 +177,7 @@ class KVCache:
         missing: list[tuple[int, Node, Block[Node]]] = []
         state: list[tuple[Block[Node], Block[Node]]] = []
         seq.block_tables = [[] for _ in self._groups]
-        seq.table_changes += 1
+        self._table_changed(seq)
         for g in self._groups:
             window = self._windows.blocks[g]
             start = 0 if window is None else max(0, len(nodes) - window)
@@ -269,6 +271,7 @@ class KVCache:
         """Complete a plan that will be executed: the copies of states and of compacted blocks. It is out now."""
         step, self._planning = self._planning, StepOut()
         step.chunks = plan.chunks
+        plan.table_changes = self._table_changes
         if self.host is not None and self.loads is not None:
             self.host.settle(self.loads.blocks)
         plan.block_moves = self._moves.copy()
@@ -450,6 +453,10 @@ class KVCache:
                     return True
         return False
 
+    def _table_changed(self, seq: Sequence) -> None:
+        seq.table_changes += 1
+        self._table_changes += 1
+
     def _allocate(self, kind: int) -> Block[Node] | None:
         """A block of `kind`, if need be after a compaction; None exactly when the live blocks leave no room."""
         block = self.pool.allocate(kind)
@@ -461,7 +468,7 @@ class KVCache:
                 self._moves.append(Move(group, source, block_moved.id))
                 self._planning.moved.append(block_moved)
             for seq, chain in self._chains.items():
-                seq.table_changes += 1
+                self._table_changed(seq)
                 for g, held in enumerate(chain.blocks):
                     seq.block_tables[g][:] = [UNREAD if b is None else b.id for b in held]
             block = self.pool.allocate(kind)
@@ -527,20 +534,21 @@ class KVCache:
             if node is None:
                 self._detach(seq, chain)
                 return
-            if computed and any(block is not None and block.pending for block in node.blocks[: len(self._groups)]):
+            known = node.blocks[: len(self._groups)]
+            if computed and known[FULL] is not None and any(block is not None and block.pending for block in known):
                 return
             chain.nodes.append(node)
             for g in self._groups:
-                own, known = chain.blocks[g][index], node.blocks[g]
-                if own is None or own is known:
+                own, other = chain.blocks[g][index], known[g]
+                if own is None or own is other:
                     continue
-                if known is None:
+                if other is None:
                     self.tree.attach(node, own)
                 else:
                     if self.loads is not None:
-                        self.loads.hurry(known)
-                    self.pool.acquire(known)
-                    chain.merges.append((g, index, known))
+                        self.loads.hurry(other)
+                    self.pool.acquire(other)
+                    chain.merges.append((g, index, other))
 
     def _settle(self, seq: Sequence, start: int, end: int) -> None:
         """What is named of [start, end) is computed: announce it, and keep one of what is there twice."""
@@ -548,13 +556,12 @@ class KVCache:
         for block in chain.pending(start, end):
             self.tree.commit(block)
         chain.committed = min(end, len(chain.nodes))  # fewer where the cache was reset meanwhile
-        merges = [merge for merge in chain.merges if merge[1] < end]
-        if merges:
+        if chain.merges and (merges := [merge for merge in chain.merges if merge[1] < end]):
             chain.merges = chain.merges[len(merges) :]
             self._merge(seq, chain, merges)
 
     def _merge(self, seq: Sequence, chain: Chain, merges: list[tuple[int, int, Block[Node]]]) -> None:
-        seq.table_changes += 1
+        self._table_changed(seq)
         for g, index, known in merges:
             own = chain.blocks[g][index]
             assert own is not None

@@ -70,17 +70,31 @@ class BlockTables:
         self._known = np.zeros((2, ROWS), np.int64)
         """Of the sequence in each row when its table was written: its `table_changes`, its blocks."""
         self._version = 0
+        self._changes: int | None = None
 
-    def update(self, chunks: list[Chunk], ends: IntArray, rows: IntArray, new: list[int], row_count: int) -> None:
-        """Write what the tables of the chunks' sequences, which end at `ends`, gained; all of those in `new` rows."""
+    def update(
+        self,
+        chunks: list[Chunk],
+        ends: IntArray,
+        rows: IntArray,
+        new: list[int],
+        row_count: int,
+        changes: int | None = None,
+    ) -> None:
+        """Write what the tables of the chunks' sequences, which end at `ends`, gained; all of those in `new` rows.
+
+        `changes`: as StepPlan has it; where it is what it was, only what tables gained is looked for.
+        """
         self._extend(row_count)
         self._known[1, new] = 0
-        changes, lengths = self._known[:, rows]
-        now = np.array([chunk.seq.table_changes for chunk in chunks])
-        anew = changes != now
-        if new or anew.any():
+        lengths = self._known[1, rows]
+        if new or changes is None or changes != self._changes:
+            now = np.array([chunk.seq.table_changes for chunk in chunks])
+            anew = self._known[0, rows] != now
             lengths[anew] = 0
-            self._version += 1
+            self._version += bool(new) or bool(anew.any())
+            self._known[0, rows] = now
+            self._changes = changes
         behind = (lengths * self._kv.block_size < ends).nonzero()[0]
         if not len(behind):
             return
@@ -99,7 +113,6 @@ class BlockTables:
         at, blocks = np.array(places, np.int64), np.array(new_blocks, np.int64)
         index, row_of = np.divmod(at, stride)
         self._here[row_of, index] = blocks
-        self._known[0, rows] = now
         self._known[1, rows[behind]] = written
         if self._there is not None:
             there, sent = upload([at, self._kv.block_rows(blocks)], self._there.device)

@@ -179,6 +179,7 @@ class ModelRunner:
             return call()
         except Exception as error:
             self._seats.clear()
+            self._batch = None
             self._sampler.forget()
             try:
                 self._probe()
@@ -192,14 +193,14 @@ class ModelRunner:
 
     def _prepare(self, plan: StepPlan) -> PreparedStep:
         """All that the host decides and sends up."""
-        follows = self._following(plan.chunks)
+        follows = self._following(plan)
         chunks, order, batch = follows or _in_order(plan.chunks)
         company, new = self._company_of(chunks, known=follows is not None)
         self._batch = batch
         ends, rows = batch.context_lens, company.rows
         self._sampler.forget(new)
         for tables in self._tables:
-            tables.update(chunks, ends, rows, new, self._seats.count)
+            tables.update(chunks, ends, rows, new, self._seats.count, plan.table_changes)
         scored = [i for i, chunk in enumerate(chunks) if is_scored(chunk)] if company.scores else []
         token_ids, fed = self._inputs(chunks, batch.token_count, company, all_fed=follows is not None)
         wanted, starts = None, batch.query_starts
@@ -244,10 +245,10 @@ class ModelRunner:
             self._company = Company.of(chunks, rows, self.device)
         return self._company, new
 
-    def _following(self, chunks: list[Chunk]) -> tuple[list[Chunk], Order, Ragged] | None:
+    def _following(self, plan: StepPlan) -> tuple[list[Chunk], Order, Ragged] | None:
         """As `_in_order`, where every chunk is what the same chunk of the step before draws: nobody is looked at."""
-        before = self._batch
-        if before is None or not chunks or False in [chunk.fed for chunk in chunks] or not self._seats.hold(chunks):
+        before, chunks = self._batch, plan.chunks
+        if before is None or not plan.follows:
             return None
         count, starts = len(chunks), before.context_lens
         assert (chunks[0].start, chunks[-1].start) == (starts[0], starts[-1])

@@ -108,10 +108,13 @@ class FakeDevice:
         return self.submit(plan)()
 
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
+        if plan.follows:
+            assert all(chunk.fed for chunk in plan.chunks)
+            assert self._seats.hold(plan.chunks)
         rows, new = self._seats.of(plan.chunks)
         ends, tables = np.array([chunk.end for chunk in plan.chunks]), []
         for table in self._tables:
-            table.update(plan.chunks, ends, rows, new, self._seats.count)
+            table.update(plan.chunks, ends, rows, new, self._seats.count, plan.table_changes)
             tables.append(table.array(ends, rows).tolist())
         self._check_shared(plan.chunks, tables, rows)
         chunks = [
