@@ -13,7 +13,7 @@ from engine.types import Chunk, Sequence, SequenceOutput, TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class RequestEntry:
     """A request's place in the order, and when it next needs more than a token."""
 
     seq: Sequence
@@ -34,7 +34,7 @@ class Entry:
     plain_until: int = 0
     """Decodes of positions before this one need no memory, finish no block and do not end it: nobody is asked."""
 
-    def __lt__(self, other: Entry) -> bool:
+    def __lt__(self, other: RequestEntry) -> bool:
         return self.order < other.order
 
     def decodes(self, start: int, block_size: int) -> None:
@@ -42,13 +42,13 @@ class Entry:
         self.plain_until = min((start // block_size + 1) * block_size, self.length_max) - 1
 
 
-class Company:
+class Decoders:
     """Those of two plans in a row, the last that were made, which have a decode of each and nothing else.
 
     Good until anything but the next such plan is made, or one of them goes.
     """
 
-    def __init__(self, entries: list[Entry]) -> None:
+    def __init__(self, entries: list[RequestEntry]) -> None:
         self.entries = entries
         self._sequences = [entry.seq for entry in entries]
         self._names = [entry.name for entry in entries]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from engine.cache.kv_cache import KVCache
-from engine.decoding import Company, Entry
+from engine.decoding import Decoders, RequestEntry
 from engine.types import (
     Chunk,
     FinishReason,
@@ -83,7 +83,7 @@ class Scheduler:
     """Pure: requests and results in, plans and outputs out.
 
     Plans are applied (or failed) in their order; one may be made while another is out, which is how steps overlap. It
-    takes for granted that no sequence stops by itself meanwhile: one that does (`Entry.ended`) is computed once more
+    takes for granted that no sequence stops by itself meanwhile: one that does (`ended`) is computed once more
     in vain, and nothing of that gets a name, an event or an output. Nobody is preempted while a plan is out.
     """
 
@@ -93,18 +93,18 @@ class Scheduler:
         self.totals = SchedulerTotals()
         self.token_limit = min(config.max_model_len, cache.token_capacity)
         """The longest sequence, prompt and output together, that can ever be held."""
-        self._entries: dict[str, Entry] = {}
-        self._waiting: list[Entry] = []
-        self._running: list[Entry] = []
+        self._entries: dict[str, RequestEntry] = {}
+        self._waiting: list[RequestEntry] = []
+        self._running: list[RequestEntry] = []
         self._arrivals = 0
-        self._arrived: list[Entry] = []
+        self._arrived: list[RequestEntry] = []
         self._planned = self._applied = 0
         """Plans that were made, and those of them that were applied or failed."""
-        self._out: deque[tuple[StepPlan, list[Entry], list[Entry], Company | None]] = deque()
+        self._out: deque[tuple[StepPlan, list[RequestEntry], list[RequestEntry], Decoders | None]] = deque()
         """(plan, those that it has chunks of, those that it only loads from host memory for, who decode together)."""
-        self._decoding: list[Entry] = []
+        self._decoding: list[RequestEntry] = []
         """Those of the last plan, where all that run decode in it."""
-        self._company: Company | None = None
+        self._decoders: Decoders | None = None
         """Of the last plan."""
         self._ended: set[Sequence] = set()
         """Of the entries that have ended and are not gone."""
@@ -151,7 +151,7 @@ class Scheduler:
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.config.eos_token_ids)
         length_max = self.token_limit if params.max_tokens is None else prompt_len + params.max_tokens
         order = request.priority, now, self._arrivals
-        entry = Entry(seq, request.request_id, order, stops, min(self.token_limit, length_max))
+        entry = RequestEntry(seq, request.request_id, order, stops, min(self.token_limit, length_max))
         self._arrivals += 1
         self._entries[request.request_id] = entry
         self._arrived.append(entry)
@@ -177,9 +177,9 @@ class Scheduler:
         """
         assert len(self._out) < 2, "schedule() with two plans out"
         self._compare_arrivals()
-        if self._company is not None and (chunks := self._go_on(self._company)) is not None:
-            return self._send(chunks, self._company.entries, [], self._company)
-        self._company = None
+        if self._decoders is not None and (chunks := self._go_on(self._decoders)) is not None:
+            return self._send(chunks, self._decoders.entries, [], self._decoders)
+        self._decoders = None
         preemptions = self.totals.preemptions
         try:
             planned, budget = self._continue_running()
@@ -194,58 +194,62 @@ class Scheduler:
         before, self._decoding = self._decoding, entries if self._all_decode(chunks) else []
         plan = self._send(chunks, entries, self._loading(planned))
         if before and before == self._decoding:
-            self._company = Company(entries)
+            self._decoders = Decoders(entries)
         return plan
 
     def _send(
-        self, chunks: list[Chunk], entries: list[Entry], loading: list[Entry], company: Company | None = None
+        self,
+        chunks: list[Chunk],
+        entries: list[RequestEntry],
+        loading: list[RequestEntry],
+        decoders: Decoders | None = None,
     ) -> StepPlan:
         """A plan that is out from now on."""
-        plan = StepPlan(chunks=chunks, follows=company is not None and chunks[0].fed)
+        plan = StepPlan(chunks=chunks, follows=decoders is not None and chunks[0].fed)
         self.cache.fill(plan)
         self._planned = number = self._planned + 1
         for entry in entries:
             entry.last = number
         for entry in loading:
             entry.last = number
-        self._out.append((plan, entries, loading, company))
+        self._out.append((plan, entries, loading, decoders))
         return plan
 
     def _all_decode(self, chunks: list[Chunk]) -> bool:
         """Whether everybody who runs decodes."""
         return len(chunks) == len(self._running) and all(c.samples and c.end - c.start == 1 for c in chunks)
 
-    def _go_on(self, company: Company) -> list[Chunk] | None:
+    def _go_on(self, decoders: Decoders) -> list[Chunk] | None:
         """A decode of everybody again, as planning one by one would find it; None where that may find something else.
 
         None changes nothing but what it would change too: some have memory for their next token.
         """
         loads = self.cache.loads
         full = len(self._running) >= self.config.max_num_seqs
-        if self._ended or loads or (self._waiting and not full) or self._running != company.entries:
+        if self._ended or loads or (self._waiting and not full) or self._running != decoders.entries:
             return None
         fed = bool(self._out)
-        asking = company.asking()
-        for entry in map(company.entries.__getitem__, asking):
+        asking = decoders.asking()
+        for entry in map(decoders.entries.__getitem__, asking):
             start = entry.seq.computed
             if start == entry.length_max - 1 or not self.cache.grow(entry.seq, start + 1):
                 return None
         if loads is not None:
             loads.begin(beside_decodes=True)
-        chunks = company.chunks(fed=fed, block_size=self.cache.block_size)
+        chunks = decoders.chunks(fed=fed, block_size=self.cache.block_size)
         for index in asking:
             self.cache.reserve(chunks[index].seq, chunks[index].end)
         return chunks
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Take in what the oldest plan computed: commits its blocks, appends tokens, ends what is finished."""
-        oldest, entries, loading, company = self._out.popleft()
+        oldest, entries, loading, decoders = self._out.popleft()
         assert plan is oldest
         assert len(result.sampled) == len(plan.chunks)
         self._applied += 1
         self.cache.commit(plan.chunks, self._ended)
-        if company is not None and not self._ended and not result.failed and not result.logprobs:
-            together = company.outputs(cast("list[int]", result.sampled))
+        if decoders is not None and not self._ended and not result.failed and not result.logprobs:
+            together = decoders.outputs(cast("list[int]", result.sampled))
             if together is not None:
                 self.totals.generated_tokens += len(together)
                 return together
@@ -326,12 +330,12 @@ class Scheduler:
                 for seq in prefills:
                     self.cache.plan_common(seq, entry.seq)
 
-    def _continue_running(self) -> tuple[dict[Entry, Chunk], int]:
+    def _continue_running(self) -> tuple[dict[RequestEntry, Chunk], int]:
         """Chunks for running sequences, decodes before prefills; and what is left of the budget."""
         size = self.cache.block_size
-        chunks: dict[Entry, Chunk] = {}
-        prefills: list[Entry] = []
-        asking: list[Entry] = []
+        chunks: dict[RequestEntry, Chunk] = {}
+        prefills: list[RequestEntry] = []
+        asking: list[RequestEntry] = []
         loads = self.cache.loads
         for entry in list(self._running):
             seq = entry.seq
@@ -363,7 +367,7 @@ class Scheduler:
                 self.cache.reserve(entry.seq, chunks[entry].end)
         return chunks, budget
 
-    def _grow(self, entry: Entry, end: int, chunks: dict[Entry, Chunk]) -> bool:
+    def _grow(self, entry: RequestEntry, end: int, chunks: dict[RequestEntry, Chunk]) -> bool:
         """Find memory for `entry` up to `end`, preempting from the end of the order; False if it went itself.
 
         Raises _MustWait.
@@ -381,8 +385,8 @@ class Scheduler:
             if victim is entry:
                 return False
 
-    def _preempt(self, entry: Entry) -> None:
-        self._company = None
+    def _preempt(self, entry: RequestEntry) -> None:
+        self._decoders = None
         self._running.remove(entry)
         self.cache.release(entry.seq)
         entry.seq.preemptions += 1
@@ -391,14 +395,14 @@ class Scheduler:
         self.totals.preemptions += 1
         insort(self._waiting, entry)
 
-    def _loading(self, planned: dict[Entry, Chunk]) -> list[Entry]:
+    def _loading(self, planned: dict[RequestEntry, Chunk]) -> list[RequestEntry]:
         """Whom the plan brings blocks back for, of those that it computes nothing of."""
         if self.cache.loads is None or not self.cache.loads.planned:
             return []
         seqs = {load[0] for load in self.cache.loads.planned if load is not None}
         return [entry for entry in self._running if entry.seq in seqs and entry not in planned]
 
-    def _put_back(self, entry: Entry, start: int) -> None:
+    def _put_back(self, entry: RequestEntry, start: int) -> None:
         """Of a step from `start` that was planned and never computed: as if it had not been, if it was the first."""
         seq = entry.seq
         first = not seq.preemptions and start == seq.cached_tokens
@@ -414,7 +418,7 @@ class Scheduler:
         self.totals.host_hit_tokens += times * seq.host_tokens
         self.totals.prompt_tokens += times * seq.prompt_len
 
-    def _admit(self, planned: dict[Entry, Chunk], budget: int) -> None:
+    def _admit(self, planned: dict[RequestEntry, Chunk], budget: int) -> None:
         """Start waiting requests, in order, while budget, seats and memory last.
 
         Passed over, for now, is only who would compute what a running sequence is about to compute anyway.
@@ -460,24 +464,24 @@ class Scheduler:
 
     # ------------------------------------------------------------------ applying
 
-    def _report_prompt(self, entry: Entry, output: SequenceOutput) -> None:
+    def _report_prompt(self, entry: RequestEntry, output: SequenceOutput) -> None:
         """Put the facts about the prompt into a request's first output."""
         entry.reported = True
         output.cached_tokens = entry.seq.cached_tokens
         if entry.seq.request.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *entry.prompt_logprobs]
 
-    def _give_up(self, entry: Entry, message: str) -> SequenceOutput:
+    def _give_up(self, entry: RequestEntry, message: str) -> SequenceOutput:
         """End a request whose answer cannot go on."""
         self._end(entry)
         return self._failed(entry, message)
 
-    def _failed(self, entry: Entry, message: str) -> SequenceOutput:
+    def _failed(self, entry: RequestEntry, message: str) -> SequenceOutput:
         """Forget it; its last output."""
         del self._entries[entry.name]
         return SequenceOutput(request_id=entry.name, token_ids=[], finish_reason=FinishReason.ERROR, error=message)
 
-    def _finish(self, entry: Entry, token: int, output: SequenceOutput, was_ended: bool) -> None:
+    def _finish(self, entry: RequestEntry, token: int, output: SequenceOutput, was_ended: bool) -> None:
         """End a request if its last token does so: a token to stop at comes before the length."""
         params = entry.seq.request.params
         if token in entry.stops and entry.seq.output_len >= params.min_tokens:
@@ -492,7 +496,7 @@ class Scheduler:
         del self._entries[entry.name]
         self.totals.finished += 1
 
-    def _end(self, entry: Entry) -> None:
+    def _end(self, entry: RequestEntry) -> None:
         """Take a request out, once no plan with it is out."""
         if entry.last > self._applied:
             entry.ended, entry.plain_until = True, 0
@@ -502,7 +506,7 @@ class Scheduler:
         else:
             self._remove(entry)
 
-    def _remove(self, entry: Entry) -> None:
+    def _remove(self, entry: RequestEntry) -> None:
         """Take a request out of the queue it is in and give its blocks back."""
         self._ended.discard(entry.seq)
         if entry.seq in self.cache:

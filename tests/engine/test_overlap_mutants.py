@@ -14,7 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from engine.cache.checkpoints import Checkpoints
 from engine.cache.kv_cache import KVCache
-from engine.decoding import Company
+from engine.decoding import Decoders
 from engine.execution.block_tables import BlockTables, Seats
 from engine.scheduler import Scheduler
 
@@ -112,38 +112,38 @@ def the_length_is_not_foreseen(patch: Patch) -> None:
     patch.setattr(Scheduler, "add", add)
 
 
-def a_company_asks_a_step_late(patch: Patch) -> None:
-    real = Company._ask_next
-    patch.setattr(Company, "_ask_next", lambda self, index, least: real(self, index, least + 1))
+def decoders_ask_a_step_late(patch: Patch) -> None:
+    real = Decoders._ask_next
+    patch.setattr(Decoders, "_ask_next", lambda self, index, least: real(self, index, least + 1))
 
 
-def a_company_does_not_stop(patch: Patch) -> None:
-    real = Company.__init__
+def decoders_do_not_stop(patch: Patch) -> None:
+    real = Decoders.__init__
 
-    def init(self: Company, entries: Any) -> None:
+    def init(self: Decoders, entries: Any) -> None:
         real(self, entries)
         self._stops = frozenset()
 
-    patch.setattr(Company, "__init__", init)
+    patch.setattr(Decoders, "__init__", init)
 
 
-def a_company_does_not_end(patch: Patch) -> None:
-    real = Company.outputs
+def decoders_do_not_end(patch: Patch) -> None:
+    real = Decoders.outputs
 
-    def outputs(self: Company, tokens: list[int]) -> Any:
+    def outputs(self: Decoders, tokens: list[int]) -> Any:
         self._tokens_left = 9
         return real(self, tokens)
 
-    patch.setattr(Company, "outputs", outputs)
+    patch.setattr(Decoders, "outputs", outputs)
 
 
-def a_company_outlives_one_of_it(patch: Patch) -> None:
+def decoders_outlive_one_of_them(patch: Patch) -> None:
     real = Scheduler._go_on
 
-    def go_on(self: Scheduler, company: Company) -> Any:
-        running, self._running = self._running, company.entries
+    def go_on(self: Scheduler, decoders: Decoders) -> Any:
+        running, self._running = self._running, decoders.entries
         try:
-            return real(self, company)
+            return real(self, decoders)
         finally:
             self._running = running
 
@@ -160,10 +160,10 @@ MUTANTS: list[Callable[[Patch], None]] = [
     one_checkpoint_at_a_time,
     a_state_is_resumed_from_in_the_step_that_takes_it,
     the_length_is_not_foreseen,
-    a_company_asks_a_step_late,
-    a_company_does_not_stop,
-    a_company_does_not_end,
-    a_company_outlives_one_of_it,
+    decoders_ask_a_step_late,
+    decoders_do_not_stop,
+    decoders_do_not_end,
+    decoders_outlive_one_of_them,
 ]
 
 
