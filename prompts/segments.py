@@ -245,7 +245,9 @@ class SegmentCache:
 
 
 def _cost(segment: str, ids: bytes) -> int:
-    return _ENTRY_BYTES + sys.getsizeof(segment) + sys.getsizeof(ids)
+    """The same at all times: a text that is not ASCII takes more once somebody asked for its UTF-8."""
+    size = sys.getsizeof(segment) if segment.isascii() else _ENTRY_BYTES + 8 * len(segment)
+    return _ENTRY_BYTES + size + sys.getsizeof(ids)
 
 
 def plan_segments(hf: HfTokenizer) -> SegmentPlan | str:

@@ -1,10 +1,11 @@
-"""Short ASCII text to ids by its words: what a new turn costs where the library would take a thousand allocations.
+"""Short, mostly ASCII text to ids by its words: a new turn costs the library a thousand allocations.
 
 A byte-level tokenizer cuts normalized text into words by a regular expression and encodes every word by itself, so the
 ids of a text are those of its words, and words come back. Here the words are found natively (prompts/native/words.hpp)
 and put together from the model's byte pairs, or by the library's own model, once a word. Only for ASCII: there the
 normal forms change nothing and the classes of characters are small sets, so that all backtracking engines (first
-alternative first) agree.
+alternative first) agree. Where other characters stand among it, the library encodes those and what stands beside them,
+up to where a word ends whatever they are, and such pieces come back too.
 
 `plan_words` says why where a tokenizer is not of this kind; sample texts are encoded both ways before a plan is given
 out. Invariant: ids are identical to a plain full encode, or `encode` returns None and the library is asked.
@@ -67,13 +68,17 @@ _PATTERN_PARTS = re.compile(
 
 
 class WordEncoder:
-    """Encodes ASCII text of one tokenizer. Thread-safe."""
+    """Encodes text of one tokenizer. Thread-safe."""
 
     def __init__(
-        self, hf: HfTokenizer, steps: Sequence[Sequence[Row]], added: re.Pattern[str] | None, pairs: Pairs | None = None
-    ) -> None:
-        """`pairs`: of which new words are made; None leaves that to the library."""
+        self, hf: HfTokenizer, steps: Sequence[Sequence[Row]], added: re.Pattern[str] | None,
+        pairs: Pairs | None = None, mixes: bool = False,
+    ) -> None:  # fmt: skip
+        """`pairs`: of which new words are made; None leaves that to the library. `mixes`: other characters than ASCII,
+        and what stands beside them, are the library's, and all else is encoded here."""
+        self._hf = hf
         self._model = hf.model
+        self._ask = self._encode_others if mixes else None
         self._ids_of = hf.token_to_id
         self.words = Words(steps, secrets.randbits(64), WORDS_MAX, pairs)
         self._added = added
@@ -82,15 +87,18 @@ class WordEncoder:
     def encode(self, text: str, special: str = "") -> bytes | None:
         """Ids of `text` as the bytes of an array; None where the library must be asked. `text` begins with the added
         token `special` and has no other of those at which texts are cut."""
-        if len(text) > TEXT_MAX or not text.isascii():
+        if len(text) > TEXT_MAX or not (self._ask or text.isascii()):
             return None
         if self._added is not None and self._added.search(text, len(special)) is not None:
             return None
-        ids = self.words.encode(text, len(special), self._learn)
+        ids = self.words.encode(text[len(special) :], self._learn, self._ask)
         if ids is None or not special:
             return ids
         special_id = self._ids_of(special)
         return None if special_id is None else array("I", (special_id,)).tobytes() + ids
+
+    def _encode_others(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._hf.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _learn(self, word: str) -> list[int]:
         return [token.id for token in self._model.tokenize(word.translate(_BYTE_LEVEL))]
@@ -136,7 +144,8 @@ def plan_words(
     contents = [token["content"] for token in spec["added_tokens"] if token["content"] not in {*cuts, ""}]
     added = re.compile("|".join(re.escape(content) for content in contents)) if contents else None
     try:
-        encoder = WordEncoder(hf, steps, added, _pairs(spec["model"]))
+        mixes = len(steps) == 1 and not any(token["normalized"] for token in spec["added_tokens"])
+        encoder = WordEncoder(hf, steps, added, _pairs(spec["model"]), mixes)
     except ValueError as error:
         return f"its pattern is not for words: {error}"
     for sample in samples:

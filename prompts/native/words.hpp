@@ -68,11 +68,15 @@ public:
                 for (const std::size_t c : chars) steps_[state * kWidth + c] = step;
             }
         }
+        foresee();
         parts_.clear();
     }
 
-    // The end of its match at `at`, or kNone.
-    std::size_t match(std::string_view text, std::size_t at) const {
+    // Whether a word ends between two characters `a` and `b`, whatever stands before and behind, other than ASCII too.
+    bool parts_between(char a, char b) const { return ends_[static_cast<u8>(a)][static_cast<u8>(b)]; }
+
+    // The end of its match at `at`, or kNone; `at` is then behind what was looked at, behind the text if its end was.
+    std::size_t match(std::string_view text, std::size_t& at) const {
         std::size_t found = kNone;
         for (u32 state = first_; state != kDead; ++at) {
             const u32 step = steps_[state * kWidth + (at < text.size() ? static_cast<unsigned char>(text[at]) : kEnd)];
@@ -111,10 +115,39 @@ private:
         }
     }
 
+    // Each way on which `a` may have been taken has to end before `b`, and before the end. None where a character may be
+    // left out of all words: what lies between words reaches as far as the next one.
+    void foresee() {
+        for (std::size_t c = 0; c < kEnd; ++c) {
+            const std::size_t state = steps_[first_ * kWidth + c] >> 1;
+            for (std::size_t next = 0; next <= kEnd; ++next) {
+                if (!(steps_[state * kWidth + next] & 1)) return;
+            }
+        }
+        const auto ends = [&](const Part& part, std::size_t c) {
+            Ways after;
+            std::set<std::pair<u32, u64>> seen;
+            bool matches = false;
+            follow(part.next, 0, c, after, seen, matches);
+            return matches && after.empty();
+        };
+        for (std::size_t b = 0; b < kEnd; ++b) {
+            std::array<bool, kEnd> end;
+            end.fill(true);
+            for (const Part& part : parts_) {
+                if (part.kind != Part::Set) continue;
+                const bool open = part.least > 1 || (part.most > 1 && part.chars[b]) || !ends(part, b) || !ends(part, kEnd);
+                for (std::size_t a = 0; open && a < kEnd; ++a) end[a] = end[a] && !part.chars[a];
+            }
+            for (std::size_t a = 0; a < kEnd; ++a) ends_[a][b] = end[a];
+        }
+    }
+
     static constexpr u64 kMany = u64{1} << 31;  // as in prompts/words.py: without an end
     std::vector<Part> parts_;   // while it is built
     std::vector<u32> steps_;    // by state and next character: twice the next state, and whether it matches before
     u32 first_;
+    std::array<std::array<bool, kEnd>, kEnd> ends_{};
 };
 
 inline u64 fold(u64 a, u64 b) {
@@ -345,12 +378,13 @@ private:
 
 struct Word {
     std::size_t start, end;
+    bool ascii = true;
 };
 
 // All of a text: what the first pattern matches and what lies between is cut by the next one. False where a pattern
 // matches nothing at some place: engines go on differently behind an empty match.
 inline bool cut(const std::vector<Pattern>& patterns, std::string_view text, std::vector<Word>& words) {
-    words.assign(text.empty() ? 0 : 1, Word{0, text.size()});
+    words.assign(text.empty() ? 0 : 1, Word{0, text.size(), true});
     std::vector<Word> pieces;
     for (const Pattern& pattern : patterns) {
         pieces.swap(words);
@@ -360,18 +394,51 @@ inline bool cut(const std::vector<Pattern>& patterns, std::string_view text, std
             const std::string_view own = part.substr(piece.start);
             std::size_t gap = 0, at = 0;
             while (at < own.size()) {
-                const std::size_t end = pattern.match(own, at);
+                std::size_t behind = at;
+                const std::size_t end = pattern.match(own, behind);
                 if (end == at) return false;
                 if (end == Pattern::kNone) {
                     ++at;
                     continue;
                 }
-                if (gap < at) words.push_back(Word{piece.start + gap, piece.start + at});
-                words.push_back(Word{piece.start + at, piece.start + end});
+                if (gap < at) words.push_back(Word{piece.start + gap, piece.start + at, true});
+                words.push_back(Word{piece.start + at, piece.start + end, true});
                 gap = at = end;
             }
-            if (gap < own.size()) words.push_back(Word{piece.start + gap, piece.end});
+            if (gap < own.size()) words.push_back(Word{piece.start + gap, piece.end, true});
         }
+    }
+    return true;
+}
+
+// The same of UTF-8 by one pattern: words of ASCII, and between them what is to be encoded by the library, from the word
+// that other characters may belong to until where a word surely ends. What stands beside such a character may become one
+// with it. False as above, and where there would be nothing but the latter.
+inline bool cut_around(const Pattern& pattern, std::string_view text, std::vector<Word>& words) {
+    const auto is_ascii = [&](std::size_t i) { return i >= text.size() || static_cast<u8>(text[i]) < 0x80; };
+    std::size_t at = 0;
+    while (at < text.size()) {
+        std::size_t other = at;
+        while (other < text.size() && is_ascii(other)) ++other;
+        const bool last = other == text.size();
+        const std::string_view sure = text.substr(0, last || other == at ? other : other - 1);
+        while (at < sure.size()) {
+            std::size_t behind = at;
+            const std::size_t end = pattern.match(sure, behind);
+            if (!last && behind > sure.size()) break;
+            if (end == at || end == Pattern::kNone) return false;
+            words.push_back(Word{at, end, true});
+            at = end;
+        }
+        if (last) break;
+        std::size_t end = other + 1;
+        while (end < text.size() && !(is_ascii(end - 1) && is_ascii(end) && is_ascii(end + 1) &&
+                                      pattern.parts_between(text[end - 1], text[end]))) {
+            ++end;
+        }
+        if (at == 0 && end == text.size()) return false;
+        words.push_back(Word{at, end, false});
+        at = end;
     }
     return true;
 }

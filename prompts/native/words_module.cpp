@@ -5,6 +5,7 @@
 
 #include <optional>
 #include <tuple>
+#include <unordered_map>
 
 #include "words.hpp"
 
@@ -70,33 +71,43 @@ public:
         pairs_.emplace(chars, left, right, made);
     }
 
-    // Of the ASCII text from `start` on: its ids as bytes; None where a pattern matches nothing, and where long words have
-    // more than kLongMax characters. `learn(word)` tells the ids of a word that is long, or for which there are no pairs.
-    // Under the GIL, which that may give away: the table may then be another one.
-    nb::object encode(nb::str text, std::size_t start, nb::callable learn) {
-        Py_ssize_t size = 0;
-        const char* data = PyUnicode_AsUTF8AndSize(text.ptr(), &size);
-        if (data == nullptr) throw nb::python_error();
-        if (PyUnicode_IS_ASCII(text.ptr()) == 0) throw nb::value_error("the text is not ASCII");
-        if (start > static_cast<std::size_t>(size)) throw nb::value_error("start lies behind the text");
-        const std::string_view whole(data + start, static_cast<std::size_t>(size) - start);
+    // Of a text: its ids as bytes; None where a pattern matches nothing, and where long words have more than kLongMax
+    // characters. `learn(word)` tells the ids of a word that is long, or for which there are no pairs; `ask(texts)` of
+    // texts with other characters than ASCII: without it, and where there are many, None. Under the GIL, which they may
+    // give away: the table may then be another one.
+    nb::object encode(nb::str text, nb::callable learn, nb::object ask) {
+        const bool ascii = PyUnicode_IS_ASCII(text.ptr()) != 0;
+        const nb::object utf8 = nb::steal(ascii ? nullptr : PyUnicode_AsUTF8String(text.ptr()));  // kept in no string
+        if (!ascii && !utf8.is_valid()) throw nb::python_error();
+        const std::string_view whole =
+            ascii ? std::string_view(static_cast<const char*>(PyUnicode_DATA(text.ptr())),
+                                     static_cast<std::size_t>(PyUnicode_GET_LENGTH(text.ptr())))
+                  : std::string_view(PyBytes_AS_STRING(utf8.ptr()), static_cast<std::size_t>(PyBytes_GET_SIZE(utf8.ptr())));
         std::vector<Word> words;
-        if (!cut(steps_, whole, words)) return nb::none();
+        std::unordered_map<std::string_view, std::vector<u32>> asked;
+        if (ascii) {
+            if (!cut(steps_, whole, words)) return nb::none();
+        } else if (ask.is_none() || steps_.size() != 1 || !cut_around(steps_[0], whole, words) ||
+                   !ask_for(whole, words, ask, asked)) {
+            return nb::none();
+        }
         std::size_t long_ones = 0;
-        for (const Word& at : words) long_ones += at.end - at.start > kWordMax ? at.end - at.start : 0;
+        for (const Word& at : words) long_ones += at.ascii && at.end - at.start > kWordMax ? at.end - at.start : 0;
         if (long_ones > kLongMax) return nb::none();
         Ids ids(whole.size());
         for (const Word& at : words) {
             const std::size_t count = at.end - at.start;
             if (count <= kWordMax && table_.append(whole, at.start, count, ids)) continue;
             const std::string_view word = whole.substr(at.start, count);
-            if (pairs_ && count <= kWordMax) {
+            if (pairs_ && at.ascii && count <= kWordMax) {
                 const std::size_t first = ids.size();
                 pairs_->append(word, ids);
                 table_.add(word, ids.data() + first, ids.size() - first);
                 continue;
             }
-            const auto found = nb::cast<std::vector<u32>>(learn(nb::str(word.data(), word.size())));
+            if (!at.ascii && asked.find(word) == asked.end()) return nb::none();  // forgotten since
+            const auto found =
+                at.ascii ? nb::cast<std::vector<u32>>(learn(nb::str(word.data(), word.size()))) : asked[word];
             ids.append(found.data(), found.size());
             Ids known(0);
             if (count <= kWordMax && !table_.append(whole, at.start, count, known)) {
@@ -109,6 +120,28 @@ public:
     std::size_t size() const { return table_.size(); }
 
 private:
+    // The ids of those that are not ASCII and not known; false where there are more than kAskedMax.
+    bool ask_for(std::string_view whole, const std::vector<Word>& words, const nb::object& ask,
+                 std::unordered_map<std::string_view, std::vector<u32>>& asked) const {
+        nb::list texts;
+        std::vector<std::string_view> unknown;
+        for (const Word& at : words) {
+            const std::string_view word = whole.substr(at.start, at.end - at.start);
+            Ids known(0);
+            if (at.ascii || (word.size() <= kWordMax && table_.append(whole, at.start, word.size(), known))) continue;
+            if (!asked.try_emplace(word).second) continue;
+            if (unknown.size() == kAskedMax) return false;
+            unknown.push_back(word);
+            texts.append(nb::str(word.data(), word.size()));
+        }
+        if (unknown.empty()) return true;
+        const auto found = nb::cast<std::vector<std::vector<u32>>>(ask(texts));
+        if (found.size() != unknown.size()) throw nb::value_error("ask told the ids of other texts");
+        for (std::size_t i = 0; i < found.size(); ++i) asked[unknown[i]] = found[i];
+        return true;
+    }
+
+    static constexpr std::size_t kAskedMax = 64;  // texts: each costs the library as much as many characters
     std::vector<Pattern> steps_;
     WordTable table_;
     std::optional<BytePairs> pairs_;
@@ -123,6 +156,6 @@ NB_MODULE(_words, module) {
     nb::class_<Words>(module, "Words")
         .def(nb::init<const std::vector<std::vector<Row>>&, u64, std::size_t, const std::optional<Words::Pairs>&>(),
              nb::arg("steps"), nb::arg("seed"), nb::arg("words_max"), nb::arg("pairs") = nb::none())
-        .def("encode", &Words::encode, nb::arg("text"), nb::arg("start"), nb::arg("learn"))
+        .def("encode", &Words::encode, nb::arg("text"), nb::arg("learn"), nb::arg("ask") = nb::none())
         .def("__len__", &Words::size);
 }

@@ -42,16 +42,17 @@ CORPUS = [
 
 
 @cache
-def tokenizer(name: str) -> Tokenizer:
+def tokenizer(name: str, form: str = "NFC", normalized: bool = True) -> Tokenizer:
+    """`normalized`: with an added token that is sought in normalized text."""
     hf = Tokenizer(models.BPE())
-    hf.normalizer = normalizers.NFC()
+    hf.normalizer = getattr(normalizers, form)()
     splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in PATTERNS[name]]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     hf.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     hf.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
     hf.add_special_tokens([AddedToken("<|user|>", normalized=False), AddedToken("<|end|>", normalized=False)])
-    hf.add_tokens([AddedToken("panic", normalized=True), AddedToken("<think>", normalized=False)])
+    hf.add_tokens([AddedToken("panic", normalized=True)] * normalized + [AddedToken("<think>", normalized=False)])
     return hf
 
 
@@ -88,6 +89,56 @@ def test_ids_equal_the_library_s_or_there_are_none(name: str, text: str, special
         assert got is None
 
 
+OTHERS = st.sampled_from(
+    ["é", "e\u0301", "\u0301", "\u212a", "\u1fef", "\u037e", "ſ", "ß", "ｔｈｅ", "’", "—", " — ", "…", "\u00a0",
+     "\u2028", "\u200d", "👍🏽", "一二", "²", "Ⅷ", "\u1100\u1161", "ﬁ", "İ", "\x85", "٣"]
+)  # fmt: skip
+MIXED = st.lists(st.one_of(PIECES, st.sampled_from(["The fox", " is a test", "it", "re"]), OTHERS), max_size=15)
+
+
+@pytest.mark.parametrize("name", [name for name in PATTERNS if len(PATTERNS[name]) == 1])
+@pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])
+@given(text=MIXED.map("".join))
+@settings(max_examples=150, deadline=None)
+@example(text="It’s a test").via("an apostrophe that is none")
+@example(text="a test of the cafe\u0301 is it").via("what becomes one with the character before")
+def test_other_characters_among_ascii_are_the_library_s(name: str, form: str, text: str) -> None:
+    hf = tokenizer(name, form, normalized=False)
+    made = mixing(name, form)
+    want = array("I", hf.encode(text, add_special_tokens=False).ids).tobytes()
+    for _ in range(2):
+        got = made.encode(text)
+        assert got is None or got == want
+    added = any(token in text for token in ("<think>", "<|end|>", "<|user|>"))
+    assert (made.encode(f"a test {text} is a test of it") is None) == added
+
+
+@cache
+def mixing(name: str, form: str) -> WordEncoder:
+    hf = tokenizer(name, form, normalized=False)
+    made = plan_words(hf, json.loads(hf.to_str()), CORPUS)
+    assert isinstance(made, WordEncoder), made
+    return made
+
+
+def test_little_is_asked_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, asked = mixing("qwen", "NFC"), list[str]()
+    ask = made._encode_others
+
+    def noted(texts: list[str]) -> list[list[int]]:
+        asked.extend(texts)
+        return ask(texts)
+
+    monkeypatch.setattr(made, "_ask", noted)
+    text = "The first fox — or is it “the second”? — has 12 naïve tests to go on with, it says."
+    for _ in range(2):
+        assert made.encode(text) == array("I", tokenizer("qwen").encode(text, add_special_tokens=False).ids).tobytes()
+    assert asked == [" fox — or is", " it “the", " second”? — has", " naïve"], "each once"
+    names = [first + second for first in "abcdefghi" for second in "abcdefghi"]
+    assert made.encode("".join(f"a test é{name} it " for name in names[:64])) is not None
+    assert made.encode("".join(f"a test à{name} it " for name in names[:65])) is None
+
+
 ATOMS = st.sampled_from(
     ["a", "b", " ", "[ab]", "[^a]", r"\s", r"\S", r"\d", r"[a-c\n]", r"[^\sA]", "(?i:ab|C)", "(?:a|ab| )"]
 )
@@ -107,7 +158,7 @@ def test_words_are_those_of_python_s_regular_expressions(pattern: str, text: str
     if rows is None:
         assert re.search(r"\)[?*+{]", pattern) is not None, "only groups that come again are not known"
         return
-    found = Words([rows], 7, 100).encode(text, 0, lambda word: [len(word)])
+    found = Words([rows], 7, 100).encode(text, lambda word: [len(word)])
     compiled, want, at, gap = re.compile(pattern, re.ASCII), [], 0, 0
     while at < len(text):
         match = compiled.match(text, at)
@@ -202,7 +253,7 @@ def test_words_that_differ_from_the_library_s_are_found_by_the_samples(monkeypat
 def test_a_pattern_with_many_alternatives_is_known() -> None:
     rows = words.parts_of("|".join(f"[a-c]{{{2 + number}}}" for number in reversed(range(65))))
     assert rows is not None
-    found = Words([rows], 7, 100).encode("abc" * 30 + "z" + "ab", 0, lambda word: [len(word)])
+    found = Words([rows], 7, 100).encode("abc" * 30 + "z" + "ab", lambda word: [len(word)])
     assert found == array("I", [66, 24, 1, 2]).tobytes()
 
 
