@@ -21,11 +21,11 @@ _TRIM_THRESHOLD, _TOP_BYTES = -1, 8 << 20
 FILES_A_STREAM, FILES_BESIDES = 4, 200
 """Descriptors (benchmarks/fan_in.py); a replay or a data-parallel rank takes as many again."""
 TRIM_S, TRIM_S_MAX, WORTH_BYTES = 5.0, 320.0, 4 << 20
-YOUNG_MAX, LOOKS_TILL_OLD = 2_000, 5
+YOUNG_MAX, LOOKS_TILL_OLD = 1_000, 3
 """Objects that came, beyond those that went, until the collector looks at them; how often until it looks at all of
 those once more. A look at 50,000 took 20 to 60 ms."""
-OLD_IDLE, OLD_BUSY = 25, 100
-"""Second looks until it looks at all that has come since the start, some 10,000 objects each."""
+OLD_IDLE, OLD_BUSY = 60, 300
+"""Second looks until it looks at all that has come since the start, some 5,000 objects each."""
 
 
 class Heap:
