@@ -59,8 +59,9 @@ class Decoders:
         self._steps = 0
         self._asking: dict[int, list[int]] = {}
         """At which of its steps who needs or finishes a block, or ends: in order."""
-        self._tokens_left: int | None = None
-        """At least so many fit each of them; None: not known."""
+        self._tokens = self._sequences[0].token_ids
+        self._plain_until = len(self._tokens) - 1 + min(e.length_max - len(e.seq.token_ids) for e in entries)
+        """While the first has fewer tokens than this, nobody ends with one more: each gets one of every step."""
         for index in range(len(entries)):
             self._ask_next(index, 0)
 
@@ -85,13 +86,8 @@ class Decoders:
 
     def outputs(self, tokens: list[int]) -> list[SequenceOutput] | None:
         """Append a token to each, where none of them ends with that; None, and nothing done, where one may."""
-        left = self._tokens_left
-        if left is None:
-            left = min(entry.length_max - len(entry.seq.token_ids) for entry in self.entries)
-        if left <= 1 or not self._stops.isdisjoint(tokens):
-            self._tokens_left = None
+        if len(self._tokens) >= self._plain_until or not self._stops.isdisjoint(tokens):
             return None
-        self._tokens_left = left - 1
         for append, token in zip(self._appends, tokens):
             append(token)
         return [SequenceOutput(request_id=name, token_ids=[token]) for name, token in zip(self._names, tokens)]

@@ -193,7 +193,7 @@ class Scheduler:
         entries, chunks = list(planned), list(planned.values())
         before, self._decoding = self._decoding, entries if self._all_decode(chunks) else []
         plan = self._send(chunks, entries, self._loading(planned))
-        if before and before == self._decoding:
+        if before and before == self._decoding and not self._may_admit:
             self._decoders = Decoders(entries)
         return plan
 
@@ -215,6 +215,10 @@ class Scheduler:
         self._out.append((plan, entries, loading, decoders))
         return plan
 
+    @property
+    def _may_admit(self) -> bool:
+        return bool(self._waiting) and len(self._running) < self.config.max_num_seqs
+
     def _all_decode(self, chunks: list[Chunk]) -> bool:
         """Whether everybody who runs decodes."""
         return len(chunks) == len(self._running) and all(c.samples and c.end - c.start == 1 for c in chunks)
@@ -225,8 +229,7 @@ class Scheduler:
         None changes nothing but what it would change too: some have memory for their next token.
         """
         loads = self.cache.loads
-        full = len(self._running) >= self.config.max_num_seqs
-        if self._ended or loads or (self._waiting and not full) or self._running != decoders.entries:
+        if self._ended or loads or self._may_admit or self._running != decoders.entries:
             return None
         fed = bool(self._out)
         asking = decoders.asking()

@@ -534,21 +534,20 @@ class KVCache:
             if node is None:
                 self._detach(seq, chain)
                 return
-            known = node.blocks[: len(self._groups)]
-            if computed and known[FULL] is not None and any(block is not None and block.pending for block in known):
+            if computed and any(block is not None and block.pending for block in node.blocks[: len(self._groups)]):
                 return
             chain.nodes.append(node)
             for g in self._groups:
-                own, other = chain.blocks[g][index], known[g]
-                if own is None or own is other:
+                own, known = chain.blocks[g][index], node.blocks[g]
+                if own is None or own is known:
                     continue
-                if other is None:
+                if known is None:
                     self.tree.attach(node, own)
                 else:
                     if self.loads is not None:
-                        self.loads.hurry(other)
-                    self.pool.acquire(other)
-                    chain.merges.append((g, index, other))
+                        self.loads.hurry(known)
+                    self.pool.acquire(known)
+                    chain.merges.append((g, index, known))
 
     def _settle(self, seq: Sequence, start: int, end: int) -> None:
         """What is named of [start, end) is computed: announce it, and keep one of what is there twice."""

@@ -131,7 +131,7 @@ def decoders_do_not_end(patch: Patch) -> None:
     real = Decoders.outputs
 
     def outputs(self: Decoders, tokens: list[int]) -> Any:
-        self._tokens_left = 9
+        self._plain_until = 10**9
         return real(self, tokens)
 
     patch.setattr(Decoders, "outputs", outputs)

@@ -6,10 +6,11 @@ from drawn_specs import specs
 from fake_device import EOS, Bench
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import CacheSpec
+from engine.core import FAILURES_MAX
 from engine.scheduler import RequestRefusedError, SchedulerConfig
 from engine.types import StepPlan
 
@@ -127,6 +128,7 @@ class CoreMachine(RuleBasedStateMachine):
     def reset_in_the_middle_of_a_step(self) -> None:
         self._during_step(lambda plan: self.bench.core.reset_prefix_cache())
 
+    @precondition(lambda self: self.bench.core._failures < FAILURES_MAX - 1)  # with one more the engine is lost
     @rule()
     def failing_step(self) -> None:
         self.bench.device.fail_next = True
