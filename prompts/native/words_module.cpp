@@ -50,7 +50,7 @@ std::size_t count_openings(nb::bytes text, std::size_t end) {
         std::memcpy(&piece, data + at, 8);
         const u64 other = (piece & 0xDF * kOnes) ^ '[' * kOnes;  // a byte of zeros where there is one
         const u64 none = ((other & 0x7F * kOnes) + 0x7F * kOnes) | other;
-        found += 8 - static_cast<std::size_t>(__builtin_popcountll(none & 0x80 * kOnes));
+        found += (~none >> 7 & kOnes) * kOnes >> 56;
     }
     for (; at < end; ++at) found += (data[at] & 0xDF) == '[';
     return found;
