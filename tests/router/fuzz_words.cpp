@@ -103,6 +103,31 @@ public:
         if (all) check(text, words);
     }
 
+    // The same with other characters among it: what is left to the library begins and ends beside ASCII.
+    void mixed() {
+        static const char* const others[] = {"\u00e9", "e\u0301", "\u2019", "\u4e00", "\U0001f44d", "\u00a0"};
+        std::string text;
+        for (const char c : make()) {
+            text += c;
+            if (below(7) == 0) text += others[below(std::size(others))];
+        }
+        std::vector<Word> words;
+        const auto before = work;
+        const bool all = cut_around(steps_[0], text, words);
+        expect(work - before <= kSteps + kStepsPerByte * text.size(), "a mixed text costs too many steps");
+        if (!all) return;
+        const auto other = [](char c) { return (c & 0x80) != 0; };
+        std::size_t at = 0;
+        for (const Word& word : words) {
+            expect(word.start == at && word.end > at && word.end <= text.size(), "pieces are not the text");
+            const std::string piece = text.substr(word.start, word.end - word.start);
+            expect(word.ascii == std::none_of(piece.begin(), piece.end(), other), "a piece is of the wrong kind");
+            expect(word.end == text.size() || !other(text[word.end]), "a piece ends before another character");
+            at = word.end;
+        }
+        expect(at == text.size(), "pieces end before the text");
+    }
+
 private:
     // Each word again, by the table and by pairs.
     void check(const std::string& text, const std::vector<Word>& words) {
@@ -163,7 +188,10 @@ int main(int argc, char** argv) {
     std::uint64_t inputs = 0;
     for (std::uint64_t seed = std::strtoull(argv[3], nullptr, 10); std::chrono::steady_clock::now() < deadline; ++seed) {
         Fuzzer fuzzer(seed, patterns);
-        for (int i = 0; i < 50; ++i, ++inputs) fuzzer.text();
+        for (int i = 0; i < 50; ++i, ++inputs) {
+            fuzzer.text();
+            fuzzer.mixed();
+        }
     }
     std::printf("fuzz_words: %llu texts, nothing wrong\n", static_cast<unsigned long long>(inputs));
     return 0;
