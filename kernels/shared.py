@@ -1,7 +1,8 @@
 """Which decoding sequences of a batch begin with the same blocks, so that these can be attended to once for all.
 
-A block is in two tables at one place only where all before it are the same too: the cache shares prefixes, never a
-block in the middle. So what a set of sequences has in common is found by bisection, whatever the length of contexts.
+Where a block is in two tables at one place, all before it are the same or hold the same: the cache shares prefixes,
+never a block in the middle, but a block that was computed twice is in a table until the step is done that found it out.
+So what a set of sequences has in common is found by bisection, whatever the length of contexts, in any table of theirs.
 Pure arithmetic over tables. Refuses to know devices and kernels.
 """
 

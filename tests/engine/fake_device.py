@@ -72,6 +72,8 @@ class Sent:
     plan: StepPlan
     chunks: list[tuple[Chunk, list[int], list[list[int]], int | None]]
     """(chunk as it was, its known tokens, its blocks of each group, its state)."""
+    shared: list[tuple[list[int], int]]
+    """(chunks, tokens that they are found to begin with alike)."""
     result: StepResult | Exception | None = None
 
 
@@ -116,29 +118,31 @@ class FakeDevice:
         for table in self._tables:
             table.update(plan.chunks, ends, rows, new, self._seats.count, plan.table_changes)
             tables.append(table.array(ends, rows).tolist())
-        self._check_shared(plan.chunks, tables, rows)
+        shared = self._find_shared(plan.chunks, rows)
         chunks = [
             (copy(c), c.seq.token_ids[: c.end], [table[i] for table in tables], c.seq.state_unit)
             for i, c in enumerate(plan.chunks)
         ]
-        sent = Sent(plan, chunks, DeviceFault("the device fell off the bus") if self.fail_next else None)
+        sent = Sent(plan, chunks, shared, DeviceFault("the device fell off the bus") if self.fail_next else None)
         self.fail_next = False
         self._queue.append(sent)
         return partial(self._result, sent)
 
-    def _check_shared(self, chunks: list[Chunk], tables: list[list[list[int]]], rows: IntArray) -> None:
-        """What sequences are found to begin with alike is in the tables of all, and nothing of it is written to."""
+    def _find_shared(self, chunks: list[Chunk], rows: IntArray) -> list[tuple[list[int], int]]:
+        """What sequences are found to begin with alike: nothing of it is written to."""
         order = sorted(range(len(chunks)), key=lambda i: chunks[i].end - chunks[i].start > 1)
         batch = Ragged.of([chunks[i].start for i in order], [chunks[i].end for i in order])
         if order != list(range(len(chunks))):
             rows = rows[order]
         kept = KeptTable(self._tables[0]._here, torch.zeros(0), rows, self._tables[0]._version)
         found = self._finder.find(batch, kept, self.block_size, 1)
+        shared = []
         for members, tokens in zip(*(found.members, found.tokens) if found else ([], [])):
             here = [order[i] for i in members]
-            assert len({tuple(tables[0][i][: tokens // self.block_size]) for i in here}) == 1, "not shared"
             assert all(tokens <= chunks[i].start for i in here), "still being written"
             self.shared_tokens += tokens
+            shared.append((here, tokens))
+        return shared
 
     def _result(self, sent: Sent) -> StepResult:
         self.on_execute(sent.plan)
@@ -184,6 +188,10 @@ class FakeDevice:
                 before = (chunk.start, prefix[chunk.start]) if chunk.start else None
                 assert self.states[state] == before, "the state is not that of the prefix"
                 self.states[state] = (chunk.end, prefix[chunk.end])
+        for here, shared in sent.shared:  # any of their tables is read for all of them
+            tables_of = [sent.chunks[i][2][0] for i in here]
+            texts = {tuple(self.slots[0, t[p // size]][p % size] for p in range(shared)) for t in tables_of}
+            assert len(texts) == 1, "not shared"
         result = StepResult(sampled=[])
         for index, ((chunk, _, tables, _), prefix) in enumerate(zip(sent.chunks, known)):
             request = chunk.seq.request
