@@ -15,6 +15,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -257,8 +258,16 @@ def command(
         state.save(time.monotonic())
 
 
+def _interrupted(number: int, frame: object) -> None:
+    """Once: a terminal, or `timeout`, may tell twice, and the second time would cut off the end."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def main(args: list[str] | None = None) -> None:
     """Console script; `args` instead of those of the process."""
+    if args is None:
+        signal.signal(signal.SIGINT, _interrupted)
     try:
         command(args=args, standalone_mode=False)
     except click.ClickException as error:

@@ -178,6 +178,8 @@ class _Compiled:
             self.template = env.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(f"chat template, line {error.lineno}: {error.message}") from error
+        except ValueError as error:  # a number of thousands of digits, which Python refuses to read
+            raise ChatTemplateError(f"chat template: {error}") from error
         self.source = source
         self.content_format: ContentFormat = _detect_content_format(tree)
         self._globals = dict(self.template.globals)

@@ -90,6 +90,21 @@ def test_killed_and_started_again_it_fills_its_gap(publisher: EventPublisher, tm
     assert [(line["seq"], line["origin"]) for line in shown] == [(seq, "replay") for seq in range(1, 6)]
 
 
+def test_an_interrupt_that_comes_twice_ends_it_once(publisher: EventPublisher, tmp_path: Path) -> None:
+    """`timeout -s INT` tells the command and then its whole group."""
+    state = tmp_path / "state.json"
+    follow = [*command(publisher, "--from-start"), "--state", str(state)]
+    process = subprocess.Popen(follow, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    for _ in range(20):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.002)
+    assert process.wait(30) == 0
+    process.stdout.close()
+    assert state.exists()
+
+
 def test_wrong_addresses_say_so() -> None:
     for arguments, says in [
         ([], "nothing to follow"),

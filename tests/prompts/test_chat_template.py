@@ -253,6 +253,11 @@ def test_a_template_that_does_not_compile_names_the_line():
         ChatTemplate("x").render([{"role": "user"}], chat_template="{% if %}")
 
 
+def test_a_number_of_thousands_of_digits_does_not_compile() -> None:
+    with pytest.raises(ChatTemplateError, match="digits"):
+        ChatTemplate("{{ " + "9" * 6000 + " }}")
+
+
 @pytest.mark.parametrize(
     "source",
     [

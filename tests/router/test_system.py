@@ -24,9 +24,11 @@ looked.clear()
 collect_old(idle=True)
 idle = max(looked)
 looked.clear()
-while not looked or max(looked) < 500_000:
-    kept.append([])
-    collect_old(idle=False)
+while max(looked, default=0) < 500_000:
+    looked.clear()
+    for _ in range(1000):
+        kept.append([])
+        collect_old(idle=False)
 print(busy, idle, len(kept))
 """
 
