@@ -29,6 +29,9 @@ BLOCK_TOKENS = 16
 """Of an engine that does not tell; vLLM's on a GPU."""
 HOT_S = 10.0
 """A copy of it is good for so long."""
+HOT_NEW_S = 3.0
+"""Those that run with it came in so many seconds, at least, or in a request's life where that is less: with one second,
+four sub-agents that begin at once are spread as if others like them would come (TTFT +11 to 35 %)."""
 LIFE_S_MIN = 1e-3
 """Of a request, where nothing is said."""
 CHUNK_TOKENS = 64
@@ -235,7 +238,7 @@ class CacheBook:
         cached_share = cached_tokens / max(prompt.tokens, 1)
         self.working_sets.sent(target.name, keys, prompt.tokens, now, cached_share=cached_share, session=session)
         self._running[request_id] = (target, keys, prompt)
-        self._hold(target, keys)
+        self._hold(target, keys, now)
 
     def begun(self, request_id: str, target: Target, now: float) -> None:
         """The first token of its answer came."""
@@ -277,10 +280,10 @@ class CacheBook:
         else:
             self._index.unpin(pin)
 
-    def _hold(self, target: Target, keys: Sequence[int]) -> None:
+    def _hold(self, target: Target, keys: Sequence[int], now: float) -> None:
         """One request more runs there with these chunks; what several have is in memory once."""
         assert target.held_chunks is not None
-        self._running_chunks.more(keys)
+        self._running_chunks.more(keys, now_s=now)
         there = target.held_chunks.more(keys)
         self._copies.more(keys, there)
         self._share(target, there)
@@ -298,21 +301,23 @@ class CacheBook:
         target.room_tokens += self._chunk_tokens * chunks
 
     def hot(
-        self, prompt: AskedPrompt, life_s: float, delay: float = 1.0, fair_requests: float = 0.0
+        self, prompt: AskedPrompt, now: float, life_s: float, delay: float = 1.0, fair_requests: float = 0.0
     ) -> tuple[int, float]:
         """(tokens of its beginning that HOT_RUNNING or more running requests have too, k / (k + 1)): what one target
         more computes of that serves k others too, so that is the part that is not laid to this one. Where n run for
-        `life_s` each, n / life_s come in a second (Little's law); those of HOT_S are shared among the m targets on
-        which they run and the one more. The busier all are (work makes others wait `delay` times as long), the more a
-        copy has to serve. And the less of what a target runs in the mean (`fair_requests`) is this beginning where it
-        is, the less it is what loads them: what does will pass, or go elsewhere."""
+        `life_s` each, n / life_s come in a second (Little's law), and more where all began lately; those of HOT_S are
+        shared among the m targets on which they run and the one more. The busier all are (work makes others wait
+        `delay` times as long), the more a copy has to serve. And the less of what a target runs in the mean
+        (`fair_requests`) is this beginning where it is, the less it is what loads them: what does will pass, or go
+        elsewhere."""
         keys = prompt.keys(self._chunk_tokens)
         chunks = self._running_chunks.leading(keys, HOT_RUNNING)
         if not chunks:
             return 0, 0.0
         last = keys[chunks - 1]
         running, copies = self._running_chunks.count(last), self._copies.count(last)
-        users = running * HOT_S / max(life_s, LIFE_S_MIN) / (1 + copies) / delay**2
+        came_s = min(max(life_s, LIFE_S_MIN), max(now - self._running_chunks.since_s(last), HOT_NEW_S))
+        users = running * HOT_S / came_s / (1 + copies) / delay**2
         if running < copies * fair_requests:
             users *= math.sqrt(running / (copies * fair_requests))
         return chunks * self._chunk_tokens, users / (users + 1.0)

@@ -194,7 +194,7 @@ class Chooser:
             life_s = expected_tokens * steps_s / len(targets)
             delay = (1.0 + cost.beta) * (max(1.0, steps_s / alone_s) if alone_s > 0.0 else 1.0)
             fair = requests / len(targets) if pool is None else pool.requests / len(pool.targets)
-            cost.hot_tokens, cost.hot_share = self._book.hot(prompt, life_s, delay, fair)
+            cost.hot_tokens, cost.hot_share = self._book.hot(prompt, now, life_s, delay, fair)
             if self._book.working_sets.crowded(prompt.tokens, now):
                 cost.crowding = self._crowding(request, prompt, targets, cached)
         return Chosen(cost, 0, prompt, resident)

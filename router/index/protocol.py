@@ -97,14 +97,17 @@ class Tally(Protocol):
     """How many prompts have each of the keys that `PrefixIndex.chunk_keys` gives. As a key stands for all of the prompt
     before it, those of a prompt that others have too are its first ones."""
 
-    def more(self, keys: Sequence[int], start: int = 0) -> int:
-        """One prompt more, with its keys from number `start` on; how many of those were there."""
+    def more(self, keys: Sequence[int], start: int = 0, now_s: float = 0.0) -> int:
+        """One prompt more at this moment, with its keys from number `start` on; how many of those were there."""
 
     def less(self, keys: Sequence[int], start: int = 0) -> int:
         """One less; how many are still there. Raises IndexError where there was none."""
 
     def count(self, key: int) -> int:
         """How many prompts have it."""
+
+    def since_s(self, key: int) -> float:
+        """The moment from which on there was always a prompt that has it; infinite where none has."""
 
     def leading(self, keys: Sequence[int], least: int) -> int:
         """How many of the first of these keys so many prompts have, at the least."""

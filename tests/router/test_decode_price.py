@@ -98,23 +98,48 @@ def test_what_has_ended_is_not_hot() -> None:
     core = pool(2)
     prompt = core.book.ask([7] * 3000, SCOPE, 3000)
     for name in "abc":
-        assert core.book.hot(prompt, 10.0) == ((0, 0.0) if name in "ab" else (2816, 1 / 2)), (
+        assert core.book.hot(prompt, 60.0, 10.0) == ((0, 0.0) if name in "ab" else (2816, 1 / 2)), (
             "two on one: one on each of two"
         )
         send(core, RouteRequest(name, "m", SCOPE, [7] * 3000, 3000, worker="w0"), 0.0)
     send(core, RouteRequest("d", "m", SCOPE, [7] * 3000, 3000, worker="w1"), 0.0)
-    assert core.book.hot(prompt, 10.0) == (2816, (4 / 3) / (4 / 3 + 1))
-    assert core.book.hot(prompt, 1.0) == (2816, (40 / 3) / (40 / 3 + 1)), "ten times as many come while a copy is good"
-    assert core.book.hot(prompt, 10.0, 2.0) == (2816, (1 / 3) / (1 / 3 + 1)), "work makes others wait twice as long"
-    assert core.book.hot(prompt, 10.0, 1.0, 2.0) == core.book.hot(prompt, 10.0), "it is all that runs there"
-    assert core.book.hot(prompt, 10.0, 1.0, 8.0) == (2816, (2 / 3) / (2 / 3 + 1)), "it is a quarter of what runs there"
+    assert core.book.hot(prompt, 60.0, 10.0) == (2816, (4 / 3) / (4 / 3 + 1))
+    assert core.book.hot(prompt, 60.0, 1.0) == (2816, (40 / 3) / (40 / 3 + 1)), (
+        "ten times as many come while a copy is good"
+    )
+    assert core.book.hot(prompt, 60.0, 10.0, 2.0) == (2816, (1 / 3) / (1 / 3 + 1)), (
+        "work makes others wait twice as long"
+    )
+    assert core.book.hot(prompt, 60.0, 10.0, 1.0, 2.0) == core.book.hot(prompt, 60.0, 10.0), "it is all that runs there"
+    assert core.book.hot(prompt, 60.0, 10.0, 1.0, 8.0) == (2816, (2 / 3) / (2 / 3 + 1)), (
+        "it is a quarter of what runs there"
+    )
     core.check_invariants()
     core.aborted("d", 0.5)
     core.failed("a", FailureKind.OVERLOADED, 1.0)
     core.aborted("a", 1.0)
     core.finished("b", None, 1.0)
-    assert core.book.hot(prompt, 10.0) == (0, 0.0)
+    assert core.book.hot(prompt, 60.0, 10.0) == (0, 0.0)
     core.check_invariants()
+
+
+def test_how_many_come_of_what_is_new_is_told_by_how_long_the_first_runs() -> None:
+    core = pool(2)
+    prompt = core.book.ask([7] * 3000, SCOPE, 3000)
+    for i, name in enumerate("abcd"):
+        send(core, RouteRequest(name, "m", SCOPE, [7] * 3000, 3000, worker="w0"), 10.0 + i)
+    for now, came_s in ((13.0, 3.0), (16.0, 6.0), (100.0, 20.0)):
+        users = 4 * 10 / came_s / 2
+        assert core.book.hot(prompt, now, 20.0) == (2816, pytest.approx(users / (users + 1))), (
+            "four in the seconds since the first, but in three at least, and in no more than a request's life"
+        )
+    assert core.book.hot(prompt, 13.0, 1.0) == core.book.hot(prompt, 100.0, 1.0), "a life is shorter than that"
+    core.aborted("a", 14.0)
+    for name in "bcd":
+        core.aborted(name, 14.0)
+    for i, name in enumerate("ef"):
+        send(core, RouteRequest(name, "m", SCOPE, [7] * 3000, 3000, worker="w0"), 50.0 + i)
+    assert core.book.hot(prompt, 56.0, 20.0)[1] == pytest.approx(1 / (1 + 6 / 10)), "they are the first again"
 
 
 def test_engines_that_are_said_to_decode_in_no_time_are_priced_too() -> None:

@@ -18,16 +18,17 @@ def test_it_counts_as_a_counter_does(orders: list[Order], least: int) -> None:
     index = make_index(seed=1)
     tally, naive = index.tally(), NaiveTally()
     held: list[tuple[list[int], int]] = []
-    for adds, conversation, chunks in orders:
+    for now_s, (adds, conversation, chunks) in enumerate(orders):
         if adds or not held:
             keys = [conversation * 1_000_003 + i for i in range(chunks)]
             held.append((keys, min(conversation, chunks)))
-            assert tally.more(*held[-1]) == naive.more(*held[-1])
+            assert tally.more(*held[-1], now_s) == naive.more(*held[-1], now_s)
         else:
             keys, start = held.pop(conversation % len(held))
             assert tally.less(keys, start) == naive.less(keys, start)
         assert tally.leading(keys, least) == naive.leading(keys, least)
         assert tally.counts() == naive.counts()
+        assert [tally.since_s(key) for key in keys] == [naive.since_s(key) for key in keys]
     for keys, start in held:
         tally.less(keys, start)
     assert tally.counts() == {}

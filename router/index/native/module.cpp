@@ -381,9 +381,10 @@ NB_MODULE(_native, module) {
     nb::class_<Dumping>(module, "Dumping").def("step", &Dumping::step);
 
     nb::class_<Tally>(module, "Tally")
-        .def("more", &Tally::more, nb::arg("keys"), nb::arg("start") = 0)
+        .def("more", &Tally::more, nb::arg("keys"), nb::arg("start") = 0, nb::arg("now_s") = 0.0)
         .def("less", &Tally::less, nb::arg("keys"), nb::arg("start") = 0)
         .def("count", &Tally::count, nb::arg("key"))
+        .def("since_s", &Tally::since_s, nb::arg("key"))
         .def("leading", &Tally::leading, nb::arg("keys"), nb::arg("least"))
         .def("counts", [](const Tally& tally) {
             nb::dict counts;

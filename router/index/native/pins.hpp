@@ -7,6 +7,7 @@
 // that goes on beside its last turn costs what is new in it.
 #pragma once
 
+#include <limits>
 #include <map>
 #include <stdexcept>
 #include <vector>
@@ -159,14 +160,19 @@ private:
 // How many prompts have each key. Of one thread.
 class Tally {
 public:
-    // One prompt more with these keys from `start` on; how many of them were there.
-    u64 more(const std::vector<u64>& keys, std::size_t start) {
+    // One prompt more with these keys from `start` on, at this moment; how many of them were there.
+    u64 more(const std::vector<u64>& keys, std::size_t start, double now_s) {
         u64 there = 0;
         for (std::size_t i = start; i < keys.size(); ++i) {
             if (4 * (size_ + 1) > 3 * slots_.size()) resize(2 * slots_.size());
             Slot& slot = slots_[place(keys[i])];
             slot.key = keys[i];
-            slot.count++ == 0 ? ++size_ : ++there;
+            if (slot.count++ != 0) {
+                ++there;
+            } else {
+                slot.since_s = now_s;
+                ++size_;
+            }
         }
         return there;
     }
@@ -184,6 +190,11 @@ public:
     }
 
     u64 count(u64 key) const { return slots_[place(key)].count; }
+    // The moment from which on there was always a prompt that has it; infinite where none has.
+    double since_s(u64 key) const {
+        const Slot& slot = slots_[place(key)];
+        return slot.count == 0 ? std::numeric_limits<double>::infinity() : slot.since_s;
+    }
     // How many of the first keys are there `least` times.
     u64 leading(const std::vector<u64>& keys, u64 least) const {
         std::size_t i = 0;
@@ -200,6 +211,7 @@ public:
 private:
     struct Slot {
         u64 key = 0, count = 0;  // 0: free
+        double since_s = 0.0;
     };
     static constexpr std::size_t kSlotsMin = 16;
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -9,9 +10,11 @@ from collections.abc import Sequence
 class NaiveTally:
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
+        self._since_s: dict[int, float] = {}
 
-    def more(self, keys: Sequence[int], start: int = 0) -> int:
+    def more(self, keys: Sequence[int], start: int = 0, now_s: float = 0.0) -> int:
         there = sum(key in self._counts for key in keys[start:])
+        self._since_s.update((key, now_s) for key in keys[start:] if key not in self._counts)
         self._counts.update(keys[start:])
         return there
 
@@ -24,6 +27,9 @@ class NaiveTally:
 
     def count(self, key: int) -> int:
         return self._counts[key]
+
+    def since_s(self, key: int) -> float:
+        return self._since_s[key] if key in self._counts else math.inf
 
     def leading(self, keys: Sequence[int], least: int) -> int:
         return next((i for i, key in enumerate(keys) if self._counts[key] < least), len(keys))
