@@ -7,7 +7,12 @@ def count_openings(text: bytes, end: int = ...) -> int: ...
 
 class Words:
     def __init__(
-        self, steps: Sequence[Sequence[Row]], seed: int, words_max: int, pairs: Pairs | None = None
+        self,
+        steps: Sequence[Sequence[Row]],
+        seed: int,
+        words_max: int,
+        pairs: Pairs | None = None,
+        added: Sequence[tuple[str, int | None]] = (),
     ) -> None: ...
     def encode(
         self,

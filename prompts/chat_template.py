@@ -22,9 +22,11 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
+from prompts.chat_copies import copies_of
 from prompts.chat_rest import KNOWN, is_one_of, rest_of
 from prompts.errors import RequestError
 from prompts.sampled import GeneratedArguments
+from prompts.skeletons import Skeletons
 
 ContentFormat = Literal["string", "parts"]
 Message = dict[str, Any]
@@ -183,6 +185,8 @@ class _Compiled:
         self.source = source
         self.content_format: ContentFormat = _detect_content_format(tree)
         self._globals = dict(self.template.globals)
+        self.copies = copies_of(tree, parts=self.content_format == "parts")
+        """What texts must be like to be copied; None where the template may do more with them."""
         rest = rest_of(tree)
         self.rest = None if rest is None else env.from_string(rest)
         """What follows a conversation's known beginning."""
@@ -197,6 +201,11 @@ class _Compiled:
 @lru_cache(maxsize=64)
 def _compile(source: str) -> _Compiled:
     return _Compiled(source)
+
+
+def _skeletons(compiled: _Compiled) -> Skeletons | None:
+    copies = compiled.copies
+    return None if copies is None else Skeletons(copies.lacks, copies.edges, parts=compiled.content_format == "parts")
 
 
 @lru_cache(maxsize=64)
@@ -225,8 +234,7 @@ class ChatTemplate:
         self._variables = dict(variables or {})
         self.as_sent = False
         """As transformers before 5.23 has it: a message with its nulls, and reasoning under the names it came with."""
-        for source in self._templates.values():
-            _compile(source)
+        self._skeletons = {source: _skeletons(_compile(source)) for source in self._templates.values()}
 
     def source(self, override: str | None = None, *, has_tools: bool = False) -> str:
         """The template that such a request uses; `override` is a template's text or the name of one of the model's."""
@@ -244,6 +252,10 @@ class ChatTemplate:
     def content_format(self, override: str | None = None, *, has_tools: bool = False) -> ContentFormat:
         """Whether the template wants `content` as a string or loops over its parts."""
         return self._compiled(self.source(override, has_tools=has_tools)).content_format
+
+    def skeletons(self, *, has_tools: bool) -> Skeletons | None:
+        """Of what is written around messages, where nothing else is done with them."""
+        return self._skeletons[self.source(has_tools=has_tools)]
 
     def has_rest(self, *, has_tools: bool) -> bool:
         """Whether what follows a known beginning can be rendered by itself."""

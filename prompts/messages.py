@@ -51,10 +51,14 @@ class ChatPrompt(Protocol):
 
 
 def render_chat(
-    template: ChatTemplate, request: ChatPrompt, generated: Generated | None = None, behind: int = 0
+    template: ChatTemplate,
+    request: ChatPrompt,
+    generated: Generated | None = None,
+    behind: int = 0,
+    told: bytes | None = None,
 ) -> str:
-    """The prompt's text, cut at the first media part. `behind`: as ChatTemplate.render has it. Raises RequestError
-    where the template cannot render it."""
+    """The prompt's text, cut at the first media part. `behind`: as ChatTemplate.render has it. `told`: a digest of what
+    else than messages the request tells the template. Raises RequestError where the template cannot render it."""
     tools = None if request.tools is None else [_tool(tool) for tool in request.tools]
     form = template.content_format(request.chat_template, has_tools=tools is not None)
     continues = bool(request.continue_final_message)
@@ -73,16 +77,29 @@ def render_chat(
         source = template.source(request.chat_template, has_tools=tools is not None)
         if '"developer"' not in source and "'developer'" not in source:
             messages = _developer_as_system(messages)
-    text = template.render(
-        messages,
-        tools=tools,
-        documents=request.documents if request.documents is not None else documents,
-        chat_template=request.chat_template,
-        add_generation_prompt=generation,
-        continue_final_message=continues,
-        behind=behind,
-        **variables,
-    )
+    if request.documents is not None:
+        documents = request.documents
+    if told is None and tools is None and documents is None and not variables:
+        told = b""
+
+    def render(chat: list[Message]) -> str:
+        return template.render(
+            chat,
+            tools=tools,
+            documents=documents,
+            chat_template=request.chat_template,
+            add_generation_prompt=generation,
+            continue_final_message=continues,
+            behind=behind,
+            **variables,
+        )
+
+    key, skeletons = None, None
+    if told is not None and request.chat_template is None and not continues and messages:
+        skeletons = template.skeletons(has_tools=tools is not None)
+    if skeletons is not None:
+        key = skeletons.key(messages, told, generation, behind)
+    text = render(messages) if skeletons is None or key is None else skeletons.text(key, messages, render)
     return text.partition(MEDIA_MARKER)[0]
 
 

@@ -43,6 +43,8 @@ _BEGINNINGS_SHARE = 4
 """One part in so many of the memory is for beginnings of long texts."""
 _KEPT_BEFORE_END = 3
 """A beginning ends so many segments before its text does: a chat's last turn and the opening of the answer."""
+SHORT_MAX = 4096
+"""Characters of a text that is not looked up."""
 _CHARS_AT_ONCE, _PAUSE_S = 65_536, 1e-6
 """Characters of new text that are encoded by words before other threads get a turn."""
 _RANDOM_STATE_KEYS = ("dropout",)
@@ -99,8 +101,16 @@ def encode_plain(hf: HfTokenizer, text: str, *, add_special_tokens: bool) -> lis
 class SegmentCache:
     """Segment text -> ids, bounded by bytes. Thread-safe; encoding happens outside the lock."""
 
-    def __init__(self, hf: HfTokenizer, plan: SegmentPlan, *, max_bytes: int = CACHE_BYTES_DEFAULT) -> None:
+    def __init__(
+        self,
+        hf: HfTokenizer,
+        plan: SegmentPlan,
+        *,
+        max_bytes: int = CACHE_BYTES_DEFAULT,
+        short_max: int = SHORT_MAX,
+    ) -> None:
         self._hf = hf
+        self._short_max = short_max
         self._plan = plan
         self._max_bytes = max_bytes
         self._beginnings = Beginnings(max_bytes // _BEGINNINGS_SHARE)
@@ -121,6 +131,28 @@ class SegmentCache:
         plan = self._plan
         if add_special_tokens and (plan.prefix is None or plan.suffix is None):
             return None
+        parts = self._encode_short(text)
+        if parts is None:
+            parts = self._encode_segments(text)
+        out = array(ID_TYPE, plan.prefix or ()) if add_special_tokens else array(ID_TYPE)
+        out.frombytes(parts[0] if len(parts) == 1 else b"".join(parts))
+        if add_special_tokens:
+            out.extend(plan.suffix or ())
+        return out
+
+    def _encode_short(self, text: str) -> list[bytes] | None:
+        """At once, where that costs less than finding what of it is known."""
+        words = self._plan.words
+        ids = words.encode(text) if words is not None and len(text) <= self._short_max else None
+        if ids is None:
+            return None
+        with self._lock:
+            self._misses += 1
+            self._miss_tokens += len(ids) // _ID_BYTES
+        return [ids]
+
+    def _encode_segments(self, text: str) -> list[bytes]:
+        plan = self._plan
         beginning = self._known_beginning(text) if len(text) >= LENGTH_MIN else None
         segments = plan.split(text if beginning is None else text[beginning.end :])
         found = self._look_up(segments)
@@ -131,11 +163,7 @@ class SegmentCache:
             self._keep_beginning(text, beginning, segments, parts)
         if beginning is not None:
             parts.insert(0, beginning.ids)
-        out = array(ID_TYPE, plan.prefix or ()) if add_special_tokens else array(ID_TYPE)
-        out.frombytes(b"".join(parts))
-        if add_special_tokens:
-            out.extend(plan.suffix or ())
-        return out
+        return parts
 
     def starts_segment(self, text: str) -> bool:
         """Whether `text` begins with a token at which any text is cut."""
@@ -197,7 +225,7 @@ class SegmentCache:
                 if since > _CHARS_AT_ONCE:
                     time.sleep(_PAUSE_S)  # words are found under the interpreter's lock: others may have it now
                     since = len(segment)
-                ids = self._by_words(self._plan.words, segment)
+                ids = self._plan.words.encode(segment)
                 if ids is not None:
                     made[segment] = ids
             left = [segment for segment in unique if segment not in made]
@@ -209,10 +237,6 @@ class SegmentCache:
                 self._miss_tokens += len(ids) // _ID_BYTES
                 self._insert(segment, ids)
         return made
-
-    def _by_words(self, words: WordEncoder, segment: str) -> bytes | None:
-        first = self._plan.pattern.match(segment)
-        return words.encode(segment, first.group() if first is not None and first.group() in self._plan.cuts else "")
 
     def _insert(self, segment: str, ids: bytes) -> None:
         cost = _cost(segment, ids)

@@ -71,31 +71,23 @@ class WordEncoder:
     """Encodes text of one tokenizer. Thread-safe."""
 
     def __init__(
-        self, hf: HfTokenizer, steps: Sequence[Sequence[Row]], added: re.Pattern[str] | None,
+        self, hf: HfTokenizer, steps: Sequence[Sequence[Row]], added: Sequence[tuple[str, int | None]],
         pairs: Pairs | None = None, mixes: bool = False,
     ) -> None:  # fmt: skip
-        """`pairs`: of which new words are made; None leaves that to the library. `mixes`: other characters than ASCII,
-        and what stands beside them, are the library's, and all else is encoded here."""
+        """`added`: every added token that a text may have, with its id where texts are cut at it. `pairs`: of which new
+        words are made; None leaves that to the library. `mixes`: other characters than ASCII, and what stands beside
+        them, are the library's, and all else is encoded here."""
         self._hf = hf
         self._model = hf.model
         self._ask = self._encode_others if mixes else None
-        self._ids_of = hf.token_to_id
-        self.words = Words(steps, secrets.randbits(64), WORDS_MAX, pairs)
-        self._added = added
-        """Finds every added token that a text may have; None where there is none."""
+        self.words = Words(steps, secrets.randbits(64), WORDS_MAX, pairs, added)
 
-    def encode(self, text: str, special: str = "") -> bytes | None:
-        """Ids of `text` as the bytes of an array; None where the library must be asked. `text` begins with the added
-        token `special` and has no other of those at which texts are cut."""
+    def encode(self, text: str) -> bytes | None:
+        """Ids of `text` as the bytes of an array; None where the library must be asked: it has an added token at which
+        texts are not cut, or is not of the kind."""
         if len(text) > TEXT_MAX or not (self._ask or text.isascii()):
             return None
-        if self._added is not None and self._added.search(text, len(special)) is not None:
-            return None
-        ids = self.words.encode(text[len(special) :], self._learn, self._ask)
-        if ids is None or not special:
-            return ids
-        special_id = self._ids_of(special)
-        return None if special_id is None else array("I", (special_id,)).tobytes() + ids
+        return self.words.encode(text, self._learn, self._ask)
 
     def _encode_others(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._hf.encode_batch_fast(texts, add_special_tokens=False)]
@@ -119,7 +111,7 @@ def plan_words(
     hf: HfTokenizer, spec: dict[str, Any], samples: Sequence[str], cuts: frozenset[str] = frozenset()
 ) -> WordEncoder | str:
     """The encoder of a tokenizer whose tokenizer.json is `spec`, or why there is none: a doubt is a no. `cuts`: added
-    tokens at which texts are cut before, so that they have none of them but at their beginning."""
+    tokens before and behind which texts are encoded for themselves."""
     if not _FOUND:
         return "prompts._words was not compiled"
     if (spec.get("model") or {}).get("type") != "BPE":
@@ -141,8 +133,8 @@ def plan_words(
         if rows is None:
             return f"its pattern uses what is not known here: {pattern[:60]!r}"
         steps.append(rows)
-    contents = [token["content"] for token in spec["added_tokens"] if token["content"] not in {*cuts, ""}]
-    added = re.compile("|".join(re.escape(content) for content in contents)) if contents else None
+    contents = dict.fromkeys(token["content"] for token in spec["added_tokens"] if token["content"])
+    added = [(content, hf.token_to_id(content) if content in cuts else None) for content in contents]
     try:
         mixes = len(steps) == 1 and not any(token["normalized"] for token in spec["added_tokens"])
         encoder = WordEncoder(hf, steps, added, _pairs(spec["model"]), mixes)

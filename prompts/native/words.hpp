@@ -7,10 +7,12 @@
 #include <cstdint>
 #include <cstring>
 #include <map>
+#include <optional>
 #include <set>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -49,7 +51,7 @@ public:
             if (states.size() > kStatesMax) throw std::length_error("a pattern with too many states");
             return at->second;
         };
-        first_ = number(Ways{{static_cast<u32>(parts_.size() - 1), 0}});
+        first_ = number(Ways{{static_cast<u32>(parts_.size() - 1), 0}}) * kWidth;
         std::map<std::vector<bool>, std::vector<std::size_t>> alike;  // characters that no part tells from each other
         for (std::size_t c = 0; c <= kEnd; ++c) {
             std::vector<bool> in{c == kEnd};
@@ -64,7 +66,7 @@ public:
                 bool matches = false;
                 const Ways ways = states[state];
                 for (const auto& [part, count] : ways) follow(part, count, chars[0], after, seen, matches);
-                const u32 step = number(std::move(after)) << 1 | u32{matches};
+                const u32 step = number(std::move(after)) * kWidth << 1 | u32{matches};
                 for (const std::size_t c : chars) steps_[state * kWidth + c] = step;
             }
         }
@@ -77,13 +79,21 @@ public:
 
     // The end of its match at `at`, or kNone; `at` is then behind what was looked at, behind the text if its end was.
     std::size_t match(std::string_view text, std::size_t& at) const {
-        std::size_t found = kNone;
-        for (u32 state = first_; state != kDead; ++at) {
-            const u32 step = steps_[state * kWidth + (at < text.size() ? static_cast<unsigned char>(text[at]) : kEnd)];
-            if (step & 1) found = at;
+        const char* const chars = text.data();
+        const u32* const steps = steps_.data();
+        std::size_t found = kNone, i = at;
+        u32 state = first_;
+        for (; i < text.size(); ++i) {
+            const u32 step = steps[state + static_cast<u8>(chars[i])];
+            if (step & 1) found = i;
             state = step >> 1;
+            if (state == kDead) {
+                at = i + 1;
+                return found;
+            }
         }
-        return found;
+        at = i + 1;
+        return steps[state + kEnd] & 1 ? i : found;
     }
 
 private:
@@ -119,9 +129,9 @@ private:
     // left out of all words: what lies between words reaches as far as the next one.
     void foresee() {
         for (std::size_t c = 0; c < kEnd; ++c) {
-            const std::size_t state = steps_[first_ * kWidth + c] >> 1;
+            const std::size_t state = steps_[first_ + c] >> 1;
             for (std::size_t next = 0; next <= kEnd; ++next) {
-                if (!(steps_[state * kWidth + next] & 1)) return;
+                if (!(steps_[state + next] & 1)) return;
             }
         }
         const auto ends = [&](const Part& part, std::size_t c) {
@@ -145,7 +155,7 @@ private:
 
     static constexpr u64 kMany = u64{1} << 31;  // as in prompts/words.py: without an end
     std::vector<Part> parts_;   // while it is built
-    std::vector<u32> steps_;    // by state and next character: twice the next state, and whether it matches before
+    std::vector<u32> steps_;    // by state and next character: twice where the next state's begin, and whether it matches before
     u32 first_;
     std::array<std::array<bool, kEnd>, kEnd> ends_{};
 };
@@ -376,45 +386,113 @@ private:
     std::size_t words_ = 0;
 };
 
-struct Word {
-    std::size_t start, end;
-    bool ascii = true;
-};
+// Tokens that are sought as they are written: the first that begins, the longest that begins there.
+class AddedTokens {
+public:
+    struct Token {
+        std::string text;
+        u32 id;
+        bool cuts;  // what stands before and behind it is encoded for itself
+    };
+    struct Found {
+        std::size_t start, end;  // of none: behind the text
+        const Token* token;
+    };
 
-// All of a text: what the first pattern matches and what lies between is cut by the next one. False where a pattern
-// matches nothing at some place: engines go on differently behind an empty match.
-inline bool cut(const std::vector<Pattern>& patterns, std::string_view text, std::vector<Word>& words) {
-    words.assign(text.empty() ? 0 : 1, Word{0, text.size(), true});
-    std::vector<Word> pieces;
-    for (const Pattern& pattern : patterns) {
-        pieces.swap(words);
-        words.clear();
-        for (const Word& piece : pieces) {
-            const std::string_view part = text.substr(0, piece.end);  // nobody looks beyond, nor back
-            const std::string_view own = part.substr(piece.start);
-            std::size_t gap = 0, at = 0;
-            while (at < own.size()) {
-                std::size_t behind = at;
-                const std::size_t end = pattern.match(own, behind);
-                if (end == at) return false;
-                if (end == Pattern::kNone) {
-                    ++at;
-                    continue;
-                }
-                if (gap < at) words.push_back(Word{piece.start + gap, piece.start + at, true});
-                words.push_back(Word{piece.start + at, piece.start + end, true});
-                gap = at = end;
+    explicit AddedTokens(std::vector<Token> tokens) : tokens_(std::move(tokens)), ends_(1) {
+        for (const Token& token : tokens_) {
+            if (token.text.empty()) throw std::invalid_argument("an added token without text");
+            u32 node = 0;
+            for (const char c : token.text) {
+                const auto [at, fresh] = nodes_.try_emplace(key(node, c), static_cast<u32>(ends_.size()));
+                if (fresh) ends_.push_back(nullptr);
+                node = at->second;
             }
-            if (gap < own.size()) words.push_back(Word{piece.start + gap, piece.end, true});
+            ends_[node] = &token;
+            begins_[static_cast<u8>(token.text[0])] = true;
+        }
+        const auto first = std::find(begins_.begin(), begins_.end(), true);
+        if (std::count(begins_.begin(), begins_.end(), true) == 1) only_ = static_cast<int>(first - begins_.begin());
+    }
+    AddedTokens(const AddedTokens&) = delete;
+    AddedTokens& operator=(const AddedTokens&) = delete;
+
+    // From `at` on.
+    Found find(std::string_view text, std::size_t at) const {
+        for (;; ++at) {
+            if (only_) {
+                at = std::min(text.find(static_cast<char>(*only_), at), text.size());
+            } else {
+                while (at < text.size() && !begins_[static_cast<u8>(text[at])]) ++at;
+            }
+            Found found{at, at, nullptr};
+            if (at == text.size()) return found;
+            u32 node = 0;
+            for (std::size_t i = at; i < text.size(); ++i) {
+                const auto next = nodes_.find(key(node, text[i]));
+                if (next == nodes_.end()) break;
+                node = next->second;
+                if (ends_[node] != nullptr) found = Found{at, i + 1, ends_[node]};
+            }
+            if (found.token != nullptr) return found;
         }
     }
+
+private:
+    static u64 key(u32 node, char c) { return u64{node} << 8 | static_cast<u8>(c); }
+    const std::vector<Token> tokens_;
+    std::unordered_map<u64, u32> nodes_;  // (beginning of a token, its next character) -> a longer beginning
+    std::vector<const Token*> ends_;      // by beginning: the token that it is
+    std::array<bool, 256> begins_{};
+    std::optional<int> only_;  // the character with which all of them begin
+};
+
+struct Word {
+    enum Kind : u32 { Ascii, Mixed, Added };
+    std::size_t start, end;
+    Kind kind = Ascii;
+    u32 id = 0;  // of an added token
+};
+
+// Words of a text that stands at `offset` of the whole, by one pattern: what it matches and what lies between. False where
+// it matches nothing at some place: engines go on differently behind an empty match.
+inline bool cut_by(const Pattern& pattern, std::string_view text, std::size_t offset, std::vector<Word>& words) {
+    std::size_t gap = 0, at = 0;
+    while (at < text.size()) {
+        std::size_t behind = at;
+        const std::size_t end = pattern.match(text, behind);
+        if (end == at) return false;
+        if (end == Pattern::kNone) {
+            ++at;
+            continue;
+        }
+        if (gap < at) words.push_back(Word{offset + gap, offset + at});
+        words.push_back(Word{offset + at, offset + end});
+        gap = at = end;
+    }
+    if (gap < text.size()) words.push_back(Word{offset + gap, offset + text.size()});
+    return true;
+}
+
+// By all patterns: a word of the first one is cut by the next one, which looks neither beyond it nor back.
+inline bool cut(const std::vector<Pattern>& patterns, std::string_view text, std::size_t offset, std::vector<Word>& words) {
+    if (patterns.size() == 1) return cut_by(patterns[0], text, offset, words);
+    std::vector<Word> pieces, found(text.empty() ? 0 : 1, Word{0, text.size()});
+    for (const Pattern& pattern : patterns) {
+        pieces.swap(found);
+        found.clear();
+        for (const Word& piece : pieces) {
+            if (!cut_by(pattern, text.substr(piece.start, piece.end - piece.start), piece.start, found)) return false;
+        }
+    }
+    for (const Word& word : found) words.push_back(Word{offset + word.start, offset + word.end});
     return true;
 }
 
 // The same of UTF-8 by one pattern: words of ASCII, and between them what is to be encoded by the library, from the word
 // that other characters may belong to until where a word surely ends. What stands beside such a character may become one
 // with it. False as above, and where there would be nothing but the latter.
-inline bool cut_around(const Pattern& pattern, std::string_view text, std::vector<Word>& words) {
+inline bool cut_around(const Pattern& pattern, std::string_view text, std::size_t offset, std::vector<Word>& words) {
     const auto is_ascii = [&](std::size_t i) { return i >= text.size() || static_cast<u8>(text[i]) < 0x80; };
     std::size_t at = 0;
     while (at < text.size()) {
@@ -427,7 +505,7 @@ inline bool cut_around(const Pattern& pattern, std::string_view text, std::vecto
             const std::size_t end = pattern.match(sure, behind);
             if (!last && behind > sure.size()) break;
             if (end == at || end == Pattern::kNone) return false;
-            words.push_back(Word{at, end, true});
+            words.push_back(Word{offset + at, offset + end});
             at = end;
         }
         if (last) break;
@@ -437,7 +515,7 @@ inline bool cut_around(const Pattern& pattern, std::string_view text, std::vecto
             ++end;
         }
         if (at == 0 && end == text.size()) return false;
-        words.push_back(Word{at, end, false});
+        words.push_back(Word{offset + at, offset + end, Word::Mixed});
         at = end;
     }
     return true;

@@ -1,9 +1,11 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <optional>
+#include <string>
 #include <tuple>
 #include <unordered_map>
 
@@ -60,8 +62,11 @@ class Words {
 public:
     // `pairs`: (ids of characters, and of each merge by rank: left, right, what they become).
     using Pairs = std::tuple<std::vector<u32>, std::vector<u32>, std::vector<u32>, std::vector<u32>>;
-    Words(const std::vector<std::vector<Row>>& steps, u64 seed, std::size_t words_max, const std::optional<Pairs>& pairs)
-        : table_(seed, words_max) {
+    // (text, id; none where texts are not cut at it)
+    using Added = std::tuple<std::string, std::optional<u32>>;
+    Words(const std::vector<std::vector<Row>>& steps, u64 seed, std::size_t words_max, const std::optional<Pairs>& pairs,
+          const std::vector<Added>& added)
+        : added_(tokens_of(added)), table_(seed, words_max) {
         for (const std::vector<Row>& rows : steps) steps_.push_back(pattern_of(rows));
         if (!pairs) return;
         const auto& [chars, left, right, made] = *pairs;
@@ -71,10 +76,10 @@ public:
         pairs_.emplace(chars, left, right, made);
     }
 
-    // Of a text: its ids as bytes; None where a pattern matches nothing, and where long words have more than kLongMax
-    // characters. `learn(word)` tells the ids of a word that is long, or for which there are no pairs; `ask(texts)` of
-    // texts with other characters than ASCII: without it, and where there are many, None. Under the GIL, which they may
-    // give away: the table may then be another one.
+    // Of a text: its ids as bytes; None where a pattern matches nothing, where long words have more than kLongMax
+    // characters, and where there is an added token that does not cut. `learn(word)` tells the ids of a word that is long,
+    // or for which there are no pairs; `ask(texts)` of texts with other characters than ASCII: without it, and where there
+    // are many, None. Under the GIL, which they may give away: the table may then be another one.
     nb::object encode(nb::str text, nb::callable learn, nb::object ask) {
         const bool ascii = PyUnicode_IS_ASCII(text.ptr()) != 0;
         const nb::object utf8 = nb::steal(ascii ? nullptr : PyUnicode_AsUTF8String(text.ptr()));  // kept in no string
@@ -85,29 +90,29 @@ public:
                   : std::string_view(PyBytes_AS_STRING(utf8.ptr()), static_cast<std::size_t>(PyBytes_GET_SIZE(utf8.ptr())));
         std::vector<Word> words;
         std::unordered_map<std::string_view, std::vector<u32>> asked;
-        if (ascii) {
-            if (!cut(steps_, whole, words)) return nb::none();
-        } else if (ask.is_none() || steps_.size() != 1 || !cut_around(steps_[0], whole, words) ||
-                   !ask_for(whole, words, ask, asked)) {
-            return nb::none();
-        }
+        if (!divide(whole, ascii, !ask.is_none(), words)) return nb::none();
+        if (!ascii && !ask.is_none() && !ask_for(whole, words, ask, asked)) return nb::none();
         std::size_t long_ones = 0;
-        for (const Word& at : words) long_ones += at.ascii && at.end - at.start > kWordMax ? at.end - at.start : 0;
+        for (const Word& at : words) long_ones += at.kind == Word::Ascii && at.end - at.start > kWordMax ? at.end - at.start : 0;
         if (long_ones > kLongMax) return nb::none();
         Ids ids(whole.size());
         for (const Word& at : words) {
             const std::size_t count = at.end - at.start;
+            if (at.kind == Word::Added) {
+                ids.append(&at.id, 1);
+                continue;
+            }
             if (count <= kWordMax && table_.append(whole, at.start, count, ids)) continue;
             const std::string_view word = whole.substr(at.start, count);
-            if (pairs_ && at.ascii && count <= kWordMax) {
+            if (pairs_ && at.kind == Word::Ascii && count <= kWordMax) {
                 const std::size_t first = ids.size();
                 pairs_->append(word, ids);
                 table_.add(word, ids.data() + first, ids.size() - first);
                 continue;
             }
-            if (!at.ascii && asked.find(word) == asked.end()) return nb::none();  // forgotten since
+            if (at.kind == Word::Mixed && asked.find(word) == asked.end()) return nb::none();  // forgotten since
             const auto found =
-                at.ascii ? nb::cast<std::vector<u32>>(learn(nb::str(word.data(), word.size()))) : asked[word];
+                at.kind == Word::Ascii ? nb::cast<std::vector<u32>>(learn(nb::str(word.data(), word.size()))) : asked[word];
             ids.append(found.data(), found.size());
             Ids known(0);
             if (count <= kWordMax && !table_.append(whole, at.start, count, known)) {
@@ -120,6 +125,28 @@ public:
     std::size_t size() const { return table_.size(); }
 
 private:
+    static std::vector<AddedTokens::Token> tokens_of(const std::vector<Added>& added) {
+        std::vector<AddedTokens::Token> tokens;
+        for (const auto& [text, id] : added) tokens.push_back({text, id.value_or(0), id.has_value()});
+        return tokens;
+    }
+
+    bool divide(std::string_view whole, bool ascii, bool asks, std::vector<Word>& words) const {
+        for (std::size_t at = 0;;) {
+            const AddedTokens::Found next = added_.find(whole, at);
+            const std::string_view piece = whole.substr(at, next.start - at);
+            if (!piece.empty()) {
+                const bool plain = ascii || std::all_of(piece.begin(), piece.end(), [](char c) { return (c & 0x80) == 0; });
+                if (!plain && (!asks || steps_.size() != 1)) return false;
+                if (!(plain ? cut(steps_, piece, at, words) : cut_around(steps_[0], piece, at, words))) return false;
+            }
+            if (next.token == nullptr) return true;
+            if (!next.token->cuts) return false;
+            words.push_back(Word{next.start, next.end, Word::Added, next.token->id});
+            at = next.end;
+        }
+    }
+
     // The ids of those that are not ASCII and not known; false where there are more than kAskedMax.
     bool ask_for(std::string_view whole, const std::vector<Word>& words, const nb::object& ask,
                  std::unordered_map<std::string_view, std::vector<u32>>& asked) const {
@@ -128,7 +155,7 @@ private:
         for (const Word& at : words) {
             const std::string_view word = whole.substr(at.start, at.end - at.start);
             Ids known(0);
-            if (at.ascii || (word.size() <= kWordMax && table_.append(whole, at.start, word.size(), known))) continue;
+            if (at.kind != Word::Mixed || (word.size() <= kWordMax && table_.append(whole, at.start, word.size(), known))) continue;
             if (!asked.try_emplace(word).second) continue;
             if (unknown.size() == kAskedMax) return false;
             unknown.push_back(word);
@@ -142,6 +169,7 @@ private:
     }
 
     static constexpr std::size_t kAskedMax = 64;  // texts: each costs the library as much as many characters
+    const AddedTokens added_;
     std::vector<Pattern> steps_;
     WordTable table_;
     std::optional<BytePairs> pairs_;
@@ -154,8 +182,10 @@ NB_MODULE(_words, module) {
     nb::set_leak_warnings(false);
     module.def("count_openings", &count_openings, nb::arg("text"), nb::arg("end") = ~std::size_t{0});
     nb::class_<Words>(module, "Words")
-        .def(nb::init<const std::vector<std::vector<Row>>&, u64, std::size_t, const std::optional<Words::Pairs>&>(),
-             nb::arg("steps"), nb::arg("seed"), nb::arg("words_max"), nb::arg("pairs") = nb::none())
+        .def(nb::init<const std::vector<std::vector<Row>>&, u64, std::size_t, const std::optional<Words::Pairs>&,
+                      const std::vector<Words::Added>&>(),
+             nb::arg("steps"), nb::arg("seed"), nb::arg("words_max"), nb::arg("pairs") = nb::none(),
+             nb::arg("added") = std::vector<Words::Added>{})
         .def("encode", &Words::encode, nb::arg("text"), nb::arg("learn"), nb::arg("ask") = nb::none())
         .def("__len__", &Words::size);
 }

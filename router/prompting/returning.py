@@ -105,7 +105,7 @@ def go_on(known: Known, mark: Mark, body: bytes, tokenizer: Tokenizer, tokens_ma
     if rest.chat.messages[: rest.heads] != known.opening[: rest.heads]:
         return None
     try:
-        text = _text(tokenizer, rest.chat, known.opening[0], mark.count, [mark.before, mark.last, *rest.new])
+        text = _text(tokenizer, rest, known.opening[0], mark.count, [mark.before, mark.last, *rest.new])
         found = tokenizer.encode_array(text, add_special_tokens=False)
     except RequestError:
         return None
@@ -139,7 +139,7 @@ def learn(parsed: RoutingRequest, body: bytes, prompt: ReadPrompt, tokenizer: To
             return None
         if count < COUNT_MIN or first >= count:
             continue
-        mark = _mark(tokenizer, body, end, rest.chat, messages[0], count, messages[count - 2 :], text, ids, len(text))
+        mark = _mark(tokenizer, body, end, rest, messages[0], count, messages[count - 2 :], text, ids, len(text))
         if mark is not None:
             marks.append(mark)
             told, heads = rest.told, rest.heads
@@ -171,7 +171,7 @@ def learn_more(returned: Returned, body: bytes, tokenizer: Tokenizer) -> Known |
     chars = mark.chars + len(returned.text)
     first = known.opening[0]
     made = _mark(
-        tokenizer, body, end, rest.chat, first, count, tail[fresh:], returned.text, returned.ids, chars
+        tokenizer, body, end, rest, first, count, tail[fresh:], returned.text, returned.ids, chars
     )  # fmt: skip
     if made is None:
         return None
@@ -219,23 +219,23 @@ def _read(kind: Kind, start: int, end: int, body: bytes, tokenizer: Tokenizer) -
     return Rest(parsed, data, chat, heads, blake2b(told, digest_size=16).digest())
 
 
-def _text(tokenizer: Tokenizer, chat: RoutingRequest, first: Message, count: int, messages: list[Message]) -> str:
+def _text(tokenizer: Tokenizer, rest: Rest, first: Message, count: int, messages: list[Message]) -> str:
     """From message `count` - 1 on, the second of `messages`. Raises RequestError."""
     template = tokenizer.chat_template
     assert template is not None
     firsts = 2 - count % 2
-    shown = msgspec.structs.replace(chat, messages=[*[first] * firsts, *messages])
-    return render_chat(template, shown, tokenizer.generated, behind=firsts + 1)
+    shown = msgspec.structs.replace(rest.chat, messages=[*[first] * firsts, *messages])
+    return render_chat(template, shown, tokenizer.generated, behind=firsts + 1, told=rest.told)
 
 
 def _mark(
-    tokenizer: Tokenizer, body: bytes, end: int, chat: RoutingRequest, first: Message, count: int,
+    tokenizer: Tokenizer, body: bytes, end: int, rest: Rest, first: Message, count: int,
     messages: list[Message], text: str, ids: Sequence[int], chars: int,
 ) -> Mark | None:  # fmt: skip
     """The place before the last message of the body. `messages`: of the chat, from `count` - 2 on. `text`: the end of
     the prompt's, which has so many characters in all."""
     try:
-        after = _text(tokenizer, chat, first, count, messages)
+        after = _text(tokenizer, rest, first, count, messages)
         found = tokenizer.encode_array(after, add_special_tokens=False)
     except RequestError:
         return None

@@ -44,7 +44,8 @@ def texts(added: list[str]) -> st.SearchStrategy[str]:
 def test_cached_ids_equal_a_full_encode(kind, make_tokenizer, data):
     hf, plan, added = _prepared(make_tokenizer(kind).to_str())
     assert isinstance(plan, SegmentPlan), plan
-    cache = make_cache(hf, plan, max_bytes=data.draw(st.sampled_from([1, 2_000, 1_000_000])))
+    bounds = {"max_bytes": st.sampled_from([1, 2_000, 1_000_000]), "short_max": st.sampled_from([0, 20, 1_000])}
+    cache = make_cache(hf, plan, **data.draw(st.fixed_dictionaries(bounds)))
     history = ""
     for _ in range(data.draw(st.integers(1, 4))):
         history += data.draw(texts(added))
@@ -101,7 +102,7 @@ def test_the_pattern_finds_the_leftmost_longest_token(words, text):
 
 def test_a_new_turn_costs_only_itself(make_tokenizer):
     hf = make_tokenizer("qwen")
-    cache = make_cache(hf)
+    cache = make_cache(hf, short_max=0)
     turns = [f"<|im_start|>user\nquestion {i}<|im_end|>\n" for i in range(20)]
     cache.encode("".join(turns), add_special_tokens=False)
     before = cache.stats()
@@ -114,7 +115,7 @@ def test_a_new_turn_costs_only_itself(make_tokenizer):
 
 def test_memory_is_bounded_and_the_oldest_goes_first(make_tokenizer):
     hf = make_tokenizer("qwen")
-    cache = make_cache(hf, max_bytes=4_000)
+    cache = make_cache(hf, max_bytes=4_000, short_max=0)
     first = "<|im_start|>first"
     for i in range(50):
         cache.encode(first, add_special_tokens=False)  # used all the time: it stays

@@ -59,7 +59,7 @@ def tokenizer(name: str, form: str = "NFC", normalized: bool = True) -> Tokenize
 @cache
 def encoder(name: str) -> WordEncoder:
     hf = tokenizer(name)
-    made = plan_words(hf, json.loads(hf.to_str()), CORPUS)
+    made = plan_words(hf, json.loads(hf.to_str()), CORPUS, frozenset(("<|user|>", "<|end|>")))
     assert isinstance(made, WordEncoder), made
     return made
 
@@ -72,18 +72,17 @@ TEXTS = st.lists(st.one_of(PIECES, PIECES, st.text(st.characters(max_codepoint=1
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-@given(text=TEXTS.map("".join), special=st.sampled_from(["", "<|user|>"]))
+@given(text=TEXTS.map("".join))
 @settings(max_examples=150, deadline=None)
-@example(text="", special="").via("nothing to cut")
-@example(text="a" * 100 + " \n \n  b", special="<|user|>").via("a word too long to remember")
-def test_ids_equal_the_library_s_or_there_are_none(name: str, text: str, special: str) -> None:
-    text = special + text
+@example(text="").via("nothing to cut")
+@example(text="<|user|>" + "a" * 100 + " \n \n  b").via("a word too long to remember")
+@example(text="fox<|end|><|user|>\n fox <|end|").via("tokens at which it is cut, and what only begins like one")
+def test_ids_equal_the_library_s_or_there_are_none(name: str, text: str) -> None:
     want = array("I", tokenizer(name).encode(text, add_special_tokens=False).ids).tobytes()
     for _ in range(2):  # learned, then known
-        got = encoder(name).encode(text, special)
+        got = encoder(name).encode(text)
         assert got is None or got == want
-    rest = text[len(special) :]
-    if rest.isascii() and not any(token in rest for token in ("panic", "<think>", "<|end|>", "<|user|>")):
+    if text.isascii() and not any(token in text for token in ("panic", "<think>")):
         assert got is not None, "such a text needs no library"
     else:
         assert got is None
@@ -279,3 +278,26 @@ def test_what_looks_further_than_a_character_is_refused(pattern: str) -> None:
 def test_lists_and_objects_are_counted(text: bytes, end: int | None) -> None:
     got = count_openings(text) if end is None else count_openings(text, end)
     assert got == text[:end].count(b"[") + text[:end].count(b"{")
+
+
+@given(
+    st.lists(st.text("ab<|>", min_size=1, max_size=5), unique=True, max_size=8), st.text("ab<|>c", max_size=40),
+    st.integers(0, 8),
+)  # fmt: skip
+@settings(max_examples=300, deadline=None)
+def test_texts_are_cut_at_the_leftmost_longest_token(tokens: list[str], text: str, cuts: int) -> None:
+    """`cuts`: at so many of them; any other leaves the text to the library."""
+    rows = words.parts_of("[a-z<|>]")
+    assert rows is not None
+    added = [(token, 1000 + i if i < cuts else None) for i, token in enumerate(tokens)]
+    made = Words([rows], 7, 100, None, added)
+    want, at = list[int](), 0
+    while at < len(text):
+        token = max((t for t in tokens if text.startswith(t, at)), key=len, default=text[at])
+        number = dict(added).get(token, ord(text[at]))
+        want.append(-1 if number is None else number)
+        at += len(token)
+    got = made.encode(text, lambda word: [ord(word)])
+    assert got == (None if -1 in want else array("I", want).tobytes())
+    with pytest.raises(ValueError, match="without text"):
+        Words([rows], 7, 100, None, [("", 1)])

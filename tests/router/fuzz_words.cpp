@@ -81,7 +81,7 @@ public:
         const std::string text = make();
         std::vector<Word> words;
         const auto before = work;
-        const bool all = cut(steps_, text, words);
+        const bool all = cut(steps_, text, 0, words);
         Ids ids(text.size());
         std::size_t at = 0, count = 0;
         for (const Word& word : words) {
@@ -113,7 +113,7 @@ public:
         }
         std::vector<Word> words;
         const auto before = work;
-        const bool all = cut_around(steps_[0], text, words);
+        const bool all = cut_around(steps_[0], text, 0, words);
         expect(work - before <= kSteps + kStepsPerByte * text.size(), "a mixed text costs too many steps");
         if (!all) return;
         const auto other = [](char c) { return (c & 0x80) != 0; };
@@ -121,7 +121,7 @@ public:
         for (const Word& word : words) {
             expect(word.start == at && word.end > at && word.end <= text.size(), "pieces are not the text");
             const std::string piece = text.substr(word.start, word.end - word.start);
-            expect(word.ascii == std::none_of(piece.begin(), piece.end(), other), "a piece is of the wrong kind");
+            expect((word.kind == Word::Ascii) == std::none_of(piece.begin(), piece.end(), other), "a piece is of the wrong kind");
             expect(word.end == text.size() || !other(text[word.end]), "a piece ends before another character");
             at = word.end;
         }

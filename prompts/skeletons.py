@@ -1,0 +1,123 @@
+"""What a chat template writes around the texts of messages, kept: a chat of known roles is put together of it.
+
+Only for templates that copy texts (prompts/chat_copies.py), and messages of a role and a text that such a template
+would copy. Each skeleton was compared with what the template made of the chat that it was made for. Invariant: the text
+is the template's own, or None.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+MESSAGES_MAX = 16
+"""Of a chat: of longer ones hardly two have the same roles one after the other."""
+_ROLE_CHARS_MAX = 32
+_CHARS_MAX = 65_536
+"""Of a skeleton: the rest is the template's and the tools'."""
+_KEPT_MAX = 64
+"""Skeletons; when there are more, all are forgotten."""
+_LEFT, _RIGHT = "\x1e", "\x1f"
+"""White space that no template writes, around what stands for a text: gone where the template strips it."""
+Message = dict[str, Any]
+Key = tuple[object, ...]
+
+
+class _Skeleton:
+    """`before`, then for each of `places` the text of that message, stripped or not, and what follows it."""
+
+    def __init__(self, before: str, places: list[tuple[int, bool, bool, str]]) -> None:
+        self._before = before
+        self._places = places
+
+    def fill(self, messages: Sequence[Message]) -> str:
+        parts = [self._before]
+        for number, left, right, after in self._places:
+            text = _text(messages[number]) or ""
+            if left or right:
+                text = text.strip() if left and right else text.lstrip() if left else text.rstrip()
+            parts.append(text)
+            parts.append(after)
+        return "".join(parts)
+
+
+class Skeletons:
+    """Of one template with its variables."""
+
+    def __init__(self, lacks: Sequence[str], edges: str, *, parts: bool = False) -> None:
+        """`lacks`, `edges`: what texts must be like (prompts/chat_copies.py:Copies). `parts`: contents are lists of
+        parts, here of one."""
+        self._form = list if parts else str
+        self._lacks = tuple(lacks)
+        self._edges = edges
+        self._kept: dict[Key, _Skeleton | None] = {}
+
+    def key(self, messages: Sequence[Message], *told: object) -> Key | None:
+        """What tells the chat from those that have another skeleton; None where it has none. `told`: what else the
+        template is told."""
+        if len(messages) > MESSAGES_MAX:
+            return None
+        key: list[object] = list(told)
+        for message in messages:
+            role = message.get("role")
+            if len(message) != 2 or type(role) is not str or type(message.get("content")) is not self._form:
+                return None
+            if len(role) > _ROLE_CHARS_MAX or not self._copied(_text(message)):
+                return None
+            key.append(role)
+        return tuple(key)
+
+    def _copied(self, text: str | None) -> bool:
+        if not text or text.isspace():
+            return False
+        for lacked in self._lacks:
+            if lacked in text:
+                return False
+        if not self._edges:
+            return True
+        bare = text.strip()
+        return not any(char in self._edges for char in (text[0], text[-1], bare[0], bare[-1]))
+
+    def text(self, key: Key, messages: Sequence[Message], render: Callable[[list[Message]], str]) -> str:
+        """What `render`, which is the template, makes of the chat. Raises what that raises."""
+        skeleton = self._kept.get(key)
+        if skeleton is not None:
+            return skeleton.fill(messages)
+        text = render(list(messages))
+        if key not in self._kept and len(text) - sum(len(_text(m) or "") for m in messages) <= _CHARS_MAX:
+            if len(self._kept) >= _KEPT_MAX:
+                self._kept = {}
+            self._kept[key] = None
+            made = self._made(messages, render)
+            self._kept[key] = made if made is not None and made.fill(messages) == text else None
+        return text
+
+    def _made(self, messages: Sequence[Message], render: Callable[[list[Message]], str]) -> _Skeleton | None:
+        """None where it cannot be told what stands where."""
+        names = [f"x{number}x{secrets.token_hex(16)}x" for number in range(len(messages))]
+        stands = [_LEFT + name + _RIGHT for name in names]
+        if not all(map(self._copied, stands)):
+            return None
+        shown: list[Message] = [
+            {"role": m["role"], "content": text if self._form is str else [{"type": "text", "text": text}]}
+            for m, text in zip(messages, stands)
+        ]
+        parts = re.split(f"({_LEFT}?)({'|'.join(names)})({_RIGHT}?)", render(shown))
+        places = [
+            (names.index(name), not left, not right, after)
+            for left, name, right, after in zip(parts[1::4], parts[2::4], parts[3::4], parts[4::4])
+        ]
+        made = _Skeleton(parts[0], places)
+        return None if any(edge in part for edge in (_LEFT, _RIGHT) for part in (parts[0], *parts[4::4])) else made
+
+
+def _text(message: Message) -> str | None:
+    """All that it says; None where that is not one text."""
+    content: str | list[Message] = message["content"]
+    if type(content) is str:
+        return content
+    only: Message = content[0] if len(content) == 1 else {}  # type: ignore[assignment]
+    text = only.get("text")
+    return text if len(only) == 2 and only.get("type") == "text" and type(text) is str else None
