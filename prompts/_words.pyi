@@ -4,6 +4,7 @@ Pairs = tuple[list[int], list[int], list[int], list[int]]
 Row = tuple[int, int, int, int, int, bool, list[int], int]
 
 def count_openings(text: bytes, end: int = ...) -> int: ...
+def digests(body: bytes, first: int, seed: int, end: int = ...) -> list[int]: ...
 
 class Words:
     def __init__(

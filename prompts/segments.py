@@ -165,9 +165,18 @@ class SegmentCache:
             parts.insert(0, beginning.ids)
         return parts
 
-    def starts_segment(self, text: str) -> bool:
-        """Whether `text` begins with a token at which any text is cut."""
-        found = self._plan.pattern.match(text)
+    def first_segments(self, text: str, least: int) -> str:
+        """Of `text`, until it has so many characters."""
+        end = 0
+        for segment in self._plan.split(text):
+            end += len(segment)
+            if end >= least:
+                break
+        return text[:end]
+
+    def starts_segment(self, text: str, at: int = 0) -> bool:
+        """Whether there is a token in `text` at `at` at which any text is cut."""
+        found = self._plan.pattern.match(text, at)
         return found is not None and found.group() in self._plan.anchors
 
     def _known_beginning(self, text: str) -> Beginning | None:

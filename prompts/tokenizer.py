@@ -106,9 +106,13 @@ class Tokenizer:
         except (UnicodeEncodeError, TypeError) as error:  # a lone surrogate; the library says TypeError
             raise RequestError(f"the text cannot be encoded as UTF-8: {error}", param=None) from error
 
-    def starts_segment(self, text: str) -> bool:
-        """Whether the ids of any text and of this one behind it are those of both."""
-        return self._cache is not None and self._cache.starts_segment(text)
+    def starts_segment(self, text: str, at: int = 0) -> bool:
+        """Whether the ids of any text and of this one, from `at` on, behind it are those of both."""
+        return self._cache is not None and self._cache.starts_segment(text, at)
+
+    def first_segments(self, text: str, least: int) -> str:
+        """The beginning of a text that has so many characters, if the text has, and whose end is cut."""
+        return "" if self._cache is None else self._cache.first_segments(text, least)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids. Bytes that are not (yet) UTF-8 come out as U+FFFD; unknown ids as nothing."""

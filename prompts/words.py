@@ -20,6 +20,7 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import xxhash
 from tokenizers import Tokenizer as HfTokenizer
 
 try:
@@ -32,12 +33,26 @@ except ImportError:  # before Python 3.11
 try:
     from prompts._words import Words
     from prompts._words import count_openings as count_openings
+    from prompts._words import digests as digests
 except ImportError:
     _FOUND = False
 
     def count_openings(text: bytes, end: int = sys.maxsize) -> int:
         """Of `[` and `{` before `end`: no JSON text has more lists and objects."""
         return text.count(b"[", 0, end) + text.count(b"{", 0, end)
+
+    def digests(body: bytes, first: int, seed: int, end: int = sys.maxsize) -> list[int]:
+        """Of the beginnings of `body` before `end` that have `first` bytes, an eighth more, two eighths ..., twice as
+        many, an eighth of that more, and so on."""
+        whole, view, found = xxhash.xxh3_64(seed=seed), memoryview(body), list[int]()
+        at, length, step = 0, first, first // 8
+        while length <= min(len(body), end):
+            whole.update(view[at:length])
+            found.append(whole.intdigest())
+            at, step = length, 2 * step if length == 16 * step else step
+            length += step
+        return found
+
 else:
     _FOUND = True
 

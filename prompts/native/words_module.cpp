@@ -58,6 +58,35 @@ std::size_t count_openings(nb::bytes text, std::size_t end) {
     return found;
 }
 
+// Of the beginnings of these bytes before `end` that have `first` bytes, an eighth more, two eighths ..., twice as many, an
+// eighth of that more, and so on. The seed is secret.
+std::vector<u64> digests(nb::bytes body, std::size_t first, u64 seed, std::size_t end) {
+    constexpr std::size_t kPiece = 64;
+    if (first == 0 || first % (8 * kPiece) != 0) throw nb::value_error("first: expected a multiple of 512");
+    const char* data = body.c_str();
+    const auto word = [&](std::size_t at) {
+        u64 found;
+        std::memcpy(&found, data + at, sizeof(found));
+        return found;
+    };
+    std::vector<u64> found;
+    u64 lanes[] = {seed, seed ^ kGolden, ~seed, seed * kGolden};  // so that no product waits for another
+    end = std::min(end, body.size());
+    for (std::size_t at = 0, length = first, step = first / 8; length <= end; length += step) {
+        for (; at < length; at += kPiece) {
+            for (std::size_t lane = 0; lane < 4; ++lane) {
+                const std::size_t here = at + 16 * lane;
+                lanes[lane] += fold(word(here) ^ lanes[lane], word(here + 8) ^ seed);
+            }
+        }
+        u64 all = length;
+        for (const u64 lane : lanes) all = fold(all ^ lane, kGolden ^ seed);
+        found.push_back(all);
+        if (length == 16 * step) step *= 2;
+    }
+    return found;
+}
+
 class Words {
 public:
     // `pairs`: (ids of characters, and of each merge by rank: left, right, what they become).
@@ -181,6 +210,7 @@ NB_MODULE(_words, module) {
     module.doc() = "Short text to ids by its words. Use prompts.words.";
     nb::set_leak_warnings(false);
     module.def("count_openings", &count_openings, nb::arg("text"), nb::arg("end") = ~std::size_t{0});
+    module.def("digests", &digests, nb::arg("body"), nb::arg("first"), nb::arg("seed"), nb::arg("end") = ~std::size_t{0});
     nb::class_<Words>(module, "Words")
         .def(nb::init<const std::vector<std::vector<Row>>&, u64, std::size_t, const std::optional<Words::Pairs>&,
                       const std::vector<Words::Added>&>(),

@@ -30,7 +30,7 @@ from router.prompting.known import LENGTH_MIN, Known, KnownBodies, Mark
 from router.prompting.outline import Outline
 from router.prompting.pool import Helpers, Order
 from router.prompting.reader import INLINE_BYTES_MAX, PromptRead, PromptReader
-from router.prompting.returning import Returned, may_return
+from router.prompting.returning import Returned, has_beginning, may_return
 from router.prompting.sessions import Names, Session, SessionNames
 from router.sharing.names import ModelNames
 
@@ -182,7 +182,8 @@ class RequestReading:
             return asyncio.ensure_future(prompts.ask(asked.parsed, base, asked.tokens_max))
         tokenizer, tokens_max = prompts.get(base), asked.tokens_max
         if tokenizer is None or asked.body_bytes <= INLINE_BYTES_MAX:
-            return prompts.read(asked.parsed, tokenizer, tokens_max)
+            body = request.body if self._comes_back(request, asked.parsed) else b""
+            return prompts.read(asked.parsed, tokenizer, tokens_max, body)
         body = request.body if self.known.max_bytes else b""
         return prompts.run(lambda: prompts.read(asked.parsed, tokenizer, tokens_max, body))
 
@@ -215,7 +216,7 @@ class RequestReading:
         else:
             ids = made.result
         if made.known is not None and ids is not None:
-            made.known.body, made.known.ids = request.body, array(ID_TYPE, ids[: made.known.marks[-1].ids])
+            made.known.body, made.known.ids = request.body, array(ID_TYPE, ids[: made.known.marks[-1].ids_max])
         return asked, PromptRead(ids, time.perf_counter() - started, made.known)
 
     # Conversations that return ----------------------------------------------------------------------------------------
@@ -226,6 +227,13 @@ class RequestReading:
             return None
         kind = _kind(request, path)
         return self.known.find(kind, request.body) if kind and may_return(kind, request.body_bytes) else None
+
+    def _comes_back(self, request: HttpRequest, parsed: RoutingRequest) -> bool:
+        """Whether a short body of which nothing is known is worth knowing: a short one costs little to read again."""
+        size = request.body_bytes
+        if not self.known.max_bytes or size > INLINE_BYTES_MAX or not may_return(parsed.kind, size):
+            return False
+        return self.known.comes_back(request.body) and has_beginning(parsed)
 
     def go_on(self, request: HttpRequest, found: tuple[Known, Mark]) -> tuple[Asked, PromptRead] | None:
         """What a request with this known beginning asks for, and its tokens. None where the whole must be read. Raises

@@ -7,25 +7,27 @@ first out.
 
 from __future__ import annotations
 
+import secrets
 from array import array
-from bisect import bisect_right
 from collections import OrderedDict
 
-import xxhash
 from msgspec import Struct
 
 from prompts.routing import Kind
 from prompts.schemas import Message
+from prompts.words import digests
 
-LENGTH_MIN = 8192
+LENGTH_MIN = 1024
 """Bytes of a body below which its beginning is not worth knowing."""
 LENGTH_MAX = 4 << 20
 ALIKE_MAX = 8
 """Conversations kept of those that begin alike, for an eighth of their length at least."""
 MARKS_MAX = 4
 _MARK_BYTES = 1000
-_LENGTHS = [length for power in range(13, 23) for length in range(1 << power, 2 << power, 1 << (power - 3))]
-"""Of the beginnings that are digested: eight in each doubling, from LENGTH_MIN on."""
+SEEN_MAX = 65_536
+"""Digests that are remembered of bodies of which nothing is known."""
+_Key = int
+"""Digest of a beginning: eight lengths in each doubling, from LENGTH_MIN on."""
 
 
 class Mark(Struct, frozen=True):
@@ -39,11 +41,19 @@ class Mark(Struct, frozen=True):
     """Token ids of the text before the last of those."""
     chars: int
     """Of that text."""
+    tail: str
+    """What followed: text of the last of those, up to where any text that is cut there is cut."""
+    tail_ids: int
+    """How many ids it has."""
     objects: int
     """Brackets in those bytes."""
     before: Message
     last: Message
     """The two messages before it, as the chat has them."""
+
+    @property
+    def ids_max(self) -> int:
+        return self.ids + self.tail_ids
 
 
 class Known(Struct):
@@ -64,7 +74,7 @@ class Known(Struct):
     """The furthest last."""
     body: bytes
     ids: array[int]
-    """Of the whole prompt, or up to its last mark at the least."""
+    """Of the whole prompt, or up to the tail of its last mark at the least."""
     back: int = 1
     """Messages at the end of a body that are not taken for known, as they may change."""
     memory: object = None
@@ -78,6 +88,7 @@ class Known(Struct):
     def cost(self) -> int:
         """Bytes that it takes, about."""
         size = len(self.body) + self.ids.itemsize * (len(self.ids) + len(self.words)) + _MARK_BYTES * len(self.marks)
+        size += sum(len(mark.tail) for mark in self.marks)
         return size + self.memory_bytes + 1000 + sum(len(str(message.get("content"))) for message in self.opening)
 
 
@@ -86,10 +97,13 @@ class KnownBodies:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._alike: dict[tuple[Kind, int], list[Known]] = {}
-        """(kind, digest of a beginning) -> whose beginning that is, the newest at the end."""
-        self._kept: OrderedDict[int, tuple[Known, int, set[tuple[Kind, int]]]] = OrderedDict()
+        self._seed = secrets.randbits(64)
+        self._alike: dict[_Key, list[Known]] = {}
+        """Whose beginning it is, the newest at the end."""
+        self._kept: OrderedDict[int, tuple[Known, int, set[_Key]]] = OrderedDict()
         """id -> what is kept, what it costs, its places in `_alike`; least recently used first."""
+        self._seen: dict[_Key, None] = {}
+        """Of bodies that might come back, the oldest first."""
         self.used_bytes = 0
         self.hits = self.misses = 0
 
@@ -98,21 +112,41 @@ class KnownBodies:
 
     def find(self, kind: Kind, body: bytes) -> tuple[Known, Mark] | None:
         """Whose beginning the body has, and the furthest place up to which it has it."""
-        for digest in reversed(_digests(body)):
-            for known in reversed(self._alike.get((kind, digest), ())):
+        alike = self._alike
+        for key in reversed(self._digests(body)):
+            if key not in alike:
+                continue
+            for known in reversed(alike[key]):
                 for mark in reversed(known.marks):
-                    if body.startswith(memoryview(known.body)[: mark.end]):
+                    if known.kind == kind and body.startswith(memoryview(known.body)[: mark.end]):
                         self._kept.move_to_end(id(known))
                         self.hits += 1
                         return known, mark
         self.misses += 1
         return None
 
+    def comes_back(self, body: bytes) -> bool:
+        """Whether a quarter of it began a body before that was asked about here."""
+        found = self._digests(body)
+        longest = next((i for i in range(len(found) - 1, -1, -1) if found[i] in self._seen), -1)
+        self._seen.update(dict.fromkeys(found))
+        while len(self._seen) > SEEN_MAX:
+            del self._seen[next(iter(self._seen))]
+        return longest >= 0 and 4 * _length(longest) >= len(body)
+
+    def _digests(self, body: bytes, end: int = LENGTH_MAX) -> list[_Key]:
+        return digests(body, LENGTH_MIN, self._seed, end)
+
+    def _keys(self, known: Known) -> set[_Key]:
+        """Under which it is found by each of its marks."""
+        found = [self._digests(known.body, mark.end) for mark in known.marks]
+        return {keys[-1] for keys in found if keys}
+
     def keep(self, known: Known, instead: Known | None = None) -> None:
         """Remember it; `instead` of the one that it goes on from."""
         if instead is not None:
             self._drop(instead)
-        cost, keys = known.cost, _keys(known)
+        cost, keys = known.cost, self._keys(known)
         if cost > self.max_bytes // 4 or not keys:
             return
         self._kept[id(known)] = known, cost, keys
@@ -140,27 +174,16 @@ class KnownBodies:
     def check_invariants(self) -> None:
         """For tests: the sum is right and bounded; who is kept is found by each of its keys, and nobody else."""
         assert self.used_bytes == sum(cost for _, cost, _ in self._kept.values()) <= self.max_bytes
-        listed: dict[tuple[Kind, int], set[int]] = {}
+        listed: dict[_Key, set[int]] = {}
         for known, cost, keys in self._kept.values():
-            assert (cost, keys) == (known.cost, _keys(known))
+            assert (cost, keys) == (known.cost, self._keys(known))
             for key in keys:
                 listed.setdefault(key, set()).add(id(known))
         assert {key: {id(known) for known in alike} for key, alike in self._alike.items()} == listed
         assert all(len(alike) <= ALIKE_MAX for alike in self._alike.values())
+        assert len(self._seen) <= SEEN_MAX
 
 
-def _keys(known: Known) -> set[tuple[Kind, int]]:
-    """Under which it is found by each of its marks."""
-    digests = _digests(memoryview(known.body)[: known.marks[-1].end])
-    places = [bisect_right(_LENGTHS, mark.end) for mark in known.marks]
-    return {(known.kind, digests[place - 1]) for place in places if place}
-
-
-def _digests(body: bytes | memoryview) -> list[int]:
-    """Of the beginnings of these lengths that a body has."""
-    whole, at, view, found = xxhash.xxh3_64(), 0, memoryview(body), []
-    for length in _LENGTHS[: bisect_right(_LENGTHS, len(body))]:
-        whole.update(view[at:length])
-        at = length
-        found.append(whole.intdigest())
-    return found
+def _length(number: int) -> int:
+    """Of the beginning that a digest is of."""
+    return (LENGTH_MIN << number // 8) * (8 + number % 8) // 8

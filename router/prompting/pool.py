@@ -211,7 +211,7 @@ def _made(order: Order, body: bytes, tokenizer: Tokenizer | TokenizerError | Non
     ids = cut(prompt.ids, parsed, order.tokens_max)
     if not ids:
         return Made(None if order.asks is None else question(parsed, order.asks))
-    may = order.learns and may_return(parsed.kind, len(body))
+    may = order.learns and may_return(parsed.kind, len(body)) and ids is prompt.ids
     known = learn(parsed, body, prompt, tokenizer) if may else None
     if known is not None:
         known.body, known.ids = b"", array(ID_TYPE)

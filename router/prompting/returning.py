@@ -94,6 +94,11 @@ def may_return(kind: Kind | None, size: int) -> bool:
     return kind in ("chat", "messages") and LENGTH_MIN <= size <= LENGTH_MAX
 
 
+def has_beginning(parsed: RoutingRequest) -> bool:
+    """Whether there are messages enough before the last."""
+    return len(getattr(parsed.source, "messages", None) or parsed.messages or ()) >= COUNT_MIN
+
+
 def go_on(known: Known, mark: Mark, body: bytes, tokenizer: Tokenizer, tokens_max: int | None) -> Returned | None:
     """What a body that has this beginning asks for. None where the whole must be read."""
     if mark.objects > OBJECTS_MAX - NEW_OBJECTS_MAX:
@@ -104,16 +109,19 @@ def go_on(known: Known, mark: Mark, body: bytes, tokenizer: Tokenizer, tokens_ma
     assert rest.chat.messages is not None
     if rest.chat.messages[: rest.heads] != known.opening[: rest.heads]:
         return None
+    kept, end = mark.ids, 0
     try:
         text = _text(tokenizer, rest, known.opening[0], mark.count, [mark.before, mark.last, *rest.new])
-        found = tokenizer.encode_array(text, add_special_tokens=False)
+        if text.startswith(mark.tail) and tokenizer.starts_segment(text, len(mark.tail)):
+            kept, end = mark.ids + mark.tail_ids, len(mark.tail)
+        found = tokenizer.encode_array(text[end:], add_special_tokens=False)
     except RequestError:
         return None
     most = ((tokens_max or TOKENS_MAX) + 1) * CHARS_A_TOKEN
     if mark.chars + len(text) > most or not tokenizer.starts_segment(text):
         return None
-    ids = known.ids[: mark.ids]
-    ids.extend(found)
+    ids = known.ids[: kept + len(found)]  # as long as it will be, where it can: it is not copied once more
+    ids[kept:] = found if isinstance(found, array) else array(ID_TYPE, found)
     return Returned(rest, known, mark, ids, text)
 
 
@@ -156,16 +164,25 @@ def learn_more(returned: Returned, body: bytes, tokenizer: Tokenizer) -> Known |
     if len(body) - mark.end < max(LEARNED_BYTES, mark.end >> 5):
         return None
     back = known.back if mark is known.marks[-1] else CHANGED
+    chat = known.kind == "chat"  # whose messages are those of the array, one for one
+    if chat and len(rest.new) <= back:
+        return None
     place = _before_last(rest.data, back, known.start)
     if place is None:
         return None
     end = place[1] + len(body) - len(rest.data)
-    last = _read(known.kind, known.start, end, body, tokenizer) if end > mark.end else None
-    drawn = outline(rest.parsed)
-    if last is None or drawn is None or last.told != known.told or _depends(rest.parsed):
+    if end <= mark.end or _depends(rest.parsed):
         return None
-    fresh = len(rest.new) - len(last.new)
-    if fresh < 1 or rest.new[fresh:] != last.new:
+    fresh = len(rest.new) - back
+    if not chat:
+        last = _read(known.kind, known.start, end, body, tokenizer)
+        if last is None or last.told != known.told:
+            return None
+        fresh = len(rest.new) - len(last.new)
+        if fresh < 1 or rest.new[fresh:] != last.new:
+            return None
+    drawn = outline(rest.parsed)
+    if drawn is None:
         return None
     count, tail = mark.count + fresh, [mark.before, mark.last, *rest.new]
     chars = mark.chars + len(returned.text)
@@ -245,7 +262,9 @@ def _mark(
     if array(ID_TYPE, ids[kept:]) != array(ID_TYPE, found):
         return None
     objects = count_openings(body, end)
-    return Mark(end, count, kept, chars - len(after), objects, messages[0], messages[1])
+    tail = tokenizer.first_segments(after, len(str(messages[1].get("content"))))
+    tail_ids = len(tokenizer.encode_array(tail, add_special_tokens=False))
+    return Mark(end, count, kept, chars - len(after), tail, tail_ids, objects, messages[0], messages[1])
 
 
 def _before_last(data: bytes, count: int, start: int | None = None) -> tuple[int, int] | None:

@@ -33,7 +33,8 @@ def _prepared(spec: str) -> tuple[Tokenizer, SegmentPlan, list[str]]:
 
 def _check_texts(hf: Tokenizer, plan: SegmentPlan, data: st.DataObject, pieces: st.SearchStrategy[str]) -> None:
     """A tree of texts: each goes on from somewhere in an earlier one."""
-    cache = SegmentCache(hf, plan, max_bytes=data.draw(st.sampled_from([400, 4_000, 1_000_000])))
+    bounds = {"max_bytes": st.sampled_from([400, 4_000, 1_000_000]), "short_max": st.sampled_from([0, 0, 1_000])}
+    cache = SegmentCache(hf, plan, **data.draw(st.fixed_dictionaries(bounds)))
     texts = [""]
     for _ in range(data.draw(st.integers(2, 6))):
         before = texts[data.draw(st.integers(0, len(texts) - 1))]
@@ -71,7 +72,7 @@ def test_tokens_that_hold_a_cut_in_their_middle_or_begin_with_one(make_tokenizer
 
 def test_of_a_conversation_that_comes_back_only_the_new_turn_is_cut(make_tokenizer, monkeypatch) -> None:
     hf, plan, _ = _prepared(make_tokenizer("qwen").to_str())
-    cache = SegmentCache(hf, plan)
+    cache = SegmentCache(hf, plan, short_max=0)
     talk = "".join(f"<|im_start|>user\nturn {n}<|im_end|>\n" for n in range(50))
     cut: list[int] = []
     split = SegmentPlan.split

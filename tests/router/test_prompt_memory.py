@@ -86,7 +86,7 @@ def test_a_known_beginning_is_kept_with_it() -> None:
     for number, borrowed in enumerate((True, False)):
         ids = array("I", LONG)
         body = b'{"messages": [%b]}' % (b"x" * (9000 + number))
-        known = Known("chat", 0, b"", 0, [], array("I"), [Mark(9000, 3, 0, 0, 0, {}, {})], body, ids)
+        known = Known("chat", 0, b"", 0, [], array("I"), [Mark(9000, 3, 0, 0, "", 0, 0, {}, {})], body, ids)
         route = RouteRequest(f"r{number}", "m", SCOPES[0], ids if borrowed else array("I", LONG), len(LONG))
         core.route(route, 0.0)
         before = known.cost

@@ -294,7 +294,7 @@ def test_the_table_is_bounded() -> None:
     made = []
     for number in range(60):
         body = (b"%d " % (number // 20)) * 5000 + b"%d" % number
-        known = Known("chat", 0, b"", 0, [], returning.array("I"), [Mark(len(body), 3, 0, 0, 0, {}, {})], body,
+        known = Known("chat", 0, b"", 0, [], returning.array("I"), [Mark(len(body), 3, 0, 0, "", 0, 0, {}, {})], body,
                       returning.array("I"))  # fmt: skip
         made.append(known)
         table.keep(known)
@@ -304,7 +304,7 @@ def test_the_table_is_bounded() -> None:
     assert 0 < len(table) < 30
     assert table.find("chat", made[0].body) is None
     assert all(len(known.body) >= LENGTH_MIN for known in made)
-    huge = Known("chat", 0, b"", 0, [], returning.array("I"), [Mark(90_000, 3, 0, 0, 0, {}, {})], b"x" * 90_000,
+    huge = Known("chat", 0, b"", 0, [], returning.array("I"), [Mark(90_000, 3, 0, 0, "", 0, 0, {}, {})], b"x" * 90_000,
                  returning.array("I"))  # fmt: skip
     table.keep(huge)
     assert table.find("chat", huge.body) is None, "one body must not empty it"
