@@ -15,10 +15,12 @@ from engine.tiny.tokenizer import write_tokenizer
 from prompts.chat_template import ChatTemplate
 from prompts.routing import KINDS, Kind, RoutingRequest, read_routing
 from prompts.tokenizer import Tokenizer
+from prompts.words import digests
 from router.prompting import returning
 from router.prompting.encode import cut, read_prompt
-from router.prompting.known import LENGTH_MIN, Known, KnownBodies, Mark
+from router.prompting.known import LENGTH_MIN, SEEN_MAX, Known, KnownBodies, Mark
 from router.prompting.outline import outline
+from router.prompting.pool import Order, _made
 from tests.prompts import chat_templates
 
 NEIGHBOURS = """\
@@ -197,7 +199,8 @@ def check_same(returned: returning.Returned, parsed: RoutingRequest, ids: Any) -
 
 def check_known(known: Known, prompt: Any) -> None:
     mark = known.marks[-1]
-    assert list(known.ids[: mark.ids]) == list(prompt.ids[: mark.ids])
+    assert list(known.ids[: mark.ids_max]) == list(prompt.ids[: mark.ids_max])
+    assert len(known.ids) >= mark.ids_max >= mark.ids
     assert [mark.before, mark.last] == prompt.chat.messages[mark.count - 2 : mark.count]
     assert [one.end for one in known.marks] == sorted({one.end for one in known.marks})
 
@@ -309,3 +312,45 @@ def test_the_table_is_bounded() -> None:
     table.keep(huge)
     assert table.find("chat", huge.body) is None, "one body must not empty it"
     assert set(KINDS.values()) >= {"chat", "messages"}
+
+
+def test_a_short_body_is_worth_knowing_when_a_quarter_of_it_came_before() -> None:
+    table, rng = KnownBodies(1 << 20), random.Random(1)
+    texts = [rng.randbytes(6000) for _ in range(SEEN_MAX // 16)]
+    assert not table.comes_back(texts[0])
+    assert table.comes_back(texts[0])
+    assert table.comes_back(texts[0][:2000] + b"other" * 1000)
+    assert not table.comes_back(texts[0][:1200] + b"others" * 900), "its system prompt is another's too"
+    assert not table.comes_back(texts[0][:1023] + texts[1])
+    assert not any(table.comes_back(text) for text in texts[2:])
+    assert not table.comes_back(texts[0]), "so long ago"
+    table.check_invariants()
+
+
+def test_a_prompt_of_which_the_end_counts_is_not_known(tokenizer: Tokenizer) -> None:
+    for keep in (None, 50):
+        fields = {} if keep is None else {"truncate_prompt_tokens": keep}
+        body = json.dumps({"messages": long_talk(8), **fields}).encode()
+        order = Order("chat", "folder", None, None, False)
+        order.learns = True
+        made = _made(order, body, tokenizer)
+        assert (made.known is None) == (keep is not None)
+
+
+def test_digests_are_of_beginnings() -> None:
+    rng = random.Random(2)
+    for size in (0, 1023, 1024, 5000, 70_000):
+        body = rng.randbytes(size)
+        found = digests(body, 1024, 7)
+        lengths = [(1024 << i // 8) * (8 + i % 8) // 8 for i in range(len(found))]
+        assert all(length <= size for length in lengths)
+        assert size < (1024 << len(found) // 8) * (8 + len(found) % 8) // 8
+        assert len(set(found)) == len(found)
+        assert digests(body, 1024, 8)[:1] != found[:1] or not found
+        for i, length in enumerate(lengths):
+            assert digests(body[:length] + b"other", 1024, 7)[: i + 1] == found[: i + 1]
+            assert digests(body, 1024, 7, length) == found[: i + 1]
+            at = rng.randrange(length)
+            changed = body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
+            same = [a == b for a, b in zip(digests(changed, 1024, 7), found)]
+            assert same == [size <= at for size in lengths], "whatever byte of it is another one"
