@@ -87,7 +87,7 @@ class ProcessConfig:
         "each model: prompts are priced, and forwarded, with these. 0: with the template's.",
     ] = 64
     known_bodies_mb: Annotated[int, Meta(ge=0, le=10**7, title="MIB"), Size(1 << 20), Flag(),
-        "Memory for the beginnings of bodies from 8 KB on, so that of a conversation that returns only what is new is "
+        "Memory for the beginnings of bodies from 1 KB on, so that of a conversation that returns only what is new is "
         "read; 0 reads every body whole.",
     ] = 64
     tokenize_threads: Annotated[Annotated[int, Meta(ge=1, le=256)] | None,
