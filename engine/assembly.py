@@ -84,14 +84,14 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
             spec,
             executor.unit_count,
             enable_prefix_caching=config.enable_prefix_caching,
-            step_tokens_max=config.max_num_batched_tokens,
+            step_tokens_max=executor.step_tokens,
             adaptive_eviction=config.eviction_policy == "adaptive",
             host_units=executor.host_units,
             load_bytes_max=executor.load_bytes_max,
         )
         scheduler_config = SchedulerConfig(
-            max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=min(config.max_num_seqs, executor.step_tokens),
+            max_num_batched_tokens=executor.step_tokens,
             max_model_len=executor.max_model_len,
             eos_token_ids=frozenset(eos_token_ids),
             enough_prompt_tokens=executor.enough_prompt_tokens,

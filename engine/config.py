@@ -34,6 +34,9 @@ EVENTS_HELP = (
 )
 
 
+STEP_TOKENS = 2048
+
+
 # fmt: off
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -49,8 +52,9 @@ class EngineConfig:
     max_model_len: Annotated[Tokens | None, Flag(), "Longest prompt plus answer. [default: the model's own]"] = None
     block_size: Annotated[Tokens, Flag(), "Tokens of a cache block, of its hash and of an event."] = 16
     max_num_seqs: Annotated[Count, Flag(), "Sequences in one step."] = 256
-    max_num_batched_tokens: Annotated[Tokens, Flag(),
-        "Tokens in one step; longer prompts are computed in chunks."] = 2048
+    max_num_batched_tokens: Annotated[Tokens | None, Flag(),
+        "Tokens in one step; longer prompts are computed in chunks. [default: 2048; of a large model on a CPU as many "
+        "as take about a second]"] = None
     num_gpu_blocks_override: Annotated[Count | None, Flag(), "Blocks of the cache, on any device."] = None
     kv_cache_memory_bytes: Annotated[Bytes | None, Flag(), "Size of the cache, on any device: 4GB, 512MiB."] = None
     host_cache_memory: Annotated[Bytes | None, Flag(),
@@ -99,6 +103,11 @@ class EngineConfig:
         check(self)
         if self.kv_events.enabled:
             rank_endpoint(self.kv_events.endpoint, 0)
+
+    @property
+    def step_tokens(self) -> int:
+        """`max_num_batched_tokens`, or its default."""
+        return STEP_TOKENS if self.max_num_batched_tokens is None else self.max_num_batched_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,6 +73,8 @@ class Executor:
     watch: Callable[[Callable[[str], None]], None]
     """From now on call back, on any thread, with the reason why no further step can be computed."""
     lateness: Callable[[], Lateness | None]
+    step_tokens: int
+    """In one step, at most."""
     overlap: bool = False
     """Whether the runner is `Overlapping`, and shall be used so."""
     host_units: int = 0

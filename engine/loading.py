@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from engine.execution.sizing import (
     resolve_max_len,
     sequences_max,
     size_cache,
+    step_tokens,
 )
 from engine.grammars import Grammars
 from engine.model_files import locate
@@ -67,6 +69,7 @@ def _load(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor
         leader.load(config, folder)
     shard = None if leader is None else leader.shard
     model, dtype = load_model(folder, dtype=config.dtype, device=device, shard=shard)
+    config = replace(config, max_num_batched_tokens=step_tokens(config, model, device))
     spec = model.cache_spec(config.block_size, dtype)
     max_model_len = resolve_max_len(config, model)
     agree = None
@@ -108,6 +111,7 @@ def _load(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor
         close=close,
         watch=lambda lost: None if leader is None else leader.watch(lost),
         lateness=lambda: None,
+        step_tokens=config.step_tokens,
         host_units=host_units,
         load_bytes_max=load_bytes_max(config, model, spec, dtype=dtype, device=device),
         copy_s=lambda: made[0].moves.copy_s if made else 0.0,

@@ -30,6 +30,10 @@ GPU_STEP_BYTES = 1 << 30
 """What a step on a GPU is taken to need where it is not measured: in a dry run."""
 GPU_GRAPH_BYTES = 1 << 29
 """Left for recorded decode steps."""
+CPU_STEP_PRODUCTS = 4e11
+"""Of weights by numbers, in a step, a thread: 1.5 s of a core with AVX512-BF16."""
+CPU_STEP_TOKENS_MIN = 256
+"""With fewer, reading the weights takes a good part of a step."""
 MASK_THREADS_MAX = 8
 LOAD_SHARE = 0.03
 """Of a decode step on a CPU, for blocks that come back from host memory, and that go there to make room."""
@@ -41,7 +45,7 @@ BLOCK_COST_BYTES = 220_000
 
 def sequences_max(config: EngineConfig) -> int:
     """Most sequences that a step may have."""
-    return min(config.max_num_seqs, config.max_num_batched_tokens)
+    return min(config.max_num_seqs, config.step_tokens)
 
 
 def size_cache(
@@ -66,7 +70,7 @@ def size_cache(
                 dtype=dtype, device=device, max_model_len=max_model_len, eos_token_ids=(),
             )  # fmt: skip
 
-        tokens = config.max_num_batched_tokens
+        tokens = config.step_tokens
         try:
             step_bytes = peak_step_bytes(profiled, spec, tokens, sequences_max(config), max_model_len, device)
         except torch.OutOfMemoryError as error:
@@ -186,6 +190,17 @@ def count_host_units(config: EngineConfig, spec: CacheSpec) -> int:
     return count
 
 
+def step_tokens(config: EngineConfig, model: CausalLM, device: torch.device) -> int:
+    """Tokens that a step computes at most, as the flag says. Without it as many as a GPU is filled with; a CPU is
+    filled by far fewer, and all who decode wait for as long as a step takes: of a large model those of about a second.
+    """
+    if config.max_num_batched_tokens is not None or device.type != "cpu":
+        return config.step_tokens
+    multiplies = sum(math.prod(weight.shape) for weight in model.weights if weight.multiplies)
+    fitting = int(CPU_STEP_PRODUCTS * config.num_threads / multiplies)
+    return min(max(1 << max(fitting.bit_length() - 1, 0), CPU_STEP_TOKENS_MIN, config.max_num_seqs), config.step_tokens)
+
+
 def load_bytes_max(
     config: EngineConfig, model: CausalLM, spec: CacheSpec, *, dtype: torch.dtype, device: torch.device
 ) -> int:
@@ -196,7 +211,7 @@ def load_bytes_max(
     such a share would take longer than computing the same: there a step loads as much as it could compute.
     """
     if device.type != "cpu":
-        return config.max_num_batched_tokens * sum(group.token_bytes for group in spec.groups)
+        return config.step_tokens * sum(group.token_bytes for group in spec.groups)
     read = [weight for weight in model.weights if weight.multiplies]
     weights = sum(math.prod(weight.shape) * (weight.dtype or dtype).itemsize for weight in read)
     return max(1, int(weights * LOAD_SHARE / (COPY_COST + BLOCK_COST_BYTES / spec.block_bytes(0))))

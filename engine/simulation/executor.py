@@ -43,7 +43,7 @@ def load(config: EngineConfig, folder: Path) -> Executor:
         if not eos_token_ids and (script or spec.answer_tokens):
             raise ConfigError(f"{folder}: the tokenizer names no token that ends an answer")
         answers = Answers(words, eos_token_ids[0] if eos_token_ids else 0, spec.answer_tokens, script)
-        times = spec.times(config.max_num_batched_tokens, config.time_scale)
+        times = spec.times(config.step_tokens, config.time_scale)
         runners.append(SimulatedRunner(times, answers, block_size=config.block_size))
         return runners[0]
 
@@ -68,6 +68,7 @@ def load(config: EngineConfig, folder: Path) -> Executor:
         close=close,
         watch=lambda lost: None,
         lateness=lambda: runners[0].lateness if runners else None,
+        step_tokens=config.step_tokens,
         reload=_no_weights,
         unconstrained="a simulated engine (--simulate) says words that match nothing",
     )

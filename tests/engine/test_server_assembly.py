@@ -11,8 +11,9 @@ import torch
 
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
 from engine.config import EngineConfig
-from engine.execution.sizing import CACHE_TOKENS_MAX, count_units, resolve_device
+from engine.execution.sizing import CACHE_TOKENS_MAX, count_units, resolve_device, step_tokens
 from engine.model_files import locate
+from engine.models import HfConfig, build_model
 from options import ConfigError
 
 SPEC = CacheSpec(16, (GroupSpec(FULL_ATTENTION, (0, 1), 2, 16, 2),))
@@ -77,3 +78,26 @@ def test_a_device_that_is_not_here_is_named(device: str) -> None:
         pytest.skip("there is a GPU")
     with pytest.raises(ConfigError, match=device):
         resolve_device(device)
+
+
+def dense(hidden_size: int, layers: int) -> HfConfig:
+    return HfConfig({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden_size, "num_hidden_layers": layers,
+        "num_attention_heads": hidden_size // 64, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 512,
+        "intermediate_size": 3 * hidden_size, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "layers", "threads", "tokens"),
+    [(64, 2, 1, 2048), (1024, 36, 1, 512), (1024, 36, 2, 1024), (4096, 36, 1, 256), (4096, 36, 64, 2048)],
+)
+def test_a_step_of_a_large_model_on_a_cpu_is_short(hidden_size: int, layers: int, threads: int, tokens: int) -> None:
+    """36 layers of 1,024 and 0.4 billion weights are Qwen3 0.6B."""
+    model = build_model(dense(hidden_size, layers))
+    config = EngineConfig(num_threads=threads)
+    assert step_tokens(config, model, CPU) == tokens
+    assert step_tokens(config, model, torch.device("cuda")) == 2048
+    assert step_tokens(EngineConfig(num_threads=threads, max_num_batched_tokens=777), model, CPU) == 777
+    assert step_tokens(EngineConfig(num_threads=1, max_num_seqs=1500), model, CPU) >= 1500, "each has a token"
+    assert step_tokens(EngineConfig(num_threads=1, max_num_seqs=5000), model, CPU) == 2048
