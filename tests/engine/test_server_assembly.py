@@ -82,9 +82,9 @@ def test_a_device_that_is_not_here_is_named(device: str) -> None:
 
 def dense(hidden_size: int, layers: int) -> HfConfig:
     return HfConfig({
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden_size, "num_hidden_layers": layers,
-        "num_attention_heads": hidden_size // 64, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 512,
-        "intermediate_size": 3 * hidden_size, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden_size,
+        "num_hidden_layers": layers, "num_attention_heads": hidden_size // 64, "num_key_value_heads": 1, "head_dim": 64,
+        "vocab_size": 512, "intermediate_size": 3 * hidden_size, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
     })  # fmt: skip
 
 
