@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ import msgspec
 
 from prompts.tokenizer import Tokenizer
 from router.decide.core import RouterCore
+from router.decide.messages import Decision, RouteRequest
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
 from router.http.connection import ClientConnection
 from router.index.protocol import Scope
 from router.prompting.reader import PromptReader
-from router.turns.why import NO_LOSS, Why
+from router.turns.parts import Why
+from router.turns.why import NO_LOSS
 
 BEAT_S = 1.0
 POINT_S = 2.0
@@ -70,6 +72,45 @@ class Viewer:
         self._paused = False
 
 
+class _Ended:
+    """What is kept of a request, without its body and its prompt. A row is made of it where somebody looks."""
+
+    def __init__(
+        self, exchange: Exchange, route: RouteRequest, decision: Decision, cached: int | None, at: float
+    ) -> None:
+        first_s = exchange.first_byte_s
+        self._trace_id, self._outcome, self._at, self._cached = exchange.trace_id, exchange.outcome, at, cached
+        self._ttft_s = None if first_s is None else first_s - exchange.started_s
+        self._model, self._stream, self._tokenized = route.model, route.stream, route.token_ids is not None
+        self._decision = decision
+
+    @property
+    def name(self) -> str:
+        return self._trace_id.decode("latin-1")
+
+    def row(self, why: Why | None) -> dict[str, Any]:
+        decision, parts = self._decision, () if why is None else why.parts
+        return {
+            "id": self.name,
+            "why": [[part.reason, part.tokens] for part in parts if part.reason not in NO_LOSS],
+            "at": self._at,
+            "model": self._model,
+            "worker": decision.worker,
+            "outcome": self._outcome,
+            "attempt": decision.attempt,
+            "stream": self._stream,
+            "prompt_tokens": decision.prompt_tokens,
+            "tokenized": self._tokenized,
+            "predicted_cached_tokens": decision.predicted_cached_tokens,
+            "cached_tokens": self._cached,
+            "predicted_ttft_s": decision.predicted_ttft_s,
+            "ttft_s": self._ttft_s,
+            "waited_s": decision.waited_s,
+            "candidates": decision.candidates or [decision.terms],
+            "not_eligible": decision.not_eligible,
+        }
+
+
 class Dashboard:
     """Collects while requests end, tells viewers once a second."""
 
@@ -91,8 +132,8 @@ class Dashboard:
         self._prompts = prompts
         self._workers = workers
         self._viewers: set[Viewer] = set()
-        self._decisions: deque[dict[str, Any]] = deque(maxlen=DECISIONS_MAX)
-        self._fresh: deque[dict[str, Any]] = deque(maxlen=DECISIONS_MAX)
+        self._decisions: deque[_Ended] = deque(maxlen=DECISIONS_MAX)
+        self._fresh: deque[_Ended] = deque(maxlen=DECISIONS_MAX)
         """Of these, what viewers were not told yet."""
         self._samples: deque[tuple[Scope, Sequence[int]]] = deque(maxlen=SAMPLES_MAX)
         """Prompts, for the tree of hot prefixes."""
@@ -114,7 +155,7 @@ class Dashboard:
         self._proxy.explains = True
         viewer.send("state", self._state())
         viewer.send("history", msgspec.json.encode(list(self._points)))
-        viewer.send("decisions", msgspec.json.encode(list(self._decisions)))
+        viewer.send("decisions", msgspec.json.encode(self._rows(self._decisions)))
         viewer.send("prefixes", msgspec.json.encode(self.prefixes()))
         return viewer
 
@@ -132,7 +173,7 @@ class Dashboard:
         self._beats += 1
         events = [("state", self._state())]
         if self._fresh:
-            events.append(("decisions", msgspec.json.encode(list(self._fresh))))
+            events.append(("decisions", msgspec.json.encode(self._rows(self._fresh))))
             self._fresh.clear()
         if self._points:
             events.append(("point", msgspec.json.encode(self._points[-1])))
@@ -193,32 +234,13 @@ class Dashboard:
                 self._actual += cached
         if route.token_ids is not None and self._core.counters["routed"] % SAMPLE_EVERY == 0:
             self._samples.append((route.scope, route.token_ids[:PREFIX_TOKENS_MAX]))
-        name = exchange.trace_id.decode("latin-1")
-        why = self._why(name)
-        row = {
-            "id": name,
-            "why": []
-            if why is None
-            else [[part.reason, part.tokens] for part in why.parts if part.reason not in NO_LOSS],
-            "at": time.time(),
-            "model": route.model,
-            "worker": decision.worker,
-            "outcome": exchange.outcome,
-            "attempt": decision.attempt,
-            "stream": route.stream,
-            "prompt_tokens": decision.prompt_tokens,
-            "tokenized": route.token_ids is not None,
-            "predicted_cached_tokens": decision.predicted_cached_tokens,
-            "cached_tokens": cached,
-            "predicted_ttft_s": decision.predicted_ttft_s,
-            "ttft_s": None if first_s is None else first_s - exchange.started_s,
-            "waited_s": decision.waited_s,
-            "candidates": decision.candidates or [decision.terms],
-            "not_eligible": decision.not_eligible,
-        }
+        row = _Ended(exchange, route, decision, cached, time.time())
         self._decisions.append(row)
         if self._viewers:
             self._fresh.append(row)
+
+    def _rows(self, ended: Iterable[_Ended]) -> list[dict[str, Any]]:
+        return [one.row(self._why(one.name)) for one in ended]
 
     # Hot prefixes -------------------------------------------------------------------------------------------------
 

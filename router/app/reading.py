@@ -27,7 +27,7 @@ from router.http.request import HttpRequest
 from router.index.protocol import PromptMemory, Scope
 from router.prompting.encode import cut, is_light
 from router.prompting.known import LENGTH_MIN, Known, KnownBodies, Mark
-from router.prompting.outline import Outline
+from router.prompting.outlined import Outline
 from router.prompting.pool import Helpers, Order
 from router.prompting.reader import INLINE_BYTES_MAX, PromptRead, PromptReader
 from router.prompting.returning import Returned, has_beginning, may_return

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from router.decide.ahead import CacheAhead
 from router.decide.config import CoreConfig
@@ -38,16 +37,12 @@ CHUNK_TOKENS = 64
 """Histories are kept in chunks of so many tokens."""
 
 
-@dataclass(slots=True, eq=False)
 class AskedPrompt:
-    """A request's prompt as the index and the books ask for it: prepared once, cut once."""
+    """A request's prompt as the index and the books ask for it: prepared once, cut once. `tokens`: its length."""
 
-    index: PrefixIndex
-    ids: PreparedPrompt
-    scope: Scope
-    tokens: int
-    """Its length."""
-    _keys: dict[int, list[int]] = field(default_factory=dict)
+    def __init__(self, index: PrefixIndex, ids: PreparedPrompt, scope: Scope, tokens: int) -> None:
+        self.index, self.ids, self.scope, self.tokens = index, ids, scope, tokens
+        self._keys: dict[int, list[int]] = {}
 
     def keys(self, chunk_tokens: int) -> list[int]:
         """The keys of its chunks of so many tokens, each the digest of everything up to the chunk's end."""
@@ -59,19 +54,19 @@ class AskedPrompt:
         return keys
 
 
-@dataclass(slots=True, eq=False)
 class Hits:
     """What several candidates will have cached of a prompt."""
 
-    cached: list[int] = field(default_factory=list)
-    """h"""
-    resident: list[int] = field(default_factory=list)
-    """What events or history vouch for now."""
-    evicted: dict[int, int] = field(default_factory=dict)
-    """By the candidate's place, as far as there is any: tokens that are there, or promised, and that the requests ahead
-    will evict. They are not in `cached`."""
-    slower: dict[int, Match] = field(default_factory=dict)
-    """The matches that reach into slower tiers, by the candidate's place."""
+    def __init__(self) -> None:
+        self.cached: list[int] = []
+        """h"""
+        self.resident: list[int] = []
+        """What events or history vouch for now."""
+        self.evicted: dict[int, int] = {}
+        """By the candidate's place, as far as there is any: tokens that are there, or promised, and that the requests
+        ahead will evict. They are not in `cached`."""
+        self.slower: dict[int, Match] = {}
+        """The matches that reach into slower tiers, by the candidate's place."""
 
 
 class CacheBook:

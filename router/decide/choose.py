@@ -31,15 +31,11 @@ from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId, Match
 
 
-@dataclass(slots=True)
 class Chosen:
-    """A priced set of candidates and the winner."""
+    """A priced set of candidates and the winner. `resident`: of each one's h, what events (or history) vouch for."""
 
-    cost: KvCost
-    winner: int
-    prompt: AskedPrompt | None
-    resident: list[int]
-    """Tokens of each candidate's h that events (or history) vouch for."""
+    def __init__(self, cost: KvCost, winner: int, prompt: AskedPrompt | None, resident: list[int]) -> None:
+        self.cost, self.winner, self.prompt, self.resident = cost, winner, prompt, resident
 
     @property
     def target(self) -> Target:

@@ -7,6 +7,7 @@ reports is not taken at its word either: one absurd figure moves an average by a
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +19,7 @@ TOKENS_PRIOR = 256.0
 TOKENS_MAX = 131_072
 """No answer counts as longer."""
 PREFIX_TOKENS = 256
-"""Prompts that begin with the same so many tokens (every fourth is looked at) are of a kind: one system prompt, one
-tool."""
+"""Prompts that begin with the same so many tokens are of a kind: one system prompt, one tool."""
 KINDS_MAX = 20_000
 _MEMORY = 64.0
 """Answers over which an average goes."""
@@ -96,7 +96,8 @@ def _kinds(request: RouteRequest) -> list[Kind]:
     model, token_ids = request.model, request.token_ids
     kinds: list[Kind] = [(model, None)]
     if token_ids is not None and len(token_ids) >= PREFIX_TOKENS:
-        kinds.append((model, hash(tuple(token_ids[:PREFIX_TOKENS:4]))))
+        first = token_ids[:PREFIX_TOKENS]
+        kinds.append((model, hash((first if isinstance(first, array) else array("I", first)).tobytes())))
     for session in (request.parent, request.session):
         if session is not None:
             kinds.append((model, session))

@@ -15,8 +15,7 @@ import msgspec
 from router.index.protocol import PromptMemory, Scope
 
 
-@dataclass(slots=True)
-class RouteRequest:
+class RouteRequest(msgspec.Struct, gc=False):
     """One request that needs a worker. `model` is the name the client asked for, `scope.model` its base model."""
 
     request_id: str
@@ -140,7 +139,7 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     and those that wait in `queue_s`."""
 
 
-class Decision(msgspec.Struct):
+class Decision(msgspec.Struct, gc=False):
     """Where one attempt of a request goes, and why."""
 
     request_id: str

@@ -13,7 +13,6 @@ import heapq
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.engine_load import DOUBTS_MAX, EngineLoad, LoadClaims, Wager
@@ -26,8 +25,8 @@ _MERGE_S = 0.004
 """First tokens this close together came out of one engine step: one observation."""
 DECODED_TOKENS = 16
 """So many tokens of an answer teach what a decode step takes."""
-_LISTENED = 64
-"""Requests, the oldest, that are looked at while nothing was heard of a pool."""
+_LISTENED, _LISTEN_S = 64, 0.01
+"""Requests, the oldest, that are looked at so often while nothing was heard of a pool."""
 TOKEN_S_MIN, COUNT_DOUBT = 1e-4, 16
 """No engine generates a sequence's tokens faster: one that says so is not believed. Nor that a stream had many more
 tokens than chunks: a quarter, and so many. Where chunks have several tokens each, lengths and times are then in about
@@ -51,6 +50,7 @@ class LoadTracker:
         self._epoch_s: float | None = None
         self._estimates: list[tuple[float, str]] = []
         """Heap of (estimated first token, request) of requests that do not stream."""
+        self._listened_s = -math.inf
         self._peers: dict[str, dict[str, SharedLoad]] = {}
         """router -> target name -> load."""
         self.touched: set[str] = set()
@@ -97,9 +97,9 @@ class LoadTracker:
         flight = InFlight(
             request_id,
             target,
-            prompt_tokens,
-            cached_tokens,
-            expected_tokens,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            expected_tokens=expected_tokens,
             expected_s=target.slow * (target.queue_s(now) + prefill_s),
             prefill_s=prefill_s,
             routed_s=now,
@@ -209,9 +209,11 @@ class LoadTracker:
             flight = self.requests.get(request_id)
             if flight is not None and flight.phase is RequestPhase.PREFILL and not flight.stream:
                 self._start_decode(flight, at_s)
-        for speeds in self._speeds.values():
-            if speeds.silent:
-                self._listen(speeds, now)
+        if now - self._listened_s >= _LISTEN_S:
+            self._listened_s = now
+            for speeds in self._speeds.values():
+                if speeds.silent:
+                    self._listen(speeds, now)
 
     def _listen(self, speeds: PoolSpeeds, now: float) -> None:
         """Nothing was heard of a pool yet: that tells something too."""
@@ -235,7 +237,7 @@ class LoadTracker:
         sums.uncached_tokens += flight.prompt_tokens - flight.cached_tokens
         sums.quadratic += float(flight.prompt_tokens**2 - flight.cached_tokens**2)
         if flight.stream:
-            flight.decode_start = replace(sums)
+            flight.decode_start = sums.copy()
         target.refresh()
         target.requeue()
 
@@ -339,7 +341,8 @@ class LoadTracker:
         if elapsed_s <= 0.0:
             return
         seen = target.sums.since(start, elapsed_s, steps=steps, clean=not target.prefills)
-        flight.decode_start, flight.decode_said = replace(target.sums, at_s=now), flight.said_tokens
+        start = flight.decode_start = target.sums.copy()
+        start.at_s, flight.decode_said = now, flight.said_tokens
         if flight.wager is not None and target.claims is not None:
             target.compare(flight.wager, seen)
             self._apply_peers(target)

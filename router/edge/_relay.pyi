@@ -2,6 +2,7 @@ READ: int
 BLOCKED: int
 ENDED: int
 
+def find_usage(tail: bytes) -> tuple[int | None, int | None, int | None] | None: ...
 def follow_chunks(data: bytes, left: int) -> int | None: ...
 
 class Tokens:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -186,7 +185,9 @@ class Continuation:
             return None
         left = max(route.output_max - len(answer), 1) if route.output_max else 0
         least = max(route.output_min - len(answer), 0)
-        return replace(route, token_ids=ids, prompt_tokens=len(ids), output_max=left, output_min=least, deadline_s=None)
+        return msgspec.structs.replace(
+            route, token_ids=ids, prompt_tokens=len(ids), output_max=left, output_min=least, deadline_s=None
+        )
 
     def begin_rest(self, rest: RouteRequest, tokens_max: int | None) -> None:
         """Another worker is asked next: what the client has not seen is forgotten."""

@@ -9,8 +9,9 @@ beside where it went; when the answer tells who gave it, the books follow. Rules
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from router.decide.messages import Decision, FailureKind, RouteRequest, Terms
 from router.edge.carrier import RETRYABLE, Carrier
@@ -78,7 +79,7 @@ class Passed(Exchange):
         proxy, route = self._proxy, self.route
         assert route is not None
         if self.decision is not None and self.decision.worker != server:
-            self.route = replace(route, worker=server, subset=None)
+            self.route = msgspec.structs.replace(route, worker=server, subset=None)
             # OVERLOADED is the failure that nobody is blamed for.
             proxy.perform(proxy.core.failed(self.request_id, FailureKind.OVERLOADED, proxy.now(), self.route))
         decision = self.decision

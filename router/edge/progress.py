@@ -11,7 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from router.decide.messages import ReportedUsage
-from router.edge.relay import Relayed, StreamRelay
+from router.edge.relay import Relayed, StreamRelay, native_usage
 from router.edge.upstream import UpstreamConnection
 from router.http.chunked import ChunkedBody
 from router.http.response import Body
@@ -82,7 +82,7 @@ class Progress:
 
     def usage(self) -> ReportedUsage | None:
         """What the answer cost, as its end says."""
-        return find_usage(b"".join(self._tail))
+        return find_usage(self._tail[0] if len(self._tail) == 1 else b"".join(self._tail))
 
     @property
     def may_leave(self) -> bool:
@@ -135,6 +135,14 @@ class Progress:
 
 def find_usage(tail: bytes) -> ReportedUsage | None:
     """The last `usage` object that begins in `tail`, the end of an answer; None where there is none."""
+    if native_usage is None:
+        return python_usage(tail)
+    found = native_usage(tail)
+    return None if found is None else ReportedUsage(found[0], found[1], found[2])
+
+
+def python_usage(tail: bytes) -> ReportedUsage | None:
+    """The same, where the native part is missing."""
     at = tail.rfind(b'"usage"')
     while at >= 0 and (found := _USAGE.match(tail, at)) is None:
         at = tail.rfind(b'"usage"', 0, at)

@@ -18,21 +18,24 @@ import msgspec
 from prompts.routing import Kind, RoutingRequest
 from prompts.sampled import Span
 from prompts.segments import ID_TYPE
+from prompts.tokenizer import Tokenizer
 from router.counters import Metrics
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, ReportedUsage, RouteRequest
 from router.decide.workers import CacheView
 from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
-from router.index.protocol import Tokens
-from router.prompting.outline import Outline, outline
+from router.index.protocol import Scope, Tokens
+from router.prompting.outline import outline
+from router.prompting.outlined import Outline
 from router.prompting.pool import Helpers
 from router.prompting.reader import PromptReader
 from router.prompting.sessions import Session
 from router.turns.book import short_keys
 from router.turns.config import TurnsConfig
 from router.turns.ledger import AskedTurn, BegunTurn, Ledger
-from router.turns.why import BLOCK_TOKENS, GROUPS, Facts, Why
+from router.turns.parts import Why
+from router.turns.why import BLOCK_TOKENS, GROUPS, Facts
 
 log = logging.getLogger("router")
 
@@ -113,6 +116,9 @@ class Reasons:
         begun = self.ledger.begun(asked, decision, self._facts(prompt, route), now, time.time())
         self.ledger.ended(begun, usage, said, now)
 
+    def _facts(self, prompt: Tokens, route: RouteRequest) -> IndexFacts:
+        return IndexFacts(self._core, self._emptied, prompt, route.scope, self._prompts.get(route.scope.model))
+
     # Requests -----------------------------------------------------------------------------------------------------
 
     def _first_byte(self, exchange: Exchange) -> None:
@@ -185,26 +191,34 @@ class Reasons:
             route.parent, route.final, sum(len(ids) for _, _, ids in read.spans), short, begins,
         )  # fmt: skip
 
-    def _facts(self, prompt: Tokens, route: RouteRequest) -> Facts:
-        core = self._core
 
-        def gone(start: int, step: int) -> tuple[int, str, float] | None:
-            found = core.index.gone(prompt, route.scope, start, step)
-            if found is None:
-                return None
-            end, holder, when_s = found
-            workers = (worker.worker_id for worker in core.workers.values() if holder in worker.holders)
-            return end, next(workers, "one that is known no more"), when_s
+class IndexFacts:
+    """What the ledger wants to know of one prompt, asked of index, feed and tokenizer."""
 
-        def text(ids: Sequence[int]) -> str:
-            tokenizer = self._prompts.get(route.scope.model)
-            return "" if tokenizer is None else tokenizer.decode(list(ids), skip_special_tokens=False)
+    __slots__ = ("_core", "_emptied", "_prompt", "_scope", "_tokenizer")
 
-        def guessed(worker_id: str) -> bool:
-            worker = core.workers.get(worker_id)
-            return worker is not None and worker.spec.cache_view is CacheView.HISTORY
+    def __init__(
+        self, core: RouterCore, emptied: Mapping[str, float], prompt: Tokens, scope: Scope, tokenizer: Tokenizer | None
+    ) -> None:
+        self._core, self._emptied, self._prompt, self._scope, self._tokenizer = core, emptied, prompt, scope, tokenizer
 
-        return Facts(gone, self._emptied.get, text, guessed)
+    def gone(self, start: int, step: int) -> tuple[int, str, float] | None:
+        found = self._core.index.gone(self._prompt, self._scope, start, step)
+        if found is None:
+            return None
+        end, holder, when_s = found
+        workers = (worker.worker_id for worker in self._core.workers.values() if holder in worker.holders)
+        return end, next(workers, "one that is known no more"), when_s
+
+    def emptied(self, worker_id: str) -> float | None:
+        return self._emptied.get(worker_id)
+
+    def text(self, ids: array[int]) -> str:
+        return "" if self._tokenizer is None else self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def guessed(self, worker_id: str) -> bool:
+        worker = self._core.workers.get(worker_id)
+        return worker is not None and worker.spec.cache_view is CacheView.HISTORY
 
 
 def begins_with(parsed: RoutingRequest) -> int | None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 try:
-    from router.edge._relay import BLOCKED, ENDED, READ, Relay
+    from router.edge._relay import BLOCKED, ENDED, READ, Relay, find_usage
 except ImportError:
     _FOUND = False
 else:
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
     from router.edge._relay import Tokens
 
 log = logging.getLogger("router")
+
+native_usage: Callable[[bytes], tuple[int | None, int | None, int | None] | None] | None = None
+"""What the end of an answer says of its cost; None where the native part is missing."""
+if _FOUND:
+    native_usage = find_usage
 
 
 class Relayed(Protocol):

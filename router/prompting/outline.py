@@ -17,11 +17,8 @@ import msgspec
 from prompts.errors import RequestError
 from prompts.messages import BILLING_LINE
 from prompts.routing import RoutingRequest, chat_of
+from router.prompting.outlined import WORDS, Outline
 
-WORDS = 5
-"""Of a message: as sent, JSON normalised, that without thinking and billing lines, what it is, its length."""
-TOOL_WORDS = 2
-"""Of a tool: as sent, normalised."""
 _ROLES = {"system": 0, "developer": 0, "user": 1, "assistant": 2, "tool": 3}
 _ROLE, THINKS, BILLED, CALLS = 7, 8, 16, 32
 _THINKING_FIELDS = frozenset(("reasoning_content", "reasoning", "thinking"))
@@ -36,28 +33,6 @@ How = Literal[
     "billing_line", "system_prompt", "tools", "template_flag", "thinking_dropped", "tool_arguments", "truncated",
     "edited", "re_encoded",
 ]  # fmt: skip
-
-
-class Outline(msgspec.Struct):
-    """Of a chat's messages from `after` on."""
-
-    after: int
-    messages: array[int]
-    """WORDS numbers each."""
-    tools: array[int] = array("I")
-    """TOOL_WORDS numbers each; of a whole outline only (`after` 0)."""
-    flags: int = 0
-    """What else the template is told."""
-
-    @property
-    def count(self) -> int:
-        """Of all messages, those before included."""
-        return self.after + len(self.messages) // WORDS
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return 4 * (len(self.messages) + len(self.tools)) + 256
 
 
 def outline(parsed: RoutingRequest, after: int = 0) -> Outline | None:

@@ -25,7 +25,8 @@ from prompts.tokenizer import Tokenizer, TokenizerError
 from router.prompting.config import PoolConfig
 from router.prompting.encode import cut, envelope, is_within_bounds, question, read_prompt
 from router.prompting.known import Known
-from router.prompting.outline import Outline, outline
+from router.prompting.outline import outline
+from router.prompting.outlined import Outline
 from router.prompting.returning import learn, may_return
 
 log = logging.getLogger("router")

@@ -25,7 +25,8 @@ from prompts.tokenizer import Tokenizer
 from prompts.words import count_openings
 from router.prompting.encode import CHARS_A_TOKEN, OBJECTS_MAX, TOKENS_MAX, ReadPrompt
 from router.prompting.known import LENGTH_MAX, LENGTH_MIN, MARKS_MAX, Known, Mark
-from router.prompting.outline import WORDS, Outline, outline
+from router.prompting.outline import outline
+from router.prompting.outlined import WORDS, Outline
 
 NEW_BYTES_MAX, NEW_OBJECTS_MAX = 256 << 10, 2048
 """Of a body without what is known of it: decoding and rendering so much keeps nobody waiting."""

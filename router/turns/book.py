@@ -10,10 +10,10 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from router.index.protocol import PrefixIndex, Scope
-from router.prompting.outline import Outline, contents
+from router.prompting.outline import contents
+from router.prompting.outlined import Outline
 
 BRANCHES_MAX = 4
 """Conversations that go on under one session's name: agents ask for titles and summaries in between."""
@@ -25,22 +25,25 @@ _ALIKE_MIN = 0.5
 """Two prompts without messages are one conversation's where they share so much of the shorter one."""
 
 
-@dataclass(slots=True, eq=False)
 class Past:
-    """A prompt that was computed."""
+    """A prompt that was computed, by the target `worker`. `keys`: chunks by which it is found where its session has no
+    name."""
 
-    scope: Scope
-    ids: array[int]
-    outline: Outline | None
-    worker: str
-    """The target that computed it."""
-    at_s: float
-    session: str | None
-    keys: tuple[int, ...] = ()
-    """Chunks by which it is found where its session has no name."""
-    answer_tokens: int = 0
-    """Generated, once that is known."""
-    bytes: int = field(default=0)
+    def __init__(
+        self,
+        scope: Scope,
+        ids: array[int],
+        outline: Outline | None,
+        worker: str,
+        at_s: float,
+        session: str | None,
+        keys: tuple[int, ...],
+    ) -> None:
+        self.scope, self.ids, self.outline, self.worker, self.at_s = scope, ids, outline, worker, at_s
+        self.session, self.keys = session, keys
+        self.answer_tokens = 0
+        """Generated, once that is known."""
+        self.bytes = 0
 
     @property
     def messages(self) -> int:

@@ -9,41 +9,54 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from router.decide.messages import Decision, ReportedUsage
 from router.index.protocol import Scope
-from router.prompting.outline import Outline, extended
+from router.prompting.outline import extended
+from router.prompting.outlined import Outline
 from router.turns.book import Past, TurnBook, marks
 from router.turns.config import TurnsConfig
-from router.turns.why import Facts, Turn, Why, parts_of, settle
+from router.turns.parts import Why
+from router.turns.why import Facts, Turn, parts_of, settle, tell
 
 
-@dataclass(slots=True)
 class AskedTurn:
     """A prompt whose answer has begun, or that is asked about."""
 
-    id: str
-    """That the client knows the request by."""
-    ids: array[int]
-    scope: Scope
-    keys: Sequence[int]
-    """Digests of its chunks."""
-    outline: Callable[[int], Outline | None]
-    """Of its messages from that one on; None where it is no chat, or that part is not known."""
-    target: str
-    block: int
-    """Tokens of its worker's blocks."""
-    session: str | None = None
-    parent: str | None = None
-    final: bool = False
-    sampled_tokens: int = 0
-    """Of `ids`: as they were sampled, where the encoder would choose others."""
-    short: Sequence[int] = ()
-    """Digests of its first chunk's beginnings, where its session has no name."""
-    begins: int | None = None
-    """Digest of what its user said first, where its session has no name: conversations with one system prompt may have
-    all their chunks in common."""
+    def __init__(
+        self,
+        id: str,
+        ids: array[int],
+        scope: Scope,
+        keys: Sequence[int],
+        outline: Callable[[int], Outline | None],
+        target: str,
+        block: int,
+        session: str | None = None,
+        parent: str | None = None,
+        final: bool = False,
+        sampled_tokens: int = 0,
+        short: Sequence[int] = (),
+        begins: int | None = None,
+    ) -> None:
+        self.id = id
+        """That the client knows the request by."""
+        self.ids, self.scope = ids, scope
+        self.keys = keys
+        """Digests of its chunks."""
+        self.outline = outline
+        """Of its messages from that one on; None where it is no chat, or that part is not known."""
+        self.target = target
+        self.block = block
+        """Tokens of its worker's blocks."""
+        self.session, self.parent, self.final = session, parent, final
+        self.sampled_tokens = sampled_tokens
+        """Of `ids`: as they were sampled, where the encoder would choose others."""
+        self.short = short
+        """Digests of its first chunk's beginnings, where its session has no name."""
+        self.begins = begins
+        """Digest of what its user said first, where its session has no name: conversations with one system prompt may
+        have all their chunks in common."""
 
     @property
     def found_by(self) -> list[int]:
@@ -53,14 +66,11 @@ class AskedTurn:
         return [*self.short, *self.keys, *begins]
 
 
-@dataclass(slots=True)
 class BegunTurn:
     """A request between its first byte and its end."""
 
-    why: Why
-    past: Past
-    decision: Decision
-    final: bool
+    def __init__(self, why: Why, past: Past, decision: Decision, final: bool) -> None:
+        self.why, self.past, self.decision, self.final = why, past, decision, final
 
 
 class Ledger:
@@ -123,7 +133,7 @@ class Ledger:
         why, past = begun.why, begun.past
         past.answer_tokens, past.at_s = answer_tokens, now
         settle(why, begun.decision.terms, usage.cached_tokens if usage is not None else None)
-        why.tell()
+        tell(why)
         self.turns[why.reason] += 1
         for part in why.parts:
             self.tokens[part.reason] += part.tokens
@@ -173,7 +183,7 @@ class Ledger:
             attempt=decision.attempt,
             sampled_tokens=asked.sampled_tokens,
         )
-        why.tell()
+        tell(why)
         return why
 
 

@@ -8,14 +8,13 @@ Invariant: the parts are what lies between what was reused and L, in order and w
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
-from dataclasses import dataclass
-
-import msgspec
+from typing import Protocol
 
 from router.decide.messages import Decision, Terms
-from router.prompting.outline import Outline, answered, difference
+from router.prompting.outline import answered, difference
+from router.prompting.outlined import Outline
 from router.turns.book import Past
+from router.turns.parts import Part, Why
 
 NO_LOSS = frozenset(("new_session", "new_text", "block_rest"))
 """Had to be computed, whoever it was sent to."""
@@ -35,140 +34,120 @@ BLOCK_TOKENS = 16
 """Where a worker does not tell."""
 
 
-class Part(msgspec.Struct, omit_defaults=True):
-    """Some of the tokens that had to be computed."""
-
-    reason: str
-    start: int
-    end: int
-    position: int | None = None
-    """The first token that differs from what was there before."""
-    message: int | None = None
-    """Of the body's messages, the one with that token; the first is 0."""
-    worker: str | None = None
-    """Who had it."""
-    ago_s: float | None = None
-    """When it lost it."""
-    here_s: float | None = None
-    there_s: float | None = None
-    """Time to the first token where the request went, and where more was cached."""
-
-    @property
-    def tokens(self) -> int:
-        return self.end - self.start
-
-
-class Why(msgspec.Struct, omit_defaults=True):
-    """One request."""
-
-    id: str
-    at: float
-    """Wall clock."""
-    session: str | None
-    worker: str
-    prompt_tokens: int
-    best_tokens: int
-    """Cached at the worker that had most of it and could have been chosen."""
-    best_worker: str
-    chosen_tokens: int
-    """Predicted to be cached where it went."""
-    reported_tokens: int | None = None
-    """As the worker says, where it does."""
-    reason: str = ""
-    """That of most of the lost tokens; where none was lost, of the new ones."""
-    position: int | None = None
-    """Where the prompt leaves what is or was held, for that reason."""
-    lost_tokens: int = 0
-    parts: list[Part] = []
-    attempt: int = 0
-    sampled_tokens: int = 0
-    """Of the prompt: as a worker sampled them, where the encoder would choose others. 0: all are the template's."""
-
-    def tell(self) -> None:
-        """Sum the parts up."""
-        lost = [part for part in self.parts if part.reason not in NO_LOSS]
-        self.lost_tokens = sum(part.tokens for part in lost)
-        main = max(lost or self.parts, key=lambda part: part.tokens, default=None)
-        self.reason = main.reason if main is not None else "new_text"
-        self.position = None if main is None else main.start if main.position is None else main.position
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(Protocol):
     """What is asked only where something is missing."""
 
-    gone: Callable[[int, int], tuple[int, str, float] | None]
-    """(end, worker, when) of what behind this position was held and removed, in blocks of so many tokens."""
-    emptied: Callable[[str], float | None]
-    """When a worker last lost all it held; None where it did not."""
-    text: Callable[[array[int]], str]
-    """What a few tokens say; empty where that is not known here."""
-    guessed: Callable[[str], bool]
-    """Whether a worker's cache is guessed: it tells nothing of what it removes."""
+    def gone(self, start: int, step: int) -> tuple[int, str, float] | None:
+        """(end, worker, when) of what behind this position was held and removed, in blocks of so many tokens."""
+
+    def emptied(self, worker_id: str) -> float | None:
+        """When a worker last lost all it held; None where it did not."""
+
+    def text(self, ids: array[int]) -> str:
+        """What a few tokens say; empty where that is not known here."""
+
+    def guessed(self, worker_id: str) -> bool:
+        """Whether a worker's cache is guessed: it tells nothing of what it removes."""
 
 
-@dataclass(slots=True)
 class Turn:
-    """One prompt, and what came before it."""
+    """One prompt of so many tokens, and what came before it. `block`: tokens of the chosen worker's blocks."""
 
-    tokens: int
-    block: int
-    """Tokens of the chosen worker's blocks."""
-    past: Past | None
-    common: int = 0
-    """Tokens that both begin with."""
-    outline: Outline | None = None
-    """Whole, where the two part before the past one's end."""
-    same_session: bool = True
-    """False: the past prompt is the parent's."""
-    differs: str | None = None
-    """What of the scope does: salt, lora, model."""
+    def __init__(self, tokens: int, block: int, past: Past | None) -> None:
+        self.tokens, self.block, self.past = tokens, block, past
+        self.common = 0
+        """Tokens that both begin with."""
+        self.outline: Outline | None = None
+        """Whole, where the two part before the past one's end."""
+        self.same_session = True
+        """False: the past prompt is the parent's."""
+        self.differs: str | None = None
+        """What of the scope does: salt, lora, model."""
+
+
+def tell(why: Why) -> None:
+    """Sum its parts up."""
+    lost = most = most_new = 0
+    main: Part | None = None
+    new: Part | None = None
+    for part in why.parts:
+        tokens = part.end - part.start
+        if part.reason not in NO_LOSS:
+            lost += tokens
+            if tokens > most:
+                most, main = tokens, part
+        elif tokens > most_new:
+            most_new, new = tokens, part
+    if main is None:
+        main = new
+    why.lost_tokens = lost
+    why.reason = main.reason if main is not None else "new_text"
+    why.position = None if main is None else main.start if main.position is None else main.position
+
+
+class _Parts:
+    """Of a prompt of so many tokens, from `at` on, one behind the other."""
+
+    def __init__(self, at: int, length: int) -> None:
+        self.at, self._length = at, length
+        self.found: list[Part] = []
+
+    def add(
+        self,
+        reason: str,
+        end: int,
+        *,
+        position: int | None = None,
+        message: int | None = None,
+        worker: str | None = None,
+        ago_s: float | None = None,
+        here_s: float | None = None,
+        there_s: float | None = None,
+    ) -> None:
+        """What is left up to `end`, if anything is."""
+        end = min(end, self._length)
+        if end > self.at:
+            self.found.append(Part(reason, self.at, end, position, message, worker, ago_s, here_s, there_s))
+            self.at = end
 
 
 def parts_of(turn: Turn, decision: Decision, facts: Facts, now: float) -> list[Part]:
     """[what was predicted to be cached, the prompt's length), part by part."""
     past, block, length = turn.past, turn.block, turn.tokens
-    at = min(decision.predicted_cached_tokens, length)
-    parts: list[Part] = []
-
-    def add(reason: str, end: int, **more: object) -> None:
-        nonlocal at
-        end = min(end, length)
-        if end > at:
-            parts.append(Part(reason, at, end, **more))  # type: ignore[arg-type]
-            at = end
-
+    parts = _Parts(min(decision.predicted_cached_tokens, length), length)
     best = decision.best
     if best is not None:
-        add("elsewhere", best.cached_tokens, worker=best.worker, here_s=decision.terms.ttft_s, there_s=best.ttft_s)
+        parts.add(
+            "elsewhere", best.cached_tokens, worker=best.worker, here_s=decision.terms.ttft_s, there_s=best.ttft_s
+        )
     goes_on = past is not None and turn.common == len(past.ids)
     known = 0 if past is None else past.known_tokens if goes_on else turn.common
     usable = _whole(min(known, length - 1), block)
-    if past is None or turn.differs is not None or at < usable:
-        gone = facts.gone(at, block)
+    if past is None or turn.differs is not None or parts.at < usable:
+        gone = facts.gone(parts.at, block)
         if gone is not None:
-            add("evicted", gone[0], worker=gone[1], ago_s=round(now - gone[2], 3))
+            parts.add("evicted", gone[0], worker=gone[1], ago_s=round(now - gone[2], 3))
     if past is None:
-        add("new_session", length)
-        return parts
+        parts.add("new_session", length)
+        return parts.found
     if turn.differs is not None:
-        add(turn.differs, _whole(turn.common, block))
-        add("block_rest", turn.common)
-    elif at < _whole(min(turn.common, length - 1), block):
+        parts.add(turn.differs, _whole(turn.common, block))
+        parts.add("block_rest", turn.common)
+    elif parts.at < _whole(min(turn.common, length - 1), block):
         reason, ago_s = _lost(past, facts, now)
-        add(reason, usable, worker=past.worker, ago_s=ago_s)
+        parts.add(reason, usable, worker=past.worker, ago_s=ago_s)
     if not goes_on and turn.same_session and turn.differs is None:
         how, message = _difference(turn, past, facts)
-        add(how, max(past.known_tokens, turn.common + 1), position=turn.common, message=message)
-    elif goes_on and at < usable and turn.outline is not None:
+        parts.add(how, max(past.known_tokens, turn.common + 1), position=turn.common, message=message)
+    elif goes_on and parts.at < usable and turn.outline is not None:
         message = past.messages
         answer = answered(turn.outline, message)
         if answer is not None:
-            add(answer, known, position=max(at, turn.common), message=message)
+            parts.add(answer, known, position=max(parts.at, turn.common), message=message)
     else:
-        add("block_rest", known)
-    add("new_text" if turn.same_session else "new_session", length)
-    return parts
+        parts.add("block_rest", known)
+    parts.add("new_text" if turn.same_session else "new_session", length)
+    return parts.found
 
 
 def _lost(past: Past, facts: Facts, now: float) -> tuple[str, float | None]:

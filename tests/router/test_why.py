@@ -21,14 +21,16 @@ from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Forward, ReportedUsage, RouteRequest
 from router.decide.workers import ServedModel, WorkerSpec
-from router.edge.reasons import begins_with
+from router.edge.reasons import IndexFacts, begins_with
 from router.index import make_index
 from router.index.protocol import Scope
-from router.prompting.outline import Outline, difference, outline
+from router.prompting.outline import difference, outline
+from router.prompting.outlined import Outline
 from router.turns.book import short_keys
 from router.turns.config import TurnsConfig
 from router.turns.ledger import AskedTurn, Ledger
-from router.turns.why import GROUPS, Facts, Why, check_adds_up
+from router.turns.parts import Why
+from router.turns.why import GROUPS, Facts, check_adds_up
 
 BLOCK = 16
 CHUNK = CoreConfig().working_set.chunk_tokens
@@ -117,15 +119,7 @@ class Fleet:
         )  # fmt: skip
 
     def facts(self, route: RouteRequest) -> Facts:
-        def gone(start: int, step: int) -> tuple[int, str, float] | None:
-            found = self.core.index.gone(route.token_ids or [], route.scope, start, step)
-            return None if found is None else (found[0], "ab"[found[1] - self.first], found[2])
-
-        return Facts(gone, self.emptied.get, lambda ids: self.tokenizer.decode(ids, False), lambda worker: False)
-
-    @property
-    def first(self) -> int:
-        return self.core.workers["a"].holders[0]
+        return IndexFacts(self.core, self.emptied, route.token_ids or [], route.scope, self.tokenizer)
 
     def store(self, worker: str, ids: list[int], scope: Scope) -> None:
         names, parent = [], None

@@ -36,6 +36,30 @@ int duplicate(int socket) {
     return made;
 }
 
+std::size_t past_space(std::string_view text, std::size_t at) {
+    return std::min(text.find_first_not_of(" \t\n\r\f\v", at), text.size());
+}
+
+// The whole number that `key` has after `at`; none where it has none, or more digits than are believed, or where the end of
+// `text` may have cut it off.
+std::optional<std::int64_t> count_of(std::string_view text, std::size_t at, std::string_view key) {
+    constexpr std::size_t kCountDigitsMax = 9;
+    at = text.find(key, at);
+    if (at == text.npos) return std::nullopt;
+    at = past_space(text, at + key.size());
+    if (at == text.size() || text[at] != ':') return std::nullopt;
+    at = past_space(text, at + 1);
+    std::int64_t value = 0;
+    const std::size_t start = at;
+    for (; at < text.size() && text[at] >= '0' && text[at] <= '9'; ++at) {
+        if (at - start == kCountDigitsMax) return std::nullopt;
+        value = value * 10 + (text[at] - '0');
+    }
+    const std::size_t end = past_space(text, at);
+    if (at == start || end == text.size() || (text[end] != ',' && text[end] != '}')) return std::nullopt;
+    return value;
+}
+
 // What every end of a stream has to do, whichever way it comes.
 void close_sockets(const Stream& stream) {
     close(stream.upstream);
@@ -94,6 +118,27 @@ bool follow_chunks(const char* data, std::size_t size, std::int64_t& left, std::
     }
     left = at_hand;
     return true;
+}
+
+std::optional<Usage> find_usage(std::string_view tail) {
+    constexpr std::string_view kUsage = "\"usage\"";  // in a JSON string its quotation marks would be escaped
+    for (std::size_t at = tail.rfind(kUsage); at != tail.npos; at = at == 0 ? tail.npos : tail.rfind(kUsage, at - 1)) {
+        const std::size_t colon = past_space(tail, at + kUsage.size());
+        if (colon == tail.size() || tail[colon] != ':') continue;
+        const std::size_t start = past_space(tail, colon + 1);
+        if (start == tail.size() || tail[start] != '{') continue;
+        const std::optional<std::int64_t> prompt = count_of(tail, start + 1, "\"prompt_tokens\"");
+        const std::optional<std::int64_t> cached = count_of(tail, start + 1, "\"cached_tokens\"");
+        if (prompt) return Usage{prompt, cached, count_of(tail, start + 1, "\"completion_tokens\"")};
+        // Anthropic's Messages: the first does not hold the others.
+        const std::optional<std::int64_t> computed = count_of(tail, start + 1, "\"input_tokens\"");
+        if (!computed) return Usage{prompt, cached, count_of(tail, start + 1, "\"completion_tokens\"")};
+        const std::optional<std::int64_t> read = count_of(tail, start + 1, "\"cache_read_input_tokens\"");
+        const std::optional<std::int64_t> kept = count_of(tail, start + 1, "\"cache_creation_input_tokens\"");
+        return Usage{*computed + read.value_or(0) + kept.value_or(0), read ? read : cached,
+                     count_of(tail, start + 1, "\"output_tokens\"")};
+    }
+    return std::nullopt;
 }
 
 Relay::Relay() : epoll_(epoll_create1(EPOLL_CLOEXEC)), buffer_(kReadBytes) {

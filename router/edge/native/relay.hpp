@@ -9,7 +9,9 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -23,6 +25,12 @@ constexpr std::int64_t kBetweenChunks = -1;
 // Follow `left` over `size` bytes. False, and `left` unchanged, where they hold more than whole lines of ordinary
 // chunks: the last chunk, an extension, a line that goes on in the next read, an error. `content` gets what they carry.
 bool follow_chunks(const char* data, std::size_t size, std::int64_t& left, std::string* content = nullptr);
+
+// What the last `"usage"` object that begins in the end of an answer says: prompt, cached and completion tokens.
+struct Usage {
+    std::optional<std::int64_t> prompt, cached, completion;
+};
+std::optional<Usage> find_usage(std::string_view tail);
 
 // Why a stream is given back.
 enum class Given {

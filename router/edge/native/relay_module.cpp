@@ -1,5 +1,6 @@
 // The Python face of the stream relay. Linux only: it stands on epoll.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 
 #include "relay.hpp"
@@ -72,6 +73,10 @@ NB_MODULE(_relay, module) {
         .def("take", &take, nb::arg("stream"), "(left, reads, last_s, ends of the last reads), or None.")
         .def("seen", &seen, nb::arg("stream"), "(reads, last_s), or None.")
         .def("__len__", &Relay::size);
+    module.def("find_usage", [](nb::bytes tail) -> nb::object {
+        const auto usage = find_usage({static_cast<const char*>(tail.data()), tail.size()});
+        return usage ? nb::object(nb::make_tuple(usage->prompt, usage->cached, usage->completion)) : nb::none();
+    }, nb::arg("tail"), "(prompt, cached, completion tokens) of the last `usage` that begins there, or None.");
     module.def("follow_chunks", [](nb::bytes data, std::int64_t left) -> nb::object {
         const bool whole = follow_chunks(static_cast<const char*>(data.data()), data.size(), left);
         return whole ? nb::cast(left) : nb::none();
