@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import xxhash
+
 from router.decide.messages import RouteRequest
 
 TOKENS_PRIOR = 256.0
@@ -38,7 +40,7 @@ class _Average:
     mean: float = 0.0
 
     def add(self, tokens: float) -> None:
-        self.count = min(self.count + 1.0, _MEMORY)
+        self.count = self.count + 1.0 if self.count + 1.0 < _MEMORY else _MEMORY
         self.mean += (tokens - self.mean) / self.count
 
     def over(self, general: float) -> float:
@@ -67,7 +69,9 @@ class OutputLengths:
         if tokens < 1:
             return
         kinds = request.kinds or _kinds(request)
-        counted = min(float(tokens), float(TOKENS_MAX), _STEP * self._mean(kinds))
+        counted, most = float(min(tokens, TOKENS_MAX)), _STEP * self._mean(kinds)
+        if counted > most:
+            counted = most
         for kind in kinds:
             known = self._kinds.get(kind)
             if known is None:
@@ -97,7 +101,8 @@ def _kinds(request: RouteRequest) -> list[Kind]:
     kinds: list[Kind] = [(model, None)]
     if token_ids is not None and len(token_ids) >= PREFIX_TOKENS:
         first = token_ids[:PREFIX_TOKENS]
-        kinds.append((model, hash((first if isinstance(first, array) else array("I", first)).tobytes())))
+        ids = first if isinstance(first, array) else array("I", first)
+        kinds.append((model, xxhash.xxh3_64_intdigest(memoryview(ids))))
     for session in (request.parent, request.session):
         if session is not None:
             kinds.append((model, session))

@@ -1,6 +1,6 @@
 """What a conversation is made of, as digests: enough to say which of its messages changed, and how. Pure.
 
-Owns what counts as the same. No text leaves here. Everything is a CRC of 32 bits: two texts that share one are taken
+Owns what counts as the same. No text leaves here. Everything is a digest of 32 bits: two texts that share one are taken
 for the same, which names a wrong reason once in four billion times and decides nothing.
 """
 
@@ -10,9 +10,9 @@ import re
 from array import array
 from collections.abc import Mapping
 from typing import Any, Literal
-from zlib import crc32
 
 import msgspec
+import xxhash
 
 from prompts.errors import RequestError
 from prompts.messages import BILLING_LINE
@@ -54,8 +54,8 @@ def outline(parsed: RoutingRequest, after: int = 0) -> Outline | None:
         return Outline(after, words, flags=flags)
     tools = array("I")
     for tool in parsed.tools or ():
-        tools.append(crc32(_encoder.encode(tool)))
-        tools.append(crc32(_sorted.encode(tool)))
+        tools.append(_digest(_encoder.encode(tool)))
+        tools.append(_digest(_sorted.encode(tool)))
     return Outline(0, words, tools, flags)
 
 
@@ -64,27 +64,32 @@ def _flags(parsed: RoutingRequest) -> int:
         parsed.chat_template_kwargs, parsed.reasoning_effort, parsed.add_generation_prompt,
         parsed.continue_final_message, parsed.add_special_tokens, parsed.documents,
     )  # fmt: skip
-    return crc32(_sorted.encode(told)) if any(value is not None for value in told) else 0
+    return _digest(_sorted.encode(told)) if any(value is not None for value in told) else 0
+
+
+def _digest(data: bytes, before: int = 0) -> int:
+    """Of `data` behind what has the digest `before`."""
+    return xxhash.xxh3_64_intdigest(data, before) & 0xFFFF_FFFF
 
 
 def _message(message: Mapping[str, Any]) -> tuple[int, int, int, int, int]:
     content = message.get("content")
     kind = _ROLES.get(message.get("role"), 4)  # type: ignore[arg-type]
     if type(content) is str and len(message) == 2:
-        whole = crc32(content.encode("utf-8", "surrogatepass"))
+        whole = _digest(content.encode("utf-8", "surrogatepass"))
         if "<think>" not in content and BILLING_LINE not in content:
             return whole, whole, whole, kind, len(content)
     text, thinks = _text(content)
     rest = {name: value for name, value in message.items() if name not in ("content", "role") and value is not None}
     raw = text.encode("utf-8", "surrogatepass")
-    whole, size = crc32(raw), len(text)
+    whole, size = _digest(raw), len(text)
     if rest:
         said = _encoder.encode(rest)
-        whole, size = crc32(said, whole), size + len(said)
+        whole, size = _digest(said, whole), size + len(said)
     if rest.get("tool_calls"):
         kind |= CALLS
         rest["tool_calls"] = _parsed_calls(rest["tool_calls"])
-    plain = crc32(_sorted.encode(rest), crc32(raw)) if rest else whole
+    plain = _digest(_sorted.encode(rest), _digest(raw)) if rest else whole
     bare_text = _BILLING_LINE.sub("", text) if BILLING_LINE in text else text
     kind |= BILLED if bare_text is not text else 0
     if "<think>" in bare_text:
@@ -92,8 +97,8 @@ def _message(message: Mapping[str, Any]) -> tuple[int, int, int, int, int]:
     bare_rest = {name: value for name, value in rest.items() if name not in _THINKING_FIELDS}
     if thinks or len(bare_rest) < len(rest):
         kind |= THINKS
-    bare = crc32(bare_text.encode("utf-8", "surrogatepass"))
-    return whole, plain, crc32(_sorted.encode(bare_rest), bare) if bare_rest else bare, kind, size
+    bare = _digest(bare_text.encode("utf-8", "surrogatepass"))
+    return whole, plain, _digest(_sorted.encode(bare_rest), bare) if bare_rest else bare, kind, size
 
 
 def _text(content: Any) -> tuple[str, bool]:
