@@ -163,7 +163,7 @@ class SampledBook:
     # Answers ----------------------------------------------------------------------------------------------------------
 
     def _add_answer(self, note: SampledIds) -> bool:
-        if _cost(note) > self._bytes_max // 4 or len(note.encoded) < _ID_BYTES:
+        if _cost(note) > self._bytes_max // 4 or not self._is_sound(note):
             return False
         key = (note.start, note.before)
         variants = self._answers.setdefault(key, [])
@@ -182,6 +182,12 @@ class SampledBook:
             for old in oldest:
                 self._count(old, -1)
         return True
+
+    def _is_sound(self, note: SampledIds) -> bool:
+        """Whole ids, of which the first is one that cuts: each other first id were one more to look for in prompts."""
+        if len(note.encoded) % _ID_BYTES or len(note.sampled) % _ID_BYTES or not note.encoded:
+            return False
+        return self._is_cut(note.encoded, 0) and note.sampled[:_ID_BYTES] == note.encoded[:_ID_BYTES]
 
     def _count(self, note: SampledIds, by: int) -> None:
         self.answer_bytes += by * _cost(note)

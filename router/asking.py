@@ -1,15 +1,19 @@
 """One question over HTTP to somebody whose answer may be anything: bounded in time and size, never redirected.
 
 Questions carry keys, so a redirect is an answer like another. Who uses a session of its own opens it with
-`auto_decompress=False`, so that the bound is on what is read too.
+`auto_decompress=False`, so that the bound is on what is read too. Between two pieces of an answer others get their turn
+of the event loop: chunks and lines of a byte come by the thousand, and a stream that has more at hand does not wait.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 
 import aiohttp
+
+READ_BYTES = 16 << 10
+"""Of an answer, in one turn: what aiohttp may keep, in a sixteenth as many chunks, and what is cut into lines."""
 
 
 class Unanswered(Exception):
@@ -35,10 +39,11 @@ async def ask(
             headers={"Accept-Encoding": "identity", **(headers or {})},
             timeout=aiohttp.ClientTimeout(total=seconds),
             allow_redirects=False,
+            read_bufsize=READ_BYTES,
         )
         async with asking as answer:
             body = bytearray()
-            async for piece in answer.content.iter_any():
+            async for piece in pieces(answer):
                 body += piece
                 if len(body) > bytes_max:
                     raise Unanswered(f"too large: the answer of {url} has more than {bytes_max} bytes")
@@ -47,3 +52,27 @@ async def ask(
         raise Unanswered(f"timeout: no answer of {url} within {seconds:g} s") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise Unanswered(f"{type(error).__name__}: {error}") from error
+
+
+async def pieces(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Its body as it comes. Raises what aiohttp raises."""
+    async for piece in answer.content.iter_any():
+        yield piece
+        await asyncio.sleep(0)
+
+
+async def lines(answer: aiohttp.ClientResponse, bytes_max: int) -> AsyncIterator[bytes]:
+    """The lines of its body, without their ends; what follows the last end is none. Raises what aiohttp raises, and
+    ValueError where a line is longer than `bytes_max`."""
+    begun = bytearray()
+    async for piece in pieces(answer):
+        for at in range(0, len(piece), READ_BYTES):
+            if at:
+                await asyncio.sleep(0)
+            first, *others = piece[at : at + READ_BYTES].split(b"\n")
+            begun += first
+            if len(begun) > bytes_max:
+                raise ValueError(f"a line of more than {bytes_max} bytes")
+            for other in others:
+                yield bytes(begun)
+                begun = bytearray(other)

@@ -21,6 +21,7 @@ import aiohttp
 
 from events.types import DecodeError
 from options import ConfigError
+from router.asking import pieces
 from router.fleet.slices import GONE, LINE_BYTES_MAX, Addresses, Watched, read_pod, read_pool, read_slice
 
 log = logging.getLogger("router")
@@ -161,7 +162,7 @@ async def _watch(api: Any, path: str, labels: str, watched: Watched, tell: Tell)
         if response.status != 200:
             raise _Again(f"the API answers {response.status}")
         rest = b""
-        async for chunk in response.content.iter_any():
+        async for chunk in pieces(response):
             *lines, rest = (rest + chunk).split(b"\n")
             if len(rest) > LINE_BYTES_MAX:
                 raise _Again(f"an event of over {LINE_BYTES_MAX} bytes")

@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 
 from prompts.sampled import Note, SampledBook
+from router.asking import READ_BYTES, lines
 
 log = logging.getLogger("router")
 
@@ -80,14 +81,14 @@ class SampledFeed:
         limits = aiohttp.ClientTimeout(total=None, sock_connect=UNHEARD_S, sock_read=UNHEARD_S)
         headers = {**headers, "Accept-Encoding": "identity"}
         asking = self._session.get(
-            url, headers=headers, timeout=limits, allow_redirects=False, read_bufsize=LINE_BYTES_MAX
+            url, headers=headers, timeout=limits, allow_redirects=False, read_bufsize=READ_BYTES
         )
         async with asking as answer:
             if answer.status != 200:
                 return answer.status >= 500
-            async for line in answer.content:
-                if line == b"\n":
-                    known.set()
-                else:
+            async for line in lines(answer, LINE_BYTES_MAX):
+                if line:
                     book.add(_notes.decode(line))
+                else:
+                    known.set()
         return True

@@ -241,3 +241,25 @@ def test_spans_that_do_not_fit_are_refused_by_name() -> None:
     assert spans_in(b'{"messages": []}') is None
     body = with_spans(b' \n{"messages": [], "model": "m"}', [(1, 2, [3, 4])])
     assert spans_in(body) == [(1, 2, [3, 4])]
+
+
+@pytest.mark.parametrize(
+    ("encoded", "sampled"),
+    [
+        (b"", b""),
+        (b"\0\0\0", b"\0\0\0"),
+        ("cut", b"\0\0\0"),
+        ("cut and more", "another"),
+        ("another", "another"),
+    ],
+)
+def test_a_note_that_no_sound_worker_writes_is_not_remembered(encoded: bytes | str, sampled: bytes | str) -> None:
+    """Its ids would raise where a prompt is mended, or be one more to look for in each."""
+    cut = next(iter(tokenizer().cut_ids)).to_bytes(4, "little")
+    other = next(i for i in range(9999) if i not in tokenizer().cut_ids).to_bytes(4, "little")
+    ids = {"cut": cut, "cut and more": cut + other, "another": other}
+    book = SampledBook(tokenizer().cut_ids, 1 << 20)
+    assert book.add(SampledIds(0, 0, cut + other, cut + other + other)), "a sound one is"
+    given = [ids[value] if isinstance(value, str) else value for value in (encoded, sampled)]
+    assert not book.add(SampledIds(0, 0, *given))
+    assert len(book) == 1

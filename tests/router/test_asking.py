@@ -1,0 +1,115 @@
+"""Answers of workers that come in more pieces than they are worth: others have their turns in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+import uvloop
+from aiohttp.streams import StreamReader
+
+from router.asking import READ_BYTES, Unanswered, ask, lines
+
+PIECES_MAX = READ_BYTES // 8
+"""In one turn: what aiohttp keeps of chunks, once taken and half of it filled again."""
+COUNT = 100_000
+HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\n"
+
+
+def answered(answer: bytes, read: Callable[[aiohttp.ClientSession, str], Awaitable[Any]]) -> Any:
+    """What `read` makes of an answer that comes at once."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    async def both() -> Any:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+        async with server, aiohttp.ClientSession() as session:
+            return await read(session, url)
+
+    loop = uvloop.new_event_loop()
+    try:
+        return loop.run_until_complete(asyncio.wait_for(both(), 60))
+    finally:
+        loop.close()
+
+
+class Turns:
+    """How much is done in one turn of the loop."""
+
+    def __init__(self) -> None:
+        self.most = self.done = self.turns = 0
+
+    def more(self) -> None:
+        self.done += 1
+        self.most = max(self.most, self.done)
+
+    async def watch(self) -> None:
+        while True:
+            self.done = 0
+            self.turns += 1
+            await asyncio.sleep(0)
+
+
+async def watched(turns: Turns, work: Awaitable[Any]) -> Any:
+    watching = asyncio.ensure_future(turns.watch())
+    try:
+        return await work
+    finally:
+        watching.cancel()
+
+
+def test_chunks_of_a_byte_are_read_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, feed = Turns(), StreamReader.feed_data
+
+    def fed(reader: StreamReader, data: bytes, *more: Any) -> Any:
+        turns.more()
+        return feed(reader, data, *more)
+
+    monkeypatch.setattr(StreamReader, "feed_data", fed)
+    answer = HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * COUNT + b"0\r\n\r\n"
+
+    async def read(session: aiohttp.ClientSession, url: str) -> Any:
+        return await watched(turns, ask(session, url, seconds=60, bytes_max=COUNT))
+
+    assert answered(answer, read) == (200, b"x" * COUNT)
+    assert turns.most <= PIECES_MAX
+    with pytest.raises(Unanswered, match="more than 99 bytes"):
+        answered(answer, lambda session, url: ask(session, url, seconds=60, bytes_max=99))
+
+
+def test_lines_of_a_byte_are_read_a_few_at_a_time() -> None:
+    """How a worker may tell what it sampled (router/fleet/sampled.py)."""
+    turns = Turns()
+    body = b"\n" * COUNT + b"one\n" + b"x" * COUNT + b"\nno end"
+
+    async def count(session: aiohttp.ClientSession, url: str) -> list[bytes]:
+        found = []
+        async with session.get(url, read_bufsize=READ_BYTES) as answer:
+            async for line in lines(answer, COUNT):
+                turns.more()
+                found.append(line)
+        return found
+
+    async def read(session: aiohttp.ClientSession, url: str) -> Any:
+        return await watched(turns, count(session, url))
+
+    answer = HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
+    assert answered(answer, read) == [b""] * COUNT + [b"one", b"x" * COUNT]
+    assert turns.most <= READ_BYTES
+
+
+def test_a_line_without_end_is_given_up() -> None:
+    async def read(session: aiohttp.ClientSession, url: str) -> int:
+        async with session.get(url) as answer:
+            return len([line async for line in lines(answer, COUNT)])
+
+    body = b"ok\n" + b"x" * (COUNT + READ_BYTES)
+    with pytest.raises(ValueError, match=f"more than {COUNT} bytes"):
+        answered(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body, read)
