@@ -80,9 +80,7 @@ class SampledFeed:
         """Until the stream ends. False where the worker has none. Raises what a broken stream raises."""
         limits = aiohttp.ClientTimeout(total=None, sock_connect=UNHEARD_S, sock_read=UNHEARD_S)
         headers = {**headers, "Accept-Encoding": "identity"}
-        asking = self._session.get(
-            url, headers=headers, timeout=limits, allow_redirects=False, read_bufsize=READ_BYTES
-        )
+        asking = self._session.get(url, headers=headers, timeout=limits, allow_redirects=False, read_bufsize=READ_BYTES)
         async with asking as answer:
             if answer.status != 200:
                 return answer.status >= 500
