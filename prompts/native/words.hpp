@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <optional>
 #include <set>
 #include <stdexcept>
@@ -168,22 +169,29 @@ inline u64 fold(u64 a, u64 b) {
 // Ids that are appended to, with room made for a few more than are counted.
 class Ids {
 public:
-    explicit Ids(std::size_t expected) : ids_(expected + kSpare) {}
+    explicit Ids(std::size_t expected) : room_(expected + kSpare), ids_(new u32[room_]) {}
     void append(const u32* ids, std::size_t count) { std::memcpy(room(count), ids, count * sizeof(u32)); }
     // Where `count` more are to be written, and may be up to kSpare.
     u32* room(std::size_t count) {
-        if (count_ + count + kSpare > ids_.size()) ids_.resize(2 * (count_ + count) + kSpare);
-        u32* at = ids_.data() + count_;
+        const std::size_t at = count_;
         count_ += count;
-        return at;
+        if (count_ + kSpare > room_) grow(at);
+        return ids_.get() + at;
     }
-    const u32* data() const { return ids_.data(); }
+    const u32* data() const { return ids_.get(); }
     std::size_t size() const { return count_; }
     static constexpr std::size_t kSpare = 3;
 
 private:
-    std::vector<u32> ids_;
-    std::size_t count_ = 0;
+    void grow(std::size_t kept) {
+        room_ = 2 * count_ + kSpare;
+        std::unique_ptr<u32[]> larger(new u32[room_]);
+        std::memcpy(larger.get(), ids_.get(), kept * sizeof(u32));
+        ids_.swap(larger);
+    }
+
+    std::size_t room_, count_ = 0;
+    std::unique_ptr<u32[]> ids_;  // not filled with anything
 };
 
 constexpr u64 kGolden = 0x9E3779B97F4A7C15ull;
@@ -268,8 +276,10 @@ public:
     // Appends the ids of the `size` characters of `text` at `at`; false where they are not known.
     bool append(std::string_view text, std::size_t at, std::size_t size, Ids& ids) const {
         const Key key = key_of(text, at, size);
+        const Slot* const slots = slots_.data();
+        const std::size_t mask = slots_.size() - 1;
         for (std::size_t i = hash_of(key);; ++i) {
-            const Slot& slot = slots_[i & (slots_.size() - 1)];
+            const Slot& slot = slots[i & mask];
             if (slot.count == 0) return false;
             if (slot.key.low != key.low || slot.key.high != key.high) continue;
             if (size > kShort && std::memcmp(chars_.data() + slot.chars_at, text.data() + at, size) != 0) continue;

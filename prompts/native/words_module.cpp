@@ -59,9 +59,10 @@ std::size_t count_openings(nb::bytes text, std::size_t end) {
 }
 
 // Of the beginnings of these bytes before `end` that have `first` bytes, an eighth more, two eighths ..., twice as many, an
-// eighth of that more, and so on. The seed is secret.
+// eighth of that more, and so on. The seed is secret. Behind the first kAll bytes a quarter of them counts: what differs
+// there differs all the way.
 std::vector<u64> digests(nb::bytes body, std::size_t first, u64 seed, std::size_t end) {
-    constexpr std::size_t kPiece = 64;
+    constexpr std::size_t kPiece = 64, kAll = 8192;
     if (first == 0 || first % (8 * kPiece) != 0) throw nb::value_error("first: expected a multiple of 512");
     const char* data = body.c_str();
     const auto word = [&](std::size_t at) {
@@ -73,7 +74,7 @@ std::vector<u64> digests(nb::bytes body, std::size_t first, u64 seed, std::size_
     u64 lanes[] = {seed, seed ^ kGolden, ~seed, seed * kGolden};  // so that no product waits for another
     end = std::min(end, body.size());
     for (std::size_t at = 0, length = first, step = first / 8; length <= end; length += step) {
-        for (; at < length; at += kPiece) {
+        for (; at < length; at += at < kAll ? kPiece : 4 * kPiece) {
             for (std::size_t lane = 0; lane < 4; ++lane) {
                 const std::size_t here = at + 16 * lane;
                 lanes[lane] += fold(word(here) ^ lanes[lane], word(here + 8) ^ seed);
@@ -118,6 +119,7 @@ public:
                                      static_cast<std::size_t>(PyUnicode_GET_LENGTH(text.ptr())))
                   : std::string_view(PyBytes_AS_STRING(utf8.ptr()), static_cast<std::size_t>(PyBytes_GET_SIZE(utf8.ptr())));
         std::vector<Word> words;
+        words.reserve(whole.size() / 3 + 16);
         std::unordered_map<std::string_view, std::vector<u32>> asked;
         if (!divide(whole, ascii, !ask.is_none(), words)) return nb::none();
         if (!ascii && !ask.is_none() && !ask_for(whole, words, ask, asked)) return nb::none();

@@ -350,7 +350,7 @@ def test_digests_are_of_beginnings() -> None:
         for i, length in enumerate(lengths):
             assert digests(body[:length] + b"other", 1024, 7)[: i + 1] == found[: i + 1]
             assert digests(body, 1024, 7, length) == found[: i + 1]
-            at = rng.randrange(length)
+            at = rng.randrange(min(length, 8192))
             changed = body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
             same = [a == b for a, b in zip(digests(changed, 1024, 7), found)]
             assert same == [size <= at for size in lengths], "whatever byte of it is another one"
