@@ -7,19 +7,20 @@ bytes that are not a JSON object are refused. A body of 2 KB costs a few microse
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
-from msgspec import Struct
 
-from prompts.anthropic import CountRequest, MessagesRequest, as_chat, depends_on_template, parse_messages
+from prompts.anthropic import MessagesRequest, as_chat, depends_on_template, parse_messages
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
 from prompts.responses import ResponsesRequest, parse_response
 from prompts.responses import as_chat as response_as_chat
+from prompts.routed import Kind as Kind
+from prompts.routed import RoutingRequest as RoutingRequest
+from prompts.routed import decoder
 from prompts.schemas import Message, Prompt, decode_json, is_media
 
-Kind = Literal["chat", "completion", "messages", "responses", "other"]
 KINDS: dict[str, Kind] = {
     "/v1/chat/completions": "chat", "/v1/completions": "completion", "/v1/messages": "messages",
     "/v1/responses": "responses",
@@ -27,82 +28,8 @@ KINDS: dict[str, Kind] = {
 """Routes whose prompts are read."""
 
 
-class RoutingRequest(Struct, kw_only=True, frozen=True):
-    """The routing view of a body. `messages` is None where the body has none that could be rendered."""
-
-    kind: Kind
-    source: CountRequest | ResponsesRequest | None = None
-    """A body of another API, which is the chat that `chat_of` makes of it; None where the worker will refuse it."""
-    model: str | None = None
-    messages: list[Message] | None = None
-    prompt: Prompt | None = None
-    tools: list[Message] | None = None
-    documents: list[Message] | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    add_special_tokens: bool | None = None
-    reasoning_effort: str | None = None
-    truncate_prompt_tokens: int | None = None
-    cache_salt: str | None = None
-    priority: int = 0
-    stream: bool = False
-    output_max: int = 0
-    """Most tokens the client lets all choices have; 0 where it sets no limit."""
-    output_min: int = 0
-    """Fewest tokens that all choices will have, by `min_tokens`, or by `ignore_eos` where nothing else ends them."""
-    user: str | None = None
-    prompt_cache_key: str | None = None
-    metadata_user_id: str | None = None
-    """`metadata.user_id`."""
-    stored: str | None = None
-    """Name of the response that it goes on from: the worker that holds it knows the rest of the prompt."""
-    scores_prompt: bool = False
-    """True where every prompt token gets a logprob: engines then compute the whole prompt and reuse nothing of it."""
-    echoes_chat: bool = False
-    """A chat with `echo`: vLLM then scores its prompt too, our engine does not."""
-    has_media: bool = False
-    """True where the prompt holds images or other media: only the text before the first can be routed on."""
-
-
-class _Body(Struct):
-    """Every field is Any: nothing a worker might accept is refused here."""
-
-    model: Any = None
-    messages: Any = None
-    prompt: Any = None
-    tools: Any = None
-    documents: Any = None
-    chat_template: Any = None
-    chat_template_kwargs: Any = None
-    add_generation_prompt: Any = None
-    continue_final_message: Any = None
-    add_special_tokens: Any = None
-    reasoning_effort: Any = None
-    truncate_prompt_tokens: Any = None
-    cache_salt: Any = None
-    priority: Any = None
-    stream: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    n: Any = None
-    min_tokens: Any = None
-    ignore_eos: Any = None
-    stop: Any = None
-    stop_token_ids: Any = None
-    user: Any = None
-    prompt_cache_key: Any = None
-    metadata: Any = None
-    prompt_logprobs: Any = None
-    echo: Any = None
-    logprobs: Any = None
-    top_logprobs: Any = 0
-
-
 _RENDERED = ("messages", "tools", "chat_template_kwargs", "reasoning_effort", "continue_final_message")
 _OBJECT = re.compile(rb"[ \t\r\n]*\{")
-_decoder = msgspec.json.Decoder(_Body)
 
 
 def parse_routing(path: str, data: bytes) -> RoutingRequest:
@@ -118,7 +45,7 @@ def read_routing(kind: Kind, data: bytes) -> RoutingRequest:
             return _of_messages(parse_messages(data)) if kind == "messages" else _of_response(parse_response(data))
         except RequestError:
             pass  # the worker will say what is wrong
-    body = decode_json(_decoder, data)
+    body = decode_json(decoder, data)
     messages = _dicts(body.messages)
     limit = _int(body.max_completion_tokens)
     if limit is None:
