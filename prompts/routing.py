@@ -17,8 +17,8 @@ from prompts.errors import RequestError
 from prompts.responses import ResponsesRequest, parse_response
 from prompts.responses import as_chat as response_as_chat
 from prompts.routed import Kind as Kind
+from prompts.routed import RoutedBody, decoder
 from prompts.routed import RoutingRequest as RoutingRequest
-from prompts.routed import decoder
 from prompts.schemas import Message, Prompt, decode_json, is_media
 
 KINDS: dict[str, Kind] = {
@@ -45,7 +45,7 @@ def read_routing(kind: Kind, data: bytes) -> RoutingRequest:
             return _of_messages(parse_messages(data)) if kind == "messages" else _of_response(parse_response(data))
         except RequestError:
             pass  # the worker will say what is wrong
-    body = decode_json(decoder, data)
+    body: RoutedBody = decode_json(decoder, data)
     messages = _dicts(body.messages)
     limit = _int(body.max_completion_tokens)
     if limit is None:
