@@ -77,7 +77,7 @@ def read_routing(kind: Kind, data: bytes) -> RoutingRequest:
         metadata_user_id=_str(body.metadata.get("user_id")) if isinstance(body.metadata, dict) else None,
         scores_prompt=body.prompt_logprobs is not None or (echoes and not messages),
         echoes_chat=echoes and bool(messages),
-        has_media=_has_media(messages),
+        has_media=has_media(messages),
     )
 
 
@@ -124,7 +124,7 @@ def chat_of(parsed: RoutingRequest, template: ChatTemplate | None) -> RoutingReq
             raise RequestError("what this prompt is depends on the model's chat template", param=None)
         fields = as_chat(source, template)
     read = {name: fields[name] for name in _RENDERED if name in fields}
-    return msgspec.structs.replace(parsed, kind="chat", source=None, has_media=_has_media(read["messages"]), **read)
+    return msgspec.structs.replace(parsed, kind="chat", source=None, has_media=has_media(read["messages"]), **read)
 
 
 def check_object(data: bytes) -> None:
@@ -159,7 +159,8 @@ def _prompt(value: Any) -> Prompt | None:
     return None
 
 
-def _has_media(messages: list[Message] | None) -> bool:
+def has_media(messages: list[Message] | None) -> bool:
+    """Whether any of them has something other than text."""
     for message in messages or ():
         content = message.get("content")
         if isinstance(content, list):

@@ -13,7 +13,7 @@ from collections import OrderedDict
 
 from msgspec import Struct
 
-from prompts.routing import Kind
+from prompts.routed import Kind, RoutingRequest
 from prompts.schemas import Message
 from prompts.words import digests
 
@@ -24,6 +24,8 @@ ALIKE_MAX = 8
 """Conversations kept of those that begin alike, for an eighth of their length at least."""
 MARKS_MAX = 4
 _MARK_BYTES = 1000
+_OBJECTS_A_BYTE = 4
+"""Bytes that what was decoded takes, for each byte of a body."""
 SEEN_MAX = 65_536
 """Digests that are remembered of bodies of which nothing is known."""
 _Key = int
@@ -75,6 +77,12 @@ class Known(Struct):
     body: bytes
     ids: array[int]
     """Of the whole prompt, or up to the tail of its last mark at the least."""
+    close: int = 0
+    """Where the body's array of messages ends."""
+    parsed: RoutingRequest | None = None
+    """What a chat asks for but for its messages; None of another kind."""
+    as_sent: bool = False
+    """How its template was given messages."""
     back: int = 1
     """Messages at the end of a body that are not taken for known, as they may change."""
     memory: object = None
@@ -89,6 +97,8 @@ class Known(Struct):
         """Bytes that it takes, about."""
         size = len(self.body) + self.ids.itemsize * (len(self.ids) + len(self.words)) + _MARK_BYTES * len(self.marks)
         size += sum(len(mark.tail) for mark in self.marks)
+        if self.parsed is not None:
+            size += _OBJECTS_A_BYTE * (self.start + len(self.body) - self.close)
         return size + self.memory_bytes + 1000 + sum(len(str(message.get("content"))) for message in self.opening)
 
 

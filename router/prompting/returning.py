@@ -11,14 +11,14 @@ import secrets
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from prompts.anthropic import MessagesRequest, depends_on_template
 from prompts.errors import RequestError
 from prompts.messages import render_chat
-from prompts.routing import Kind, RoutingRequest, chat_of, read_routing
+from prompts.routing import Kind, RoutingRequest, chat_of, has_media, read_routing
 from prompts.schemas import Message
 from prompts.segments import ID_TYPE
 from prompts.tokenizer import Tokenizer
@@ -43,6 +43,7 @@ _WHITE = b" \t\r\n"
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _items = msgspec.json.Decoder(list[msgspec.Raw])
+_messages = msgspec.json.Decoder(list[dict[str, Any]])
 
 
 class Rest(NamedTuple):
@@ -50,6 +51,7 @@ class Rest(NamedTuple):
 
     parsed: RoutingRequest
     data: bytes
+    """Empty where nothing but messages was read."""
     chat: RoutingRequest
     """What it is rendered of."""
     heads: int
@@ -104,7 +106,7 @@ def go_on(known: Known, mark: Mark, body: bytes, tokenizer: Tokenizer, tokens_ma
     """What a body that has this beginning asks for. None where the whole must be read."""
     if mark.objects > OBJECTS_MAX - NEW_OBJECTS_MAX:
         return None
-    rest = _read(known.kind, known.start, mark.end, body, tokenizer)
+    rest = _read_on(known, mark, body, tokenizer) or _read(known.kind, known.start, mark.end, body, tokenizer)
     if rest is None or (rest.told, rest.heads) != (known.told, known.heads):
         return None
     assert rest.chat.messages is not None
@@ -139,10 +141,10 @@ def learn(parsed: RoutingRequest, body: bytes, prompt: ReadPrompt, tokenizer: To
         return None
     for back in (CHANGED, 1):
         place = _before_last(body, back)
-        rest = _read(kind, *place, body, tokenizer) if place is not None else None
+        rest = _read(kind, *place[:2], body, tokenizer) if place is not None else None
         if place is None or rest is None or rest.chat.messages is None:
             continue
-        start, end = place
+        start, end, close = place
         count = len(messages) - len(rest.new)
         if messages[: rest.heads] != rest.chat.messages[: rest.heads] or messages[count:] != rest.new:
             return None
@@ -151,12 +153,16 @@ def learn(parsed: RoutingRequest, body: bytes, prompt: ReadPrompt, tokenizer: To
         mark = _mark(tokenizer, body, end, rest, messages[0], count, messages[count - 2 :], text, ids, len(text))
         if mark is not None:
             marks.append(mark)
-            told, heads = rest.told, rest.heads
+            told, heads, bare = rest.told, rest.heads, _bare(rest)
     if not marks:
         return None
     words = drawn.messages[: WORDS * marks[-1].count]
     known_ids = ids if isinstance(ids, array) else array(ID_TYPE, ids)
-    return Known(kind, start, told, heads, messages[: first + 1], words, marks, body, known_ids)
+    assert tokenizer.chat_template is not None
+    return Known(
+        kind, start, told, heads, messages[: first + 1], words, marks, body, known_ids, close, bare,
+        tokenizer.chat_template.as_sent,
+    )  # fmt: skip
 
 
 def learn_more(returned: Returned, body: bytes, tokenizer: Tokenizer) -> Known | None:
@@ -168,10 +174,11 @@ def learn_more(returned: Returned, body: bytes, tokenizer: Tokenizer) -> Known |
     chat = known.kind == "chat"  # whose messages are those of the array, one for one
     if chat and len(rest.new) <= back:
         return None
-    place = _before_last(rest.data, back, known.start)
+    data = rest.data or _with_standin(body, known.start, mark.end)
+    place = _before_last(data, back, known.start)
     if place is None:
         return None
-    end = place[1] + len(body) - len(rest.data)
+    end, close = (at + len(body) - len(data) for at in place[1:])
     if end <= mark.end or _depends(rest.parsed):
         return None
     fresh = len(rest.new) - back
@@ -197,8 +204,9 @@ def learn_more(returned: Returned, body: bytes, tokenizer: Tokenizer) -> Known |
     words = known.words[: WORDS * mark.count] + drawn.messages[after : after + WORDS * fresh]
     marks = [one for one in known.marks if one.end <= mark.end][1 - MARKS_MAX :] + [made]
     return msgspec.structs.replace(
-        known, words=words, marks=marks, back=back, body=body, ids=returned.ids, memory=None, memory_bytes=0
-    )
+        known, words=words, marks=marks, back=back, body=body, ids=returned.ids, close=close, parsed=_bare(rest),
+        memory=None, memory_bytes=0,
+    )  # fmt: skip
 
 
 def _depends(parsed: RoutingRequest) -> bool:
@@ -206,12 +214,43 @@ def _depends(parsed: RoutingRequest) -> bool:
     return isinstance(parsed.source, MessagesRequest) and depends_on_template(parsed.source)
 
 
+def _bare(rest: Rest) -> RoutingRequest | None:
+    """Without its messages, of a chat: those of other kinds are part of more."""
+    return None if rest.parsed.source is not None else msgspec.structs.replace(rest.parsed, messages=None)
+
+
+def _read_on(known: Known, mark: Mark, body: bytes, tokenizer: Tokenizer) -> Rest | None:
+    """As `_read`, of a chat in which nothing but messages is new; None where more is. What stands behind the messages
+    is that of the known body: between that and what is known, a list goes on."""
+    close = len(body) - len(known.body) + known.close
+    template = tokenizer.chat_template
+    if known.parsed is None or template is None or template.as_sent != known.as_sent:
+        return None
+    if not mark.end <= close <= mark.end + NEW_BYTES_MAX or not body.endswith(memoryview(known.body)[known.close :]):
+        return None
+    data = b"[%b%b]" % (_STANDIN_JSON, body[mark.end : close])
+    if count_openings(data) > NEW_OBJECTS_MAX:
+        return None
+    try:
+        messages = _messages.decode(data)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+    if has_media(messages) or any(message.get("role") == "developer" for message in messages):
+        return None
+    parsed = msgspec.structs.replace(known.parsed, messages=messages)
+    return Rest(parsed, b"", parsed, known.heads, known.told)
+
+
+def _with_standin(body: bytes, start: int, end: int) -> bytes:
+    return b"%b%b%b" % (body[: start + 1], _STANDIN_JSON, body[end:])
+
+
 def _read(kind: Kind, start: int, end: int, body: bytes, tokenizer: Tokenizer) -> Rest | None:
     """A body with the stand-in for its messages before `end`."""
     template = tokenizer.chat_template
     if start + len(body) - end > NEW_BYTES_MAX or template is None:
         return None
-    data = b"%b%b%b" % (body[: start + 1], _STANDIN_JSON, body[end:])
+    data = _with_standin(body, start, end)
     if count_openings(data) > NEW_OBJECTS_MAX:
         return None
     try:
@@ -268,9 +307,9 @@ def _mark(
     return Mark(end, count, kept, chars - len(after), tail, tail_ids, objects, messages[0], messages[1])
 
 
-def _before_last(data: bytes, count: int, start: int | None = None) -> tuple[int, int] | None:
-    """(where the array of messages begins, where the last `count` of them begin, or the white space before) in a body
-    that was read; None where it has no more. `start`: where that is known."""
+def _before_last(data: bytes, count: int, start: int | None = None) -> tuple[int, int, int] | None:
+    """(where the array of messages begins, where the last `count` of them begin, or the white space before, where it
+    ends) in a body that was read; None where it has no more. `start`: where that is known."""
     try:
         raw = bytes(_fields.decode(data).get("messages", b""))
         items = _items.decode(raw)
@@ -282,10 +321,10 @@ def _before_last(data: bytes, count: int, start: int | None = None) -> tuple[int
         start = data.find(raw[:256])
     if not data.startswith(raw, start):
         return None  # the same beginning twice
-    end = start + len(raw) - 1
+    end = close = start + len(raw) - 1
     for item in reversed(items[-count:]):
         end = _back(data, _back(data, end) - len(bytes(item))) - 1
-    return start, _back(data, end)
+    return start, _back(data, end), close
 
 
 def _back(data: bytes, at: int) -> int:

@@ -231,6 +231,7 @@ def test_every_turn_but_the_first_is_known(tokenizer: Tokenizer, kind: Kind) -> 
             returned = returning.go_on(*found, body, tokenizer, None)
             assert returned is not None
             sizes.append(len(returned.rest.data))
+            assert (returned.rest.data == b"") == (kind == "chat"), "of a chat nothing but messages is read"
             check_same(returned, parsed, prompt.ids)
             more = returning.learn_more(returned, body, tokenizer)
             assert more is not None
@@ -245,7 +246,8 @@ def test_every_turn_but_the_first_is_known(tokenizer: Tokenizer, kind: Kind) -> 
     [
         b'{"messages": %b, "messages": [{"role": "user", "content": "other"}]}',
         b'{"messages": %b, "n": 1,}', b'{"messages": %b', b'{"messages": %b}}', b'[{"messages": %b}]',
-        b'{"x": {"messages": %b}}', b'{"messages": %b, "prompt_logprobs": 1}',
+        b'{"x": {"messages": %b}}', b'{"messages": %b, "prompt_logprobs": 1}', b'{"messages": %b]}',
+        b'{"messages": %b, "messages": []}', b'{"messages": %b, "add_special_tokens": true}',
         b'{"messages": %b, "chat_template": "x"}',
     ],
 )  # fmt: skip
