@@ -180,7 +180,7 @@ def _content(content: Any, form: ContentFormat) -> str | list[Message]:
     if form == "parts":
         return [
             {"type": "tool_reference", "name": text} if _names_tool(part) else {"type": "text", "text": text}
-            for part, text in zip(content or (), texts)
+            for part, text in zip(content if texts else (), texts)
         ]
     return "\n".join(text for text in texts if text)
 
