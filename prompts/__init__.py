@@ -10,7 +10,6 @@ from prompts.errors import RequestError, bad_value
 from prompts.routing import RoutingRequest, parse_routing
 from prompts.schemas import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from prompts.segments import SegmentStats
-from prompts.support import check_supported
 from prompts.tokenizer import Tokenizer, TokenizerError
 
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
     "Tokenizer",
     "TokenizerError",
     "bad_value",
-    "check_supported",
     "parse_chat",
     "parse_completion",
     "parse_routing",

@@ -17,6 +17,7 @@ from engine.api.lark import constraint_of
 from engine.api.params import ModelLimits, check_prompt
 from engine.api.responses import SHOWN, AskedResponse
 from engine.api.speech import SpeechPlan
+from engine.api.support import check_supported
 from engine.api.thought import THOUGHTS, Place, end_token, place_after
 from engine.types import Constraint
 from prompts import (
@@ -25,7 +26,6 @@ from prompts import (
     RequestError,
     Tokenizer,
     bad_value,
-    check_supported,
     parse_chat,
     parse_completion,
 )

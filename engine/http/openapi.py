@@ -1,7 +1,7 @@
 """`/openapi.json`: what the server takes and answers.
 
 Answers are described by the structs that write them, bodies by those that read them, narrowed: these accept every
-field of OpenAI's and vLLM's bodies so that an error can name it, and `prompts.support` then refuses some. Here those
+field of OpenAI's and vLLM's bodies so that an error can name it, and `engine.api.support` then refuses some. Here those
 refusals are types. What joins two fields (`top_logprobs` needs `logprobs`) stays unsaid.
 """
 

@@ -12,12 +12,13 @@ from engine.api.bodies import DetokenizeAnswer, ModelCard, ModelList, TokenizeAn
 from engine.api.params import ModelLimits
 from engine.api.reading import read_count
 from engine.api.responses import DeletedResponse
+from engine.api.support import check_supported
 from engine.config import __version__
 from engine.http.apart import Work
 from engine.http.generate import STATE
 from engine.http.state import ASLEEP, not_running, unavailable
 from events.sources import encode_sources
-from prompts import RequestError, Tokenizer, bad_value, check_supported
+from prompts import RequestError, Tokenizer, bad_value
 from prompts.schemas import Message, TokenIdField, decode_json, parse_chat
 
 _JSON = "application/json"

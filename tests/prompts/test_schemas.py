@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prompts import RequestError, check_supported, parse_chat, parse_completion, parse_routing
+from engine.api.support import check_supported
+from prompts import RequestError, parse_chat, parse_completion, parse_routing
 from prompts.schemas import ChatRequest, CompletionRequest
 
 USER = {"role": "user", "content": "hi"}
