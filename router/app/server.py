@@ -27,6 +27,7 @@ from router.http.answers import MethodNotAllowed
 from router.http.connection import Client, ClientConnection
 from router.http.request import HttpRequest
 from router.http.routes import Routes
+from router.http.turns import REQUESTS_AT_ONCE, LoopTurns
 from router.prompting.reader import INLINE_BYTES_MAX, PromptRead
 from router.sharing.config import SharingConfig
 
@@ -81,6 +82,7 @@ class RouterApp:
         self.limits = config.limits
         self.budget = proxy.budget
         self.turns = proxy.turns
+        self.arrivals = LoopTurns(REQUESTS_AT_ONCE)
         self._proxy = proxy
         self._reading = reading
         self._tenants = tenants

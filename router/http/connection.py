@@ -77,6 +77,9 @@ class Application(Protocol):
     limits: HttpLimits
     budget: Budget
     turns: LoopTurns
+    """Of what is long."""
+    arrivals: LoopTurns
+    """Of requests that begin."""
 
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
         """Who sent `request`, of which only the head need be there. Raises RequestError where it will not be served."""
@@ -97,7 +100,7 @@ class ClientConnection(asyncio.Protocol):
     __slots__ = (
         "_app", "_body_bytes", "_busy", "_head_only", "_held", "_keep_alive", "_lingers", "_parser", "_party",
         "_path", "_paused_reading", "_registry", "_retiring", "_since_s", "_socket", "_stepping", "_transport",
-        "_unread", "answering", "peer", "tls", "work",
+        "_unread", "_waiting", "answering", "peer", "tls", "work",
     )  # fmt: skip
 
     def __init__(self, app: Application, registry: set[ClientConnection]) -> None:
@@ -130,6 +133,8 @@ class ClientConnection(asyncio.Protocol):
         self._unread = False
         """The client may still be sending what will not be read."""
         self._lingers = False
+        self._waiting: HttpRequest | None = None
+        """For its turn to begin; the connection is busy with it."""
         self._socket = -1
         self._since_s = time.monotonic()
 
@@ -162,10 +167,11 @@ class ClientConnection(asyncio.Protocol):
             self._step(len(data))
 
     def eof_received(self) -> bool:
+        self._take_turn()
         return False  # a client that stops sending is taken to be gone: see connection_lost
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._transport = None
+        self._transport = self._waiting = None
         self._registry.discard(self)
         self._drop_work()
         self._forget()
@@ -222,6 +228,7 @@ class ClientConnection(asyncio.Protocol):
     def crash(self, error: Exception) -> None:
         """What answers the current request raised `error`: end that request, and nothing else."""
         self._app.crashed("client", error)
+        self._waiting = None
         self._drop_work()
         if self.answering or not self._busy:
             self.cut()
@@ -314,6 +321,9 @@ class ClientConnection(asyncio.Protocol):
                 if request is None:
                     self._wait_for_more(received)
                     break
+                if not self._app.arrivals.now():
+                    self._wait_for_turn(request)
+                    break
                 self._begin(request)
             else:
                 self._app.turns.wait(self._go_on)
@@ -325,6 +335,25 @@ class ClientConnection(asyncio.Protocol):
             self.crash(error)
         finally:
             self._stepping = False
+
+    def _wait_for_turn(self, request: HttpRequest) -> None:
+        """Many begin at once. Raises RequestError where there is no room to keep it."""
+        self._body_bytes = request.body_bytes + len(request.headers.raw)
+        self._hold()
+        self._busy, self._waiting = True, request
+        self._app.arrivals.wait(self._take_turn, self._party)
+
+    def _take_turn(self) -> None:
+        request, self._waiting = self._waiting, None
+        if request is None:
+            return
+        self._stepping = True
+        try:
+            self._begin(request)
+        finally:
+            self._stepping = False
+        if not self._busy:
+            self._step()
 
     def _begin(self, request: HttpRequest) -> None:
         self._busy = True

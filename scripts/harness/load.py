@@ -144,8 +144,10 @@ class _Connection(asyncio.Protocol):
 class Client:
     """Kept connections to one server; as many requests at a time as are asked."""
 
-    def __init__(self, url: str, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, url: str, *, patience_s: float = PATIENCE_S, source: str | None = None) -> None:
+        """`source`: an address of this machine to come from."""
         parts = urlsplit(url)
+        self._source = (source, 0) if source else None
         self._address = parts.hostname or "127.0.0.1", parts.port or 80
         self._patience_s = patience_s
         self._idle: list[_Connection] = []
@@ -169,7 +171,7 @@ class Client:
         if connection is None:
             try:
                 loop = asyncio.get_running_loop()
-                _, connection = await loop.create_connection(_Connection, *self._address)
+                _, connection = await loop.create_connection(_Connection, *self._address, local_addr=self._source)
             except OSError as error:
                 now_s = time.monotonic()
                 return Answer(now_s, end_s=now_s, error=f"no connection: {error}")

@@ -7,7 +7,7 @@ A process of its own, so that nothing the attacker computes is taken for a delay
 thread ran meanwhile, milliseconds that it could have run and was given no CPU]. What the direct ones show is the
 machine; what the others show beyond it is the router: where its thread ran all the while it was work that others had
 brought, where it waited for a CPU it was the machine. A request counts from the moment it was due: who is held up is
-not asked less often.
+not asked less often. It comes from an address of its own: the attackers are somebody else.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 from harness.load import Client, post
 
 EVERY_S, WATCH_S = 0.02, 0.004
+SOURCE = "127.0.0.2"
 OUTSTANDING_MAX = 200
 """More are counted as lost at once, with status -1."""
 
@@ -58,7 +59,7 @@ class Watched:
 class Victim:
     def __init__(self, name: str, url: str, lines: list[Any], watched: Watched) -> None:
         self._name, self._lines, self._watched = name, lines, watched
-        self._client = Client(url, patience_s=120)
+        self._client = Client(url, patience_s=120, source=SOURCE)
         self._outstanding = 0
         self._count = 0
 

@@ -25,7 +25,7 @@ from router.http.budget import Budget
 from router.http.config import HttpLimits
 from router.http.connection import LONG_READ_BYTES, ClientConnection
 from router.http.request import PIECE_BYTES
-from router.http.turns import AT_ONCE, LoopTurns
+from router.http.turns import AT_ONCE, REQUESTS_AT_ONCE, LoopTurns
 
 CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
 ERRORS = [AssertionError("no"), RecursionError("deep"), MemoryError(), KeyError("gone")]
@@ -545,6 +545,7 @@ class App:
 
     def __init__(self) -> None:
         self.limits, self.budget, self.turns = HttpLimits(), Budget(HttpLimits(), Metrics()), LoopTurns()
+        self.arrivals = LoopTurns(REQUESTS_AT_ONCE)
         self.taken: list[int] = []
 
     def admit(self, connection: Any, request: Any) -> str:
@@ -626,5 +627,95 @@ def test_clients_that_leave_in_the_middle_of_long_bodies_are_forgotten_in_turns(
             pieces = left
             await asyncio.sleep(0)
         app.budget.check_invariants()
+
+    asyncio.run(run())
+
+
+SMALL = b"POST / HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n"
+
+
+class From(Transport):
+    def __init__(self, peer: str) -> None:
+        super().__init__()
+        self._peer = peer
+
+    def get_extra_info(self, name: str) -> Any:
+        return (self._peer, 1) if name == "peername" else None
+
+
+def arrived(app: App, peer: str, body_bytes: int) -> ClientConnection:
+    """A connection on which a whole request has come."""
+    connection = ClientConnection(app, set())  # type: ignore[arg-type]
+    connection.connection_made(From(peer))  # type: ignore[arg-type]
+    connection.data_received(SMALL % body_bytes + bytes(body_bytes))
+    return connection
+
+
+def test_who_comes_with_many_requests_waits_behind_his_own() -> None:
+    """A few begin in a turn of the loop, in order; who comes from elsewhere goes before the rest of them."""
+
+    async def run() -> None:
+        app, taken = App(), 0
+        for size in range(1, 101):
+            arrived(app, "10.0.0.1", size)
+        assert app.taken == list(range(1, REQUESTS_AT_ONCE + 1)), "the first begin as they come"
+        arrived(app, "10.0.0.2", 1000)
+        for turn in range(1000):
+            taken = len(app.taken)
+            await asyncio.sleep(0)
+            assert len(app.taken) - taken <= 2 * REQUESTS_AT_ONCE
+            if turn == 3:
+                assert 1000 in app.taken
+            if len(app.taken) == 101:
+                break
+        assert [size for size in app.taken if size != 1000] == list(range(1, 101))
+        await asyncio.sleep(0)
+        arrived(app, "10.0.0.1", 7)
+        assert app.taken[-1] == 7, "and nobody waits where there is room"
+
+    asyncio.run(run())
+
+
+def test_what_becomes_of_a_request_that_waits_for_its_turn() -> None:
+    """What comes behind it is kept, the end of what its client sends begins it, and who leaves is forgotten."""
+
+    async def run() -> None:
+        app = App()
+        for size in range(1, REQUESTS_AT_ONCE + 1):
+            arrived(app, "10.0.0.1", size)
+        followed, ended, left, cut = (arrived(app, "10.0.0.1", size) for size in (101, 102, 103, 104))
+        begun = len(app.taken)
+        assert begun == REQUESTS_AT_ONCE
+        followed.data_received(SMALL % 200 + bytes(200))
+        cut.data_received(SMALL % 9 + b"123")
+        assert not ended.eof_received()
+        assert app.taken[begun:] == [102]
+        left.connection_lost(None)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert app.taken[begun:] == [102, 101, 104], "nobody twice"
+        followed.finish(keep_alive=True)
+        cut.finish(keep_alive=True)
+        assert app.taken[begun + 3 :] == [200]
+        cut.data_received(b"456789")
+        assert app.taken[begun + 4 :] == [9], "cut or whole"
+        app.budget.check_invariants()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_waits_for_its_turn_and_cannot_be_answered_ends_by_itself() -> None:
+    async def run() -> None:
+        app, crashes = App(), []
+        app.crashed = lambda where, error: crashes.append(error)  # type: ignore[method-assign]
+        for size in range(1, REQUESTS_AT_ONCE + 2):
+            last = arrived(app, "10.0.0.1", size)
+        transport: Any = last._transport
+        last.crash(RuntimeError("x"))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert len(crashes) == 1
+        assert len(app.taken) == REQUESTS_AT_ONCE, "it was answered and is not begun"
+        assert b"".join(transport.written).count(b"HTTP/1.1 500") == 1
 
     asyncio.run(run())
