@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <memory>
 #include <mutex>
 
 #if PY_VERSION_HEX < 0x030B0000
@@ -216,6 +217,7 @@ public:
         }
         std::stable_sort(media_.begin(), media_.end(), [](const Media& a, const Media& b) { return a.position < b.position; });
     }
+    bool has_media() const { return !media_.empty(); }
     ScopeView view() const { return ScopeView{model_, salt_ ? Text(*salt_) : Text(), lora_ ? Text(*lora_) : Text(), media_}; }
 
 private:
@@ -224,6 +226,19 @@ private:
     const OptionalText salt_, lora_;
     std::vector<Media> media_;
 };
+
+// Requests without a salt have one and the same frozen object, so the last one is remembered. Called with the GIL held.
+std::shared_ptr<const Scope> scope_of(const Index& index, nb::handle of) {
+    static nb::object& last = *new nb::object();  // never destroyed: the interpreter may be gone by then
+    static std::shared_ptr<const Scope> known;
+    if (last.is_valid() && last.is(of)) return known;
+    auto made = std::make_shared<const Scope>(index, of);
+    if (!made->has_media()) {  // a content key's digest is this index's
+        known = made;
+        last = nb::borrow(of);
+    }
+    return made;
+}
 
 // Holders from any sequence; an array of unsigned 64 bit integers is copied as it is.
 std::vector<u64> holders_of(nb::handle source) {
@@ -275,8 +290,8 @@ std::vector<Match> unbeaten(const std::vector<Match>& matches, const std::vector
 
 nb::list match(const Index& index, nb::handle token_ids, nb::handle of, nb::handle order, std::size_t keep) {
     const Given prompt(token_ids);
-    const Scope scope(index, of);
-    std::vector<Match> matches = prompt.with([&](const Tokens& tokens) { return index.match(tokens, scope.view()); });
+    const auto scope = scope_of(index, of);
+    std::vector<Match> matches = prompt.with([&](const Tokens& tokens) { return index.match(tokens, scope->view()); });
     if (!order.is_none()) matches = unbeaten(matches, holders_of(order), keep);
     nb::list out;
     for (const Match& match : matches) out.append(nb::cast(match, nb::rv_policy::copy));
@@ -449,25 +464,25 @@ NB_MODULE(_native, module) {
         .def("pin",
              [](Index& index, u64 holder, nb::handle token_ids, nb::handle of) {
                  const Given prompt(token_ids);
-                 const Scope scope(index, of);
-                 return prompt.with([&](const Tokens& tokens) { return index.pin(holder, tokens, scope.view()); });
+                 const auto scope = scope_of(index, of);
+                 return prompt.with([&](const Tokens& tokens) { return index.pin(holder, tokens, scope->view()); });
              },
              nb::arg("holder"), nb::arg("token_ids"), nb::arg("scope"))
         .def("chunk_keys",
              [](const Index& index, nb::handle token_ids, nb::handle of, u64 chunk) {
                  const Given prompt(token_ids);
-                 const Scope scope(index, of);
+                 const auto scope = scope_of(index, of);
                  if (chunk == 0) throw nb::value_error("chunk_tokens is 0: expected at least 1");
-                 return prompt.with([&](const Tokens& tokens) { return index.chunk_keys(tokens, scope.view(), chunk); });
+                 return prompt.with([&](const Tokens& tokens) { return index.chunk_keys(tokens, scope->view(), chunk); });
              },
              nb::arg("token_ids"), nb::arg("scope"), nb::arg("chunk_tokens"))
         .def("gone",
              [](const Index& index, nb::handle token_ids, nb::handle of, u64 start, u64 step) -> nb::object {
                  const Given prompt(token_ids);
-                 const Scope scope(index, of);
+                 const auto scope = scope_of(index, of);
                  if (step == 0) throw nb::value_error("step is 0: expected at least 1");
                  const std::optional<Gone> gone =
-                     prompt.with([&](const Tokens& tokens) { return index.gone(tokens, scope.view(), start, step); });
+                     prompt.with([&](const Tokens& tokens) { return index.gone(tokens, scope->view(), start, step); });
                  if (!gone) return nb::none();
                  return nb::make_tuple(gone->end, gone->holder, gone->at_s);
              },
