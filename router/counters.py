@@ -68,6 +68,13 @@ class Histograms:
         return found
 
 
+class Ends:
+    """Requests that ended alike. The sums over them are made where somebody reads them."""
+
+    def __init__(self, request_s: Histogram, ttft_s: Histogram) -> None:
+        self.request_s, self.ttft_s, self.count = request_s, ttft_s, 0
+
+
 @dataclass(slots=True, eq=False)
 class Metrics:
     """The numbers of one process."""
@@ -107,9 +114,29 @@ class Metrics:
     routing_s: Histogram = field(default_factory=lambda: Histogram(OVERHEAD_BOUNDS_S))
     tokenize_s: Histogram = field(default_factory=lambda: Histogram(OVERHEAD_BOUNDS_S))
     _crash_logged_s: dict[tuple[str, str], float] = field(default_factory=dict)
+    _ends: dict[tuple[str, str, str, str, str], Ends] = field(default_factory=dict)
+    """(route, model, outcome, worker, is it a stream?) of those that `requests` and `decisions` do not have yet."""
+
+    def ends(self, path: str, model: str, outcome: str, worker: str, stream: str) -> Ends:
+        """Where a request counts that ended so; the worker is "" where none was chosen."""
+        key = path, model, outcome, worker, stream
+        found = self._ends.get(key)
+        if found is None:
+            labels = worker, model, stream
+            found = self._ends[key] = Ends(self.request_s.of(labels), self.ttft_s.of(labels))
+        return found
+
+    def fold(self) -> None:
+        """Bring `requests` and `decisions` up to date."""
+        for (path, model, outcome, worker, _), ends in self._ends.items():
+            self.requests[path, model, outcome] += ends.count
+            if worker:
+                self.decisions[worker] += ends.count
+            ends.count = 0
 
     def dump(self) -> dict[str, Any]:
         """As JSON can carry it, for another process to `absorb`."""
+        self.fold()
         values: dict[str, Any] = {}
         for name in _COUNTED:
             value = getattr(self, name)
@@ -140,6 +167,9 @@ class Metrics:
 
     def keep_workers(self, known: Container[str]) -> None:
         """Drop the counts of workers that are known no more: addresses come and go for as long as the router runs."""
+        self.fold()
+        for ended in [key for key in self._ends if key[3] and key[3] not in known]:
+            del self._ends[ended]
         for worker_id in [worker_id for worker_id in self.decisions if worker_id not in known]:
             del self.decisions[worker_id]
         for key in [key for key in self.failures if key[0] and key[0] not in known]:

@@ -26,16 +26,16 @@ def count_end(core: RouterCore, metrics: Metrics, exchange: Exchange, now: float
         worker = decision.worker
     if route is not None and (worker or core.resolve_model(route.model) is not None):
         model = route.model
-    metrics.requests[path, model, exchange.outcome] += 1
-    labels = worker, model, "true" if route is not None and route.stream else "false"
-    metrics.request_s.of(labels).observe(now - exchange.started_s)
+    stream = "true" if route is not None and route.stream else "false"
+    ends = metrics.ends(path, model, exchange.outcome, worker, stream)
+    ends.count += 1
+    ends.request_s.observe(now - exchange.started_s)
     if exchange.first_byte_s is not None:
-        metrics.ttft_s.of(labels).observe(exchange.first_byte_s - exchange.started_s)
+        ends.ttft_s.observe(exchange.first_byte_s - exchange.started_s)
     if exchange.outcome == "client_gone":
         metrics.client_disconnects += 1
     if route is None or decision is None:
         return
-    metrics.decisions[decision.worker] += 1
     metrics.routing_s.observe(decision.decided_s - exchange.started_s)
     if route.token_ids is not None:
         metrics.prompt_tokens += route.prompt_tokens

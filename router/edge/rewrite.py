@@ -13,12 +13,12 @@ from router.http.response import ResponseHead
 
 _NOT_FORWARDED = (*HOP_BY_HOP, b"host", b"content-length", b"expect", b"x-request-id", b"x-data-parallel-rank")
 _KEYS = (b"authorization", b"x-api-key")
-_DROPPED = {
-    (keyed, traced): Dropping((*_NOT_FORWARDED, *(_KEYS if keyed else ()), *((b"traceparent",) if traced else ())))
+_DROPPED = [
+    Dropping((*_NOT_FORWARDED, *(_KEYS if keyed else ()), *((b"traceparent",) if traced else ())))
     for keyed in (False, True)
     for traced in (False, True)
-}
-"""By whether the client's key, and its `traceparent`, are replaced."""
+]
+"""By whether the client's key (2), and its `traceparent` (1), are replaced."""
 _NOT_RETURNED = Dropping((*HOP_BY_HOP, b"x-request-id", b"x-blockcast-worker", b"x-blockcast-predicted-cached-tokens"))
 
 
@@ -44,7 +44,7 @@ def request_head(
         b"\r\nx-request-id: ",
         trace_id,
         b"\r\n",
-        request.headers.without(_DROPPED[authorization is not None, traceparent is not None]),
+        request.headers.without(_DROPPED[2 * (authorization is not None) + (traceparent is not None)]),
     ]
     if traceparent is not None:
         parts += (b"traceparent: ", traceparent, b"\r\n")
@@ -52,7 +52,7 @@ def request_head(
         parts += (b"authorization: ", authorization, b"\r\n")
     if rank is not None:
         parts.append(b"x-data-parallel-rank: %d\r\n" % rank)
-    size = sum(map(len, body))
+    size = len(body[0]) if len(body) == 1 else sum(map(len, body))
     if size or request.method not in ("GET", "HEAD", "DELETE", "OPTIONS"):
         parts.append(b"content-length: %d\r\n" % size)
     parts.append(b"\r\n")

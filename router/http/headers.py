@@ -35,12 +35,15 @@ _NEVER_DROPPED = frozenset((b"content-length", b"content-type", b"host", b"autho
 class HeaderBlock:
     """Headers as they were sent, names in any case. Immutable; what was looked up once is remembered."""
 
-    __slots__ = ("_kept", "_lower", "_values", "raw", "told")
+    __slots__ = ("_dropped", "_kept", "_left", "_lower", "_values", "raw", "told")
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
         self._values: dict[bytes, bytes | None] = {}
         self._kept: dict[Dropping, bytes] = {}
+        self._dropped: Dropping | None = None
+        self._left = b""
+        """What `_dropped`, the last that was asked for, leaves."""
         self.told: Any = None
         """What its first reader made of it: heads are repeated, and so is what they ask for."""
         self._lower = b"\n" + raw.lower()  # so that every line starts after a line feed
@@ -79,9 +82,15 @@ class HeaderBlock:
 
     def without(self, dropped: Dropping) -> bytes:
         """The lines that `dropped` does not name, nor a `Connection` header here."""
+        if dropped is self._dropped:
+            return self._left
         known = self._kept.get(dropped)
-        if known is not None:
-            return known
+        if known is None:
+            known = self._kept[dropped] = self._without(dropped)
+        self._dropped, self._left = dropped, known
+        return known
+
+    def _without(self, dropped: Dropping) -> bytes:
         kept = dropped.pattern.sub(b"", self.raw)
         connection = self.get(b"connection")
         if connection is not None and (connection.lower() not in _PLAIN_OPTIONS or len(self.all(b"connection")) > 1):
@@ -90,7 +99,6 @@ class HeaderBlock:
             if options:  # thousands, if its sender likes: no pattern is made of them
                 lines = kept.splitlines(keepends=True)
                 kept = b"".join([line for line in lines if line.partition(b":")[0].lower() not in options])
-        self._kept[dropped] = kept
         return kept
 
 
