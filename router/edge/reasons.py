@@ -66,7 +66,7 @@ class Reasons:
         *,
         emptied: Mapping[str, float],
     ) -> None:
-        self.ledger = Ledger(config, metrics.turns, metrics.turn_tokens, metrics.reused_tokens)
+        self.ledger = Ledger(config, core.index.shared, metrics.turns, metrics.turn_tokens, metrics.reused_tokens)
         self._core, self._proxy, self._prompts, self._helpers = core, proxy, prompts, helpers
         self._emptied = emptied
         self._read: dict[str, Read] = {}

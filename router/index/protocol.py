@@ -194,6 +194,9 @@ class PrefixIndex(Protocol):
     def remember(self, prompt: PreparedPrompt) -> PromptMemory | None:
         """What calls have computed of it so far. None where its ids were copied."""
 
+    def shared(self, token_ids: Sequence[int], others: Sequence[int]) -> int:
+        """How many of the first ids of two prompts are the same."""
+
     def match(
         self, token_ids: Tokens, scope: Scope, order: Sequence[HolderId] | None = None, keep: int = 1
     ) -> list[Match]:

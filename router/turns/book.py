@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from router.index.protocol import PrefixIndex, Scope
 from router.prompting.outline import contents
@@ -59,8 +59,9 @@ class Past:
 class TurnBook:
     """One a process."""
 
-    def __init__(self, bytes_max: int, keep_s: float) -> None:
-        self._bytes_max, self._keep_s = bytes_max, keep_s
+    def __init__(self, bytes_max: int, keep_s: float, shared: Callable[[array[int], array[int]], int]) -> None:
+        """`shared`: how many tokens two prompts begin with alike."""
+        self._bytes_max, self._keep_s, self._shared = bytes_max, keep_s, shared
         self._pasts: OrderedDict[int, Past] = OrderedDict()
         """id -> prompt, the longest unused first."""
         self._sessions: dict[str, list[Past]] = {}
@@ -91,7 +92,7 @@ class TurnBook:
         best, found = (-1, -1), None
         own = None if outline is None else contents(outline, said=session is None)
         for past in self._candidates(session, parent, keys):
-            common = shared(past.ids, ids)
+            common = self._shared(past.ids, ids)
             likeness = _likeness(past, own, common, len(ids))
             if likeness is not None and (likeness, common) > best:
                 best, found = (likeness, common), (past, common)
@@ -179,21 +180,6 @@ def marks(keys: Sequence[int]) -> tuple[int, ...]:
         count //= 2
         places.add(count - 1)
     return tuple(keys[place] for place in sorted(places) if place >= 0)
-
-
-def shared(a: array[int], b: array[int]) -> int:
-    """Tokens that both begin with."""
-    width, count = a.itemsize, min(len(a), len(b))
-    data, other = a.tobytes(), memoryview(b).cast("B")  # bytes are compared as fast as memory is read
-    low, high = 0, count + 1
-    middle = count
-    while high - low > 1:
-        if data.startswith(other[width * low : width * middle], width * low):
-            low = middle
-        else:
-            high = middle
-        middle = (low + high) // 2
-    return low
 
 
 def _begins(ids: array[int], past: array[int]) -> bool:

@@ -79,11 +79,12 @@ class Ledger:
     def __init__(
         self,
         config: TurnsConfig,
+        shared: Callable[[array[int], array[int]], int],
         turns: Counter[str] | None = None,
         tokens: Counter[str] | None = None,
         sums: Counter[str] | None = None,
     ) -> None:
-        self.book = TurnBook(config.memory_mb << 20, config.keep_s)
+        self.book = TurnBook(config.memory_mb << 20, config.keep_s, shared)
         self._requests_max = config.requests_max
         self._whys: OrderedDict[str, Why] = OrderedDict()
         """By the name that the client knows; the last ones."""

@@ -84,6 +84,13 @@ def check_stored_blocks_match(make: MakeIndex) -> None:
     assert (match.gpu_tokens, tuple(match.tier_tokens), match.pinned_tokens) == (64, (64, 0, 0, 0), 64)
 
 
+def check_shared_beginnings(make: MakeIndex) -> None:
+    index, long = make(), list(range(5000))
+    for other in ([], [1], long[:1], long, long[:512], long[:1025], [*long[:1024], 0], [*long[:4999], 7, 8]):
+        same = next((i for i, (a, b) in enumerate(zip(long, other)) if a != b), len(other))
+        assert index.shared(array("I", long), array("I", other)) == index.shared(other, long) == same
+
+
 def check_at_most_prompt_minus_one(make: MakeIndex) -> None:
     index, holder = one_holder(make)
     index.ingest(holder, batch(run(4)))

@@ -58,7 +58,7 @@ class Fleet:
         models = (ServedModel("m", "m"), ServedModel("tuned", "m", "tuned"))
         for name in "ab":
             self.core.add_worker(WorkerSpec(name, f"http://{name}", models, block_size=BLOCK), 0.0)
-        self.ledger = Ledger(TurnsConfig())
+        self.ledger = Ledger(TurnsConfig(), self.core.index.shared)
         self.emptied: dict[str, float] = {}
         self.held: dict[str, dict[tuple[int, ...], int]] = {"a": {}, "b": {}}
         self.count = self.names = 0

@@ -460,6 +460,8 @@ NB_MODULE(_native, module) {
         .def("remember",
              [](Index&, Prompt& prompt) { return prompt.ids.owner() == nullptr ? nullptr : new Memory(prompt); },
              nb::arg("prompt"))
+        .def("shared", [](const Index&, nb::handle a, nb::handle b) { return Ids(a).shared(Ids(b)); }, nb::arg("token_ids"),
+             nb::arg("others"))
         .def("match", &match, nb::arg("token_ids"), nb::arg("scope"), nb::arg("order") = nb::none(), nb::arg("keep") = 1)
         .def("pin",
              [](Index& index, u64 holder, nb::handle token_ids, nb::handle of) {

@@ -144,6 +144,9 @@ class ReferenceIndex:
     def prepare(self, token_ids: Sequence[int] | bytes, like: PromptMemory | None = None) -> PreparedPrompt:
         return as_token_list(token_ids)
 
+    def shared(self, token_ids: Sequence[int], others: Sequence[int]) -> int:
+        return next((i for i, (a, b) in enumerate(zip(token_ids, others)) if a != b), min(len(token_ids), len(others)))
+
     def remember(self, prompt: PreparedPrompt) -> PromptMemory | None:
         return None
 

@@ -70,6 +70,9 @@ class EmptyIndex:
     def remember(self, prompt: Sequence[int]) -> None:
         return None
 
+    def shared(self, token_ids: Sequence[int], others: Sequence[int]) -> int:
+        return next((i for i, (a, b) in enumerate(zip(token_ids, others)) if a != b), min(len(token_ids), len(others)))
+
     def chunk_keys(self, token_ids: Sequence[int], scope: Scope, chunk_tokens: int) -> list[int]:
         return [hash((scope, *token_ids[:end])) for end in range(chunk_tokens, len(token_ids), chunk_tokens)]
 
