@@ -37,8 +37,9 @@ class KnownBodies:
         """Whose beginning it is, the newest at the end."""
         self._kept: OrderedDict[int, tuple[Known, int, set[_Key]]] = OrderedDict()
         """id -> what is kept, what it costs, its places in `_alike`; least recently used first."""
-        self._seen: dict[_Key, None] = {}
-        """Of bodies that might come back, the oldest first."""
+        self._seen: set[_Key] = set()
+        self._seen_before: set[_Key] = set()
+        """Of bodies that might come back. When there are too many, these are forgotten and those become these."""
         self.used_bytes = 0
         self.hits = self.misses = 0
 
@@ -63,10 +64,12 @@ class KnownBodies:
     def comes_back(self, body: bytes) -> bool:
         """Whether a quarter of it began a body before that was asked about here."""
         found = self._digests(body)
-        longest = next((i for i in range(len(found) - 1, -1, -1) if found[i] in self._seen), -1)
-        self._seen.update(dict.fromkeys(found))
-        while len(self._seen) > SEEN_MAX:
-            del self._seen[next(iter(self._seen))]
+        longest = len(found) - 1
+        while longest >= 0 and found[longest] not in self._seen and found[longest] not in self._seen_before:
+            longest -= 1
+        if len(self._seen) + len(found) > SEEN_MAX // 2:
+            self._seen_before, self._seen = self._seen, set()
+        self._seen.update(found)
         return longest >= 0 and 4 * _length(longest) >= len(body)
 
     def _digests(self, body: bytes, end: int = LENGTH_MAX) -> list[_Key]:
@@ -116,7 +119,7 @@ class KnownBodies:
                 listed.setdefault(key, set()).add(id(known))
         assert {key: {id(known) for known in alike} for key, alike in self._alike.items()} == listed
         assert all(len(alike) <= ALIKE_MAX for alike in self._alike.values())
-        assert len(self._seen) <= SEEN_MAX
+        assert len(self._seen) + len(self._seen_before) <= SEEN_MAX
 
 
 def _length(number: int) -> int:
