@@ -108,3 +108,19 @@ def test_a_pool_whose_blocks_were_moved_can_be_given_back() -> None:
         runner.free_pool()
         assert runner._buffer.untyped_storage().nbytes() == 0
         runner.take_pool()
+
+
+@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize(("source", "target"), [(-1, 0), (0, -1), (16, 0), (0, 16), (1 << 40, 0)])
+def test_a_move_beyond_the_memory_is_not_done(way: Way, source: int, target: int) -> None:
+    """Copies go by addresses, which nothing else bounds; four units hold fewer than sixteen blocks."""
+    model, dtype = load_model(cached_model(Recipe()))
+    spec = model.cache_spec(4, dtype)
+    runner = ModelRunner(
+        model, spec, 4, device=torch.device("cpu"), dtype=dtype, max_model_len=64, host_units=4
+    )  # fmt: skip
+    assert 4 * spec.blocks_per_unit(0) <= 16
+    before = runner._buffer.clone()
+    with pytest.raises(AssertionError, match="lies outside its memory"):
+        runner.moves.do([Move(0, BlockId(source), BlockId(target), way)])
+    assert torch.equal(runner._buffer, before)
