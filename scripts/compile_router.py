@@ -27,7 +27,8 @@ NOT_COMPILED = re.compile(r"\((?:msgspec\.)?Struct\b|^import click$|\bAsync(?:It
 def modules() -> list[str]:
     """The files to compile: what reads prompts, and all of these rooms but msgspec structs, which msgspec builds in C,
     the command line, asynchronous generators, which mypyc does not know, and configurations, whose annotations are read
-    (router/*/config.py; mypyc keeps none)."""
+    (router/*/config.py; mypyc keeps none). A dataclass's constructor stays interpreted (0.85 us, not 0.06): what is
+    made for every request has one of its own, or is a struct."""
     files = [ROOT / "router" / "counters.py", *(ROOT / "prompts" / f"{name}.py" for name in PROMPTS)]
     files += [file for room in ROOMS for file in sorted((ROOT / "router" / room).glob("*.py"))]
     files = [file for file in files if file.name != "config.py" and not NOT_COMPILED.search(file.read_text())]
