@@ -28,6 +28,11 @@ CLOSED_S_MAX = 10.0
 QUIET_S = 0.5
 """Where more bytes would be needed to make a request: how long they are not sent before the end of sending is."""
 ENDED, AT_EOF, STAYS_OPEN = "ended", "at EOF", "stays open"
+TABLES = ("--segment-cache-mb", "1", "--known-bodies-mb", "1", "--sampled-mb", "1", "--set", "turns.memory_mb=1",
+          "--set", "turns.requests_max=256", "--set", "sessions_max=1000")  # fmt: skip
+"""What the router remembers of whoever asks, bounded so that all of it is full before the first attack: memory that
+grows beside them is then no memory of theirs or the victim's."""
+TALKS = 5_000
 NOBODY = (0.0, 0.0, 0, "", 0.0, 0.0)
 TRACEBACK = "Traceback (most recent call last)"
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})[ \r]")
@@ -56,7 +61,7 @@ class World:
         flags = ["--request-timeout", "2", "--connect-timeout", "1", "--first-byte-timeout", "3", "--idle-timeout", "3",
                  "--total-timeout", "20", "--health-interval", "0.5", "--peer", f"tcp://127.0.0.1:{self.peer_port}",
                  "--snapshot-from", f"http://127.0.0.1:{self.dump_port}",
-                 "--hand-over", str(self.hand_over), "--set", "helpers.idle_s=4"]  # fmt: skip
+                 "--hand-over", str(self.hand_over), "--set", "helpers.idle_s=4", *TABLES]  # fmt: skip
         if self._checkout:  # what is installed for this has no collector's packages
             with contextlib.suppress(ImportError):
                 importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
@@ -86,15 +91,17 @@ class World:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _warm(self) -> None:
-        """Until the victim's requests are answered, some hundreds of times."""
-        body = {"model": "mock", "messages": [{"role": "user", "content": "hello"}]}
-
+        """Until requests like the victim's are answered, and have filled all that is remembered of them."""
+        answered = 0
         async with Client(self.url) as client:
-            for _ in range(100):
-                answers = [await client.ask(post("/v1/chat/completions", body)) for _ in range(300)]
-                if all(answer.status == 200 for answer in answers):
+            for number in range(10 * TALKS):
+                talk = [{"role": "user", "content": f"Question {-number}: how long does this take?"}]
+                answer = await client.ask(post("/v1/chat/completions", {"model": "mock", "messages": talk}))
+                answered += answer.status == 200
+                if answered == (TALKS // 10 if self.short else TALKS):
                     return
-                await asyncio.sleep(0.2)
+                if answer.status != 200:
+                    await asyncio.sleep(0.02)
         raise RuntimeError(f"the router does not serve:\n{self.router.text()[-2000:]}")
 
     async def _sample(self) -> None:

@@ -14,7 +14,7 @@
 namespace blockcast {
 
 // An event that has not ended by then is passed on as it comes, and nothing is noted any more.
-constexpr std::size_t kEventBytesMax = 16 << 20;
+constexpr std::size_t kEventBytesMax = 4 << 20;
 // Ids noted of a prompt, and of an answer; nobody goes on with a longer one.
 constexpr std::size_t kIdsMax = 2 << 20;
 
