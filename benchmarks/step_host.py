@@ -48,7 +48,7 @@ from engine.execution.decode_graphs import CudaCapture
 from engine.loading import model_folder
 from engine.messages import Outputs
 from engine.scheduler import Scheduler, SchedulerConfig
-from engine.types import Request, SamplingParams, SequenceOutput
+from engine.types import DecodedTokens, Request, SamplingParams, SequenceOutput
 from kernels.transfer import to_host
 from prompts import Tokenizer
 
@@ -285,13 +285,14 @@ def after_ms(outputs: list[SequenceOutput], rounds: int) -> dict[str, float]:
     tokenizer = Tokenizer.load(model_folder(None)[1])
     factory, encoder = DetokenizerFactory(tokenizer.hf), msgspec.msgpack.Encoder()
     known = tokenizer.hf.get_vocab_size()
+    decoded = DecodedTokens([o.request_id for o in outputs], [o.token_ids[0] for o in outputs])
     outputs = [msgspec.structs.replace(o, token_ids=[t % known for t in o.token_ids]) for o in outputs]
     params = SamplingParams(max_tokens=None)
     choices = {o.request_id: new_choice(0, params, factory, keep=False) for o in outputs}
     samples = []
     for _ in range(rounds):
         start = time.perf_counter()
-        encoder.encode(Outputs(outputs))
+        encoder.encode(Outputs([], decoded=decoded))
         encoded = time.perf_counter()
         for output in outputs:
             choices[output.request_id].push(output)

@@ -200,7 +200,7 @@ class EngineCore:
             return self.scheduler.abort(request_id)
         return SequenceOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
 
-    def step(self, now: float) -> list[SequenceOutput]:
+    def step(self, now: float) -> Collection[SequenceOutput]:
         """Plan and begin a step, then wait for the oldest that is out, if as many are out as may be or there was
         nothing to begin; what that one added to each request. Raises RunnerLost.
         """
@@ -213,7 +213,7 @@ class EngineCore:
             waits = bool(self._out)
         outputs = self._finish() if waits else []
         self._publish_events()
-        return refused + outputs
+        return [*refused, *outputs] if refused else outputs
 
     def _add_compiled(self) -> list[SequenceOutput]:
         """Queue the requests whose grammar is compiled; the last outputs of those that cannot be served."""
@@ -240,7 +240,7 @@ class EngineCore:
             read = partial(_raise, error)
         self._out.append((plan, read))
 
-    def _finish(self) -> list[SequenceOutput]:
+    def _finish(self) -> Collection[SequenceOutput]:
         """Take in the result of the oldest step that is out."""
         plan, read = self._out.popleft()
         try:

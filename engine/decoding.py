@@ -6,10 +6,10 @@ in most of them nobody is looked at one by one but who needs a block or finishes
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from itertools import repeat
 
-from engine.types import Chunk, Sequence, SequenceOutput, TokenLogprobs
+from engine.types import Chunk, DecodedTokens, FedChunks, Sequence, TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -52,42 +52,46 @@ class Decoders:
         self.entries = entries
         self._sequences = [entry.seq for entry in entries]
         self._names = [entry.name for entry in entries]
-        self._appends = [seq.token_ids.append for seq in self._sequences]
+        self._texts = [seq.token_ids for seq in self._sequences]
         self._stops = frozenset().union(*{entry.stops for entry in entries})
-        self._starts = [seq.computed for seq in self._sequences]
-        """Of their next chunks."""
+        self._first_starts = [seq.computed for seq in self._sequences]
+        """Of their chunks in the first of its steps."""
         self._steps = 0
-        self._asking: dict[int, list[int]] = {}
-        """At which of its steps who needs or finishes a block, or ends: in order."""
-        self._tokens = self._sequences[0].token_ids
-        self._plain_until = len(self._tokens) - 1 + min(e.length_max - len(e.seq.token_ids) for e in entries)
+        self.growing: list[RequestEntry] = []
+        """Who needs a block for the next step, in order: those that filled one in the last."""
+        self._filling: dict[int, list[RequestEntry]] = {}
+        """At which of its steps who fills a block, or ends: in order."""
+        self._plain_until = len(self._texts[0]) - 1 + min(e.length_max - len(e.seq.token_ids) for e in entries)
         """While the first has fewer tokens than this, nobody ends with one more: each gets one of every step."""
-        for index in range(len(entries)):
-            self._ask_next(index, 0)
+        for entry in entries:
+            if entry.seq.computed > entry.plain_until:
+                self.growing.append(entry)
+            else:
+                self._fills(entry)
 
-    def asking(self) -> list[int]:
-        """Who cannot decode once more without being looked at: places among the entries."""
-        return self._asking.get(self._steps, [])
+    def grown(self) -> list[RequestEntry]:
+        """Those that need a block have it now. Who fills one in the next step, or ends."""
+        growing, self.growing = self.growing, []
+        for entry in growing:
+            self._fills(entry)
+        return self._filling.get(self._steps, [])
 
-    def chunks(self, *, fed: bool, block_size: int) -> list[Chunk]:
-        """Of the next step, which those that ask have memory for. `fed`: as Chunk has it."""
-        starts = self._starts
-        self._starts = ends = [start + 1 for start in starts]
-        for index in self._asking.pop(self._steps, ()):
-            self.entries[index].decodes(starts[index], block_size)
-            self._ask_next(index, 1)
-        self._steps += 1
-        return list(map(Chunk, self._sequences, starts, ends, repeat(True), repeat(fed)))
+    def chunks(self, *, fed: bool) -> Items[Chunk]:
+        """Of the next step. `fed`: as Chunk has it."""
+        self.growing = self._filling.pop(self._steps, [])
+        steps, self._steps = self._steps, self._steps + 1
+        if fed:
+            return FedChunks(self._sequences, self._first_starts, steps)
+        starts = zip(self._sequences, self._first_starts)
+        return [Chunk(seq, start + steps, start + steps + 1, True) for seq, start in starts]
 
-    def _ask_next(self, index: int, least: int) -> None:
-        """`least`: steps from this one at which it may be asked."""
-        steps = self.entries[index].plain_until - self._starts[index] + least
-        self._asking.setdefault(self._steps + max(least, steps), []).append(index)
+    def _fills(self, entry: RequestEntry) -> None:
+        self._filling.setdefault(self._steps + entry.plain_until - entry.seq.computed, []).append(entry)
 
-    def outputs(self, tokens: list[int]) -> list[SequenceOutput] | None:
+    def outputs(self, tokens: list[int]) -> DecodedTokens | None:
         """Append a token to each, where none of them ends with that; None, and nothing done, where one may."""
-        if len(self._tokens) >= self._plain_until or not self._stops.isdisjoint(tokens):
+        if len(self._texts[0]) >= self._plain_until or not self._stops.isdisjoint(tokens):
             return None
-        for append, token in zip(self._appends, tokens):
-            append(token)
-        return [SequenceOutput(request_id=name, token_ids=[token]) for name, token in zip(self._names, tokens)]
+        for text, token in zip(self._texts, tokens):
+            text.append(token)
+        return DecodedTokens(self._names, tokens)

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from engine.core import EngineStats, Lateness
-from engine.types import Request, SequenceOutput
+from engine.types import DecodedTokens, Request, SequenceOutput
 from events.publisher import PublisherStats
 from events.sources import EventSource, GroupInfo
 
@@ -96,6 +96,8 @@ class Outputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
     """With `stats`, where events are published."""
     lateness: Lateness | None = None
     """With `stats`, where steps are simulated."""
+    decoded: DecodedTokens | None = None
+    """More outputs, behind the others."""
 
 
 class Done(msgspec.Struct, tag="done", array_like=True, frozen=True):

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from collections.abc import Collection
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import cast
 
@@ -199,7 +201,7 @@ class Scheduler:
 
     def _send(
         self,
-        chunks: list[Chunk],
+        chunks: Items[Chunk],
         entries: list[RequestEntry],
         loading: list[RequestEntry],
         decoders: Decoders | None = None,
@@ -223,7 +225,7 @@ class Scheduler:
         """Whether everybody who runs decodes."""
         return len(chunks) == len(self._running) and all(c.samples and c.end - c.start == 1 for c in chunks)
 
-    def _go_on(self, decoders: Decoders) -> list[Chunk] | None:
+    def _go_on(self, decoders: Decoders) -> Items[Chunk] | None:
         """A decode of everybody again, as planning one by one would find it; None where that may find something else.
 
         None changes nothing but what it would change too: some have memory for their next token.
@@ -231,20 +233,22 @@ class Scheduler:
         loads = self.cache.loads
         if self._ended or loads or self._may_admit or self._running != decoders.entries:
             return None
-        fed = bool(self._out)
-        asking = decoders.asking()
-        for entry in map(decoders.entries.__getitem__, asking):
+        for entry in decoders.growing:
             start = entry.seq.computed
             if start == entry.length_max - 1 or not self.cache.grow(entry.seq, start + 1):
                 return None
+            entry.decodes(start, self.cache.block_size)
+        filling = decoders.grown()
+        if any(entry.seq.computed == entry.length_max - 1 for entry in filling):
+            return None
         if loads is not None:
             loads.begin(beside_decodes=True)
-        chunks = decoders.chunks(fed=fed, block_size=self.cache.block_size)
-        for index in asking:
-            self.cache.reserve(chunks[index].seq, chunks[index].end)
+        chunks = decoders.chunks(fed=bool(self._out))
+        for entry in filling:
+            self.cache.reserve(entry.seq, entry.seq.computed + 1)
         return chunks
 
-    def apply(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
+    def apply(self, plan: StepPlan, result: StepResult) -> Collection[SequenceOutput]:
         """Take in what the oldest plan computed: commits its blocks, appends tokens, ends what is finished."""
         oldest, entries, loading, decoders = self._out.popleft()
         assert plan is oldest

@@ -7,8 +7,10 @@ Intervals are half-open: a chunk computes the positions [start, end).
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple, NewType
+from typing import Annotated, NamedTuple, NewType, overload
 
 import msgspec
 from msgspec import Meta
@@ -158,6 +160,23 @@ class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False)
     error: str | None = None
 
 
+class DecodedTokens(msgspec.Struct, frozen=True, array_like=True):
+    """The outputs of a step that added a token to each of some requests and nothing else: made when they are read."""
+
+    request_ids: list[str]
+    token_ids: list[int]
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    def __iter__(self) -> Iterator[SequenceOutput]:
+        for request_id, token in zip(self.request_ids, self.token_ids):
+            yield SequenceOutput(request_id=request_id, token_ids=[token])
+
+    def __contains__(self, output: object) -> bool:
+        return any(output == own for own in self)
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request inside the engine. The scheduler owns it; cache and runner read it and keep their own parts.
@@ -199,11 +218,39 @@ class Chunk(msgspec.Struct, gc=False):
     """Its one token is what the step before samples, which only the device knows yet: `start` is past the rest."""
 
 
+class FedChunks(Items[Chunk]):
+    """A decode of each sequence, all fed: made when they are looked at, for in most steps few are."""
+
+    __slots__ = ("_count", "_first_starts", "sequences")
+
+    def __init__(self, sequences: list[Sequence], first_starts: list[int], count: int) -> None:
+        """Chunk i starts at `first_starts[i] + count`. Neither list changes any more."""
+        self.sequences = sequences
+        self._first_starts = first_starts
+        self._count = count
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Chunk]: ...
+    def __getitem__(self, index: int | slice) -> Chunk | list[Chunk]:
+        if isinstance(index, slice):
+            return list(self)[index]
+        start = self._first_starts[index] + self._count
+        return Chunk(self.sequences[index], start, start + 1, True, True)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return map(self.__getitem__, range(len(self)))
+
+
 @dataclass(slots=True)
 class StepPlan:
     """What the runner does in one step. Chunks are ordered so that a block's owner stands before its sharers."""
 
-    chunks: list[Chunk]
+    chunks: Items[Chunk]
     state_restores: list[tuple[UnitId, UnitId]] = field(default_factory=list)
     """(source checkpoint, destination sequence state), copied before anything is computed."""
     state_resets: list[UnitId] = field(default_factory=list)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from engine.cache.chain import Chain
@@ -30,7 +31,7 @@ from engine.cache.prefix import FULL, BlockOrder, PrefixTree
 from engine.cache.spec import CacheSpec
 from engine.cache.step_out import StepOut
 from engine.cache.windows import Windows
-from engine.types import BlockId, Chunk, Move, Sequence, StepPlan
+from engine.types import BlockId, Chunk, FedChunks, Move, Sequence, StepPlan
 
 UNREAD = BlockId(0)
 """What a sliding-window table holds for positions before the window: any valid block, since no kernel may read it."""
@@ -280,13 +281,17 @@ class KVCache:
             step.stored, self.host.stored = self.host.stored, []
         if self.loads is not None:
             step.loaded = self.loads.take()
-        for chunk in plan.chunks:
-            chunk.seq.computed = chunk.end
+        if isinstance(plan.chunks, FedChunks):
+            for seq in plan.chunks.sequences:
+                seq.computed += 1
+        else:
+            for chunk in plan.chunks:
+                chunk.seq.computed = chunk.end
         if self._checkpoints is not None:
             self._checkpoints.fill(plan)
         self._out.append(step)
 
-    def commit(self, chunks: list[Chunk], ended: Collection[Sequence] = ()) -> None:
+    def commit(self, chunks: Items[Chunk], ended: Collection[Sequence] = ()) -> None:
         """The oldest step's compute is done: announce what it finished, merge what it finished twice.
 
         Of the `ended` sequences nothing is named any more. Most chunks of a step are decodes that finish no block: only

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from engine.cache.loads import Load
@@ -24,4 +25,4 @@ class StepOut:
     """Of the host: what the step fills there."""
     loaded: list[Load | None] = field(default_factory=list)
     """In the order of planning, parents first; None for one that was taken back."""
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: Items[Chunk] = field(default_factory=list)

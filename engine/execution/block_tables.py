@@ -7,6 +7,8 @@ costs what is new, however long the contexts are, and nobody is looked at one by
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
+
 import numpy as np
 import torch
 
@@ -28,7 +30,7 @@ class Seats:
         self._free = list(range(ROWS))[::-1]
         self._rows = np.zeros(0, np.int64)
 
-    def of(self, chunks: list[Chunk]) -> tuple[IntArray, list[int]]:
+    def of(self, chunks: Items[Chunk]) -> tuple[IntArray, list[int]]:
         """([chunks]: the row of each chunk's sequence, those rows that are new to it). Who is not there loses his."""
         if self.hold(chunks):
             return self._rows, []
@@ -47,7 +49,7 @@ class Seats:
         self._rows = np.array([self._held[seq] for seq in sequences], np.int64)
         return self._rows, new
 
-    def hold(self, chunks: list[Chunk]) -> bool:
+    def hold(self, chunks: Items[Chunk]) -> bool:
         """Whether these are the sequences of the last step, in its order. They are compared by identity."""
         return len(chunks) == len(self._sequences) and [chunk.seq for chunk in chunks] == self._sequences
 
@@ -74,7 +76,7 @@ class BlockTables:
 
     def update(
         self,
-        chunks: list[Chunk],
+        chunks: Items[Chunk],
         ends: IntArray,
         rows: IntArray,
         new: list[int],

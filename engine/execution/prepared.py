@@ -33,7 +33,7 @@ class Company:
     """Whether logprobs of any prompt are wanted."""
 
     @staticmethod
-    def of(chunks: list[Chunk], rows: IntArray, device: torch.device) -> Company:
+    def of(chunks: Items[Chunk], rows: IntArray, device: torch.device) -> Company:
         sequences = [chunk.seq for chunk in chunks]
         scores = any(seq.request.params.prompt_logprobs is not None for seq in sequences)
         return Company(sequences, rows, rows.tolist(), to_device(rows, device), scores)
@@ -44,7 +44,7 @@ class PreparedStep:
     """A step as the device needs it."""
 
     plan: StepPlan
-    chunks: list[Chunk]
+    chunks: Items[Chunk]
     """In the kernels' order."""
     order: Order
     """Where each of them is in the plan."""
@@ -58,7 +58,7 @@ class PreparedStep:
     """[chunks]: their states."""
     wanted: Tensor | None
     """Tokens whose hidden states are wanted; None: all."""
-    starts: list[int]
+    starts: IntArray
     """[chunks + 1]: where each chunk's begin among the wanted."""
     drawn: Order
     """Chunks that a token is drawn for."""
@@ -76,7 +76,7 @@ class PreparedStep:
     """Where the drawn tokens are kept for the next step."""
 
 
-def wanted_rows(chunks: list[Chunk], query_starts: IntArray, scored: list[int]) -> tuple[IntArray | None, IntArray]:
+def wanted_rows(chunks: Items[Chunk], query_starts: IntArray, scored: list[int]) -> tuple[IntArray | None, IntArray]:
     """Rows of the batch that logits are made of (None: all), and where each chunk's start among them."""
     if query_starts[-1] == len(chunks) and False not in [chunk.samples for chunk in chunks]:
         return None, query_starts  # a decode step
@@ -95,7 +95,7 @@ def is_scored(chunk: Chunk) -> bool:
     return chunk.seq.request.params.prompt_logprobs is not None and chunk.start < chunk.seq.prompt_len - 1
 
 
-def state_units(chunks: list[Chunk]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def state_units(chunks: Items[Chunk]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """[chunks]: the unit of each chunk's recurrent state."""
     units = [chunk.seq.state_unit for chunk in chunks]
     assert None not in units, "a sequence without a state unit on a model that has state"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -224,7 +225,7 @@ class ModelRunner:
             ],
             units=state_units(chunks) if self._states else None,
             wanted=None if wanted is None else to_device(wanted, self.device),
-            starts=starts.tolist(),
+            starts=starts,
             drawn=drawn,
             rows=drawn_rows,
             last=to_device(starts[1:][drawn] - 1, self.device) if len(drawn) < starts[-1] else None,
@@ -236,7 +237,7 @@ class ModelRunner:
             else company.there if len(drawn) == len(rows) else to_device(rows[drawn], self.device),
         )  # fmt: skip
 
-    def _company_of(self, chunks: list[Chunk], *, known: bool) -> tuple[Company, list[int]]:
+    def _company_of(self, chunks: Items[Chunk], *, known: bool) -> tuple[Company, list[int]]:
         """And the rows that are new to their sequences. `Seats` gives the same array while the same ones come."""
         if known and self._company is not None:
             return self._company, []
@@ -245,7 +246,7 @@ class ModelRunner:
             self._company = Company.of(chunks, rows, self.device)
         return self._company, new
 
-    def _following(self, plan: StepPlan) -> tuple[list[Chunk], Order, Ragged] | None:
+    def _following(self, plan: StepPlan) -> tuple[Items[Chunk], Order, Ragged] | None:
         """As `_in_order`, where every chunk is what the same chunk of the step before draws: nobody is looked at."""
         before, chunks = self._batch, plan.chunks
         if before is None or not plan.follows:
@@ -256,7 +257,7 @@ class ModelRunner:
         return chunks, range(count), Ragged(query_starts, starts + 1, starts, count)
 
     def _inputs(
-        self, chunks: list[Chunk], token_count: int, company: Company, *, all_fed: bool
+        self, chunks: Items[Chunk], token_count: int, company: Company, *, all_fed: bool
     ) -> tuple[Tensor, tuple[Tensor | None, Tensor] | None]:
         """The tokens that are known, and `PreparedStep.fed`."""
         if all_fed:
@@ -402,7 +403,7 @@ class ModelRunner:
         units[target].copy_(units[source])
 
 
-def _in_order(chunks: list[Chunk]) -> tuple[list[Chunk], Order, Ragged]:
+def _in_order(chunks: Items[Chunk]) -> tuple[Items[Chunk], Order, Ragged]:
     """The chunks in the kernels' order, where each of them was, and their batch. A decode step is in order."""
     starts = np.array([chunk.start for chunk in chunks], np.int64)
     ends = np.array([chunk.end for chunk in chunks], np.int64)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Literal, cast
 
 import msgspec
@@ -262,7 +263,7 @@ class EngineClient(asyncio.Protocol):
         if report.stats is not None:
             self.stats, self.events, self.lateness = report.stats, report.events, report.lateness
         streams = self._streams
-        for output in report.outputs:
+        for output in chain(report.outputs, report.decoded or ()):
             stream = streams.get(output.request_id)
             if stream is None:
                 continue  # aborted here while the step that produced this was running

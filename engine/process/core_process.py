@@ -20,8 +20,10 @@ import signal
 import socket
 import time
 import traceback
+from collections.abc import Collection
 
 import msgspec
+from msgspec.structs import replace
 
 from engine.assembly import Assembled, assemble
 from engine.config import EngineConfig
@@ -39,7 +41,7 @@ from engine.messages import (
     ResetPrefixCache,
     frame,
 )
-from engine.types import FinishReason, RunnerLost, SequenceOutput
+from engine.types import DecodedTokens, FinishReason, RunnerLost, SequenceOutput
 from options.logs import configure_logging
 
 STATS_PERIOD_S = 0.1
@@ -130,29 +132,34 @@ class CoreLoop:
         while not link.closed:
             busy = core.has_work
             if not busy and not idle_told:
-                link.send(self._report([], with_stats=True))
+                link.send(self._report([], (), with_stats=True))
             idle_told = not busy
             for command in link.receive(wait=not busy):
                 self._obey(command)
-            outputs, self._refused = self._refused, []
+            refused, self._refused = self._refused, []
+            outputs: Collection[SequenceOutput] = ()
             if core.has_work:
-                outputs.extend(core.step(time.monotonic()))
+                outputs = core.step(time.monotonic())
                 if self._checks:
                     core.check_invariants()
             now_s = time.monotonic()
             stats_due = now_s >= stats_due_s
             if stats_due:
                 stats_due_s = now_s + STATS_PERIOD_S
-            if outputs or stats_due:
-                link.send(self._report(outputs, with_stats=stats_due))
+            if refused or outputs or stats_due:
+                link.send(self._report(refused, outputs, with_stats=stats_due))
             else:
                 link.flush()
 
-    def _report(self, outputs: list[SequenceOutput], *, with_stats: bool) -> Outputs:
+    def _report(
+        self, refused: list[SequenceOutput], outputs: Collection[SequenceOutput], *, with_stats: bool
+    ) -> Outputs:
+        decoded = outputs if isinstance(outputs, DecodedTokens) else None
+        report = Outputs([*refused, *(outputs if decoded is None else ())], decoded=decoded)
         if not with_stats:
-            return Outputs(outputs)
+            return report
         events = None if self._publisher is None else self._publisher.stats
-        return Outputs(outputs, self._core.stats(), events, self._lateness())
+        return replace(report, stats=self._core.stats(), events=events, lateness=self._lateness())
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, Add):

@@ -113,8 +113,14 @@ def the_length_is_not_foreseen(patch: Patch) -> None:
 
 
 def decoders_ask_a_step_late(patch: Patch) -> None:
-    real = Decoders._ask_next
-    patch.setattr(Decoders, "_ask_next", lambda self, index, least: real(self, index, least + 1))
+    real = Decoders._fills
+
+    def fills(self: Decoders, entry: Any) -> None:
+        self._steps += 1
+        real(self, entry)
+        self._steps -= 1
+
+    patch.setattr(Decoders, "_fills", fills)
 
 
 def decoders_do_not_stop(patch: Patch) -> None:
