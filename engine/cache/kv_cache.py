@@ -539,7 +539,7 @@ class KVCache:
             if node is None:
                 self._detach(seq, chain)
                 return
-            if computed and any(block is not None and block.pending for block in node.blocks[: len(self._groups)]):
+            if computed and node.is_coming(self._groups):
                 return
             chain.nodes.append(node)
             for g in self._groups:

@@ -6,6 +6,8 @@ never change, so the publisher's thread may read them while the step's thread go
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from engine.cache.pool import Block
 
 
@@ -51,6 +53,14 @@ class Node:
         """Whether the device has a computed block of `kind` here."""
         block = self.blocks[kind]
         return block is not None and not block.pending
+
+    def is_coming(self, kinds: Iterable[int]) -> bool:
+        """Whether a step that is planned or out computes a block of one of these kinds."""
+        for kind in kinds:
+            block = self.blocks[kind]
+            if block is not None and block.pending:
+                return True
+        return False
 
     def resumes(self, kind: int) -> bool:
         """Whether the step being planned finds a state here: computed, or by a step that is out."""

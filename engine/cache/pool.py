@@ -144,21 +144,21 @@ class UnitPool(Generic[NodeT]):
         kind or a whole unit of another.
         """
         block = self._take_hole(kind)
-        if block is None:
-            if not self._free and not self._evict_for(kind):
+        if block is None and not self._free:
+            if not self._evict_for(kind):
                 return None
             block = self._take_hole(kind)
-            if block is None:
-                unit = self._free.pop()
-                n = self.blocks_per_unit[kind]
-                unit.kind = kind
-                unit.blocks = [Block(unit, slot, n) for slot in range(n)]
-                unit.holes = unit.blocks[::-1]
-                block = unit.holes.pop()
-                if n > 1:
-                    self._with_holes[kind][n - 1][unit] = None
+        if block is None:
+            unit = self._free.pop()
+            n = self.blocks_per_unit[kind]
+            unit.kind = kind
+            unit.blocks = [Block(unit, slot, n) for slot in range(n)]
+            unit.holes = unit.blocks[::-1]
+            block = unit.holes.pop()
+            if n > 1:
+                self._with_holes[kind][n - 1][unit] = None
         block.refs = 1
-        self._add_live(block)
+        self._add_live(block.unit, kind)
         return block
 
     def acquire(self, block: Block[NodeT]) -> None:
@@ -169,7 +169,7 @@ class UnitPool(Generic[NodeT]):
             del self._cached[block.kind][block]
             if unit.live == 0 and block.kind != self._state_kind:
                 del self._idle[block.kind][unit]
-            self._add_live(block)
+            self._add_live(unit, block.kind)
             if self._order is not None:
                 self._order.used(block)
 
@@ -230,9 +230,9 @@ class UnitPool(Generic[NodeT]):
         after = self._live[kind] = before + change
         self._live_units += -(-after // n) + (-before // n)
 
-    def _add_live(self, block: Block[NodeT]) -> None:
-        self._count_live(block.kind, 1)
-        block.unit.live += 1
+    def _add_live(self, unit: Unit[NodeT], kind: int) -> None:
+        self._count_live(kind, 1)
+        unit.live += 1
 
     def _take_hole(self, kind: int) -> Block[NodeT] | None:
         for holes, units in enumerate(self._with_holes[kind]):

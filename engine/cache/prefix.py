@@ -126,25 +126,24 @@ class PrefixTree:
 
     def ensure(self, name: HashBlock, parent: Node | None) -> Node | None:
         """The node of that name below `parent`, made if need be. None when its hash belongs to another prefix."""
-        node = self.find(name, parent)
-        if node is None:
-            if name.hash in self._nodes:
-                return None
-            node = self._nodes[name.hash] = Node(name, parent, self._kinds)
-            if parent is not None:
-                parent.children[node.hash] = node
-                if self.host is not None:
-                    self.host.grown(parent)
+        if name.hash in self._nodes:
+            return self.find(name, parent)
+        node = self._nodes[name.hash] = Node(name, parent, self._kinds)
+        if parent is not None:
+            parent.children[node.hash] = node
+            if self.host is not None:
+                self.host.grown(parent)
         return node
 
     def attach(self, node: Node, block: Block[Node]) -> None:
         """Name a block whose content this step computes. It can be shared at once and is announced by `commit`."""
-        assert node.blocks[block.kind] is None
+        kind = block.kind
+        assert node.blocks[kind] is None
         assert block.node is None
-        node.blocks[block.kind] = block
+        node.blocks[kind] = block
         block.node = node
         block.pending, block.out, block.shared = True, False, False
-        if block.kind == FULL and node.parent is not None:
+        if kind == FULL and node.parent is not None:
             node.parent.branches += 1
 
     def commit(self, block: Block[Node]) -> None:

@@ -88,7 +88,8 @@ class BlockTables:
         `changes`: as StepPlan has it; where it is what it was, only what tables gained is looked for.
         """
         self._extend(row_count)
-        self._known[1, new] = 0
+        if new:
+            self._known[1, new] = 0
         lengths = self._known[1, rows]
         if new or changes is None or changes != self._changes:
             now = np.array([chunk.seq.table_changes for chunk in chunks])
@@ -100,22 +101,23 @@ class BlockTables:
         behind = (lengths * self._kv.block_size < ends).nonzero()[0]
         if not len(behind):
             return
-        stride = self._here.shape[0]
+        stride, grown = self._here.shape[0], rows[behind]
         places: list[int] = []
         """In a table [blocks, rows]."""
         new_blocks: list[BlockId] = []
         written: list[int] = []
-        for i, row, length in zip(behind.tolist(), rows[behind].tolist(), lengths[behind].tolist()):
-            table = chunks[i].seq.block_tables[self._group]
+        for i, row, length in zip(behind.tolist(), grown.tolist(), lengths[behind].tolist()):
+            chunk = chunks[i]
+            table = chunk.seq.block_tables[self._group]
+            count = len(table)
+            assert count * self._kv.block_size >= chunk.end, f"{chunk.seq.request.request_id}: fewer blocks than tokens"
             new_blocks += table[length:]
-            written.append(len(table))
-            places += range(length * stride + row, len(table) * stride + row, stride)
-        short = (np.array(written) * self._kv.block_size < ends[behind]).nonzero()[0]
-        assert not len(short), f"{chunks[behind[short[0]]].seq.request.request_id}: fewer blocks than tokens"
+            written.append(count)
+            places += range(length * stride + row, count * stride + row, stride)
         at, blocks = np.array(places, np.int64), np.array(new_blocks, np.int64)
         index, row_of = np.divmod(at, stride)
         self._here[row_of, index] = blocks
-        self._known[1, rows[behind]] = written
+        self._known[1, grown] = written
         if self._there is not None:
             there, sent = upload([at, self._kv.block_rows(blocks)], self._there.device)
             self._there.view(-1).index_copy_(0, there.long(), sent)

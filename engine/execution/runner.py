@@ -392,9 +392,8 @@ class ModelRunner:
         return result
 
     def _prepare_states(self, plan: StepPlan) -> None:
-        units = self._buffer.view(self.num_units, -1)
         for unit in plan.state_resets:
-            units[unit].zero_()
+            self._buffer.view(self.num_units, -1)[unit].zero_()
         for source, target in plan.state_restores:
             self._copy_unit(source, target)
 
