@@ -23,6 +23,7 @@ from engine.models.layers import LayerState, Step
 from engine.models.rope import RopeTable
 from kernels import Kernels, PagedKV, Ragged
 from kernels.interface import FixedPlans, IntArray, KeptTable
+from kernels.transfer import overwrite
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,6 @@ class DecodeGraphs:
     def forward(
         self,
         token_ids: Tensor,
-        positions: Tensor,
         batch: Ragged,
         tables: Sequence[KeptTable],
         units: IntArray | None,
@@ -120,7 +120,7 @@ class DecodeGraphs:
         if recorded is None:
             return None
         recorded.inputs[0, :count].copy_(token_ids)
-        recorded.inputs[1, :count].copy_(positions)
+        overwrite(recorded.inputs[1], batch.positions)
         for plan, table, kv in zip(recorded.step.plans, tables, self._kv, strict=True):
             self._plans.refill_decode_plan(plan, batch, table, kv)
         if units is not None:

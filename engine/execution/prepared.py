@@ -50,8 +50,7 @@ class PreparedStep:
     """Where each of them is in the plan."""
     batch: Ragged
     token_ids: Tensor
-    positions: Tensor
-    """[tokens] each."""
+    """[tokens]"""
     tables: list[Any]
     """Of each group: [chunks, blocks], or a KeptTable."""
     units: IntArray | None

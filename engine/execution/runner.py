@@ -219,7 +219,6 @@ class ModelRunner:
         return PreparedStep(
             plan, chunks, order, batch,
             token_ids=token_ids,
-            positions=to_device(batch.positions, self.device),
             tables=[
                 tables.array(ends, rows) if self._fixed is None else tables.kept(rows) for tables in self._tables
             ],
@@ -319,14 +318,15 @@ class ModelRunner:
         """Hidden states of the wanted rows, [wanted, hidden]."""
         batch, tables = step.batch, step.tables
         if self._graphs is not None and batch.decode_count == len(step.chunks):
-            hidden = self._graphs.forward(step.token_ids, step.positions, batch, tables, step.units)
+            hidden = self._graphs.forward(step.token_ids, batch, tables, step.units)
             if hidden is not None:
                 return hidden if step.wanted is None else hidden[step.wanted]
         fixed = self._fixed
         plan_attention = self._ops.plan_attention if fixed is None else fixed.plan_kept
+        positions = to_device(batch.positions, self.device)
         layers = Step(
             ops=self._ops,
-            rotary=[rope.at(step.positions) for rope in self._ropes],
+            rotary=[rope.at(positions) for rope in self._ropes],
             kv=self._kv,
             plans=[
                 plan_attention(batch, table, kv, self._windows[g])
