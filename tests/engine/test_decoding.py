@@ -1,0 +1,59 @@
+"""Requests that decode together: who needs a block or fills one, against looking at everybody in every step."""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.decoding import Decoders, RequestEntry
+from engine.messages import Outputs
+from engine.types import Chunk, DecodedTokens, FedChunks, Request, SamplingParams, Sequence, SequenceOutput
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 30)), min_size=1, max_size=6)
+
+
+def entry_of(index: int, length: int, left: int, block_size: int) -> RequestEntry:
+    """A request that has decoded its last known token, and may get `left` more."""
+    request = Request(request_id=str(index), token_ids=[7] * length, params=SamplingParams())
+    seq = Sequence(request, [7] * (length + 1), length, 0.0, computed=length)
+    entry = RequestEntry(seq, request.request_id, (0, 0.0, index), frozenset({99}), length + 1 + left)
+    entry.decodes(length - 1, block_size)
+    return entry
+
+
+@given(LENGTHS, st.integers(1, 5), st.booleans())
+def test_who_is_looked_at(lengths: list[tuple[int, int]], block_size: int, fed: bool) -> None:
+    entries = [entry_of(i, length, left, block_size) for i, (length, left) in enumerate(lengths)]
+    decoders = Decoders(entries)
+    for _ in range(min(left for _, left in lengths) - 1):
+        starts = [entry.seq.computed for entry in entries]
+        assert decoders.growing == [e for e in entries if e.seq.computed % block_size == 0]
+        for entry in decoders.growing:
+            entry.decodes(entry.seq.computed, block_size)
+        full = [e for e in entries if (e.seq.computed + 1) % block_size == 0]
+        assert sorted(decoders.grown()) == full
+        chunks = decoders.chunks(fed=fed)
+        assert list(chunks) == [Chunk(e.seq, start, start + 1, True, fed) for e, start in zip(entries, starts)]
+        assert [chunks[-1], *chunks[1:]] == [list(chunks)[-1], *list(chunks)[1:]]
+        assert isinstance(chunks, FedChunks) == fed
+        for entry in entries:
+            entry.seq.computed += 1
+        tokens = list(range(len(entries)))
+        outputs = decoders.outputs(tokens)
+        assert outputs is not None
+        assert list(outputs) == [SequenceOutput(request_id=e.name, token_ids=[i]) for i, e in enumerate(entries)]
+        assert [e.seq.token_ids[-1] for e in entries] == tokens
+    known = [list(entry.seq.token_ids) for entry in entries]
+    assert decoders.outputs([99] * len(entries)) is None  # somebody ends
+    assert [entry.seq.token_ids for entry in entries] == known
+
+
+def test_what_is_decoded_together_is_told_whole() -> None:
+    decoded = DecodedTokens(["a", "b"], [3, 4])
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(Outputs([], decoded=decoded)), type=Outputs).decoded
+    assert again is not None
+    assert [(o.request_id, o.token_ids, o.finish_reason) for o in again] == [("a", [3], None), ("b", [4], None)]
+    assert len(again) == 2
+    assert SequenceOutput(request_id="b", token_ids=[4]) in again
+    assert SequenceOutput(request_id="b", token_ids=[3]) not in again
