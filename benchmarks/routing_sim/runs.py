@@ -115,7 +115,7 @@ EXTRA: dict[str, Factory] = {
 """Run only where asked for: what knows the lengths of the answers; `blockcast` with the true constants told."""
 WITHOUT: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "rest": lambda: patch.object(Target, "rest_seconds", lambda self, now: 0.0),
-    "hot": lambda: patch.object(CacheBook, "hot", lambda self, prompt, life_s, delay, fair: (0, 0.0)),
+    "hot": lambda: patch.object(CacheBook, "hot", lambda *of: (0, 0.0)),
     "stall": lambda: patch.object(KvCost, "stalled", lambda self, part_s: 0.0),
     "seat": lambda: patch.object(Target, "drain_seconds", lambda self, share: 0.0),
     "lengths": lambda: patch.object(OutputLengths, "expect", lambda self, request: TOKENS_PRIOR),
